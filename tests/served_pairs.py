@@ -5,13 +5,17 @@ Each variant makes one difference that costs acceptance, and none without the op
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tiny
 import torch
 import toys
+
+from distill.texts import Prompt
 
 TARGET = tiny.ROOT / "data" / "demo-target"
 CHATML = (
@@ -67,6 +71,18 @@ def deaf_to(model: Any, text: str) -> Any:
     generator = torch.Generator().manual_seed(3)
     weight[ids] = 8 * weight.std() * torch.randn(len(ids), weight.shape[1], generator=generator)
     return changed
+
+
+def prompts(target: Path, size: int, shortest: int = 0, render: Callable[[str], str] = str) -> list[Prompt]:
+    """Eight pieces of code of the test split, `size` characters each of files longer than `shortest`, as `render` puts
+    them."""
+    from distill.models.gguf.file import GgufFile
+
+    texts = [path.read_text(encoding="utf-8") for path in sorted((tiny.ROOT / "data" / "test").rglob("*.py"))]
+    pieces = [text[start : start + size] for text in texts for start in (400, 1600) if len(text) > shortest][:8]
+    with contextlib.closing(GgufFile(target, vocabulary_only=True)) as file:
+        ids = [file.tokenize(render(piece), parse_special=True) for piece in pieces]
+    return [Prompt(str(place), one) for place, one in enumerate(ids)]
 
 
 def build(folder: Path) -> dict[str, Path]:

@@ -1,7 +1,7 @@
 """`distill record`: a proxy that passes bytes on, and gives copies of the exchanges to the process that writes them.
 
-What passes is never read on its way: each piece is sent on as it came, then looked at. Nothing here can change a reply,
-or hold it back for longer than a look at a piece takes.
+Each piece is passed on as it came, and only then parsed. Nothing here can change a reply, or delay it for longer than
+parsing one piece takes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pickle
 import random
 import resource
 import sys
@@ -22,14 +23,14 @@ from distill.errors import RecipeError
 from distill.interruption import noting
 from distill.progress import note, warn
 from distill.recording.watcher import Exchange, Watcher
-from distill.recording.writer import BYTES, DELETED, FILES, KEPT, TAKEN, frame
+from distill.recording.writer import BYTES, DELETED, FILES, KEPT, TAKEN
 
 MODULE = "distill.recording.writer"
 PIECE_BYTES = 2**16
 QUEUE_BYTES = 64 * 2**20  # of exchanges that wait to be written
 PARTING_SECONDS = 10.0  # for replies under way when the command ends, and for what waits to be written
 PROGRESS_SECONDS = 10.0
-MOST_FILES = 65_536
+MAX_OPEN_FILES = 65_536
 UNREACHED, ENDED, LATE = "the server cannot be reached", "no process that writes", "too late to be written"
 NOT_LEFT_OUT = (TAKEN, KEPT, BYTES, FILES, DELETED)
 
@@ -87,9 +88,9 @@ class Proxy:
         )
         self._queue = self._process.stdin
         assert self._queue is not None
-        wanted = {name: getattr(self.settings, name) for name in ("rotate_bytes", "keep", "patterns")}
-        wanted["folder"] = str(self.settings.folder)
-        self._queue.write(json.dumps(wanted).encode() + b"\n")
+        arguments = {name: getattr(self.settings, name) for name in ("rotate_bytes", "keep", "patterns")}
+        arguments["folder"] = str(self.settings.folder)
+        self._queue.write(json.dumps(arguments).encode() + b"\n")
         told = [asyncio.create_task(self._read_counts()), asyncio.create_task(self._show())]
         await server.start_serving()
         ready(server.sockets[0].getsockname()[1])
@@ -181,7 +182,7 @@ class Proxy:
                 warn("distill record: the process that writes has ended; replies go on, nothing more is recorded")
             self._leave_out(ENDED)
             return
-        piece = frame(exchange.kind, exchange.request, exchange.reply)
+        piece = pickle.dumps((exchange.kind, bytes(exchange.request), bytes(exchange.reply)))
         if self._queue.transport.get_write_buffer_size() + len(piece) > self.queue_bytes:
             self._leave_out("a full queue")
         else:
@@ -235,6 +236,8 @@ def record(settings: Recording, ready: Callable[[int], None]) -> Counter[str]:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection takes two
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)) if hard > 0 else MOST_FILES, hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_OPEN_FILES)) if hard > 0 else MAX_OPEN_FILES, hard)
+        )
     asyncio.run(serve())
     return proxy.counts

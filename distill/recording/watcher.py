@@ -1,4 +1,4 @@
-"""The exchanges of one connection, put together from copies of its bytes by h11, which only looks on."""
+"""The exchanges of one connection, put together by h11 from copies of its bytes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import h11
 
 from distill.recording.exchanges import CHAT, TEXT
 
-MOST_BYTES = 16 * 2**20  # of a request or reply that is recorded
-MOST_HEADER_BYTES = 2**16
+MAX_BYTES = 16 * 2**20  # of a request or reply that is recorded
+MAX_HEADER_BYTES = 2**16
 BROKEN = "broken off"
-ASKED = b"x-distill-record"  # the header of a request that is not to be recorded; any value but yes
+OPT_OUT = b"x-distill-record"  # the header of a request that is not to be recorded; any value but yes
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Exchange:
 
     def add(self, body: bytearray, data: bytes) -> None:
         """Keep a part of a body, while the exchange is one to be kept."""
-        if not self.fault and len(body) + len(data) > MOST_BYTES:
+        if not self.fault and len(body) + len(data) > MAX_BYTES:
             self.fault = "too large"
         if self.fault:
             self.request.clear()
@@ -47,8 +47,8 @@ class Watcher:
     ) -> None:
         self._take, self._leave_out, self._sampled = take, leave_out, sampled
         # Each event that one of them reads, the other one "sends", so that both know where the exchange is.
-        self._requests = h11.Connection(h11.SERVER, MOST_HEADER_BYTES)
-        self._replies = h11.Connection(h11.CLIENT, MOST_HEADER_BYTES)
+        self._requests = h11.Connection(h11.SERVER, MAX_HEADER_BYTES)
+        self._replies = h11.Connection(h11.CLIENT, MAX_HEADER_BYTES)
         self._exchange: Exchange | None = None
         self._lost = False
 
@@ -133,6 +133,6 @@ class Watcher:
         if request.method != b"POST" or not path.endswith((b"/completions", b"/completion")):
             self._leave_out("other requests")
             return None
-        asked = dict(request.headers).get(ASKED, b"yes").strip().lower()
+        asked = dict(request.headers).get(OPT_OUT, b"yes").strip().lower()
         fault = "not to be recorded" if asked != b"yes" else "" if self._sampled() else "not sampled"
         return Exchange(kind, fault)

@@ -12,11 +12,12 @@ import datetime
 import errno
 import json
 import os
+import pickle
 import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -98,19 +99,11 @@ class Writer:
         self._file = None
 
 
-def frame(kind: str, request: bytes | bytearray, reply: bytes | bytearray) -> bytes:
-    """An exchange as `main` reads it."""
-    return b"%s %d %d\n%s%s" % (kind.encode(), len(request), len(reply), request, reply)
-
-
-def read_frame(source: BinaryIO) -> tuple[str, bytes, bytes] | None:
-    """The next exchange; None at the end, and where the last one is not whole."""
-    head = source.readline()
-    if not head.endswith(b"\n"):
-        return None
-    kind, *sizes = head.split()
-    request, reply = (source.read(int(size)) for size in sizes)
-    return (kind.decode(), request, reply) if [len(request), len(reply)] == [int(size) for size in sizes] else None
+def read_exchanges(source: BinaryIO) -> Iterator[tuple[str, bytes, bytes]]:
+    """Kind, request and reply of each exchange that the proxy has pickled; a last one that is not whole is left out."""
+    with contextlib.suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            yield pickle.load(source)
 
 
 def main() -> None:
@@ -121,7 +114,7 @@ def main() -> None:
         os.nice(5)  # the server comes first
     settings = json.loads(sys.stdin.buffer.readline())
     writer = Writer(Path(settings.pop("folder")), **settings)
-    while (found := read_frame(sys.stdin.buffer)) is not None:
-        writer.take(*found)
+    for exchange in read_exchanges(sys.stdin.buffer):
+        writer.take(*exchange)
         print(json.dumps(writer.counts), flush=True)
     writer.close()

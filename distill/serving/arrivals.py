@@ -1,4 +1,4 @@
-"""When the requests of a load are sent: each behind another, at random moments, or at those of a trace."""
+"""When the requests of a load are sent: each after another, at random moments, or at the moments of a trace."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from distill.files import has_form, parse_object
 from distill.intervals import Numbers
 
 PASSES = 2  # requests for each that is sent at once, and to each prompt where they arrive, at least
-FASTEST = 1000.0  # requests a second
-LONGEST = 7 * 86400.0  # seconds of a trace
+MAX_RATE = 1000.0  # requests a second
+MAX_TRACE_SECONDS = 7 * 86400.0  # seconds of a trace
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def arrivals(text: str) -> tuple[Load, ...]:
         rates = sorted({float(part) for part in text.split(",")})
     except ValueError:
         rates = []
-    if not rates or not all(0 < rate <= FASTEST for rate in rates):
+    if not rates or not all(0 < rate <= MAX_RATE for rate in rates):
         raise RecipeError(
-            f"--load {text}: requests per second, above 0 and up to {FASTEST:g}, or the .jsonl file of a trace",
+            f"--load {text}: requests per second, above 0 and up to {MAX_RATE:g}, or the .jsonl file of a trace",
             "for instance --load 0.5,1,2",
         )
     return tuple(Load(rate=rate) for rate in rates)
@@ -82,7 +82,7 @@ def _trace(path: Path) -> Load:
             raise DataError(f"{path}, line {number}, has no number `timestamp`", "seconds, one request a line")
         found.append(float(moment))
     found.sort()
-    if len(found) < PASSES or not 0 < found[-1] - found[0] <= LONGEST:
+    if len(found) < PASSES or not 0 < found[-1] - found[0] <= MAX_TRACE_SECONDS:
         raise DataError(
             f"{path} has {len(found)} requests, not at least {PASSES} within seven days", "are its times in seconds?"
         )

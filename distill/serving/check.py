@@ -1,6 +1,6 @@
 """`distill serve-check`: a pair on the user's own server, with and without its draft, and what explains a shortfall.
 
-The servers are started here, or run already. Legend: τ tokens per round.
+The servers are started here, or already run. Legend: τ tokens per round.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from distill.results.serving_results import (
     ServeReport,
 )
 from distill.sampler import Sampler
-from distill.serving import differences, replaying
+from distill.serving import differences
 from distill.serving.arrivals import Load
 from distill.serving.choose import Trials, choose, grid
 from distill.serving.clients import GREEDY, Client, LlamaClient
+from distill.serving.counts import Text, TextCounts, acceptance, counts_of, rise_of_tokens
 from distill.serving.crossing import load_table
 from distill.serving.llama_server import LlamaServer
 from distill.serving.load import speeds_under
 from distill.serving.markdown import Reference, sentences
 from distill.serving.opening import DRAFT, PLAIN, Addresses, connected, opened, require_vocabulary
+from distill.serving.replaying import Replayed, ServerRules, by_class, interleaved, warm
 from distill.serving.wheel_server import WHEEL, wheel_version
 from distill.texts import Prompt
 
@@ -50,11 +52,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """What is checked: the prompts, how many tokens behind each, and how often.
+    """What is checked: the prompts, up to `limit` new tokens after each, `repeats` times.
 
-    Under a `sampler` that is not greedy each repeat of a prompt is a text of its own. `made` are the run's own target
-    and draft, where there is a run; `predicted` its greedy acceptance at this draft length. `choosing` are validation
-    prompts, none where no settings are to be chosen. `seconds` are those that a server's start and a reply may take.
+    Under a sampler that is not greedy, each repeat of a prompt is a text of its own. `made` are the run's own target
+    and draft, where there is a run; `predicted` is its greedy acceptance at this draft length. Settings are chosen on
+    the validation prompts `choosing`; without any, none are chosen. `seconds` limit a server's start and a reply.
     """
 
     prompts: Sequence[Prompt]
@@ -82,28 +84,24 @@ class CheckSettings:
         """Different texts behind each prompt."""
         return self.repeats if self.sampler.temperature else 1
 
-    def counted(self, replayed: replaying.Replayed) -> list[replaying.TextCounts]:
-        """The counts of the texts that differ."""
-        return replaying.counted([replies[: self.samples] for replies in replayed.texts])
-
-    def replies(self, client: Client, prompts: Sequence[Sequence[int]]) -> list[replaying.TextCounts]:
+    def replies(self, client: Client, prompts: Sequence[Sequence[int]]) -> list[TextCounts]:
         """What is drafted and accepted behind each of these prompts."""
-        return replaying.counted(
+        return counts_of(
             [[client.complete(prompt, self.limit, seed) for seed in range(self.samples)] for prompt in prompts]
         )
 
 
 @dataclass
 class Findings:
-    """What was measured so far; `texts` are the counts of the server that drafts, `build` its own word for itself.
+    """What was measured so far; `texts` are the counts of the server that drafts, `build` is the build that it names.
 
     `files` are target and draft, where they are known; `reference` is our decoder with them, or with the run's own.
     """
 
     server: LlamaServer
     build: str
-    replayed: dict[str, replaying.Replayed]
-    texts: list[replaying.TextCounts]
+    replayed: Mapping[str, Replayed]
+    texts: list[TextCounts]
     files: tuple[Path, Path] | None = None
     acceptance: list[ServedAcceptance] = field(default_factory=list)
     reference: Reference | None = None
@@ -123,12 +121,14 @@ def check_started(settings: CheckSettings, server: LlamaServer) -> ServeReport:
             name: stack.enter_context(opened(one, settings.seconds, settings.sampler))
             for name, one in ((PLAIN, many.plain), (DRAFT, many))
         }
-        found = _replay(settings, clients, many, (server.target, server.draft))
-        _compare(settings, clients, found)
+        findings = _replay(settings, clients, many, (server.target, server.draft))
+        _compare(settings, clients, findings)
     if settings.sampler.temperature:
-        _other_drafts(settings, many, found)
+        _other_drafts(settings, many, findings)
     for difference, without in differences.option_differences(many, os.environ):
-        found.differences.append(differences.measured(difference, _loss(settings, without, found)))
+        note(f"without a difference: {' '.join(without.further)}")
+        loss = rise_of_tokens(findings.texts, _counts_on(settings, without))
+        findings.differences.append(differences.measured(difference, loss))
     choice = None
     if settings.choosing:
         choice = choose(
@@ -139,7 +139,7 @@ def check_started(settings: CheckSettings, server: LlamaServer) -> ServeReport:
             grid(settings.sampler.temperature > 0 and server.draws_drafts()),
             settings.whole_grid,
         )
-    return report(settings, replace(found, server=replace(server, parallel=1)), "llama-server", choice)
+    return report(settings, replace(findings, server=replace(server, parallel=1)), "llama-server", choice)
 
 
 def check_addresses(settings: CheckSettings, places: Addresses) -> ServeReport:
@@ -152,9 +152,9 @@ def check_addresses(settings: CheckSettings, places: Addresses) -> ServeReport:
         server = LlamaServer(
             Path(kind), target, draft, places.n_max or 0, probabilistic=places.probabilistic, threads=places.threads
         )
-        found = _replay(settings, clients, server, places.files)
-        _compare(settings, clients, found, differences.early_ends(clients[DRAFT].totals(), found.server.n_max))
-    return report(settings, found, kind)
+        findings = _replay(settings, clients, server, places.files)
+        _compare(settings, clients, findings, differences.early_ends(clients[DRAFT].totals(), findings.server.n_max))
+    return report(settings, findings, kind)
 
 
 def _replay(
@@ -166,14 +166,14 @@ def _replay(
     """
     ids, drafting = settings.ids, clients[DRAFT]
     for client in clients.values():
-        replaying.warm(client, ids)
+        warm(client, ids)
     before = drafting.totals()
     title = f"{len(clients)} servers, one request at a time"
-    replayed = replaying.interleaved(clients, ids, settings.limit, settings.repeats, title)
+    replayed = interleaved(clients, ids, settings.limit, settings.repeats, title)
     after = drafting.totals()
     totals = None if before is None or after is None else after.since(before)
-    texts, notes = settings.counted(replayed[DRAFT]), list[str]()
-    counted = sum(reply.accepted or 0 for own in replayed[DRAFT].texts for reply in own)
+    texts, notes = counts_of([replies[: settings.samples] for replies in replayed[DRAFT]]), list[str]()
+    counted = sum(reply.counts.accepted for own in replayed[DRAFT] for reply in own)
     if totals is not None and totals.accepted != counted:
         totals = None
         notes.append(
@@ -186,100 +186,104 @@ def _replay(
             "start it with the draft (llama-server: -md FILE --spec-type draft-simple; vLLM: --speculative-config); "
             "of several vLLM servers behind one address give that of one: counters are one server's",
         )
-    own = replaying.acceptance(f"{drafting.kind}, its own counts", texts, totals)
+    own = acceptance(f"{drafting.kind}, its own counts", texts, totals)
     server = replace(server, n_max=server.n_max or len(own.by_position or ()))
     build = f"{WHEEL} {wheel_version()}" if str(server.binary) == WHEEL else drafting.build()
     return Findings(server, build, replayed, texts, files, [own], notes=notes)
 
 
 def _compare(
-    settings: CheckSettings, clients: Mapping[str, Client], found: Findings, early: Sequence[Difference] = ()
+    settings: CheckSettings, clients: Mapping[str, Client], findings: Findings, early: Sequence[Difference] = ()
 ) -> None:
     """Add what our decoder accepts, how files and templates differ, and the speeds under load."""
-    if found.files is not None:
-        _decode_ours(settings, found.files, found, clients[DRAFT].kind == "vllm")
-    found.differences += early
+    if findings.files is not None:
+        _decode_ours(settings, findings.files, findings, clients[DRAFT].kind == "vllm")
+    findings.differences += early
     if isinstance(drafting := clients[DRAFT], LlamaClient):
-        _compare_template(settings, drafting, found)
+        _compare_template(settings, drafting, findings)
     for client in clients.values():
         client.alone = False
     loads = [*(Load(count) for count in settings.concurrency if count > 1), *settings.arrivals]
-    found.speeds, steps = speeds_under(clients, settings.ids, settings.limit, loads, settings.repeats, found.replayed)
+    findings.speeds, steps = speeds_under(
+        clients, settings.ids, settings.limit, loads, settings.repeats, findings.replayed
+    )
     if len(settings.concurrency) > 1 and PLAIN in clients:
-        found.loads = load_table(found.speeds, steps, found.acceptance[0], found.server.n_max)
-        if found.loads is None:
-            found.notes.append("the steps of the plain server could not be told apart, so nothing is predicted by load")
+        findings.loads = load_table(findings.speeds, steps, findings.acceptance[0], findings.server.n_max)
+        if findings.loads is None:
+            findings.notes.append(
+                "the steps of the plain server could not be told apart, so nothing is predicted by load"
+            )
 
 
-def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], found: Findings, vllm: bool) -> None:
+def _decoded(
+    settings: CheckSettings, findings: Findings, source: str, files: tuple[Path, Path], rules: ServerRules
+) -> list[list[Text]]:
+    """The texts of our decoder with these files; what it accepts is added."""
+    texts = rules.decode_files(*files, settings.ids, settings.limit, settings.samples, findings.server.threads)
+    findings.acceptance.append(acceptance(f"distill, {source}", counts_of(texts)))
+    return texts
+
+
+def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], findings: Findings, vllm: bool) -> None:
     """Add what our decoder accepts with the served files and, where they are others, with the run's own, and how the
     files differ, with the loss."""
     from_run = differences.from_run(files, settings.made)
     in_pair = differences.in_pair(files, settings.made is None)
-    length, ids = found.server.n_max, settings.ids
+    length = findings.server.n_max
     if not length:
-        found.differences += from_run + in_pair
-        found.notes.append("the server does not say how many tokens it drafts: give --n-max for our decoder's figures")
+        findings.differences += from_run + in_pair
+        findings.notes.append(
+            "the server does not say how many tokens it drafts: give --n-max for our decoder's figures"
+        )
         return
+    rules = ServerRules(Sampler.of(settings.sampler), length, findings.server.probabilistic, vllm)
 
-    sampler = Sampler.of(settings.sampler)
-    rules = replaying.ServerRules(sampler, length, found.server.probabilistic, vllm)
-
-    def decode(which: str, pair: tuple[Path, Path]) -> list[list[replaying.OurText]]:
-        texts = rules.decode_files(*pair, ids, settings.limit, settings.samples, found.server.threads)
-        counts = replaying.counts_of(texts)
-        found.acceptance.append(replaying.acceptance(f"distill, {which}", counts))
-        found.reference = Reference(which, found.acceptance[-1], counts, replaying.rise_of_tokens(found.texts, counts))
+    def refer_to(which: str, pair: tuple[Path, Path]) -> list[list[Text]]:
+        texts = _decoded(settings, findings, which, pair, rules)
+        counts = counts_of(texts)
+        findings.reference = Reference(which, findings.acceptance[-1], counts, rise_of_tokens(findings.texts, counts))
         return texts
 
-    served = decode("the same files", files)
-    if not sampler.temperature:
+    served = refer_to("the same files", files)
+    if not settings.sampler.temperature:
         same = sum(
-            text.tokens == reply.tokens for (text,), reply in zip(served, found.replayed[DRAFT].first, strict=True)
+            ours.tokens == replies[0].tokens for (ours,), replies in zip(served, findings.replayed[DRAFT], strict=True)
         )
-        if same < len(ids):
-            found.notes.append(f"our decoder's text is the server's on {same} of {len(ids)} prompts")
+        if same < len(served):
+            findings.notes.append(f"our decoder's text is the server's on {same} of {len(served)} prompts")
     if from_run:
-        assert settings.made is not None and found.reference is not None
-        with_served = found.reference.counts
-        decode("the run's own files", settings.made)
-        loss = replaying.rise_of_tokens(with_served, found.reference.counts)
-        from_run = [differences.measured(one, loss) for one in from_run]
-    found.differences += from_run + in_pair
+        assert settings.made is not None
+        loss = rise_of_tokens(counts_of(served), counts_of(refer_to("the run's own files", settings.made)))
+        from_run = [differences.measured(difference, loss) for difference in from_run]
+    findings.differences += from_run + in_pair
 
 
-def _loss(settings: CheckSettings, without: LlamaServer, found: Findings) -> Interval:
-    """The tokens per round that a difference costs: the prompts are replayed on a server without it."""
-    note(f"without a difference: {' '.join(without.further)}")
-    with opened(replace(without, parallel=1), settings.seconds, settings.sampler) as client:
-        return replaying.rise_of_tokens(found.texts, settings.replies(client, settings.ids))
+def _counts_on(settings: CheckSettings, server: LlamaServer) -> list[TextCounts]:
+    """What is drafted and accepted by a server that is started for this alone."""
+    with opened(replace(server, parallel=1), settings.seconds, settings.sampler) as client:
+        return settings.replies(client, settings.ids)
 
 
-def _other_drafts(settings: CheckSettings, server: LlamaServer, found: Findings) -> None:
+def _other_drafts(settings: CheckSettings, server: LlamaServer, findings: Findings) -> None:
     """Add what the server accepts whose drafts are made the other way, drawn or not, and the tokens per round that
     drawing them adds; of a build that cannot draw them what our decoder accepts so, where the files are known."""
     assert server.draft is not None
     if not server.draws_drafts():
-        rules = replaying.ServerRules(Sampler.of(settings.sampler), server.n_max, probabilistic=True)
-        files = server.target, server.draft
-        counts = replaying.counts_of(
-            rules.decode_files(*files, settings.ids, settings.limit, settings.samples, server.threads)
-        )
-        found.acceptance.append(replaying.acceptance("distill, as a server that draws its drafts", counts))
-        found.notes.append(
+        rules = ServerRules(Sampler.of(settings.sampler), server.n_max, probabilistic=True)
+        _decoded(settings, findings, "as a server that draws its drafts", (server.target, server.draft), rules)
+        findings.notes.append(
             f"this build has no {SAMPLING}, which builds since October 2026 have: it drafts the draft's best tokens"
         )
         return
-    other = replace(server, parallel=1, probabilistic=not server.probabilistic)
+    other = replace(server, probabilistic=not server.probabilistic)
     note(f"the same with {other.title}")
-    with opened(other, settings.seconds, settings.sampler) as client:
-        counts = settings.replies(client, settings.ids)
+    counts = _counts_on(settings, other)
     kind = "drawn drafts" if other.probabilistic else "best tokens drafted"
-    found.acceptance.insert(1, replaying.acceptance(f"llama-server, {kind}", counts))
-    found.drawn = replaying.rise_of_tokens(*((found.texts, counts) if other.probabilistic else (counts, found.texts)))
+    findings.acceptance.insert(1, acceptance(f"llama-server, {kind}", counts))
+    findings.drawn = rise_of_tokens(*((findings.texts, counts) if other.probabilistic else (counts, findings.texts)))
 
 
-def _compare_template(settings: CheckSettings, client: LlamaClient, found: Findings) -> None:
+def _compare_template(settings: CheckSettings, client: LlamaClient, findings: Findings) -> None:
     """Add the difference of the server's chat template from the pair's own, and what it costs on conversations."""
     if settings.conversation is None:
         return
@@ -287,7 +291,7 @@ def _compare_template(settings: CheckSettings, client: LlamaClient, found: Findi
     try:
         ours, theirs = settings.conversation.render(messages), client.rendered(messages)
     except (ServingError, ValueError):
-        found.notes.append("the server renders no conversation, so templates were not compared")
+        findings.notes.append("the server renders no conversation, so templates were not compared")
         return
     difference, parts = differences.template_difference(ours, theirs), differences.template_parts(ours)
     if difference is None or parts is None:
@@ -298,27 +302,27 @@ def _compare_template(settings: CheckSettings, client: LlamaClient, found: Findi
         if text.startswith(parts[0]) and text.endswith(parts[1]) and len(text) > sum(map(len, parts)):
             conversations[place] = text[len(parts[0]) : len(text) - len(parts[1])]
     if not conversations:
-        found.notes.append("no prompt is a conversation of one message, so the template's cost was not measured")
-        found.differences.append(difference)
+        findings.notes.append("no prompt is a conversation of one message, so the template's cost was not measured")
+        findings.differences.append(difference)
         return
     asked = [client.rendered([{"role": "user", "content": text}]) for text in conversations.values()]
     texts = settings.replies(client, [client.tokenize(text) for text in asked])
-    found.acceptance.append(replaying.acceptance(f"{client.kind}, through its own template", texts))
-    loss = replaying.rise_of_tokens(texts, [found.texts[place] for place in conversations])
-    found.differences.append(differences.measured(difference, loss))
+    findings.acceptance.append(acceptance(f"{client.kind}, through its own template", texts))
+    loss = rise_of_tokens(texts, [findings.texts[place] for place in conversations])
+    findings.differences.append(differences.measured(difference, loss))
 
 
-def report(settings: CheckSettings, found: Findings, kind: str, choice: ChosenSettings | None = None) -> ServeReport:
-    """Everything that was found."""
-    server, base = found.server, found.replayed.get(PLAIN)
+def report(settings: CheckSettings, findings: Findings, kind: str, choice: ChosenSettings | None = None) -> ServeReport:
+    """All findings as one result."""
+    server, base = findings.server, findings.replayed.get(PLAIN)
     greedy = not settings.sampler.temperature
-    pairs = [] if base is None or not greedy else list(zip(base.first, found.replayed[DRAFT].first, strict=True))
+    pairs = [] if base is None or not greedy else list(zip(base, findings.replayed[DRAFT], strict=True))
     title = server.title if server.n_max else DRAFT
     made = ServeReport(
         command=settings.command,
         machine=machine(),
         server=kind,
-        build=found.build,
+        build=findings.build,
         served=server.title if kind == "vllm" else " ".join(server.served),
         target=str(server.target),
         draft=str(server.draft or ""),
@@ -326,20 +330,20 @@ def report(settings: CheckSettings, found: Findings, kind: str, choice: ChosenSe
         p_min=server.p_min or 0.0,
         probabilistic=server.probabilistic,
         sampler=settings.sampler.model_dump(),
-        drawn=found.drawn,
+        drawn=findings.drawn,
         prompts=len(settings.prompts),
         new_tokens=settings.limit,
         left_out=settings.left_out,
-        acceptance=found.acceptance,
+        acceptance=findings.acceptance,
         predicted=settings.predicted if greedy else math.nan,
-        speeds=[replace(one, configuration=title) if one.configuration == DRAFT else one for one in found.speeds],
-        loads=found.loads,
-        classes=replaying.by_class(settings.prompts, found.texts, found.replayed),
-        differences=found.differences,
-        same_texts=sum(plain.tokens == draft.tokens for plain, draft in pairs),
+        speeds=[replace(one, configuration=title) if one.configuration == DRAFT else one for one in findings.speeds],
+        loads=findings.loads,
+        classes=by_class(settings.prompts, findings.texts, findings.replayed),
+        differences=findings.differences,
+        same_texts=sum(plain[0].tokens == draft[0].tokens for plain, draft in pairs),
         texts=len(pairs),
         sentences=[],
         choice=choice,
-        notes=found.notes,
+        notes=findings.notes,
     )
-    return replace(made, sentences=sentences(made, found.reference))
+    return replace(made, sentences=sentences(made, findings.reference))

@@ -1,12 +1,13 @@
 """The fastest n_max, p_min and way to draft on validation prompts, by successive halving, then confirmed on others.
 
-llama-server takes them at its start alone, so that all settings are a server of their own. One runs at a time, as the
-memory of a real target wants it; the servers of a round are visited in a random order and then in its reverse, and few
-of them twice so, that no spell of the machine is an advantage.
+llama-server reads them only at its start, so each combination is a server of its own. One server runs at a time, as a
+real target fills the memory. The servers of a round are visited in a random order and then in its reverse (a few
+servers twice), so that slow and fast periods of the machine favour none of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -21,18 +22,18 @@ from distill.intervals import Interval, percentiles
 from distill.models.server_commands import llama_server, option_arguments
 from distill.progress import Progress
 from distill.results.serving_results import ChosenSettings, ConfirmedSettings, TriedSettings
-from distill.serving.clients import Client
-from distill.serving.http import Reply
+from distill.serving.clients import Client, Reply
+from distill.serving.counts import CONFIDENCE, RESAMPLES
 from distill.serving.llama_server import LlamaServer
-from distill.serving.replaying import CONFIDENCE, RESAMPLES, warm
+from distill.serving.replaying import warm
 
 N_MAX = range(1, 9)
 P_MIN = (0.0, 0.5, 0.75)
 SHARES = (0.25, 0.5, 1.0)  # of the prompts in each round of halving
 KEPT = (12, 5)  # settings that draft, after the first and the second round; plain decoding stays in all of them
 FINALISTS = 3
-LEAST = 2  # prompts of a round
-FEW = 6  # candidates that are visited four times
+MIN_PROMPTS = 2  # prompts of a round
+FEW_CANDIDATES = 6  # candidates that are visited four times
 OF_SETTINGS = {"--spec-draft-n-max", "--spec-draft-p-min", "--draft-p-min"}
 
 
@@ -63,11 +64,6 @@ class Trials:
     limit: int
     samples: int = 1
 
-    def first(self, share: float) -> Trials:
-        """Those of a share of the prompts, at least LEAST."""
-        size = min(len(self.prompts), max(LEAST, round(share * len(self.prompts))))
-        return replace(self, prompts=self.prompts[:size])
-
 
 Opened = Callable[[LlamaServer], AbstractContextManager[Client]]
 
@@ -84,14 +80,14 @@ class Candidate:
     def rate(self) -> float:
         """Tokens per second, to be compared among candidates of the same round.
 
-        Of a text the fastest reply counts: what else runs on the machine makes replies slower, never faster, and for
-        seconds at a time, so that a sum would drop the settings that it met.
+        The fastest reply to each text counts: other programs make replies slower, never faster, and for seconds at a
+        time, so a sum would penalise the settings that happened to run then.
         """
         fastest = [min(replies, key=lambda reply: reply.seconds) for replies in self.texts]
         return sum(reply.count for reply in fastest) / sum(reply.seconds for reply in fastest)
 
     def over(self, base: Candidate) -> Interval:
-        """Its speed over another's, of the same prompts; resampled are the prompts and the replies to each of them."""
+        """Its speed over another's on the same prompts; prompts and the replies to each of them are resampled."""
         if base is self:
             return Interval(1.0, 1.0, 1.0)
         draws = numpy.random.default_rng(0)
@@ -111,10 +107,8 @@ class Candidate:
 
 def grid(draws: bool = False) -> list[Settings]:
     """Plain decoding and all settings, with `draws` those of drawn drafts too."""
-    return [
-        PLAIN,
-        *(Settings(n, p, drawn) for drawn in ((False, True) if draws else (False,)) for n in N_MAX for p in P_MIN),
-    ]
+    every = itertools.product((False, True) if draws else (False,), N_MAX, P_MIN)
+    return [PLAIN, *(Settings(n_max, p_min, drawn) for drawn, n_max, p_min in every)]
 
 
 def with_settings(server: LlamaServer, settings: Settings) -> LlamaServer:
@@ -127,9 +121,9 @@ def with_settings(server: LlamaServer, settings: Settings) -> LlamaServer:
 
 
 def visit(candidates: Sequence[Candidate], server: LlamaServer, trials: Trials, opened: Opened, title: str) -> None:
-    """Every candidate on these texts: in a random order and in its reverse, and twice so where they are FEW."""
+    """Every candidate on these texts: in a random order and in its reverse, FEW_CANDIDATES twice."""
     draws, orders = random.Random(len(candidates)), list[list[Candidate]]()
-    for _ in range(2 if len(candidates) <= FEW else 1):
+    for _ in range(2 if len(candidates) <= FEW_CANDIDATES else 1):
         order = draws.sample(candidates, len(candidates))
         orders += [order, order[::-1]]
     progress = Progress(title, len(orders) * len(candidates))
@@ -160,7 +154,8 @@ def choose(
     tried = [Candidate(one) for one in settings]
     alive = tried
     for number, share in enumerate(SHARES):
-        part = validation.first(share)
+        size = max(MIN_PROMPTS, round(share * len(validation.prompts)))
+        part = replace(validation, prompts=validation.prompts[:size])
         visit(alive, server, part, opened, f"settings, round {number + 1} of {len(SHARES)}")
         drafting = sorted((one for one in alive if one.settings != PLAIN), key=lambda one: -one.rate)
         plain = next(one for one in alive if one.settings == PLAIN)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from distill.errors import ServingError
-from distill.files import parse_object
 from distill.recipe import SamplerSettings
-from distill.serving.http import Http, Reply, Totals, totals_of
+from distill.serving.counts import Text, TextCounts, Totals, totals_of
+from distill.serving.http import Http
 
 # Whatever else could shape a distribution is switched off: a server has defaults of its own, vLLM's from the model's
 # generation_config.json. llama-server's samplers come in the order of this list, which is the order of ours.
@@ -31,25 +32,41 @@ GREEDY = SamplerSettings(temperature=0)
 SETTLED_SECONDS, PATIENCE_SECONDS = 0.05, 2.0  # vLLM's counters are written by another task of it than replies
 
 
+@dataclass(frozen=True)
+class Reply(Text):
+    """One completion: `count` tokens, seconds until the first of them and until the end, as this client saw them.
+
+    `cached` are the tokens of the prompt that the server did not compute again, `later_seconds` those that it took for
+    all tokens behind the first, by its own clock. `started` is the moment at which the request was sent, `times` are
+    those of its events (perf_counter): a llama-server sends one for each token, vLLM for each step. The counts of a
+    server that counts for no single request are those of a text without a draft.
+    """
+
+    count: int
+    first_seconds: float
+    seconds: float
+    started: float = 0.0
+    times: Sequence[float] = ()
+    cached: int = 0
+    later_seconds: float | None = None
+
+    @property
+    def end(self) -> float:
+        """The moment at which it was complete."""
+        return self.started + self.seconds
+
+
 class Client(ABC):
     """A server that continues token ids under `sampler`; threads may share it once `alone` is false.
 
-    While `alone` is true, requests come one at a time. `death` says how its process ended, where that is ours.
+    While `alone` is true, requests come one at a time.
     """
 
     kind: str
     prefix: str  # of its metrics
 
-    def __init__(
-        self,
-        url: str,
-        seconds: float,
-        key: str | None = None,
-        death: Callable[[], str | None] = lambda: None,
-        sampler: SamplerSettings = GREEDY,
-    ) -> None:
-        self.http = Http(url, seconds, key, death)
-        self.url, self.alone, self.sampler = self.http.url, True, sampler
+    def __init__(self, http: Http, sampler: SamplerSettings = GREEDY) -> None:
+        self.http, self.url, self.sampler, self.alone = http, http.url, sampler, True
 
     def sampling(self, seed: int) -> dict[str, Any]:
         """The sampler's settings and a seed, as both kinds of server name them."""
@@ -77,10 +94,6 @@ class Client(ABC):
         listed = self.http.object("/v1/models").get("data")
         return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
 
-    def close(self) -> None:
-        """Free the connections."""
-        self.http.close()
-
 
 class LlamaClient(Client):
     """A llama-server, started by us (with --metrics) or by the user."""
@@ -91,25 +104,16 @@ class LlamaClient(Client):
         """Up to `limit` tokens, without the prompt cache."""
         body = LLAMA_PLAIN | self.sampling(seed) | {"prompt": list(ids), "n_predict": limit}
         body |= {"cache_prompt": False, "return_tokens": True}
-        events, first, seconds, started, times = self.http.stream("/completion", body | {"stream": True})
+        events, timing = self.http.stream("/completion", body | {"stream": True})
         last = events[-1]
         timings = last.get("timings")
         if not isinstance(timings, dict):
             raise ServingError(f"{self.url} gives no timings with its replies", "llama-server of this year does")
         tokens = [token for event in events for token in event.get("tokens", ())]
-        count = timings.get("predicted_n", last.get("tokens_predicted", len(tokens)))
-        return Reply(
-            tokens=tokens,
-            count=int(count),
-            first_seconds=first,
-            seconds=seconds,
-            drafted=int(timings.get("draft_n", 0)),
-            accepted=int(timings.get("draft_n_accepted", 0)),
-            cached=max(0, int(timings.get("cache_n", 0))),
-            later_seconds=float(timings.get("predicted_ms", 0)) / 1e3,
-            started=started,
-            times=times,
-        )
+        count = int(timings.get("predicted_n", last.get("tokens_predicted", len(tokens))))
+        counts = TextCounts.of(count, int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0)))
+        cached, later_seconds = max(0, int(timings.get("cache_n", 0))), float(timings.get("predicted_ms", 0)) / 1e3
+        return Reply(tokens, counts, count, *timing, cached, later_seconds)
 
     def build(self) -> str:
         """The build that /props names."""
@@ -152,15 +156,8 @@ class VllmClient(Client):
 
     kind, prefix = "vllm", "vllm"
 
-    def __init__(
-        self,
-        url: str,
-        seconds: float,
-        key: str | None = None,
-        model: str | None = None,
-        sampler: SamplerSettings = GREEDY,
-    ) -> None:
-        super().__init__(url, seconds, key, sampler=sampler)
+    def __init__(self, http: Http, sampler: SamplerSettings = GREEDY, model: str | None = None) -> None:
+        super().__init__(http, sampler)
         self.model = model or self._only_model()
 
     def _only_model(self) -> str:
@@ -173,45 +170,27 @@ class VllmClient(Client):
 
     def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
         """Up to `limit` tokens; a salt of its own keeps the request out of the prefix cache."""
-        body = (
-            VLLM_PLAIN
-            | self.sampling(seed)
-            | {
-                "model": self.model,
-                "prompt": list(ids),
-                "max_tokens": limit,
-                "cache_salt": secrets.token_hex(16),
-                "return_token_ids": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        )
+        body = VLLM_PLAIN | self.sampling(seed) | {"model": self.model, "prompt": list(ids), "max_tokens": limit}
+        body |= {"cache_salt": secrets.token_hex(16), "return_token_ids": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
         before = self.totals() if self.alone else None
-        events, first, seconds, started, times = self.http.stream("/v1/completions", body)
+        events, timing = self.http.stream("/v1/completions", body)
         tokens = [
             token for event in events for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()
         ]
         usage: dict[str, Any] = next((event["usage"] for event in reversed(events) if event.get("usage")), {})
         count = int(usage.get("completion_tokens", len(tokens)))
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        found = None if before is None else self._settled(before).since(before)
-        if found is not None and min(found.rounds, found.drafted, found.accepted) < 0:
-            raise ServingError(
-                f"the counters of {self.url} fell: another server answered, or it was started again",
-                "vLLM's counters are one server's: give the address of one of them, not of a load balancer",
-            )
-        return Reply(
-            tokens=tokens,
-            count=count,
-            first_seconds=first,
-            seconds=seconds,
-            drafted=None if found is None else found.drafted,
-            accepted=None if found is None else found.accepted,
-            rounds=None if found is None else found.rounds,
-            cached=int(cached),
-            started=started,
-            times=times,
-        )
+        counts = TextCounts.of(count)
+        if before is not None:
+            risen = self._settled(before).since(before)
+            if min(risen.rounds, risen.drafted, risen.accepted) < 0:
+                raise ServingError(
+                    f"the counters of {self.url} fell: another server answered, or it was started again",
+                    "vLLM's counters are one server's: give the address of one of them, not of a load balancer",
+                )
+            counts = TextCounts.of(count, risen.drafted, risen.accepted, risen.rounds)
+        return Reply(tokens, counts, count, *timing, int(cached))
 
     def _settled(self, before: Totals) -> Totals:
         """The counters once they stand still."""
@@ -232,18 +211,11 @@ class VllmClient(Client):
         return self.totals() is not None
 
 
-def kind_of_server(url: str, seconds: float, key: str | None) -> str:
+def kind_of_server(http: Http) -> str:
     """llama-server or vllm, by what only one of them has; ServingError for another server, or none."""
-    http = Http(url, seconds, key)
-    try:
-        properties = parse_object(http.get("/props").content)
-        if not isinstance(properties, str) and "build_info" in properties:
-            return "llama-server"
-        version = parse_object(http.get("/version").content)
-        if not isinstance(version, str) and "version" in version:
-            return "vllm"
-    finally:
-        http.close()
+    for kind, path, name in (("llama-server", "/props", "build_info"), ("vllm", "/version", "version")):
+        if name in http.object(path):
+            return kind
     raise ServingError(
         f"{http.url} is neither llama-server nor vLLM, by /props and /version", "name it: --kind, or correct --url"
     )

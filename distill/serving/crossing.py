@@ -25,7 +25,7 @@ from distill.results.serving_results import LoadRow, LoadTable, ServedAcceptance
 from distill.serving.opening import DRAFT, PLAIN
 from distill.speculative.costs.curve import predicted_speedups, tokens_per_round
 
-LEAST = 0.1  # of the verification's plain step: noise may ask for less
+MIN_SHARE = 0.1  # of the verification's plain step: noise may ask for less
 SINGULAR = 1e-3  # of the product of the diagonal: two loads that cannot tell d from b
 
 
@@ -47,10 +47,10 @@ class RoundModel:
     def seconds(self, texts: float) -> float:
         """T(m): between measured ones by straight lines, behind the last by the slope of the upper half."""
         known = list(self.steps)
-        most = known[-1]
-        values = numpy.interp([texts, most / 2, most], known, list(self.steps.values()))
-        slope = max(0.0, values[2] - values[1]) / (most - max(most / 2, known[0]))
-        return float(values[0] + max(0.0, texts - most) * slope)
+        largest = known[-1]
+        values = numpy.interp([texts, largest / 2, largest], known, list(self.steps.values()))
+        slope = max(0.0, values[2] - values[1]) / (largest - max(largest / 2, known[0]))
+        return float(values[0] + max(0.0, texts - largest) * slope)
 
     def parts(self, together: int, length: int) -> tuple[float, float, float]:
         """The seconds of a round of B texts and n drafted tokens are these three, times 1, d and b."""
@@ -61,7 +61,7 @@ class RoundModel:
     def round(self, together: int, length: int) -> float:
         """Seconds of a round of B texts and n drafted tokens, of one text as if it were one of several."""
         verified, share, drafted = self.parts(together, length)
-        return max(verified + self.draft * share + self.each * drafted, LEAST * verified)
+        return max(verified + self.draft * share + self.each * drafted, MIN_SHARE * verified)
 
     def fitted(self, rounds: Sequence[tuple[int, float]], alone: float) -> RoundModel:
         """With the d and b that give one or two measured rounds of (B texts, seconds), and what gives that of one."""

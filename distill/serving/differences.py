@@ -1,7 +1,7 @@
-"""What may differ between a served draft and the one that was made and measured, each with what to do about it.
+"""Differences between a served draft and the one that was made and measured, each with its remedy.
 
-An option of llama-server that makes a difference is undone by the server's own default behind it: of an option that is
-given twice, the last one counts.
+An option of llama-server is undone by appending the server's own default: when an option is given twice, the last one
+counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from distill.intervals import Interval
 from distill.models.gguf.file_head import open_head
 from distill.models.pairs import compare_pair
 from distill.results.serving_results import Difference
-from distill.serving.http import Totals
+from distill.serving.counts import Totals
 from distill.serving.llama_server import LlamaServer
 
 SMALLEST = 0.01  # tokens per round: less is rounding
@@ -126,8 +126,8 @@ def from_run(files: tuple[Path, Path], made: tuple[Path, Path] | None) -> list[D
     return [
         Difference(
             f"the {role}'s file",
-            f"{files[place]} ({_named(origin_of(files[place]))})",
-            f"{made[place]} ({_named(origin_of(made[place]))})",
+            f"{files[place]} ({_named(files[place])})",
+            f"{made[place]} ({_named(made[place])})",
             remedies[role],
         )
         for place, role in ((1, "draft"), (0, "target"))
@@ -139,14 +139,13 @@ def in_pair(files: tuple[Path, Path], ask_recipes: bool) -> list[Difference]:
     """Where target and draft do not belong together: by the recipes that wrote them, where no run is known
     (`ask_recipes`), and by their vocabularies."""
     found = []
-    ours, theirs = map(origin_of, files)
-    recipes = [one.get("distill.recipe") for one in (theirs, ours)]
-    if ask_recipes and recipes[0] and recipes[1] and recipes[0] != recipes[1]:
+    target, draft = (origin_of(path).get("distill.recipe") for path in files)
+    if ask_recipes and target and draft and target != draft:
         found.append(
             Difference(
                 "the recipe that made the draft",
-                f"{recipes[0]} ({_named(theirs)})",
-                f"{recipes[1]} ({_named(ours)})",
+                f"{draft} ({_named(files[1])})",
+                f"{target} ({_named(files[0])})",
                 "serve a draft that was trained on this target: vocabularies may be equal, the text is not",
             )
         )
@@ -157,8 +156,8 @@ def in_pair(files: tuple[Path, Path], ask_recipes: bool) -> list[Difference]:
     return found
 
 
-def _named(origin: Mapping[str, str]) -> str:
-    return origin.get("general.name") or "no name"
+def _named(path: Path) -> str:
+    return origin_of(path).get("general.name") or "no name"
 
 
 # ── what a server says ──

@@ -6,11 +6,8 @@ Nothing here sends a request again: a failed one is a finding, not noise.
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import httpx2
@@ -23,61 +20,13 @@ SHOWN = 300  # characters of a server's message
 CONNECTIONS = 256
 
 
-@dataclass(frozen=True)
-class Reply:
-    """One completion: its tokens (none where the server gives no ids) and their count, seconds until the first of them
-    and until the end, as this client saw them. `drafted`, `accepted` and `rounds` are the server's counts for this
-    request, None where it gives none; `cached` are the tokens of the prompt that it did not compute again,
-    `later_seconds` those that it took for all tokens behind the first, by its own clock. `started` is the moment at
-    which it was sent, `times` are those of its events (perf_counter): a llama-server sends one for each token, vLLM for
-    each step.
-    """
+class Timing(NamedTuple):
+    """Seconds of a streamed reply until its first event and until its end, and the moments of request and events."""
 
-    tokens: list[int]
-    count: int
     first_seconds: float
-    seconds: float
-    drafted: int | None = None
-    accepted: int | None = None
-    rounds: int | None = None
-    cached: int = 0
-    later_seconds: float | None = None
-    started: float = 0.0
-    times: Sequence[float] = ()
-
-    @property
-    def end(self) -> float:
-        """The moment at which it was complete."""
-        return self.started + self.seconds
-
-
-class Streamed(NamedTuple):
-    """The events of a streamed reply; seconds until the first and until the end; the moments of request and events."""
-
-    events: list[dict[str, Any]]
-    first: float
     seconds: float
     started: float
     times: list[float]
-
-
-@dataclass(frozen=True)
-class Totals:
-    """A server's counters of speculation since its start: rounds that drafted, drafted and accepted tokens, and those
-    accepted at each drafted position."""
-
-    rounds: int
-    drafted: int
-    accepted: int
-    by_position: tuple[int, ...] = ()
-
-    def since(self, before: Totals) -> Totals:
-        """What was counted after `before`."""
-        known = [*before.by_position, *[0] * len(self.by_position)]
-        positions = tuple(now - then for now, then in zip(self.by_position, known, strict=False))
-        return Totals(
-            self.rounds - before.rounds, self.drafted - before.drafted, self.accepted - before.accepted, positions
-        )
 
 
 class Http:
@@ -122,14 +71,14 @@ class Http:
             )
         return found
 
-    def stream(self, path: str, body: dict[str, Any]) -> Streamed:
-        """A streamed reply.
+    def stream(self, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], Timing]:
+        """The events of a streamed reply.
 
-        Events are parsed after the last one, so that this client costs the server little time on the same machine.
+        Events are parsed after the last one, so that this client takes little time from a server on the same machine.
         """
         return self._guarded(lambda: self._stream(path, body))
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Streamed:
+    def _stream(self, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], Timing]:
         parts: list[bytes] = []
         times: list[float] = []
         started = time.perf_counter()
@@ -153,7 +102,7 @@ class Http:
             events.append(event)
         if not events:
             raise ServingError(f"{self.url}{path} ended a streamed reply without an event", "see the server's log")
-        return Streamed(events, times[0] - started if times else seconds, seconds, started, times)
+        return events, Timing(times[0] - started if times else seconds, seconds, started, times)
 
     def object(self, path: str) -> dict[str, Any]:
         """The JSON object at a path; empty where there is none."""
@@ -215,21 +164,3 @@ def _secret(variable: str | None) -> str:
     if variable is not None and not (value and value.isascii() and value.isprintable()):
         raise RecipeError(f"--key: the environment variable {variable} holds no key", f"export {variable}=…")
     return value
-
-
-def totals_of(text: str, prefix: str) -> Totals | None:
-    """The counters of speculation in Prometheus text, summed over engines; None where one is missing.
-
-    llama-server and vLLM name them alike but for their prefix.
-    """
-    metric = rf"^{prefix}:spec_decode_num_(\w+)_total(?:{{(.*)}})? +(\d+(?:\.\d+)?(?:e\+?\d\d?)?)(?= |$)"
-    sums: dict[str, float] = defaultdict(float)
-    places: dict[int, float] = defaultdict(float)
-    for name, labels, value in re.findall(metric, text, re.MULTILINE):
-        sums[name] += float(value)
-        if name == "accepted_tokens_per_pos" and (place := re.search(r'position="(\d{1,4})"', labels)):
-            places[int(place[1])] += float(value)
-    if not {"drafts", "draft_tokens", "accepted_tokens"} <= set(sums):
-        return None
-    by_position = tuple(int(places.get(place, 0)) for place in range(max(places, default=-1) + 1))
-    return Totals(int(sums["drafts"]), int(sums["draft_tokens"]), int(sums["accepted_tokens"]), by_position)

@@ -1,16 +1,17 @@
-"""Servers under load: so many requests at once, or requests that arrive whatever is in flight.
+"""Servers under load: a fixed number of requests at once, or requests that arrive whatever is in flight.
 
-What users wait for is measured, and what a step of the plain server takes. Legend: P prompts, B requests in flight,
+It measures what users wait for, and the seconds of a step of the plain server. Legend: P prompts, B requests in flight,
 T(B) seconds of a step that makes a token of each.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy
@@ -19,12 +20,13 @@ from distill.intervals import UNKNOWN, Numbers, speed_ratio
 from distill.progress import Progress
 from distill.results.serving_results import ServedSpeed
 from distill.serving.arrivals import Load
-from distill.serving.clients import Client
-from distill.serving.http import CONNECTIONS, Reply
+from distill.serving.clients import Client, Reply
+from distill.serving.counts import CONFIDENCE, RESAMPLES
+from distill.serving.http import CONNECTIONS
 from distill.serving.opening import PLAIN
-from distill.serving.replaying import CONFIDENCE, RESAMPLES, Replayed
+from distill.serving.replaying import Replayed, sums_of
 
-LEAST_STEPS = 4  # of a text with so many others
+MIN_STEPS = 4  # of a text with so many others
 RARE = 0.02  # of all steps
 
 
@@ -53,39 +55,27 @@ def send(client: Client, prompts: Sequence[Sequence[int]], limit: int, load: Loa
     A request that is due waits for nothing but one of CONNECTIONS; it counts from when it was due. The first fault
     ends all.
     """
-    count = load.count(len(prompts))
-    due = load.due(count, seed)
-    pool = ThreadPoolExecutor(max_workers=load.concurrency or CONNECTIONS)
-    futures: list[Future[Reply]] = []
-    pending: set[Future[Reply]] = set()
+    due, ended = load.due(load.count(len(prompts)), seed), threading.Event()
+    begun = time.perf_counter()
+
+    def reply_to(number: int) -> Reply:
+        if ended.wait(max(0.0, begun + due[number] - time.perf_counter())):
+            raise CancelledError
+        return client.complete(prompts[number % len(prompts)], limit, number // len(prompts))
+
+    pool = ThreadPoolExecutor(max_workers=load.concurrency or CONNECTIONS)  # which take requests in their order
     try:
-        begun = time.perf_counter()
-        for number in range(count):
-            if not load.concurrency:
-                pending = _pause(begun + due[number], pending)
-            prompt, text = number % len(prompts), number // len(prompts)
-            futures.append(pool.submit(client.complete, prompts[prompt], limit, text))
-            pending.add(futures[-1])
-        for future in wait(pending, return_when=FIRST_EXCEPTION).done:
+        futures = [pool.submit(reply_to, number) for number in range(len(due))]
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
             future.result()
-        replies = [future.result() for future in futures]
-    except BaseException:
+    finally:
+        ended.set()
         pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()
+    replies = [future.result() for future in futures]
     return [
         Request(number % len(prompts), reply.started if load.concurrency else begun + float(due[number]), reply)
         for number, reply in enumerate(replies)
     ]
-
-
-def _pause(until: float, pending: set[Future[Reply]]) -> set[Future[Reply]]:
-    """Sleep, raise the fault of a request that failed meanwhile, and return those that still wait for a reply."""
-    done, left = wait(pending, max(0.0, until - time.perf_counter()), FIRST_EXCEPTION)
-    for future in done:
-        future.result()
-    time.sleep(max(0.0, until - time.perf_counter()))
-    return left
 
 
 # ── figures ──
@@ -104,8 +94,8 @@ class Served:
     @classmethod
     def alone(cls, replayed: Replayed) -> Served:
         """Of requests that were sent one at a time, other servers' between them."""
-        requests = [Request(place, one.started, one) for place, own in enumerate(replayed.texts) for one in own]
-        tokens, seconds = numpy.array(replayed.tokens, float), numpy.array(replayed.seconds)
+        requests = [Request(place, reply.started, reply) for place, own in enumerate(replayed) for reply in own]
+        tokens, seconds = sums_of(replayed)
         return cls(requests, tokens, seconds, float(seconds.sum()))
 
     @classmethod
@@ -170,7 +160,7 @@ def step_seconds(requests: Sequence[Request]) -> dict[int, float]:
         steady &= ended == numpy.searchsorted(last, left, "right")
         for together, count in Counter((begun - ended)[steady].tolist()).items():
             gaps[together] += count
-            if count >= LEAST_STEPS:
+            if count >= MIN_STEPS:
                 means[together].append(float((right - left)[steady & (begun - ended == together)].mean()))
     return {
         together: float(numpy.median(seconds))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from distill.intervals import Interval
 from distill.results.serving_results import Difference, LoadTable, ServedAcceptance, ServedSpeed, ServeReport
 from distill.results.tables import markdown_table
 from distill.serving.choose import settings_of
+from distill.serving.counts import TextCounts
 from distill.serving.differences import SMALLEST
-from distill.serving.replaying import TextCounts
 
 LARGE = 0.5  # of a shortfall: differences that explain less leave something to look for
 
@@ -38,10 +38,9 @@ def sentences(report: ServeReport, reference: Reference | None) -> list[str]:
     if not math.isnan(report.drawn.mean):
         found.append(
             f"At n_max {report.n_max}, drafts drawn from the draft (--spec-draft-sampling probabilistic) give "
-            f"{_shown(report.drawn)} tokens per round more than its best tokens."
+            f"{shown(report.drawn)} tokens per round more than its best tokens."
         )
-    found += [_explained(one) for one in report.differences if one.explains]
-    found += [_unexplained(one) for one in report.differences if not one.explains]
+    found += [_difference(one) for one in sorted(report.differences, key=lambda one: not one.explains)]
     if reference is not None and reference.short.low > SMALLEST:
         short, explained = reference.short.mean, sum(one.loss.mean for one in report.differences if one.explains)
         if explained < LARGE * short:
@@ -66,7 +65,7 @@ def _beside(report: ServeReport, own: ServedAcceptance, reference: Reference | N
     if reference is not None:
         text += f"; our decoder with {reference.files} {_both(reference.acceptance)}"
         if reference.short.low > SMALLEST:
-            text += f". It lacks {_shown(reference.short)} tokens per round"
+            text += f". It lacks {shown(reference.short)} tokens per round"
         elif reference.short.high < -SMALLEST:
             text += f". It has {-reference.short.mean:.2f} tokens per round more"
         else:
@@ -77,41 +76,37 @@ def _beside(report: ServeReport, own: ServedAcceptance, reference: Reference | N
 
 
 def _both(found: ServedAcceptance) -> str:
-    return f"{_percent(found.rate)}, {_shown(found.tokens_per_round)} tokens per round"
+    return f"{shown(found.rate, '.1%')}, {shown(found.tokens_per_round)} tokens per round"
 
 
-def _explained(one: Difference) -> str:
-    return (
-        f"EXPLAINED: {one.what} is {one.found}, not {one.expected}: that costs {_shown(one.loss)} tokens per round. "
-        f"To mend it, {one.advice}."
-    )
-
-
-def _unexplained(one: Difference) -> str:
+def _difference(one: Difference) -> str:
+    what = f"{one.what} is {one.found}, not {one.expected}"
+    if one.explains:
+        return f"EXPLAINED: {what}: that costs {shown(one.loss)} tokens per round. To mend it, {one.advice}."
     if math.isnan(one.loss.mean):
-        return f"Not measured: {one.what} is {one.found}, not {one.expected}. If acceptance is low, {one.advice}."
-    return f"No cause: {one.what} is {one.found}, not {one.expected}; it costs {_shown(one.loss)} tokens per round."
+        return f"Not measured: {what}. If acceptance is low, {one.advice}."
+    return f"No cause: {what}; it costs {shown(one.loss)} tokens per round."
 
 
 def _speed(report: ServeReport) -> str:
     rises = [one for one in report.speeds if not math.isnan(one.speedup.mean)]
     if not rises:
         return "Without a plain server beside it (--plain-url) no speedup was measured."
-    text = f"Speed over the plain server: {', '.join(f'{_shown(one.speedup)} with {_load(one)}' for one in rises)}."
+    text = f"Speed over the plain server: {', '.join(f'{shown(one.speedup)} with {_load(one)}' for one in rises)}."
     return f"{text} The draft does not pay here." if all(one.speedup.mean < 1 for one in rises) else text
 
 
 def _crossing(loads: LoadTable) -> str:
-    """From how many requests at once drafts stop paying."""
-    most, measured = loads.rows[-1].concurrency, loads.measured
+    """The number of requests at once from which drafts stop paying."""
+    largest, measured = loads.rows[-1].concurrency, loads.measured
 
     def said(found: float) -> str:
         if math.isnan(found):
-            return f"more than {most}"
+            return f"more than {largest}"
         return f"{found:.1f}" if found else "none"
 
     known = [str(row.concurrency) for row in loads.rows[:3]]
-    text = f"The draft pays for up to {said(measured.mean)} of 1 to {most} requests at once"
+    text = f"The draft pays for up to {said(measured.mean)} of 1 to {largest} requests at once"
     if measured.mean > 0:
         rates = [row.requests_per_second for row in loads.rows]
         rate = numpy.interp(measured.mean, [row.concurrency for row in loads.rows], rates)
@@ -135,14 +130,14 @@ def as_markdown(report: ServeReport) -> str:
     ]
     if report.classes:
         rows = [
-            [one.name, str(one.prompts), _percent(one.rate), _shown(one.tokens_per_round), _shown(one.speedup)]
+            [one.name, str(one.prompts), shown(one.rate, ".1%"), shown(one.tokens_per_round), shown(one.speedup)]
             for one in report.classes
         ]
         parts.append(markdown_table(["class", "prompts", "acceptance", "tokens per round", "speedup"], rows))
     if report.choice is not None:
         choice = report.choice
         rows = [
-            [settings_of(one).title, f"{one.tokens_per_second:,.1f}", _shown(one.against)] for one in choice.confirmed
+            [settings_of(one).title, f"{one.tokens_per_second:,.1f}", shown(one.against)] for one in choice.confirmed
         ]
         parts += [
             f"{len(choice.tried)} settings were tried on validation prompts in {choice.seconds:.0f} s.",
@@ -168,8 +163,8 @@ def _acceptance(report: ServeReport) -> str:
         [
             one.source,
             f"{one.accepted} ÷ {one.drafted}",
-            _percent(one.rate),
-            _shown(one.tokens_per_round),
+            shown(one.rate, ".1%"),
+            shown(one.tokens_per_round),
             ", ".join(f"{share:.2f}" for share in one.by_position or ()),
         ]
         for one in report.acceptance
@@ -190,7 +185,7 @@ def _speeds(report: ServeReport) -> str:
             f"{one.requests_per_second:.3g}",
             f"{one.tokens_per_second:,.1f}",
             *(" / ".join(f"{one * 1e3:.1f}" for one in pair) for pair in (one.first_seconds, one.token_seconds)),
-            _shown(one.speedup),
+            shown(one.speedup),
         ]
         for one in report.speeds
     ]
@@ -208,7 +203,7 @@ def _loads(loads: LoadTable, n_max: int) -> list[str]:
         [
             str(row.concurrency),
             f"{row.requests_per_second:.3g}",
-            _shown(row.measured),
+            shown(row.measured),
             f"{row.predicted:.2f}{'*' if row.beyond else ''}",
             f"{row.best}" if row.best else "0, no draft",
             f"{row.best_speedup:.2f}",
@@ -220,50 +215,49 @@ def _loads(loads: LoadTable, n_max: int) -> list[str]:
     return [markdown_table([*header, "its speedup"], rows), *(beyond if any(row.beyond for row in loads.rows) else [])]
 
 
-def _shown(found: Interval) -> str:
-    if math.isnan(found.mean):
+def shown(interval: Interval, form: str = ".2f") -> str:
+    """A figure with its interval; empty where nothing was counted."""
+    if math.isnan(interval.mean):
         return ""
-    return f"{found.mean:.2f}" if math.isnan(found.low) else f"{found.mean:.2f} [{found.low:.2f}, {found.high:.2f}]"
-
-
-def _percent(found: Interval) -> str:
-    if math.isnan(found.mean):
-        return ""
-    return f"{found.mean:.1%}" if math.isnan(found.low) else f"{found.mean:.1%} [{found.low:.1%}, {found.high:.1%}]"
+    bounds = "" if math.isnan(interval.low) else f" [{interval.low:{form}}, {interval.high:{form}}]"
+    return f"{interval.mean:{form}}{bounds}"
 
 
 def flat_rows(report: ServeReport) -> list[dict[str, Any]]:
     """Every figure as a row with the same columns, for jsonl and csv."""
-    found: list[tuple[str, str, int, str, Interval | float]] = []
-    for one in report.acceptance:
-        found.append(("acceptance", one.source, 1, "acceptance", one.rate))
-        found.append(("acceptance", one.source, 1, "tokens per round", one.tokens_per_round))
+    rows: list[dict[str, Any]] = []
+
+    def add(kind: str, name: str, figures: Mapping[str, Interval | float], concurrency: int = 1) -> None:
+        for metric, figure in figures.items():
+            values = vars(figure if isinstance(figure, Interval) else Interval(figure, math.nan, math.nan))
+            known = {key: None if math.isnan(value) else value for key, value in values.items()}
+            rows.append({"kind": kind, "name": name, "concurrency": concurrency, "metric": metric, **known})
+
+    for own in report.acceptance:
+        add("acceptance", own.source, {"acceptance": own.rate, "tokens per round": own.tokens_per_round})
     for speed in report.speeds:
-        name, many = speed.configuration, speed.concurrency
-        name += "" if many else f", {_load(speed)}"
-        found.append(("speed", name, many, "requests", speed.requests))
-        found.append(("speed", name, many, "requests per second", speed.requests_per_second))
-        found.append(("speed", name, many, "tokens per second", speed.tokens_per_second))
-        for what, seconds in (("first token", speed.first_seconds), ("per token", speed.token_seconds)):
-            found.append(("speed", name, many, f"{what}, seconds, median", seconds[0]))
-            found.append(("speed", name, many, f"{what}, seconds, 95th percentile", seconds[1]))
-        found.append(("speed", name, many, "speedup", speed.speedup))
+        seconds = {
+            f"{what}, seconds, {statistic}": value
+            for what, pair in (("first token", speed.first_seconds), ("per token", speed.token_seconds))
+            for statistic, value in zip(("median", "95th percentile"), pair, strict=True)
+        }
+        figures: dict[str, Interval | float] = {
+            "requests": speed.requests,
+            "requests per second": speed.requests_per_second,
+            "tokens per second": speed.tokens_per_second,
+            **seconds,
+            "speedup": speed.speedup,
+        }
+        name = speed.configuration + ("" if speed.concurrency else f", {_load(speed)}")
+        add("speed", name, figures, speed.concurrency)
     for row in [] if report.loads is None else report.loads.rows:
-        found.append(("load", f"n_max {report.n_max}", row.concurrency, "speedup, predicted", row.predicted))
-        found.append(("load", "n_max", row.concurrency, "best, predicted", row.best))
-    for one_class in report.classes:
-        found.append(("class", one_class.name, 1, "acceptance", one_class.rate))
-        found.append(("class", one_class.name, 1, "speedup", one_class.speedup))
-    found += [("difference", one.what, 1, "tokens per round lost", one.loss) for one in report.differences]
-    for settings in () if report.choice is None else report.choice.confirmed:
-        name = settings_of(settings).title
-        found.append(("settings", name, 1, "tokens per second", settings.tokens_per_second))
-        found.append(("settings", name, 1, "speed of the chosen over it", settings.against))
-    return [_row(*figure) for figure in found]
-
-
-def _row(kind: str, name: str, concurrency: int, metric: str, value: Interval | float) -> dict[str, Any]:
-    found = value if isinstance(value, Interval) else Interval(value, math.nan, math.nan)
-    values = {"mean": found.mean, "low": found.low, "high": found.high}
-    known = {key: None if math.isnan(figure) else figure for key, figure in values.items()}
-    return {"kind": kind, "name": name, "concurrency": concurrency, "metric": metric, **known}
+        add("load", f"n_max {report.n_max}", {"speedup, predicted": row.predicted}, row.concurrency)
+        add("load", "n_max", {"best, predicted": row.best}, row.concurrency)
+    for prompts in report.classes:
+        add("class", prompts.name, {"acceptance": prompts.rate, "speedup": prompts.speedup})
+    for difference in report.differences:
+        add("difference", difference.what, {"tokens per round lost": difference.loss})
+    for settings in [] if report.choice is None else report.choice.confirmed:
+        figures = {"tokens per second": settings.tokens_per_second, "speed of the chosen over it": settings.against}
+        add("settings", settings_of(settings).title, figures)
+    return rows

@@ -1,7 +1,8 @@
-"""Clients of servers that are started here for as long as they are needed, or that run already."""
+"""Clients of servers that are started here for as long as they are needed, or that already run."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from distill.errors import ServingError
 from distill.models.pairs import compare_pair
 from distill.recipe import SamplerSettings
 from distill.serving.clients import GREEDY, Client, LlamaClient, VllmClient, kind_of_server
+from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, Running, started
 
 PLAIN, DRAFT = "plain", "draft"  # names of the two servers
@@ -44,13 +46,11 @@ def opened(
             found = running.death()
             return None if found is None else f"{server.binary} ended ({found}); its last lines:\n{running.tail()}"
 
-        client = LlamaClient(running.url, seconds[1], death=death, sampler=sampler)
-        try:
+        with contextlib.closing(Http(running.url, seconds[1], death=death)) as http:
+            client = LlamaClient(http, sampler)
             if server.draft is not None and client.drafts() is False:
                 raise _unused(server, running)
             yield client
-        finally:
-            client.close()
 
 
 def _unused(server: LlamaServer, running: Running) -> ServingError:
@@ -65,20 +65,14 @@ def _unused(server: LlamaServer, running: Running) -> ServingError:
     )
 
 
-def _client(url: str, places: Addresses, seconds: float, sampler: SamplerSettings) -> Client:
-    kind = places.kind or kind_of_server(url, seconds, places.key)
-    if kind == "vllm":
-        return VllmClient(url, seconds, places.key, places.model, sampler)
-    return LlamaClient(url, seconds, places.key, sampler=sampler)
-
-
 def connected(places: Addresses, seconds: float, stack: ExitStack, sampler: SamplerSettings) -> dict[str, Client]:
     """Clients of the servers that run; ServingError for one in the other's place."""
     clients: dict[str, Client] = {}
     for name, url in ((PLAIN, places.plain), (DRAFT, places.url)):
         if url is not None:
-            clients[name] = _client(url, places, seconds, sampler)
-            stack.callback(clients[name].close)
+            http = stack.enter_context(contextlib.closing(Http(url, seconds, places.key)))
+            vllm = (places.kind or kind_of_server(http)) == "vllm"
+            clients[name] = VllmClient(http, sampler, places.model) if vllm else LlamaClient(http, sampler)
     for name, client in clients.items():
         drafts = client.drafts()
         if name == PLAIN and drafts:

@@ -37,8 +37,10 @@ from distill.models.gguf.file import GgufFile
 from distill.models.loaded import LoadedPair, context_of, load_pair
 from distill.recipe import Chat, Corpus, Target, parse_section
 from distill.serving.clients import LlamaClient
+from distill.serving.counts import CONFIDENCE, RESAMPLES, TextCounts, acceptance
+from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, require_binary, started
-from distill.serving.replaying import CONFIDENCE, RESAMPLES, ServerDrafter, TextCounts, acceptance, our_text
+from distill.serving.replaying import ServerDrafter, our_text
 from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.lengths import Fixed
 from distill.speculative.rules import GREEDY, Rules
@@ -110,8 +112,7 @@ def speculatively(pair: LoadedPair, prompt: list[int], limit: int, n_max: int) -
 
 def on_server(client: LlamaClient, prompt: list[int], limit: int) -> tuple[float, float, TextCounts]:
     reply = client.complete(prompt, limit)
-    counts = TextCounts.of(reply.count, reply.drafted or 0, reply.accepted or 0)
-    return counts.later, reply.later_seconds or 0.0, counts
+    return reply.counts.later, reply.later_seconds or 0.0, reply.counts
 
 
 def simple(command: list[str], text: str) -> tuple[float, float, TextCounts]:
@@ -167,8 +168,8 @@ def measure(arguments: argparse.Namespace) -> str:
         clients = {}
         for name, one in {"plain": settings.plain, "draft-simple": settings, **others}.items():
             running = stack.enter_context(started(one, START_SECONDS))
-            clients[name] = LlamaClient(running.url, REPLY_SECONDS, death=running.death)
-            stack.callback(clients[name].close)
+            http = stack.enter_context(contextlib.closing(Http(running.url, REPLY_SECONDS, death=running.death)))
+            clients[name] = LlamaClient(http)
 
         def served(name: str) -> Program:
             return Program(f"llama-server, {name}", lambda place: on_server(clients[name], prompts[place][0], tokens))

@@ -17,14 +17,12 @@ import argparse
 import ctypes
 import gc
 import json
-import math
 import subprocess
 import sys
-import threading
 import time
-from typing import Any
 
 import torch
+from random_training import Peak, random_model, random_teacher
 from torch import Tensor
 
 from distill.models import packed_forward
@@ -35,30 +33,6 @@ from distill.training.plan import PlannedPart
 from distill.training.step import Columns, Learner
 
 
-class Peak(threading.Thread):
-    """The highest resident memory of this process while it runs, in bytes; on a GPU, torch's own count."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(daemon=True)
-        self.device, self.highest, self.ended = device, 0, threading.Event()
-
-    def now(self) -> int:
-        import psutil
-
-        if self.device.type == "cuda":
-            return int(torch.cuda.memory_allocated(self.device))
-        return int(psutil.Process().memory_info().rss)
-
-    def run(self) -> None:
-        while not self.ended.wait(0.005):
-            self.highest = max(self.highest, self.now())
-
-    def stop(self) -> int:
-        self.ended.set()
-        self.join()
-        return int(torch.cuda.max_memory_allocated(self.device)) if self.device.type == "cuda" else self.highest
-
-
 def return_freed_memory() -> None:
     """Give the C library's freed memory back to the system, where it can: a step that reuses it would not show."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
@@ -66,36 +40,12 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def draft(arguments: argparse.Namespace, device: torch.device) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=arguments.vocabulary,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config).to(device)
-    model.config.use_cache = False
-    return model.train()
-
-
 def batch(arguments: argparse.Namespace, block: int, device: torch.device) -> tuple[Packed, CompactTeacher]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, arguments.vocabulary, (block,), generator=generator).tolist()
     size = min(arguments.document or block, block)
     blocks = pack(((ids[start : start + size], 1) for start in range(0, block, size)), block, split_long=False)
-    count = int(blocks.mask.sum())
-    top = torch.randint(0, arguments.vocabulary // arguments.k, (count, arguments.k), generator=generator)
-    top += torch.arange(arguments.k) * (arguments.vocabulary // arguments.k)  # different in each row
-    logs = torch.randn(count, arguments.k, generator=generator).log_softmax(-1) - 0.05
-    tail = torch.full((count,), math.log(-math.expm1(-0.05)))
-    teacher = CompactTeacher(top.int().to(device), logs.half().to(device), {1.0: tail.to(device)}, arguments.vocabulary)
+    teacher = random_teacher(int(blocks.mask.sum()), arguments.k, arguments.vocabulary, generator, device)
     return Packed(*(tensor.to(device) for tensor in blocks.tensors().values())), teacher
 
 
@@ -105,7 +55,8 @@ def measure(arguments: argparse.Namespace, block: int) -> dict[str, float]:
     torch.set_num_threads(arguments.threads)
     if arguments.mask:
         packed_forward.masked_below = lambda device: 10**9
-    model = draft(arguments, device)
+    model = random_model("Qwen2", 896, 4864, arguments.layers, (14, 2), arguments.vocabulary).to(device).train()
+    model.config.use_cache = False
     learner = Learner(model, Columns(arguments.vocabulary, None, device), arguments.chunk)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=1e-5)
     short, long = batch(arguments, 64, device), batch(arguments, block, device)
@@ -123,17 +74,13 @@ def measure(arguments: argparse.Namespace, block: int) -> dict[str, float]:
     step(*short)
     gc.collect()
     return_freed_memory()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats(device)
-    peak = Peak(device)
-    before, began = peak.now(), time.monotonic()
-    peak.start()
-    step(*long)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.monotonic() - began
-    return {"bytes_per_token": (peak.stop() - before) / block, "seconds": seconds}
+    began = time.monotonic()
+    with Peak(device) as peak:
+        step(*long)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.monotonic() - began
+    return {"bytes_per_token": peak.bytes / block, "seconds": seconds}
 
 
 def parse() -> argparse.Namespace:

@@ -1,10 +1,10 @@
 """trl's GKD trainer beside our losses: the same cut draft, the same blocks in the same order, the same measure.
 
     python scripts/benchmarks/gkd.py runs/demo --to losses/ --tune            # resumes; a second process: --share 1/2
-    python scripts/benchmarks/losses.py runs/demo --to losses/ --table        # the table of everything in the folder
+    python scripts/benchmarks/learning.py runs/demo --to losses/ --table      # the table of everything in the folder
 
 RUN is a run that has a teacher store and cut/ (`distill train recipes/demo.yaml --until cut`); --to is the folder of
-losses.py. Two methods: `trl GKD, defaults` (β .5, λ .5) and, with --tune, `trl GKD, tuned`: the β and λ whose
+learning.py. Two methods: `trl GKD, defaults` (β .5, λ .5) and, with --tune, `trl GKD, tuned`: the β and λ whose
 draft is accepted most on validation prompts (sampling) at the middle rate and the first seed. Both then take every rate
 and seed, or with --narrow every rate at the first seed and the other seeds at its best rate.
 
@@ -36,7 +36,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from losses import Texts, file_of, file_stem, mean, table
+from acceptance import Texts
+from learning import mean, table
 
 from distill.files import write_json
 from distill.models.hugging_face import load_model, load_tokenizer, pick_device
@@ -56,6 +57,16 @@ TEMPERATURE, NEW_TOKENS = 0.9, 128  # GKDConfig's defaults
 UNSCORED = -100
 
 Row = tuple[list[int], int]  # a document's ids, and its first token whose distribution counts
+
+
+def file_stem(method: str) -> str:
+    """The beginning of the names of a method's files, as learning.py names them."""
+    return method.replace(" ", "_").replace(",", "")
+
+
+def file_of(folder: Path, method: str, rate: float, seed: int) -> Path:
+    """The file of one training's figures."""
+    return folder / f"{file_stem(method)}-{rate:g}-{seed}.json"
 
 
 def rows_of(blocks: Packed) -> list[Row]:
@@ -233,7 +244,7 @@ class Trainings:
         return max(CANDIDATES, key=lambda c: mean([self.made(*c, rate, seed)["validation"]["sampling"]]))
 
     def publish(self, method: str, beta: float, share: float, rate: float, seed: int) -> None:
-        """Make a training and put it where losses.py's table finds it."""
+        """Make a training and put it where learning.py's table finds it."""
         found = self.made(beta, share, rate, seed)
         write_json(file_of(Path(self.options.to), method, rate, seed), {"method": method, **found})
         figures = ", ".join(f"{split} {mean([found[split]['sampling']]):.4f}" for split in self.texts)
@@ -302,6 +313,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=Path("losses"))
     parser.add_argument("--tune", action="store_true", help="choose β and λ too")
     parser.add_argument("--narrow", action="store_true", help="seeds after the first take only the rate best for it")
+    parser.add_argument("--base", default="recipe", help="the training in --to that the table compares with")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
@@ -319,7 +331,7 @@ def main() -> None:
     options.to.mkdir(parents=True, exist_ok=True)
     work_through(Trainings(options))
     if list(options.to.glob("forward_KL-*.json")):  # against which the table compares
-        print(table(options.to), end="\n\n")
+        print(table(options.to, options.base), end="\n\n")
     print(notes(options.to))
 
 

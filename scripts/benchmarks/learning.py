@@ -16,8 +16,9 @@ checkpoint.
 
 The rate of each configuration is chosen on validation prompts, from the same grid, with the first seed; the other seeds
 take only that rate (--every-rate: all). Figures are on test prompts, averaged over seeds: acceptance on texts that the
-target writes, with the interval of the difference to --base, paired by prompt. trl's GKD joins the table with
-`python scripts/benchmarks/gkd.py RUN --to FOLDER`, on the same folder.
+target writes, with the interval of the difference to --base, paired by prompt.
+
+Legend: U prompts.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from losses import Texts, file_of, mean, table
+from acceptance import PROTOCOLS, Texts
 
 from distill.errors import DistillError
 from distill.files import write_json
+from distill.intervals import paired_ratio_interval
 from distill.models.hugging_face import load_model
 from distill.progress import Progress
 from distill.recipe import Recipe, load_recipe
@@ -125,7 +127,7 @@ class Trainings:
     def made(self, name: str, text: str, rate: float, seed: int) -> dict[str, Any]:
         """One training's figures; trains now if there are none."""
         options = self.options
-        path = file_of(options.to, name, rate, seed)
+        path = options.to / f"{name.replace(' ', '_').replace(',', '')}-{rate:g}-{seed}.json"
         same = {
             "overrides": overrides_of(text, rate),
             "steps": options.steps,
@@ -181,6 +183,65 @@ class Trainings:
 def seconds_per_step(steps: list[TrainingStep]) -> float:
     """The mean of the last command that trained: tokens_per_second counts from its start."""
     return sum(step.tokens for step in steps) / len(steps) / steps[-1].tokens_per_second
+
+
+def mean(rows: list[list[Any]]) -> float:
+    """Mean acceptance over seeds and prompts."""
+    return sum(v for row in rows for v, _ in row) / sum(n for row in rows for _, n in row)
+
+
+def _totals(rows: list[list[Any]]) -> tuple[Any, Any]:
+    """Per prompt, over seeds, the sum of acceptances and of positions [U]."""
+    values, counts = (numpy.array([[one[part] for one in row] for row in rows]).sum(0) for part in (0, 1))
+    return values, counts
+
+
+def table(folder: Path, base: str) -> str:
+    """Every configuration on every protocol, at its best rate on validation prompts, compared with `base`, the first.
+
+    Rates are compared on the seeds that all rates of a configuration have; the figures are of every seed at the rate
+    taken.
+    """
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    names = {one["method"] for one in found}
+    if base not in names:
+        sys.exit(f"{folder} has no training of {base}, with which the others are compared")
+    seeds = len({one["seed"] for one in found})
+    lines = [
+        f"{seeds} seeds; in brackets the difference to {base} and its 95 % interval, paired by prompt.",
+        "",
+        "| method | " + " | ".join(f"{p} (rate)" for p in PROTOCOLS) + " | rates tried (seeds) | s per training |",
+        "|---|" + "---|" * len(PROTOCOLS) + "---|--:|",
+    ]
+    compared: dict[str, Any] = {}
+    for method in [base, *sorted(names - {base})]:
+        cells = []
+        own = [one for one in found if one["method"] == method]
+        tried = {rate: {one["seed"] for one in own if one["rate"] == rate} for rate in sorted({o["rate"] for o in own})}
+        common = set.intersection(*tried.values())
+        rates = list(tried) if common else [max(tried, key=lambda rate: len(tried[rate]))]
+        common = common or tried[rates[0]]
+        for protocol in PROTOCOLS:
+            scores = {
+                rate: mean([o["validation"][protocol] for o in own if o["rate"] == rate and o["seed"] in common])
+                for rate in rates
+            }
+            rate = max(rates, key=lambda rate: scores[rate])
+            rows = {one["seed"]: one["test"][protocol] for one in own if one["rate"] == rate}
+            figure = f"{mean(list(rows.values())):.4f} ({rate:g})"
+            if method == base:
+                compared[protocol] = rows
+                cells.append(figure)
+                continue
+            shared = sorted(rows.keys() & compared[protocol].keys())  # the same seeds on both sides
+            old, new = (_totals([one[seed] for seed in shared]) for one in (compared[protocol], rows))
+            gap = paired_ratio_interval(*old, *new, 2000, 0.95)
+            few = "" if len(rows) == seeds else f" ({len(rows)} of {seeds} seeds)"
+            cells.append(f"{figure} [{gap.mean:+.4f}: {gap.low:+.4f}, {gap.high:+.4f}]{few}")
+        seconds = numpy.median([one["seconds"] for one in own])
+        grid = ", ".join(f"{rate:g} ({len(have)})" for rate, have in tried.items())
+        lines.append(f"| {method} | " + " | ".join(cells) + f" | {grid} | {seconds:.0f} |")
+    return "\n".join(lines)
 
 
 def costs(folder: Path, base: str) -> str:
@@ -264,7 +325,7 @@ def main() -> None:
         progress = Progress("trainings", each * len(mine), every_seconds=0)
         for name, text in mine:
             Trainings(options, texts).work_through(name, text, progress)
-    print(table(options.to, base=options.base), end="\n\n")
+    print(table(options.to, options.base), end="\n\n")
     print(costs(options.to, options.base))
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import os
 import random
 import resource
@@ -34,6 +33,7 @@ from typing import Any
 
 import psutil
 import torch
+from random_training import random_model, random_teacher
 
 from distill.machine import machine
 from distill.models.batched import BatchedTorchModel
@@ -45,26 +45,13 @@ from distill.training.plan import PlannedPart
 from distill.training.step import Columns, Learner
 
 VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-WIDTH, MLP, HEADS, GROUPS = 576, 1536, 9, 3  # of SmolLM2-135M
+WIDTH, MLP, HEADS = 576, 1536, (9, 3)  # of SmolLM2-135M
 GIB = 2**30
 
 
 def model(arguments: argparse.Namespace) -> Any:
-    """A random llama; its seed makes it the same in every process."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=WIDTH,
-        intermediate_size=MLP,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config)
+    """A random llama."""
+    return random_model("Llama", WIDTH, MLP, arguments.layers, HEADS, arguments.vocabulary)
 
 
 def batch(arguments: argparse.Namespace, step: int) -> tuple[Packed, CompactTeacher]:
@@ -77,12 +64,8 @@ def batch(arguments: argparse.Namespace, step: int) -> tuple[Packed, CompactTeac
         ids = [draw.randrange(arguments.vocabulary) for _ in range(size)]
         documents.append((ids, draw.randrange(1, size // 2)))
         blocks = pack(documents, arguments.block, split_long=False)
-    count, k = int(blocks.mask.sum()), min(64, arguments.vocabulary // 2)
-    part = arguments.vocabulary // k
-    top = torch.randint(0, part, (count, k), generator=generator) + torch.arange(k) * part  # different in each row
-    logs = torch.randn(count, k, generator=generator).log_softmax(-1) - 0.05
-    tail = torch.full((count,), math.log(-math.expm1(-0.05)))
-    return blocks, CompactTeacher(top.int(), logs.half(), {1.0: tail}, arguments.vocabulary)
+    k = min(64, arguments.vocabulary // 2)
+    return blocks, random_teacher(int(blocks.mask.sum()), k, arguments.vocabulary, generator, "cpu")
 
 
 def training(arguments: argparse.Namespace) -> Callable[[int], None]:

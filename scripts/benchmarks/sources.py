@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import numpy  # noqa: E402
 import torch  # noqa: E402
-from losses import Texts  # noqa: E402
+from acceptance import Texts  # noqa: E402
 from writing_worlds import llama_server  # noqa: E402
 
 from distill.files import write_json  # noqa: E402

@@ -18,9 +18,10 @@ import argparse
 import platform
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from random_training import random_model
 
 from distill.machine import machine
 from distill.models.hugging_face import recompute_activations
@@ -32,78 +33,47 @@ from distill.training.optimizer import parameter_groups
 from distill.training.plan import PlannedPart
 from distill.training.step import Columns, Learner
 
-SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # draft, target
-    "qwen": (
-        {
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "vocab_size": 151_936,
-            "tie_word_embeddings": True,
-        },
-        {
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 151_936,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "small": (
-        {
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 8192,
-            "tie_word_embeddings": True,
-        },
-        {
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 8192,
-            "tie_word_embeddings": False,
-        },
-    ),
+
+class Shape(NamedTuple):
+    """A Qwen2's hidden size, width of its MLP, layers, heads of queries and keys, vocabulary, and whether its head is
+    tied to its embedding."""
+
+    hidden: int
+    mlp: int
+    layers: int
+    heads: tuple[int, int]
+    vocabulary: int
+    tied: bool = True
+
+
+SHAPES = {  # draft, target
+    "qwen": (Shape(896, 4864, 24, (14, 2), 151_936), Shape(3584, 18944, 28, (28, 4), 151_936, False)),
+    "small": (Shape(128, 256, 2, (4, 2), 8192), Shape(256, 512, 4, (4, 2), 8192, False)),
 }
 PEAKS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 
 
-def build(settings: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     """A random Qwen2 of a shape."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     with torch.device(device):
-        model = Qwen2ForCausalLM(Qwen2Config(max_position_embeddings=4096, **settings))
-    return model.to(dtype)
+        return random_model("Qwen2", *shape).to(dtype)
 
 
-def body_parameters(settings: dict[str, Any]) -> int:
+def body_parameters(shape: Shape) -> int:
     """Weights of the layers' matrices."""
-    hidden, width = settings["hidden_size"], settings["intermediate_size"]
-    head = hidden // settings["num_attention_heads"]
-    attention = 2 * hidden * hidden + 2 * hidden * head * settings["num_key_value_heads"]
-    return int(settings["num_hidden_layers"] * (attention + 3 * hidden * width))
+    attention = 2 * shape.hidden**2 + 2 * shape.hidden * (shape.hidden // shape.heads[0]) * shape.heads[1]
+    return shape.layers * (attention + 3 * shape.hidden * shape.mlp)
 
 
-def flops_per_token(draft: dict[str, Any], target: dict[str, Any], kind: str, block: int) -> float:
+def flops_per_token(draft: Shape, target: Shape, kind: str, block: int) -> float:
     """FLOPs that a step needs for one token; see the module."""
 
-    def attention(settings: dict[str, Any]) -> float:
-        return 2 * settings["num_hidden_layers"] * block * settings["hidden_size"]  # 2 products over half a square
+    def attention(shape: Shape) -> float:
+        return 2 * shape.layers * block * shape.hidden  # 2 products over half a square
 
-    head = draft["vocab_size"] * draft["hidden_size"]
-    total = 6 * (body_parameters(draft) + head) + 3 * attention(draft)
+    total = 6 * (body_parameters(draft) + draft.vocabulary * draft.hidden) + 3 * attention(draft)
     if kind in ("online", "exact"):
-        total += 2 * target["vocab_size"] * target["hidden_size"]
+        total += 2 * target.vocabulary * target.hidden
     if kind == "online":
         total += 2 * body_parameters(target) + attention(target)
     return float(total)
@@ -141,7 +111,7 @@ def main() -> None:
     peak = options.peak_tflops or next((value for key, value in PEAKS.items() if key in name), None)
     draft_shape, target_shape = SHAPES[options.shape]
     target = build(target_shape, device, dtype).eval()
-    vocabulary = target_shape["vocab_size"]
+    vocabulary = target_shape.vocabulary
     blocks = blocks_of(options, vocabulary, device)
     head = Head.of(target, vocabulary)
     with torch.no_grad():

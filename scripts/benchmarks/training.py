@@ -17,12 +17,12 @@ import json
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from random_training import Peak
 from torch import Tensor
 from torch.nn.functional import kl_div
 
@@ -165,41 +165,6 @@ VARIANTS: dict[str, tuple[str, Callable[[Inputs], Step]]] = {
     "whole": ("ours, forward KL, exact store or online target*", lambda inputs: whole(inputs, KL)),
     "whole-jsd": ("ours, JSD, exact store or online target*", lambda inputs: whole(inputs, {"jsd": 1.0})),
 }
-
-
-class Peak:
-    """The highest memory between enter and exit, above what was held on entry: `bytes`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.bytes = 0
-
-    def _resident(self) -> int:
-        import psutil
-
-        return int(psutil.Process().memory_info().rss)
-
-    def __enter__(self) -> Peak:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.start = torch.cuda.memory_allocated(self.device)
-        else:
-            self.start, self.open = self._resident(), True
-            self.thread = threading.Thread(target=self._watch)
-            self.thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while self.open:
-            self.bytes = max(self.bytes, self._resident() - self.start)
-            time.sleep(0.002)
-
-    def __exit__(self, *_: object) -> None:
-        if self.device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self.device) - self.start
-        else:
-            self.open = False
-            self.thread.join()
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import stat
@@ -47,11 +48,21 @@ async def read_request(reader: asyncio.StreamReader) -> bytes:
     return head + await reader.readexactly(int(length.partition(b":")[2]))
 
 
-class Served:
-    """An imitation server, the proxy in front of it, and the requests that came through, byte for byte."""
+def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test that runs in a loop of its own."""
 
-    def __init__(self, proxy: Proxy, upstream: int, port: int, folder: Path, seen: list[bytes]) -> None:
-        self.proxy, self.upstream, self.port, self.folder, self.seen = proxy, upstream, port, folder, seen
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(test(*arguments, **named))  # type: ignore[arg-type]
+
+    return run
+
+
+class Served:
+    """An imitation server at `upstream`, and the proxy in front of it at `port`."""
+
+    def __init__(self, proxy: Proxy, upstream: int, folder: Path) -> None:
+        self.proxy, self.upstream, self.port, self.folder = proxy, upstream, 0, folder
         self.stop = asyncio.Event()
 
     async def ask(self, raw: bytes, port: int | None = None) -> bytes:
@@ -62,6 +73,14 @@ class Served:
             return await asyncio.wait_for(reader.read(-1), 5)
         finally:
             writer.close()
+
+    async def ask_streams(self, count: int, body: bytes = BODY) -> None:
+        """Several requests on one connection, each behind the end of a streamed reply to the last."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        for _ in range(count):
+            writer.write(request("/v1/chat/completions", body))
+            await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 5)
+        writer.close()
 
     def lines(self) -> list[dict[str, Any]]:
         """What was recorded; whole only behind the end of `served`."""
@@ -78,7 +97,7 @@ async def served(folder: Path, handle: Handler | None, queue_bytes: int = 2**20,
     port = server.sockets[0].getsockname()[1] if server else 1
     proxy = Proxy(Recording(("127.0.0.1", port), ("127.0.0.1", 0), folder, **more), queue_bytes)
     ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    found = Served(proxy, port, 0, folder, [])
+    found = Served(proxy, port, folder)
     running = asyncio.create_task(proxy.run(found.stop, ready.set_result))
     try:
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -91,14 +110,11 @@ async def served(folder: Path, handle: Handler | None, queue_bytes: int = 2**20,
             server.close()
 
 
-def replying(raw: bytes, seen: list[bytes], close: bool = True) -> Handler:
+def replying(raw: bytes, seen: list[bytes]) -> Handler:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError):
-            while True:
-                seen.append(await read_request(reader))
-                writer.write(raw)
-                if close:
-                    break
+            seen.append(await read_request(reader))
+            writer.write(raw)
         writer.close()
 
     return handle
@@ -133,122 +149,114 @@ REPLIES = [
 ]
 
 
-def test_every_byte_passes_as_it_is(tmp_path: Path) -> None:
-    async def run() -> None:
-        seen: list[bytes] = []
-        raw = b""
+@in_a_loop
+async def test_every_byte_passes_as_it_is(tmp_path: Path) -> None:
+    seen: list[bytes] = []
+    raw = b""
 
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await replying(raw, seen)(reader, writer)
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await replying(raw, seen)(reader, writer)
 
-        async with served(tmp_path, handle) as found:
-            for raw in REPLIES:
-                for sent in REQUESTS:
-                    direct = await found.ask(sent, found.upstream)
-                    assert await found.ask(sent) == direct == raw
-                    assert seen[-2:] == [sent, sent]
-        assert found.proxy.counts["kept"] == 1 and found.left_out()["HTTP that h11 does not read"] >= len(REPLIES)
-
-    asyncio.run(run())
+    async with served(tmp_path, handle) as found:
+        for raw in REPLIES:
+            for sent in REQUESTS:
+                direct = await found.ask(sent, found.upstream)
+                assert await found.ask(sent) == direct == raw
+                assert seen[-2:] == [sent, sent]
+    assert found.proxy.counts["kept"] == 1 and found.left_out()["HTTP that h11 does not read"] >= len(REPLIES)
 
 
-def test_pieces_pass_when_they_come(tmp_path: Path) -> None:
+@in_a_loop
+async def test_pieces_pass_when_they_come(tmp_path: Path) -> None:
     """The first piece reaches the client before the server sends the second one, and likewise on the way there."""
+    client_has = asyncio.Event(), asyncio.Event()
+    server_has = asyncio.Event()
 
-    async def run() -> None:
-        client_has = asyncio.Event(), asyncio.Event()
-        server_has = asyncio.Event()
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(5) == BODY[:5]
+        server_has.set()
+        assert await reader.readexactly(len(BODY) - 5) == BODY[5:]
+        writer.write(STREAMED)
+        for event, has in zip(EVENTS, client_has, strict=True):
+            writer.write(chunk(event)[:7])  # the pieces are not the chunks
+            await asyncio.sleep(0)
+            writer.write(chunk(event)[7:])
+            await has.wait()
+        writer.write(chunk(b""))
+        writer.close()
 
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            assert await reader.readexactly(5) == BODY[:5]
-            server_has.set()
-            assert await reader.readexactly(len(BODY) - 5) == BODY[5:]
-            writer.write(STREAMED)
-            for event, has in zip(EVENTS, client_has, strict=True):
-                writer.write(chunk(event)[:7])  # the pieces are not the chunks
-                await asyncio.sleep(0)
-                writer.write(chunk(event)[7:])
-                await has.wait()
-            writer.write(chunk(b""))
-            writer.close()
-
-        async with served(tmp_path, handle) as found, asyncio.timeout(5):
-            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-            writer.write(request()[: -len(BODY) + 5])
-            await server_has.wait()
-            writer.write(BODY[5:])
-            got = b""
-            for event, has in zip(EVENTS, client_has, strict=True):
-                while not got.endswith(chunk(event)):
-                    got += await reader.read(100)
-                has.set()
-            assert got + await reader.read(-1) == STREAMED + b"".join(map(chunk, (*EVENTS, b"")))
-            writer.close()
-        assert found.lines() == [{"messages": HELLO, "finish_reason": "stop"}]
-
-    asyncio.run(run())
+    async with served(tmp_path, handle) as found, asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        writer.write(request()[: -len(BODY) + 5])
+        await server_has.wait()
+        writer.write(BODY[5:])
+        got = b""
+        for event, has in zip(EVENTS, client_has, strict=True):
+            while not got.endswith(chunk(event)):
+                got += await reader.read(100)
+            has.set()
+        assert got + await reader.read(-1) == STREAMED + b"".join(map(chunk, (*EVENTS, b"")))
+        writer.close()
+    assert found.lines() == [{"messages": HELLO, "finish_reason": "stop"}]
 
 
-def test_what_is_kept_and_what_is_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@in_a_loop
+async def test_what_is_kept_and_what_is_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "traffic"
     folder.mkdir()
+    raws: list[bytes] = []
 
-    async def run() -> None:
-        raws: list[bytes] = []
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                await read_request(reader)
+                writer.write(raws.pop(0))
+        writer.close()
 
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(asyncio.IncompleteReadError):
-                while True:
-                    await read_request(reader)
-                    writer.write(raws.pop(0))
-            writer.close()
-
-        async with served(folder, handle) as found:
-            tools = WHOLE.replace(b'"content":"Hello"', b'"content":null,"tool_calls":[{}]')
-            asked_not = request("/v1/chat/completions", BODY, "x-distill-RECORD:  No")
-            head = b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n"
-            pairs = [
-                (request(), reply()),
-                (request("/chat/completions/?a=b", BODY, "X-Distill-Record: yes"), STREAMED + chunk(EVENTS[0])),
-                (asked_not, reply()),
-                (request(), reply(b"{}", "400 Bad Request")),
-                (request(), reply(tools)),
-                (request(), reply(WHOLE, "200 OK", "Content-Encoding: gzip")),
-                (request("/v1/embeddings"), reply()),
-                (head, b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"),
-                (request("/completion", b'{"prompt": "Hi"}'), reply(b'{"content": "Hello", "stop_type": "limit"}')),
-                (request(), b"HTTP/1.1 100 Continue\r\n\r\n" + reply()),
-            ]
-            # all on one connection
-            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-            for sent, raw in pairs:
-                raws.append(raw)
-                writer.write(sent)
-                assert await reader.readexactly(len(raw)) == raw
-                if raw.endswith(chunk(EVENTS[0])):
-                    rest = chunk(EVENTS[1]) + chunk(b"")
-                    raws.append(rest)
-                    writer.write(head)  # answered by the rest of the reply: two requests at once
-                    assert await reader.readexactly(len(rest)) == rest
-                    writer.close()
-                    reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-            writer.close()
-        hello = {"messages": HELLO, "finish_reason": "stop"}
-        assert found.lines() == [hello, {"prompt": "Hi", "answer": "Hello", "finish_reason": "length"}, hello]
-        assert found.left_out() == {
-            "requests before the reply": 1,
-            "not to be recorded": 1,
-            "status 400": 1,
-            "tool calls": 1,
-            "a compressed reply": 1,
-            "other requests": 2,
-        }
-        (path,) = folder.iterdir()
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600 and "secret" not in path.read_text()
-        assert summary(found.proxy.counts).startswith("kept 3 answers, 0.0 MB in 1 files; left out 7: ")
-
-    asyncio.run(run())
+    async with served(folder, handle) as found:
+        tools = WHOLE.replace(b'"content":"Hello"', b'"content":null,"tool_calls":[{}]')
+        asked_not = request("/v1/chat/completions", BODY, "x-distill-RECORD:  No")
+        head = b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        pairs = [
+            (request(), reply()),
+            (request("/chat/completions/?a=b", BODY, "X-Distill-Record: yes"), STREAMED + chunk(EVENTS[0])),
+            (asked_not, reply()),
+            (request(), reply(b"{}", "400 Bad Request")),
+            (request(), reply(tools)),
+            (request(), reply(WHOLE, "200 OK", "Content-Encoding: gzip")),
+            (request("/v1/embeddings"), reply()),
+            (head, b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"),
+            (request("/completion", b'{"prompt": "Hi"}'), reply(b'{"content": "Hello", "stop_type": "limit"}')),
+            (request(), b"HTTP/1.1 100 Continue\r\n\r\n" + reply()),
+        ]
+        # all on one connection
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        for sent, raw in pairs:
+            raws.append(raw)
+            writer.write(sent)
+            assert await reader.readexactly(len(raw)) == raw
+            if raw.endswith(chunk(EVENTS[0])):
+                rest = chunk(EVENTS[1]) + chunk(b"")
+                raws.append(rest)
+                writer.write(head)  # answered by the rest of the reply: two requests at once
+                assert await reader.readexactly(len(rest)) == rest
+                writer.close()
+                reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        writer.close()
+    hello = {"messages": HELLO, "finish_reason": "stop"}
+    assert found.lines() == [hello, {"prompt": "Hi", "answer": "Hello", "finish_reason": "length"}, hello]
+    assert found.left_out() == {
+        "requests before the reply": 1,
+        "not to be recorded": 1,
+        "status 400": 1,
+        "tool calls": 1,
+        "a compressed reply": 1,
+        "other requests": 2,
+    }
+    (path,) = folder.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and "secret" not in path.read_text()
+    assert summary(found.proxy.counts).startswith("kept 3 answers, 0.0 MB in 1 files; left out 7: ")
     assert capfd.readouterr() == ("", "")
 
 
@@ -278,205 +286,165 @@ def test_a_client_that_goes_ends_the_request_of_the_server(tmp_path: Path) -> No
     asyncio.run(run(True))
 
 
-def test_a_server_that_goes_ends_the_reply(tmp_path: Path) -> None:
-    async def run() -> None:
-        raw = STREAMED + chunk(EVENTS[0])
-        async with served(tmp_path, replying(raw, [])) as found:
-            assert await found.ask(request()) == raw
-        assert found.lines() == [] and found.left_out() == {"broken off": 1}
-
-    asyncio.run(run())
+@in_a_loop
+async def test_a_server_that_goes_ends_the_reply(tmp_path: Path) -> None:
+    raw = STREAMED + chunk(EVENTS[0])
+    async with served(tmp_path, replying(raw, [])) as found:
+        assert await found.ask(request()) == raw
+    assert found.lines() == [] and found.left_out() == {"broken off": 1}
 
 
-def test_a_server_that_cannot_be_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def run() -> None:
-        async with served(tmp_path, None) as found:
-            for _ in range(2):
-                got = await found.ask(request("/v1/chat/completions", b" " * 300_000))
-                head, _, body = got.partition(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 502 ") and b"connection: close" in head
-                assert "cannot reach http://127.0.0.1:1" in json.loads(body)["error"]["message"]
-        assert found.left_out() == {"the server cannot be reached": 2}
-
-    asyncio.run(run())
+@in_a_loop
+async def test_a_server_that_cannot_be_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with served(tmp_path, None) as found:
+        for _ in range(2):
+            got = await found.ask(request("/v1/chat/completions", b" " * 300_000))
+            head, _, body = got.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 502 ") and b"connection: close" in head
+            assert "cannot reach http://127.0.0.1:1" in json.loads(body)["error"]["message"]
+    assert found.left_out() == {"the server cannot be reached": 2}
     assert capsys.readouterr().err == "distill record cannot reach http://127.0.0.1:1: Connection refused\n"
 
 
-def test_a_full_queue_and_a_writer_that_has_ended_cost_no_reply(
+@in_a_loop
+async def test_a_full_queue_and_a_writer_that_has_ended_cost_no_reply(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def run() -> None:
-        async with served(tmp_path, stream, queue_bytes=10) as found:
-            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-            for _ in range(3):
-                writer.write(request())
-                await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 5)
-            assert found.left_out() == {"a full queue": 3}
-            found.proxy._process.kill()
-            await found.proxy._process.wait()
-            for _ in range(2):
-                writer.write(request())
-                await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 5)
-            writer.close()
-        assert found.left_out() == {"a full queue": 3, "no process that writes": 2} and not found.lines()
-
-    asyncio.run(run())
+    async with served(tmp_path, stream, queue_bytes=10) as found:
+        await found.ask_streams(3)
+        assert found.left_out() == {"a full queue": 3}
+        found.proxy._process.kill()
+        await found.proxy._process.wait()
+        await found.ask_streams(2)
+    assert found.left_out() == {"a full queue": 3, "no process that writes": 2} and not found.lines()
     assert capsys.readouterr().err.count("the process that writes has ended") == 1
 
 
 def test_the_sample_and_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run(sample: float, body: bytes) -> Proxy:
         async with served(tmp_path, stream, sample=sample) as found:
-            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-            for _ in range(40):
-                writer.write(request("/v1/chat/completions", body))
-                await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 5)
-            writer.close()
+            await found.ask_streams(40, body)
         return found.proxy
 
     counts = asyncio.run(run(0.5, BODY)).counts
     assert counts["kept"] + counts["not sampled"] == 40 and 5 < counts["kept"] < 35  # fails once in 10^6
-    monkeypatch.setattr("distill.recording.watcher.MOST_BYTES", len(BODY))
+    monkeypatch.setattr("distill.recording.watcher.MAX_BYTES", len(BODY))
     proxy = asyncio.run(run(1, BODY + b" "))
     assert proxy.counts == {"too large": 40}
 
 
-def test_another_protocol_passes(tmp_path: Path) -> None:
+@in_a_loop
+async def test_another_protocol_passes(tmp_path: Path) -> None:
     """As WebSockets do, behind their upgrade."""
+    switched = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n"
 
-    async def run() -> None:
-        switched = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n"
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(switched)
+        while data := await reader.read(100):
+            writer.write(data[::-1])
+        writer.close()
 
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(switched)
-            while data := await reader.read(100):
-                writer.write(data[::-1])
-            writer.close()
-
-        async with served(tmp_path, handle) as found, asyncio.timeout(5):
-            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-            writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n")
-            assert await reader.readexactly(len(switched)) == switched
-            for data in (b"\x00abc", b"POST /v1/chat/completions HTTP/1.1\r\n\r\n"):
-                writer.write(data)
-                assert await reader.readexactly(len(data)) == data[::-1]
-            writer.close()
-        assert found.left_out() == {"other requests": 1, "another protocol": 1}
-
-    asyncio.run(run())
+    async with served(tmp_path, handle) as found, asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n")
+        assert await reader.readexactly(len(switched)) == switched
+        for data in (b"\x00abc", b"POST /v1/chat/completions HTTP/1.1\r\n\r\n"):
+            writer.write(data)
+            assert await reader.readexactly(len(data)) == data[::-1]
+        writer.close()
+    assert found.left_out() == {"other requests": 1, "another protocol": 1}
 
 
-def test_replies_under_way_end_in_order(tmp_path: Path) -> None:
-    async def run() -> None:
-        go_on = asyncio.Event()
+@in_a_loop
+async def test_replies_under_way_end_in_order(tmp_path: Path) -> None:
+    go_on = asyncio.Event()
 
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await read_request(reader)
-            writer.write(STREAMED + chunk(EVENTS[0]))
-            await go_on.wait()
-            writer.write(chunk(EVENTS[1]) + chunk(b""))
-            assert await reader.read() == b""  # the connection stays open
-            writer.close()
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(STREAMED + chunk(EVENTS[0]))
+        await go_on.wait()
+        writer.write(chunk(EVENTS[1]) + chunk(b""))
+        assert await reader.read() == b""  # the connection stays open
+        writer.close()
 
-        async with served(tmp_path, handle) as found, asyncio.timeout(5):
-            idle, idle_writer = await asyncio.open_connection("127.0.0.1", found.port)
-            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-            writer.write(request())
-            await reader.readuntil(EVENTS[0])
-            found.stop.set()
-            assert await idle.read() == b""
-            with pytest.raises(ConnectionError):
-                await asyncio.open_connection("127.0.0.1", found.port)
-            go_on.set()
-            assert (await reader.read()).endswith(chunk(EVENTS[1]) + chunk(b""))
-            idle_writer.close()
-            writer.close()
-        assert len(found.lines()) == 1 and found.left_out() == {}
-
-    asyncio.run(run())
+    async with served(tmp_path, handle) as found, asyncio.timeout(5):
+        idle, idle_writer = await asyncio.open_connection("127.0.0.1", found.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        writer.write(request())
+        await reader.readuntil(EVENTS[0])
+        found.stop.set()
+        assert await idle.read() == b""
+        with pytest.raises(ConnectionError):
+            await asyncio.open_connection("127.0.0.1", found.port)
+        go_on.set()
+        assert (await reader.read()).endswith(chunk(EVENTS[1]) + chunk(b""))
+        idle_writer.close()
+        writer.close()
+    assert len(found.lines()) == 1 and found.left_out() == {}
 
 
-def test_a_pattern_that_never_ends_costs_no_reply(
+@in_a_loop
+async def test_a_pattern_that_never_ends_costs_no_reply(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def run() -> None:
-        body = BODY.replace(b"Hi", b"a" * 60)
-        async with served(tmp_path, stream, patterns=("(a+)+b",)) as found:
-            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-            for _ in range(3):
-                writer.write(request("/v1/chat/completions", body))
-                await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 5)
-            writer.close()
-        assert found.left_out() == {"too late to be written": 3} and not found.lines()
-
     monkeypatch.setattr("distill.recording.proxy.PARTING_SECONDS", 0.3)
-    asyncio.run(run())
+    body = BODY.replace(b"Hi", b"a" * 60)
+    async with served(tmp_path, stream, patterns=("(a+)+b",)) as found:
+        await found.ask_streams(3, body)
+    assert found.left_out() == {"too late to be written": 3} and not found.lines()
     assert "3 exchanges are lost: does a pattern of --redact" in capsys.readouterr().err
 
 
-def test_a_slow_client_gets_the_whole_reply_at_the_end(tmp_path: Path) -> None:
-    async def run() -> None:
-        raw = reply(b"x" * 20_000_000)
-        async with served(tmp_path, replying(raw, [])) as found, asyncio.timeout(9):
-            reader, writer = await asyncio.open_connection("127.0.0.1", found.port, limit=2**16)
-            writer.write(request("/v1/embeddings"))
-            await asyncio.sleep(0.1)
-            found.stop.set()
-            await asyncio.sleep(0.1)
-            assert await reader.read() == raw
-            writer.close()
-
-    asyncio.run(run())
+@in_a_loop
+async def test_a_slow_client_gets_the_whole_reply_at_the_end(tmp_path: Path) -> None:
+    raw = reply(b"x" * 20_000_000)
+    async with served(tmp_path, replying(raw, [])) as found, asyncio.timeout(9):
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port, limit=2**16)
+        writer.write(request("/v1/embeddings"))
+        await asyncio.sleep(0.1)
+        found.stop.set()
+        await asyncio.sleep(0.1)
+        assert await reader.read() == raw
+        writer.close()
 
 
-def test_many_at_once(tmp_path: Path) -> None:
-    async def run() -> None:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """Says what it was asked, letter by letter, in turns with the others."""
-            asked = json.loads((await read_request(reader)).partition(b"\r\n\r\n")[2])["prompt"]
-            writer.write(STREAMED)
-            for letter in asked:
-                event = {"choices": [{"text": letter, "finish_reason": "length" if letter == "." else None}]}
-                writer.write(chunk(f"data: {json.dumps(event)}\n\n".encode()))
-                await asyncio.sleep(0)
-            writer.write(chunk(b""))
-            writer.close()
+@in_a_loop
+async def test_many_at_once(tmp_path: Path) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Says what it was asked, letter by letter, in turns with the others."""
+        asked = json.loads((await read_request(reader)).partition(b"\r\n\r\n")[2])["prompt"]
+        writer.write(STREAMED)
+        for letter in asked:
+            event = {"choices": [{"text": letter, "finish_reason": "length" if letter == "." else None}]}
+            writer.write(chunk(f"data: {json.dumps(event)}\n\n".encode()))
+            await asyncio.sleep(0)
+        writer.write(chunk(b""))
+        writer.close()
 
-        prompts = [f"{number} squared is {number**2}." for number in range(60)]
-        async with served(tmp_path, handle) as found:
-            bodies = [request("/v1/completions", json.dumps({"prompt": prompt}).encode()) for prompt in prompts]
-            assert all(len(got) > 1000 for got in await asyncio.gather(*map(found.ask, bodies)))
-        lines = [{"prompt": prompt, "answer": prompt, "finish_reason": "length"} for prompt in prompts]
-        assert sorted(found.lines(), key=lambda line: prompts.index(line["prompt"])) == lines
-
-    asyncio.run(run())
+    prompts = [f"{number} squared is {number**2}." for number in range(60)]
+    async with served(tmp_path, handle) as found:
+        bodies = [request("/v1/completions", json.dumps({"prompt": prompt}).encode()) for prompt in prompts]
+        assert all(len(got) > 1000 for got in await asyncio.gather(*map(found.ask, bodies)))
+    lines = [{"prompt": prompt, "answer": prompt, "finish_reason": "length"} for prompt in prompts]
+    assert sorted(found.lines(), key=lambda line: prompts.index(line["prompt"])) == lines
 
 
-def test_an_address_in_use(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path, stream) as found:
-            again = Proxy(Recording(("127.0.0.1", 1), ("127.0.0.1", found.port), tmp_path))
-            with pytest.raises(RecipeError, match="in use"):
-                await again.run(asyncio.Event(), print)
-
-    asyncio.run(run())
+@in_a_loop
+async def test_an_address_in_use(tmp_path: Path) -> None:
+    async with served(tmp_path, stream) as found:
+        again = Proxy(Recording(("127.0.0.1", 1), ("127.0.0.1", found.port), tmp_path))
+        with pytest.raises(RecipeError, match="in use"):
+            await again.run(asyncio.Event(), print)
 
 
-def test_what_the_writer_had_not_read_is_written_at_the_end(tmp_path: Path) -> None:
+@in_a_loop
+async def test_what_the_writer_had_not_read_is_written_at_the_end(tmp_path: Path) -> None:
     """More than a pipe holds, to a process that is stopped meanwhile."""
-
-    async def run() -> None:
-        body = BODY.replace(b"Hi", b"x" * 100_000)
-        async with served(tmp_path, stream) as found:
-            os.kill(found.proxy._process.pid, 19)  # SIGSTOP
-            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-            for _ in range(15):
-                writer.write(request("/v1/chat/completions", body))
-                await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 5)
-            writer.close()
-            os.kill(found.proxy._process.pid, 18)  # SIGCONT
-        full = found.left_out()["a full queue"]
-        assert full >= 3 and len(found.lines()) == 15 - full == found.proxy.counts["kept"]
-
-    asyncio.run(run())
+    body = BODY.replace(b"Hi", b"x" * 100_000)
+    async with served(tmp_path, stream) as found:
+        os.kill(found.proxy._process.pid, 19)  # SIGSTOP
+        await found.ask_streams(15, body)
+        os.kill(found.proxy._process.pid, 18)  # SIGCONT
+    full = found.left_out()["a full queue"]
+    assert full >= 3 and len(found.lines()) == 15 - full == found.proxy.counts["kept"]

@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import os
+import pickle
 import stat
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from distill.recording import writer as module
 from distill.recording.exchanges import CHAT, TEXT
-from distill.recording.writer import Writer, frame, read_frame
+from distill.recording.writer import Writer, read_exchanges
 
 
 def take(writer: Writer, number: int) -> bytes:
@@ -121,10 +122,9 @@ def test_a_body_that_is_nested_too_deeply(tmp_path: Path) -> None:
     assert writer.counts == {"exchanges": 1, "a fault in distill (RecursionError)": 1}
 
 
-def test_frames() -> None:
+def test_exchanges_are_read_up_to_the_last_whole_one() -> None:
     exchanges = [("text", b"{}\n\x00", b""), ("chat", b"", b"1 2 3\n")]
-    raw = b"".join(frame(kind, bytearray(request), bytearray(reply)) for kind, request, reply in exchanges)
-    for cut in range(len(raw) + 1):
-        source = io.BytesIO(raw[:cut])
-        found = list(iter(lambda source=source: read_frame(source), None))
-        assert found == exchanges[: (cut >= len(frame(*exchanges[0]))) + (cut == len(raw))]
+    first, second = map(pickle.dumps, exchanges)
+    for cut in range(len(first + second) + 1):
+        whole = (cut >= len(first)) + (cut == len(first + second))
+        assert list(read_exchanges(io.BytesIO((first + second)[:cut]))) == exchanges[:whole]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_scripts
 import tiny
 import torch
 from safetensors.torch import load_file
+from test_scripts import run
 from trainings import trained
 
 from distill.recipe import dump_recipe, load_recipe
@@ -20,14 +20,7 @@ from distill.recipe import dump_recipe, load_recipe
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(tiny.ROOT / "scripts" / "benchmarks"))
-    return importlib.import_module("learning")
-
-
-def run_script(script: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["learning", *map(str, arguments)])
-    with tiny.one_thread():
-        script.main()
+    return test_scripts.script("benchmarks/learning", monkeypatch)
 
 
 SMALL = ("--steps", 3, "--batch", 2, "--new-tokens", 8)
@@ -77,7 +70,7 @@ def test_each_training_is_that_of_the_stage_and_is_made_once(
     to = tmp_path / "to"
     asked = ("--only", "adamw", "high muon", "--add", "high muon: train.optimizer=muon train.matrix_rate=@2")
     grid = ("--rates", 0.001, 0.02, "--seeds", 0, 1)
-    run_script(script, monkeypatch, ready, "--to", to, *SMALL, *asked, *grid)
+    run(script, monkeypatch, ready, "--to", to, *SMALL, *asked, *grid)
     output = capsys.readouterr().out
     assert len(drafts) == 6 and not list((to / "work").iterdir())  # two rates, then the best with the other seed
     overrides = ("train.steps=3", "train.batch=2", "train.rate=0.02", "train.acceptance=null", "train.optimizer=muon")
@@ -103,13 +96,13 @@ def test_each_training_is_that_of_the_stage_and_is_made_once(
     assert "the difference to adamw and its 95 % interval, paired by prompt" in output
 
     monkeypatch.setattr(script, "train_apart", None)  # nothing is trained again
-    run_script(script, monkeypatch, ready, "--to", to, *SMALL, *asked, *grid)
+    run(script, monkeypatch, ready, "--to", to, *SMALL, *asked, *grid)
     assert capsys.readouterr().out == output
-    run_script(script, monkeypatch, ready, "--to", to, "--table", "--base", "high muon")
+    run(script, monkeypatch, ready, "--to", to, "--table", "--base", "high muon")
     assert "the difference to high muon" in capsys.readouterr().out
     other = ("--only", "high muon", "--add", "high muon: train.optimizer=muon")
     with pytest.raises(SystemExit, match=r"holds high muon with .*matrix_rate"):
-        run_script(script, monkeypatch, ready, "--to", to, *SMALL, *other, *grid)
+        run(script, monkeypatch, ready, "--to", to, *SMALL, *other, *grid)
 
 
 @pytest.mark.parametrize(
@@ -126,4 +119,4 @@ def test_what_cannot_be_compared_is_named(
 ) -> None:
     (tmp_path / "to").mkdir()
     with pytest.raises(SystemExit, match=words):
-        run_script(script, monkeypatch, ready, "--to", tmp_path / "to", *arguments)
+        run(script, monkeypatch, ready, "--to", tmp_path / "to", *arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_scripts
 import tiny
 import torch
+from test_scripts import run
 
 
-@pytest.fixture(scope="module")
-def script() -> Any:
-    specification = importlib.util.spec_from_file_location("gpu_check", tiny.ROOT / "scripts" / "gpu_check.py")
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return test_scripts.script("gpu_check", monkeypatch)
 
 
 # What a machine with a GPU may lack: nothing of the check may need it, at import or later.
@@ -31,11 +28,6 @@ sys.modules.update(dict.fromkeys({without}))
 sys.argv = {arguments}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
-
-def called(script: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *map(str, arguments)])
-    script.main()
 
 
 def test_every_decoder_writes_the_same_text(
@@ -52,25 +44,23 @@ def test_every_decoder_writes_the_same_text(
     assert ("transformers", "assisted, \u03b3 = 4") in engines and len(found["rows"]) == 11
     assert all(row["same_text"] == 1 for row in found["rows"]) and not found["left_out"]
     assert "| static cache | tree of 8 |" in done.stdout
-    changed = json.dumps(found | {"weight_bytes": {"target": 4e9, "draft": 1e9}, "target_step": {"1": 0.003}})
-    (tmp_path / "decode-toy.json").write_text(changed)
-    measured = {"bytes_per_second": 4e12, "device": "a GPU"}
-    (tmp_path / "bandwidth.json").write_text(json.dumps(measured))
-    found |= {"draft_step": {"1": 0.001}}
-    (tmp_path / "decode-toy.json").write_text(json.dumps(json.loads(changed) | {"draft_step": {"1": 0.001}}))
-    called(script, monkeypatch, *asked)  # what is there is not measured again
+    steps = {"target_step": {"1": 0.003}, "draft_step": {"1": 0.001}}
+    changed = found | steps | {"weight_bytes": {"target": 4e9, "draft": 1e9}}
+    (tmp_path / "decode-toy.json").write_text(json.dumps(changed))
+    (tmp_path / "bandwidth.json").write_text(json.dumps({"bytes_per_second": 4e12, "device": "a GPU"}))
+    run(script, monkeypatch, *asked)  # what is there is not measured again
     # 4 GB at 2 TB/s of reading are 2 ms.
     assert "T(1) 3.00 ms = 1.50; D(1) 1.00 ms = 2.00" in capsys.readouterr().out
 
 
 def test_what_cannot_be_asked(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="there is no part nothing; there are bandwidth"):
-        called(script, monkeypatch, "--to", tmp_path, "--toy", "--part", "nothing")
+        run(script, monkeypatch, "--to", tmp_path, "--toy", "--part", "nothing")
     with pytest.raises(SystemExit, match=r"holds no config\.json"):
-        called(script, monkeypatch, "--to", tmp_path, "--toy", "--draft", tmp_path / "none")
+        run(script, monkeypatch, "--to", tmp_path, "--toy", "--draft", tmp_path / "none")
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="torch sees no GPU"):
-            called(script, monkeypatch, "--to", tmp_path)
+            run(script, monkeypatch, "--to", tmp_path)
 
 
 def test_no_time_left_is_said(script: Any) -> None:

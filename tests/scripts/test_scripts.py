@@ -1,4 +1,4 @@
-"""Scripts that no other test runs: each can be imported, and those that measure stores and blocks run at toy size."""
+"""Scripts that no other test runs: each can be imported, and those of blocks and sources run at toy size."""
 
 from __future__ import annotations
 
@@ -21,19 +21,16 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module(Path(name).name)
 
 
+def run(module: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    """A script's main with these arguments, on one thread."""
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+    with tiny.one_thread():
+        module.main()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_it_finds_what_it_uses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (script(name, monkeypatch).__doc__ or "").strip()
-
-
-def test_the_store_at_toy_size(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    measured = script("benchmarks/store", monkeypatch)
-    small = "--vocabulary 300 --layers 1 --block 32 --k 8 --repeats 1 --shard-blocks 2 --read-block 64 --threads 1"
-    monkeypatch.setattr(sys, "argv", ["store", *small.split()])
-    with tiny.one_thread():
-        measured.main()
-    said = capsys.readouterr().out
-    assert "6 bytes per entry" in said and "entries add" in said and "MB/s" in said
 
 
 def test_blocks_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,11 @@ import pytest
 from distill.errors import DataError, RecipeError, ServingError
 from distill.results.serving_results import ServedSpeed
 from distill.serving.arrivals import Load, arrivals
+from distill.serving.clients import Reply
+from distill.serving.counts import TextCounts, acceptance, counts_of
 from distill.serving.crossing import RoundModel, conditional, crossing, load_table
-from distill.serving.http import Reply
 from distill.serving.load import Request, Served, percentiles, send, speeds_under, step_seconds
-from distill.serving.replaying import Replayed, acceptance, counted
+from distill.serving.replaying import Replayed
 
 PROMPTS, LIMIT = 6, 61
 BASE, SLOPE = 8.0, 1.0  # seconds of a step: T(m) = BASE + SLOPE·m
@@ -104,8 +105,9 @@ def simulate(load: Load, law: Law, prompt_seconds: float = 0.0, seed: int = 0) -
 
 def request(prompt: int, due: float, times: Sequence[float], drafts: bool = False) -> Request:
     rounds = math.ceil((len(times) - 1) / (1 + ACCEPTED))
-    counts = (N_MAX * rounds, len(times) - 1 - rounds) if drafts else (0, 0)
-    reply = Reply([], len(times), times[0] - due, times[-1] - due, *counts, started=due, times=times)
+    drafted = (N_MAX * rounds, len(times) - 1 - rounds) if drafts else (0, 0)
+    counts = TextCounts.of(len(times), *drafted)
+    reply = Reply([], counts, len(times), times[0] - due, times[-1] - due, started=due, times=times)
     return Request(prompt, due, reply)
 
 
@@ -118,7 +120,7 @@ def behind(before: Sequence[Request], replay: Sequence[Request]) -> list[Request
 def alone(law: Law, prompt_seconds: float) -> Replayed:
     """Every prompt by itself."""
     found = simulate(Load(1), law, prompt_seconds)
-    return Replayed([[one.reply for one in found if one.prompt == prompt] for prompt in range(PROMPTS)])
+    return [[one.reply for one in found if one.prompt == prompt] for prompt in range(PROMPTS)]
 
 
 def measured(law: Law, loads: Sequence[int], prompt_seconds: float = 0.0) -> tuple[Any, list[ServedSpeed]]:
@@ -133,7 +135,7 @@ def measured(law: Law, loads: Sequence[int], prompt_seconds: float = 0.0) -> tup
         }
         speeds += [served[name].speed(name, load, None if name == "plain" else served["plain"]) for name in laws]
         plain += behind(plain, served["plain"].requests)
-    own = acceptance("own", counted(replayed["draft"].texts))
+    own = acceptance("own", counts_of(replayed["draft"]))
     return load_table(speeds, step_seconds(plain), own, N_MAX), speeds
 
 
@@ -215,7 +217,7 @@ def test_where_speedups_cross_one() -> None:
 
 
 def test_acceptance_by_position_keeps_the_tokens_per_round() -> None:
-    rounds = counted([[Reply([], 31, 0.1, 1.0, 60, 15)]])
+    rounds = counts_of([[Reply([], TextCounts.of(31, 60, 15), 31, 0.1, 1.0)]])
     own = acceptance("x", rounds)
     for one in (own, replace(own, by_position=[0.6, 0.3, 0.0, 0.0])):
         rates = conditional(one, 4)
@@ -226,7 +228,7 @@ def test_acceptance_by_position_keeps_the_tokens_per_round() -> None:
 
 def test_nothing_is_predicted_without_steps() -> None:
     _, speeds = measured(drafting, [1, 2])
-    own = acceptance("own", counted(alone(drafting, 0.0).texts))
+    own = acceptance("own", counts_of(alone(drafting, 0.0)))
     known = {1: 9.0, 2: 10.0}
     assert load_table(speeds, known, own, N_MAX) is not None
     for one in ((speeds, {}, own, N_MAX), (speeds, known, own, 0), (speeds[:2], known, own, N_MAX)):
@@ -376,7 +378,8 @@ class Batching:
             for _ in range(limit):
                 time.sleep(self.seconds)
                 times.append(time.perf_counter())
-            return Reply([], limit, times[0] - started, times[-1] - started, started=started, times=times)
+            counts = TextCounts.of(limit)
+            return Reply([], counts, limit, times[0] - started, times[-1] - started, started=started, times=times)
         finally:
             with self.lock:
                 self.inside -= 1
@@ -415,7 +418,7 @@ def test_the_first_fault_ends_a_load(load: Load) -> None:
 
 def test_every_load_on_each_server() -> None:
     clients = {"plain": Batching(0.01), "draft": Batching(0.002)}
-    replayed = {name: Replayed([[one.complete([1], 6)] for _ in PLACES]) for name, one in clients.items()}
+    replayed = {name: [[one.complete([1], 6)] for _ in PLACES] for name, one in clients.items()}
     loads = [Load(2), Load(rate=60.0)]
     speeds, told = speeds_under(clients, PLACES, 6, loads, 2, replayed)  # type: ignore[arg-type]
     assert [(one.configuration, one.concurrency, one.requests) for one in speeds] == [

@@ -23,6 +23,7 @@ import test_record
 import tiny
 
 from distill.benchmark.distribution_test import homogeneity
+from distill.commands import served_pair
 from distill.errors import ServingError
 from distill.models.server_commands import OF_DRAFT, OF_TARGET, llama_server, option_arguments, pair_arguments
 from distill.recipe import Gguf, SamplerSettings, Traffic, parse_section
@@ -30,6 +31,7 @@ from distill.serving.arrivals import Load
 from distill.serving.check import CheckSettings, Conversation, check_started
 from distill.serving.choose import Trials, choose, grid
 from distill.serving.clients import LlamaClient
+from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, started
 from distill.serving.opening import opened
 from distill.serving.wheel_server import WHEEL, wheel_version
@@ -67,31 +69,18 @@ def settings(pairs: dict[str, Path], program: Path) -> LlamaServer:
 
 @pytest.fixture(scope="module")
 def conversation(pairs: dict[str, Path]) -> Iterator[Conversation]:
-    from distill.benchmark.prompts import GgufTokenizer
-    from distill.documents.chat_template import ChatTemplate
-    from distill.recipe import Chat
-
     with ExitStack() as stack:
-        tokenizer = GgufTokenizer(str(pairs["target"]), stack)
-        template = ChatTemplate(tokenizer, Chat())
-        yield Conversation(
-            lambda messages: template.text(messages, None),
-            lambda ids: tokenizer.file.detokenize(list(ids)).decode("utf-8", "replace"),
-        )
+        found = served_pair.conversation(pairs["target"], stack)
+        assert found is not None
+        yield found
 
 
 @pytest.fixture(scope="module")
 def prompts(pairs: dict[str, Path], conversation: Conversation) -> list[Prompt]:
     """Conversations about code of the test split."""
-    from distill.models.gguf.file import GgufFile
-
-    texts = [path.read_text(encoding="utf-8") for path in sorted((tiny.ROOT / "data" / "test").rglob("*.py"))]
-    asked = [text[start : start + 160] for text in texts for start in (400, 1600)][:8]
-    file = GgufFile(pairs["target"], vocabulary_only=True)
-    rendered = [conversation.render([{"role": "user", "content": text}]) for text in asked]
-    found = [Prompt(str(place), file.tokenize(text, parse_special=True)) for place, text in enumerate(rendered)]
-    file.close()
-    return found
+    return served_pairs.prompts(
+        pairs["target"], 160, render=lambda text: conversation.render([{"role": "user", "content": text}])
+    )
 
 
 def wanted(prompts: list[Prompt], **changes: Any) -> CheckSettings:
@@ -169,7 +158,7 @@ def test_a_draft_that_does_not_fit_is_not_used_in_silence(settings: LlamaServer,
 
 def test_a_killed_server_is_one_message(settings: LlamaServer, prompts: list[Prompt]) -> None:
     with started(settings, 60) as running:
-        client = LlamaClient(running.url, 60, death=running.death)
+        client = LlamaClient(Http(running.url, 60, death=running.death))
         assert client.complete(prompts[0].ids, 8).count == 8
         running.process.send_signal(signal.SIGKILL)
         with pytest.raises(ServingError, match=r"signal 9|cannot be reached"):
@@ -187,7 +176,7 @@ def test_refusals_of_the_real_program(settings: LlamaServer, prompts: list[Promp
     with pytest.raises(ServingError, match=r"failed to load"), started(replace(settings, target=Path("none.gguf")), 60):
         pass
     with started(replace(settings, context=256), 60) as running:
-        client = LlamaClient(running.url, 60)
+        client = LlamaClient(Http(running.url, 60))
         with pytest.raises(ServingError, match=r"context[\s\S]*shorter prompts"):
             client.complete(prompts[0].ids * 8, 8)
 
@@ -218,7 +207,7 @@ def test_texts_follow_the_targets_distribution(settings: LlamaServer, prompts: l
         with opened(way, (60.0, 60.0), SAMPLED) as client:
             replies = [client.complete(prompts[0].ids[:8], 3, seed) for seed in range(TEXTS)]
         texts[name] = Counter(tuple(reply.tokens) for reply in replies)
-        assert name == "plain" or sum(reply.accepted or 0 for reply in replies) > TEXTS / 10
+        assert name == "plain" or sum(reply.counts.accepted for reply in replies) > TEXTS / 10
     for name in list(ways)[1:]:
         assert homogeneity(texts["plain"], texts[name])[2] > 1e-4, name
     # The test has the power to see the target at another temperature.
@@ -230,7 +219,7 @@ def test_texts_follow_the_targets_distribution(settings: LlamaServer, prompts: l
 def test_settings_are_chosen(settings: LlamaServer, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distill.serving.choose.N_MAX", range(1, 3))
     monkeypatch.setattr("distill.serving.choose.P_MIN", (0.0, 0.5))
-    monkeypatch.setattr("distill.serving.choose.FEW", 0)
+    monkeypatch.setattr("distill.serving.choose.FEW_CANDIDATES", 0)
     ids = [prompt.ids for prompt in prompts]
     found = choose(settings, Trials(ids[:4], 12), Trials(ids[4:], 12), lambda one: opened(one, (60.0, 60.0)), grid())
     assert len(found.tried) == 5 and found.confirmed[0].against.mean == 1.0

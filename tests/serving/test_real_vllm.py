@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pytest
 import served_pairs
-import tiny
 
 from distill.errors import ServingError
 from distill.models.server_commands import vllm
 from distill.recipe import SamplerSettings
 from distill.serving.check import CheckSettings, check_addresses
 from distill.serving.clients import GREEDY, kind_of_server
+from distill.serving.http import Http
 from distill.serving.opening import Addresses
 from distill.texts import Prompt
 
@@ -42,14 +42,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def prompts(pairs: dict[str, Path]) -> list[Prompt]:
     """Code of the test split."""
-    from distill.models.gguf.file import GgufFile
-
-    file = GgufFile(pairs["target"], vocabulary_only=True)
-    texts = [path.read_text(encoding="utf-8") for path in sorted((tiny.ROOT / "data" / "test").rglob("*.py"))]
-    asked = [text[start : start + 200] for text in texts for start in (400, 1600) if len(text) > 1900][:8]
-    found = [Prompt(str(place), file.tokenize(text, parse_special=True)) for place, text in enumerate(asked)]
-    file.close()
-    return found
+    return served_pairs.prompts(pairs["target"], 200, shortest=1900)
 
 
 @contextmanager
@@ -70,7 +63,7 @@ def served(command: str, log: Path) -> Iterator[str]:
         while True:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
             try:
-                kind_of_server(url, 5, None)
+                kind_of_server(Http(url, 5))
                 break
             except ServingError:
                 time.sleep(1)

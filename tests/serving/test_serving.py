@@ -29,23 +29,14 @@ from distill.results.serving_results import ServeReport
 from distill.serving.arrivals import Load
 from distill.serving.check import CheckSettings, Conversation, check_addresses, check_started
 from distill.serving.choose import PLAIN, Settings, Trials, choose, grid, settings_of, with_settings
-from distill.serving.clients import LlamaClient, VllmClient, kind_of_server
+from distill.serving.clients import LlamaClient, Reply, VllmClient, kind_of_server
+from distill.serving.counts import Text, TextCounts, Totals, acceptance, counts_of, rise_of_tokens, totals_of
 from distill.serving.differences import option_differences
-from distill.serving.http import Http, Reply, Totals, totals_of
+from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, free_port, require_binary, started
-from distill.serving.markdown import Reference, _percent, _shown, as_markdown, flat_rows, sentences
-from distill.serving.opening import Addresses, opened
-from distill.serving.replaying import (
-    OurText,
-    Replayed,
-    ServerRules,
-    TextCounts,
-    acceptance,
-    by_class,
-    counted,
-    rise_of_tokens,
-    vllm_text,
-)
+from distill.serving.markdown import Reference, as_markdown, flat_rows, sentences, shown
+from distill.serving.opening import Addresses
+from distill.serving.replaying import ServerRules, by_class, vllm_text
 from distill.speculative.decode import Decoded, Round
 from distill.texts import Prompt
 
@@ -99,13 +90,14 @@ def gone(pid: int) -> bool:
 
 def test_a_server_runs_as_long_as_its_block(settings: LlamaServer) -> None:
     with started(settings, 20) as running:
-        client = LlamaClient(running.url, 20, death=running.death)
+        client = LlamaClient(Http(running.url, 20, death=running.death))
         reply = client.complete([1, 2, 3], 8)
         assert reply.count == 8 and len(reply.tokens) == 8 and client.drafts() is True
-        assert reply.drafted and reply.accepted is not None and 0 < reply.first_seconds <= reply.seconds
+        assert client.vocabulary_size() == 400 and client.build() == "b1-0c1e570"
+        assert reply.counts.drafted and 0 < reply.first_seconds <= reply.seconds
         pid = running.process.pid
         with pytest.raises(KeyError), started(settings.plain, 20) as other:
-            assert LlamaClient(other.url, 20).drafts() is False and other.url != running.url
+            assert LlamaClient(Http(other.url, 20)).drafts() is False and other.url != running.url
             raise KeyError
         assert gone(other.process.pid) and alive(pid)
     assert gone(pid)
@@ -224,7 +216,7 @@ def test_each_fault_is_one_message(
 def test_addresses_where_nobody_answers() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ServingError, match=r"cannot be reached[\s\S]*--url"):
-        kind_of_server(url, 2, None)
+        kind_of_server(Http(url, 2))
     for wrong in ("127.0.0.1:80", "ftp://x"):
         with pytest.raises(RecipeError, match="no address of a server"):
             Http(wrong, 1).get("/props")
@@ -283,13 +275,13 @@ def test_counters_of_both_servers() -> None:
 
 def server_texts(
     rules: ServerRules, _target: Path, _draft: Path, prompts: Any, limit: int, samples: int, _threads: int | None
-) -> list[list[OurText]]:
+) -> list[list[Text]]:
     drawn = {"--spec-draft-sampling": "probabilistic"} if rules.probabilistic else {}
     state = fake_llama_server.Server({"-md": "d", "--spec-draft-n-max": str(rules.n_max)} | drawn, "")
     found = []
     for prompt in prompts:
         tokens, drafted, accepted, _ = state.text(list(prompt), limit)
-        found.append([OurText(tokens, TextCounts.of(limit, drafted, accepted))] * samples)
+        found.append([Text(tokens, TextCounts.of(limit, drafted, accepted))] * samples)
     return found
 
 
@@ -412,10 +404,10 @@ def test_files_of_another_run_are_measured(
     other = tmp_path / "other.gguf"
     other.write_bytes(files[1].read_bytes())
 
-    def decoded(rules: ServerRules, target: Path, draft: Path, *rest: Any) -> list[list[OurText]]:
+    def decoded(rules: ServerRules, target: Path, draft: Path, *rest: Any) -> list[list[Text]]:
         found = server_texts(rules, target, draft, *rest)
         rounds = [one.counts.rounds - 4 for (one,) in found]
-        better = [[replace(one, counts=replace(one.counts, rounds=n))] for n, (one,) in zip(rounds, found, strict=True)]
+        better = [[replace(one, counts=one.counts._replace(rounds=n))] for n, (one,) in zip(rounds, found, strict=True)]
         return better if draft == files[1] else found
 
     monkeypatch.setattr(ServerRules, "decode_files", decoded)
@@ -437,7 +429,7 @@ class Paced:
         self.rate = rate
 
     def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
-        return Reply([1] * limit, limit, 0.001, limit / self.rate)
+        return Reply([1] * limit, TextCounts.of(limit), limit, 0.001, limit / self.rate)
 
     def totals(self) -> None:
         return None
@@ -515,15 +507,16 @@ def test_one_prompt_has_no_interval() -> None:
     kinds = ["many", "one", "many"]
     prompts = [Prompt(str(place), [1, 2], label=kind) for place, kind in enumerate(kinds)]
     plainly, drafting = (
-        Replayed([[Reply([1] * 6, 6, 0.1, seconds + place, 8, 2 + place)] for place in range(3)]) for seconds in (2, 1)
+        [[Reply([1] * 6, TextCounts.of(6, 8, 2 + place), 6, 0.1, seconds + place)] for place in range(3)]
+        for seconds in (2, 1)
     )
-    texts = counted(drafting.texts)
+    texts = counts_of(drafting)
     many, one = by_class(prompts, texts, {"plain": plainly, "draft": drafting})
     assert (many.name, many.prompts, one.name, one.prompts) == ("many", 2, "one", 1)
     assert many.rate.mean == pytest.approx(6 / 16) and many.rate.low < many.rate.high
     assert one.rate.mean == pytest.approx(3 / 8) and one.speedup.mean == pytest.approx(3 / 2)
     assert all(math.isnan(figure.low) for figure in (one.rate, one.tokens_per_round, one.speedup))
-    assert _percent(one.rate) == "37.5%" and _shown(one.speedup) == "1.50"
+    assert shown(one.rate, ".1%") == "37.5%" and shown(one.speedup) == "1.50"
 
 
 def test_settings_become_options(settings: LlamaServer) -> None:
@@ -584,14 +577,14 @@ def test_counters_of_vllm_that_fall() -> None:
     balanced = Balanced()
     balanced.count([4, 2])
     with balanced.running() as serving:
-        client = VllmClient(serving.url, 5)
+        client = VllmClient(Http(serving.url, 5))
         with pytest.raises(ServingError, match=r"counters of .* fell[\s\S]*not of a load balancer"):
             client.complete([1, 2], 8)
 
 
 def test_a_running_vllm() -> None:
     with VllmServing().running() as draft, VllmServing(length=0).running() as plain:
-        assert kind_of_server(draft.url + "/v1", 5, None) == "vllm"
+        assert kind_of_server(Http(draft.url + "/v1", 5)) == "vllm"
         found = check_addresses(wanted(), Addresses(draft.url, plain.url))
     assert found.server == "vllm" and found.build == VERSION and found.n_max == 4
     own = found.acceptance[0]
@@ -625,10 +618,10 @@ def test_each_fault_of_vllm_is_one_message(serving: VllmServing, message: str) -
 def test_a_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVER_KEY", "sk-hidden-1")
     with VllmServing(key="sk-hidden-1").running() as serving:
-        client = VllmClient(serving.url, 5, "SERVER_KEY")
-        assert client.complete([1, 2], 8).drafted
+        client = VllmClient(Http(serving.url, 5, "SERVER_KEY"))
+        assert client.complete([1, 2], 8).counts.drafted
     with VllmServing(key="another").running() as serving:
-        client = VllmClient(serving.url, 5, "SERVER_KEY")
+        client = VllmClient(Http(serving.url, 5, "SERVER_KEY"))
         with pytest.raises(ServingError, match=r"Bearer \*\*\*"):
             client.complete([1, 2], 8)
 
@@ -686,8 +679,3 @@ def test_options_that_do_not_go_together(
 ) -> None:
     assert tiny.call("serve-check", *arguments) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_server_that_opens_and_closes(settings: LlamaServer) -> None:
-    with opened(settings, (20.0, 20.0)) as client:
-        assert client.vocabulary_size() == 400 and client.build() == "b1-0c1e570"
