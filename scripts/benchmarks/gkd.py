@@ -313,7 +313,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=Path("losses"))
     parser.add_argument("--tune", action="store_true", help="choose β and λ too")
     parser.add_argument("--narrow", action="store_true", help="seeds after the first take only the rate best for it")
-    parser.add_argument("--base", default="recipe", help="the training in --to that the table compares with")
+    parser.add_argument("--base", default="adamw", help="the training in --to that the table compares with")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])

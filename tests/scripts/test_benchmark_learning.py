@@ -74,8 +74,8 @@ def test_each_training_is_that_of_the_stage_and_is_made_once(
     output = capsys.readouterr().out
     assert len(drafts) == 6 and not list((to / "work").iterdir())  # two rates, then the best with the other seed
     overrides = ("train.steps=3", "train.batch=2", "train.rate=0.02", "train.acceptance=null", "train.optimizer=muon")
-    run = trained(world, ready, tmp_path / "own", *overrides, "train.matrix_rate=0.04")
-    own = load_file(run / "draft" / "model.safetensors")
+    made = trained(world, ready, tmp_path / "own", *overrides, "train.matrix_rate=0.04")
+    own = load_file(made / "draft" / "model.safetensors")
     assert all(torch.equal(value, own[name]) for name, value in drafts["high_muon-0.02-0"].items())
     found = {path.stem: json.loads(path.read_text()) for path in to.glob("*.json")}
     assert {(one["method"], one["rate"]) for one in found.values() if one["seed"] == 0} == {
