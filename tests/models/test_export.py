@@ -475,7 +475,7 @@ def test_logits_object(exported: Path) -> None:
 
 @needs_llama
 def test_top_breaks_ties_by_id(exported: Path) -> None:
-    from distill.models.gguf.logits import GgufLogits
+    from distill.models.gguf.context import GgufLogits
 
     with GgufModel(exported.parent / "f32.gguf", context=8) as gguf:
         rows = np.array([[0, 2, 1, 2, 1, 1, 0], [5, 5, 5, 5, 5, 5, 5]], dtype=np.float32)
@@ -494,7 +494,7 @@ def test_misuse_is_refused_before_c(exported: Path) -> None:
         ({"tokens": []}, "at least one"),
         ({"tokens": [gguf.vocabulary_size]}, "token ids"),
         ({"tokens": [-1]}, "token ids"),
-        ({"tokens": [1] * 14}, "exceed the context"),
+        ({"tokens": [1] * 14}, "do not fit a context"),
         ({"tokens": [1, 2], "counts": [1, 1]}, "counts"),
         ({"tokens": [1, 2], "want": [2]}, "want"),
         ({"tokens": [1, 2], "want": [-1]}, "want"),

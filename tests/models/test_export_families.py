@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from distill.errors import DataError
 from distill.export.parity import Source, compare, faults_of
-from distill.models.conversion.importance import importance_of
 from distill.models.conversion.model_shape import read_shape
+from distill.models.conversion.quantise import importance_of
 from distill.models.conversion.writer import export_files, export_gguf
 from distill.models.gguf.model import GgufModel
 from distill.recipe.gguf import OUTTYPES

@@ -27,8 +27,8 @@ from distill.models.conversion.llama_tokenizer import (
     as_llama_reads,
     write_vocabulary,
 )
+from distill.models.conversion.pieces import unigram_pieces
 from distill.models.conversion.tokenizer import read_tokenizer
-from distill.models.conversion.unigram import unigram_pieces
 from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.file import GgufFile
 

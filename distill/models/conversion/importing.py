@@ -30,8 +30,8 @@ from distill.models.conversion.imported_weights import (
     stored_types,
     write_weights,
 )
+from distill.models.gguf.file import require_loadable
 from distill.models.gguf.file_head import open_head
-from distill.models.gguf.loadable import require_loadable
 from distill.models.model_files import pin_tokenizer
 from distill.models.tensor_files import ITEM_BYTES
 from distill.progress import note

@@ -17,8 +17,14 @@ from distill.models.conversion.byte_level import (
     refuse_other_models,
 )
 from distill.models.conversion.llama_tokenizer import GgufTokenizer
-from distill.models.conversion.pieces import Piece, pieces_of_merges, read_pieces, space_prefix
-from distill.models.conversion.unigram import find_spacing, unigram_pieces
+from distill.models.conversion.pieces import (
+    Piece,
+    find_spacing,
+    pieces_of_merges,
+    read_pieces,
+    space_prefix,
+    unigram_pieces,
+)
 from distill.models.gguf.special_tokens import CONTROL, NORMAL, UNUSED, USER_DEFINED
 from distill.models.model_files import read_config
 from distill.vocabulary.byte_map import SPACE

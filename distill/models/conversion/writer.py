@@ -14,12 +14,11 @@ import numpy as np
 from distill.errors import DataError
 from distill.files import write_atomically
 from distill.models.conversion.general_fields import PLAIN, Origin, add_general_fields
-from distill.models.conversion.importance import importance_of
 from distill.models.conversion.importing import file_type, is_gguf
 from distill.models.conversion.llama_tokenizer import GgufTokenizer, add_tokenizer
 from distill.models.conversion.model_fields import add_model_fields
 from distill.models.conversion.model_shape import Shape, read_shape
-from distill.models.conversion.quantise import quantise_file
+from distill.models.conversion.quantise import importance_of, quantise_file
 from distill.models.conversion.tensor_data import Output, write_tensors
 from distill.models.conversion.tensors import GgufTensor, read_tensors
 from distill.models.conversion.tokenizer import read_tokenizer

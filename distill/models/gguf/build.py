@@ -10,7 +10,6 @@ from distill.errors import RecipeError
 from distill.machine import thread_count
 from distill.models.gguf.file_head import FileHead
 from distill.models.gguf.library import library
-from distill.models.gguf.loadable import head_sizes
 from distill.recipe import GgufOptions
 from distill.recipe.gguf import NO_DEVICE
 
@@ -124,7 +123,7 @@ def require_cache_types(options: GgufOptions, keys: int | None, values: int | No
 def require_possible(head: FileHead, options: GgufOptions) -> None:
     """Raise RecipeError for options that this build, this machine or this file does not allow; loads nothing."""
     require_build(options, str(head.path))
-    require_cache_types(options, *head_sizes(head), str(head.path))
+    require_cache_types(options, *head.head_sizes, str(head.path))
 
 
 def model_settings(options: GgufOptions) -> tuple[Any, list[Any]]:

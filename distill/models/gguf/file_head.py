@@ -5,6 +5,7 @@ Format: ggml's docs/gguf.md, versions 2 and 3.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Sequence
@@ -180,6 +181,14 @@ class FileHead:
             self.refuse_value(key, f"lie between {least} and {most}")
         return int(found)
 
+    @property
+    def head_sizes(self) -> tuple[int | None, int | None]:
+        """Sizes of an attention head's keys and values; None where the file gives one number a layer, or none."""
+        hidden, heads = self.size("embedding_length", 1, 2**20), self.size("attention.head_count", 1, 2**16)
+        default = hidden // heads if hidden and heads else None
+        keys, values = (self.size(f"attention.{part}_length", 1, 2**20) for part in ("key", "value"))
+        return keys or default, values or default
+
     def refuse_value(self, key: str, rule: str) -> NoReturn:
         """Raise DataError for a value below the architecture's name that breaks a rule."""
         name = f"{self.architecture}.{key}"
@@ -191,7 +200,7 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def tensor_bytes(shape: list[int], kind: int) -> int:
+def tensor_bytes(shape: Sequence[int], kind: int) -> int:
     """Bytes of a tensor's data; 0 for types that the gguf package does not know yet."""
     import gguf
 
@@ -199,10 +208,7 @@ def tensor_bytes(shape: list[int], kind: int) -> int:
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
     except (ValueError, KeyError):
         return 0
-    count = 1
-    for length in shape:
-        count *= length
-    return int(count // block * size)
+    return int(math.prod(shape) // block * size)
 
 
 def open_head(path: Path) -> FileHead:

@@ -14,11 +14,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from distill.models.base import check_call, check_counts, check_rollback, check_tokens, check_want
+from distill.models.base import check_call, check_chain, check_lengths
 from distill.models.gguf.branches import Branches
-from distill.models.gguf.context import FEW, GgufContext
+from distill.models.gguf.context import FEW, GgufContext, GgufLogits
 from distill.models.gguf.file import GgufFile
-from distill.models.gguf.logits import GgufLogits
 from distill.recipe import GgufOptions
 from distill.recipe.gguf import ON_CPU
 
@@ -95,10 +94,9 @@ class GgufModel:
         if parents is None and counts is None and self._is_short_step(tokens, want):
             rows = self._decode_few(tokens, want is not None)
             return GgufLogits(self._context, rows, range(self._length - len(rows) + 1, self._length + 1))
-        check_counts(counts, len(tokens))
         if parents is None:
-            return self._extend_chain(tokens, want)
-        return self._extend_tree(tokens, parents, want)
+            return self._extend_chain(tokens, counts, want)
+        return self._extend_tree(tokens, counts, parents, want)
 
     def _is_short_step(self, tokens: Sequence[int], want: Sequence[int] | None) -> bool:
         """Whether a chain is a valid step or verification, which can skip the bookkeeping of prompts and trees."""
@@ -111,16 +109,12 @@ class GgufModel:
             and max(tokens) < self.vocabulary_size
         )
 
-    def _extend_chain(self, tokens: Sequence[int], want: Sequence[int] | None) -> GgufLogits:
-        count = len(tokens)
+    def _extend_chain(
+        self, tokens: Sequence[int], counts: Sequence[int] | None, want: Sequence[int] | None
+    ) -> GgufLogits:
+        (count,) = check_chain(tokens, counts, want, [self._length], self.capacity, self.vocabulary_size)
         if len(self._branches):
             raise ValueError("a tree is pending: keep a path of it or roll back first")
-        if count == 0:
-            raise ValueError("extend needs at least one token")
-        if self._length + count > self.capacity:
-            raise ValueError(f"{self._length} + {count} tokens exceed the context of {self.capacity}")
-        check_tokens(tokens, self.vocabulary_size)
-        check_want(want, count)
         ids = np.asarray(tokens, dtype=np.int64)
         try:
             rows = self._decode_all(ids, None if want is None else np.asarray(want, dtype=np.int64))
@@ -133,13 +127,14 @@ class GgufModel:
             self._context, rows, range(begin, begin + count) if want is None else [begin + index for index in want]
         )
 
-    def _extend_tree(self, tokens: Sequence[int], parents: Sequence[int], want: Sequence[int] | None) -> GgufLogits:
+    def _extend_tree(
+        self, tokens: Sequence[int], counts: Sequence[int] | None, parents: Sequence[int], want: Sequence[int] | None
+    ) -> GgufLogits:
         if not self.max_leaves:
             raise ValueError("this model was opened without room for trees: give it max_leaves")
-        check_call(tokens, parents, want, self.vocabulary_size)
-        old, count, tree = len(self._branches), len(tokens), self._branches.tree.grown(parents)
-        if self._length + max(tree.depths) > self.capacity:
-            raise ValueError(f"{self._length} + {max(tree.depths)} tokens exceed the context of {self.capacity}")
+        check_call(tokens, counts, parents, want, self.vocabulary_size)
+        old, count = len(self._branches), len(tokens)
+        tree = self._branches.tree.grown(parents, self._length, self.capacity)
         free = min(self._context.cells - self._length - old, self._context.batch_size)
         room = free - int(self.pad_single and count == 1)  # a lone node needs a cell for its dummy
         if count > room:
@@ -212,7 +207,7 @@ class GgufModel:
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget a pending tree and the tokens beyond `lengths` (one number); ValueError outside 0..the committed."""
         self._file.require_open()
-        length = check_rollback(lengths, self._length)
+        (length,) = check_lengths(lengths, [self._length])
         if len(self._branches):
             self._branches.drop(self._length)
         # A signal may have come between llama.cpp's step and our count of it: a new text begins in an empty cache.

@@ -21,16 +21,12 @@ from distill.models.base import (
     SPARE_NODES,
     PendingTree,
     check_call,
-    check_counts,
+    check_chain,
     check_lengths,
     check_no_paths,
-    check_rows,
-    check_tokens,
-    check_want,
 )
 from distill.models.finite import Place, place_of
-from distill.models.static.slot_cache import SlotCache, unsupported
-from distill.models.static.steps import COARSE, LONGEST_STEP, Steps
+from distill.models.static.steps import COARSE, LONGEST_STEP, SlotCache, Steps, unsupported
 from distill.models.static.transfers import send
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel, model_name, shortest_window
@@ -119,9 +115,7 @@ class StaticTorchModel:
         tokens = list(tokens)
         if parents is not None:
             return self._extend_tree(tokens, counts, parents, want)
-        counts = check_rows(tokens, counts, self._lengths, self.capacity)
-        check_tokens(tokens, self.model.config.vocab_size)
-        check_want(want, len(tokens))
+        counts = check_chain(tokens, counts, want, self._lengths, self.capacity, self.model.config.vocab_size)
         if self._tree.parents:
             raise ValueError("a tree is pending: keep a path of it or roll back first")
         ends = list(accumulate(counts))
@@ -198,12 +192,9 @@ class StaticTorchModel:
         if not self.max_leaves:
             kind = f"{self.rows} rows take chains" if self.rows > 1 else "attention windows take chains"
             raise ValueError(f"{kind}, not trees")
-        check_counts(counts, len(tokens))
-        check_call(tokens, parents, want, self.vocabulary_size)
+        check_call(tokens, counts, parents, want, self.vocabulary_size)
         old, length = len(self._tree), self._lengths[0]
-        tree = self._tree.grown(parents)
-        if length + max(tree.depths) > self.capacity:
-            raise ValueError(f"{length} + {max(tree.depths)} tokens do not fit a context of {self.capacity}")
+        tree = self._tree.grown(parents, length, self.capacity)
         seen = tree.seen(self._seen)
         depths = [length + depth for depth in tree.depths[old:]]
         # One transfer: the tokens, their positions, and W columns of what they see. [m, 2 + W]
@@ -257,11 +248,10 @@ class StaticTorchModel:
     @torch.inference_mode()
     def rollback(self, lengths: Sequence[int]) -> None:
         """Drop a pending tree and the tokens of each row beyond `lengths`; ValueError for more than a row has."""
-        checked = check_lengths(lengths, self._lengths)
+        self._lengths = check_lengths(lengths, self._lengths)
         self._drop_tree()
-        if not any(checked):
+        if not any(self._lengths):
             self._cache.clear()
-        self._lengths = checked
 
     def reset(self) -> None:
         """Forget everything; the memory is kept, and its addresses, because compiled steps hold them."""
