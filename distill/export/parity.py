@@ -21,7 +21,7 @@ from distill.texts import first_difference
 from distill.vocabulary.tokenizer_files import tokenizer_content
 
 WINDOW = 256
-# Texts on which a file is compared with its source where none are given: all that tokenizers treat apart.
+# Texts for a comparison where none are given: cases that tokenizers handle differently.
 PROSE = """The lighthouse keeper had kept the same log for thirty-one years: wind, sea, visibility, ships. On the first
 of March he wrote nothing but the date. Nobody noticed until the inspector came in June, by which time the page had
 yellowed and the keeper had taken up bees. "What happened that day?" the inspector asked. "The fog lifted," he said,
@@ -54,7 +54,7 @@ NASTY = (
     "if x:\n        return {'a': [1, 2, 3]}  # !!! ??? --- ===\n",
     "a\u0302\u0323 q\u0307\u0323 z\u0335",
 )
-MOST_SPECIAL = 1024  # added tokens that are tried; vocabularies with more hold numbered fillers
+MAX_SPECIAL = 1024  # added tokens that are tried; vocabularies with more hold numbered fillers
 # By bits: the most mean KL (nats) and the least agreement of argmaxes that rounding to a type explains. A wrong tensor,
 # order or scale gives far more.
 LIMITS: dict[int, tuple[float, float]] = {32: (1e-3, 0.97), 16: (0.01, 0.95), 8: (0.05, 0.9), 6: (0.15, 0.8)}
@@ -91,18 +91,18 @@ def compare(source: Path | Source, gguf: Path, texts: list[str], positions: int)
                 hint="compare a GGUF file with the folder it was exported from",
             )
         mismatches, normalized = _compare_ids(source.tokenizer, quantised, texts)
-        found = _compare_logits(source.tokenizer, source.model, quantised, texts, positions, window)
-    if not found.differences:
+        figures = _compare_logits(source.tokenizer, source.model, quantised, texts, positions, window)
+    if not figures.differences:
         raise DataError("the texts hold no two consecutive tokens to compare", hint="give longer texts")
     return Parity(
-        positions=len(found.differences),
-        top1_agreement=found.same_top / len(found.differences),
-        mean_abs_dlogprob=sum(found.differences) / len(found.differences),
-        max_abs_dlogprob=max(found.differences),
+        positions=len(figures.differences),
+        top1_agreement=figures.same_top / len(figures.differences),
+        mean_abs_dlogprob=sum(figures.differences) / len(figures.differences),
+        max_abs_dlogprob=max(figures.differences),
         tokenizer_texts=len(texts),
         tokenizer_mismatches=mismatches,
         tokenizer_normalized=normalized,
-        kl=sum(found.divergences) / len(found.divergences),
+        kl=sum(figures.divergences) / len(figures.divergences),
     )
 
 
@@ -116,12 +116,14 @@ def faults_of(parity: Parity, outtype: str) -> list[str]:
             f"token {token} of text {text}"
         )
     bits = {"f32": 32, "f16": 16, "bf16": 16}.get(outtype) or int(next(filter(str.isdigit, outtype), "2"))
-    most, least = LIMITS[min(LIMITS, key=lambda known: abs(known - bits))]
-    if not parity.kl <= most:
-        faults.append(f"the mean KL is {parity.kl:.3g} nats, more than {most} for {outtype}")
+    max_kl, min_agreement = LIMITS[min(LIMITS, key=lambda known: abs(known - bits))]
+    if not parity.kl <= max_kl:
+        faults.append(f"the mean KL is {parity.kl:.3g} nats, more than {max_kl} for {outtype}")
     # Flat distributions change their first token at a KL near 0.
-    if parity.top1_agreement < least and parity.kl > most / 10:
-        faults.append(f"{parity.top1_agreement:.1%} of the argmaxes agree, fewer than {least:.0%} for {outtype}")
+    if parity.top1_agreement < min_agreement and parity.kl > max_kl / 10:
+        faults.append(
+            f"{parity.top1_agreement:.1%} of the argmaxes agree, fewer than {min_agreement:.0%} for {outtype}"
+        )
     return faults
 
 
@@ -174,4 +176,4 @@ def _compare_logits(
 def check_texts(folder: Path) -> list[str]:
     """Prose, code and the nasty texts, then every added token of the folder's tokenizer by itself."""
     added = tokenizer_content(folder / "tokenizer.json").get("added_tokens") or []
-    return [PROSE, CODE, *PROBE, *NASTY, *(token["content"] for token in added[:MOST_SPECIAL])]
+    return [PROSE, CODE, *PROBE, *NASTY, *(token["content"] for token in added[:MAX_SPECIAL])]

@@ -133,21 +133,7 @@ class AroundModel:
         if model.rows != 1:
             raise ValueError(f"{type(self).__name__} follows one text at a time, this model keeps {model.rows}")
         self.model = model
-
-    @property
-    def vocabulary_size(self) -> int:
-        """V of the model."""
-        return self.model.vocabulary_size
-
-    @property
-    def capacity(self) -> int:
-        """That of the model."""
-        return self.model.capacity
-
-    @property
-    def max_leaves(self) -> int:
-        """Those of the model."""
-        return self.model.max_leaves
+        self.vocabulary_size, self.capacity, self.max_leaves = model.vocabulary_size, model.capacity, model.max_leaves
 
     @property
     def lengths(self) -> list[int]:
@@ -177,10 +163,14 @@ SPARE_NODES = 64  # nodes of a tree that any model with trees holds in addition 
 
 @dataclass(frozen=True)
 class PendingTree:
-    """Nodes that hang below the committed end of one row: the parent and the depth (1 for a child of ROOT) of each."""
+    """Nodes that hang below the committed end of one row, each with its parent and its depth (1 for a child of ROOT).
+
+    `paths` are sets of nodes as bits: a node's path from the root, itself included.
+    """
 
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    paths: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -191,25 +181,21 @@ class PendingTree:
         ValueError for a parent that is neither ROOT nor an earlier node, and for a path that with the committed tokens
         exceeds the capacity.
         """
-        grown = PendingTree([*self.parents, *(int(parent) for parent in parents)], list(self.depths))
+        grown = PendingTree([*self.parents, *(int(parent) for parent in parents)], [*self.depths], [*self.paths])
         for node in range(len(self), len(grown)):
             parent = grown.parents[node]
             if not ROOT <= parent < node:
                 raise ValueError(f"the parent of node {node} must be {ROOT} or an earlier node, got {parent}")
-            grown.depths.append(1 if parent == ROOT else grown.depths[parent] + 1)
+            above, path = (0, 0) if parent == ROOT else (grown.depths[parent], grown.paths[parent])
+            grown.depths.append(above + 1)
+            grown.paths.append(path | 1 << node)
         if committed + max(grown.depths) > capacity:
             raise ValueError(f"{committed} + {max(grown.depths)} tokens do not fit a context of {capacity}")
         return grown
 
-    def seen(self, before: torch.Tensor) -> torch.Tensor:
-        """Which nodes [N, N] each node attends to, its path and itself; `before` is that of the first nodes."""
-        old = len(before)
-        seen = torch.eye(len(self), dtype=torch.bool)
-        seen[:old, :old] = before
-        for node in range(old, len(self)):
-            if self.parents[node] != ROOT:
-                seen[node] |= seen[self.parents[node]]
-        return seen
+    def seen(self, first: int, width: int) -> list[list[int]]:
+        """Whether (0 or 1) each node from `first` on attends to each of `width` nodes: to its path and itself."""
+        return [[path >> node & 1 for node in range(width)] for path in self.paths[first:]]
 
     def only_path(self, paths: Sequence[Sequence[int]]) -> list[int]:
         """The path of the one row in `paths`; ValueError when it does not lead downwards from ROOT, node by node."""

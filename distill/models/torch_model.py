@@ -21,8 +21,8 @@ def shortest_window(config: Any) -> int:
     """The attention window in tokens of the layer with the shortest one; sys.maxsize where no layer has one."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention", "chunked_attention"]
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    found = [getattr(config, sizes[kind], None) for kind in set(kinds) & set(sizes)]
-    return min((int(size) for size in found if size), default=sys.maxsize)
+    windows = [getattr(config, sizes[kind], None) for kind in set(kinds) & set(sizes)]
+    return min((int(size) for size in windows if size), default=sys.maxsize)
 
 
 def model_name(model: Any) -> str:
@@ -50,7 +50,6 @@ class TorchModel:
         self._cache = DynamicCache()
         self._length = 0
         self._tree = PendingTree()
-        self._seen = torch.zeros(0, 0, dtype=torch.bool)  # [N, N], true where a node attends: its path and itself
 
     @property
     def lengths(self) -> list[int]:
@@ -101,15 +100,15 @@ class TorchModel:
             raise ValueError(refusal)
         check_call(tokens, counts, parents, want, self.vocabulary_size)
         old, tree = len(self._tree), self._tree.grown(parents, self._length, self.capacity)
-        seen = tree.seen(self._seen)
         # Additive, because eager attention adds whatever mask it is given. [1, 1, n, C + N]
         dtype = self.model.dtype
         mask = torch.zeros(1, 1, len(tokens), self._length + len(tree), dtype=dtype)
-        mask[..., self._length :].masked_fill_(~seen[old:], torch.finfo(dtype).min)
+        hidden = torch.tensor(tree.seen(old, len(tree))) == 0
+        mask[..., self._length :].masked_fill_(hidden, torch.finfo(dtype).min)
         lengths = [self._length + depth for depth in tree.depths[old:]]
         positions = torch.tensor([lengths], device=self.device) - 1
         logits = self._forward(tokens, want, lengths, attention_mask=mask.to(self.device), position_ids=positions)
-        self._tree, self._seen = tree, seen
+        self._tree = tree
         return logits
 
     def _forward(
@@ -163,7 +162,7 @@ class TorchModel:
         self._length += kept
         if len(self._tree) > kept:
             self._trim(self._length)
-        self._tree, self._seen = PendingTree(), self._seen[:0, :0]
+        self._tree = PendingTree()
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Drop a pending tree and the tokens after the first `lengths[0]`; ValueError outside 0..the committed."""
@@ -181,7 +180,7 @@ class TorchModel:
         """Forget everything; every timed prompt starts from such a cold cache."""
         self._cache = self._new_cache()
         self._length = 0
-        self._tree, self._seen = PendingTree(), self._seen[:0, :0]
+        self._tree = PendingTree()
 
     def close(self) -> None:
         """Free the cache."""

@@ -51,7 +51,6 @@ SAMPLERS = (
     Sampler(0, repetition_penalty=1.2),
 )
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -69,7 +69,7 @@ def parts_of(part: Any, key: str) -> list[dict[str, Any]]:
     """A normalizer or pre-tokenizer as the list of its steps; `key` is where a sequence holds them."""
     if part is None:
         return []
-    return [inner for one in part[key] for inner in parts_of(one, key)] if part.get("type") == "Sequence" else [part]
+    return [inner for step in part[key] for inner in parts_of(step, key)] if part.get("type") == "Sequence" else [part]
 
 
 def pieces_of_merges(content: Mapping[str, Any]) -> dict[int, Piece]:
@@ -81,15 +81,15 @@ def pieces_of_merges(content: Mapping[str, Any]) -> dict[int, Piece]:
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merge_pairs(model)):
         ranks.setdefault(left + right, rank)
-    found = {}
+    pieces = {}
     for token, number in model["vocab"].items():
         if BYTE_TOKEN.fullmatch(token):
-            found[number] = Piece(token, 0.0, BYTE)
+            pieces[number] = Piece(token, 0.0, BYTE)
         elif token == (model.get("unk_token") or "<unk>"):
-            found[number] = Piece(token, 0.0, UNKNOWN)
+            pieces[number] = Piece(token, 0.0, UNKNOWN)
         else:  # a token that nothing merges into is a single character, found without a score
-            found[number] = Piece(token, float(-ranks.get(token, len(ranks))), NORMAL)
-    return found
+            pieces[number] = Piece(token, float(-ranks.get(token, len(ranks))), NORMAL)
+    return pieces
 
 
 def read_pieces(path: Path, vocabulary: Mapping[str, int]) -> dict[int, Piece] | None:
@@ -103,19 +103,19 @@ def read_pieces(path: Path, vocabulary: Mapping[str, int]) -> dict[int, Piece] |
         data = path.read_bytes()
     try:
         bodies = [value for number, kind, value in _fields(data) if (number, kind) == (PIECES, 2)]
-        found = {number: _piece(bytes(body)) for number, body in enumerate(bodies)}
+        pieces = {number: _piece(bytes(body)) for number, body in enumerate(bodies)}
     except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
         raise DataError(f"{path} is no SentencePiece model: {error}", "copy the tokenizer again") from None
     texts = {number: token for token, number in vocabulary.items()}
-    for number, piece in found.items():
+    for number, piece in pieces.items():
         if texts.get(number, piece.text) != piece.text:
             raise DataError(
                 f"{path} has {piece.text!r} as token {number}, tokenizer.json {texts[number]!r}",
                 "the two files are of different tokenizers: delete the one that is not the model's",
             )
-    missing = sorted(set(texts) - set(found))
-    found |= {number: Piece(texts[number], 0.0, NORMAL) for number in missing}
-    return found
+    missing = sorted(set(texts) - set(pieces))
+    pieces |= {number: Piece(texts[number], 0.0, NORMAL) for number in missing}
+    return pieces
 
 
 def _piece(body: bytes) -> Piece:
@@ -178,7 +178,7 @@ def unigram_pieces(path: Path, model: Mapping[str, Any]) -> dict[int, Piece]:
     unknown, vocabulary = model.get("unk_id"), model.get("vocab") or []
     if not isinstance(unknown, int) or not 0 <= unknown < len(vocabulary):
         raise DataError(f"{path}: Unigram without an unknown token cannot be exported", hint=UNIGRAM_HINT)
-    found = {}
+    pieces = {}
     for number, entry in enumerate(vocabulary):
         if len(entry) != 2 or isinstance(entry[1], bool) or not isinstance(entry[1], int | float):
             raise DataError(f"{path} is damaged: token {number} has no score", "copy the tokenizer again")
@@ -186,12 +186,12 @@ def unigram_pieces(path: Path, model: Mapping[str, Any]) -> dict[int, Piece]:
             raise DataError(
                 f"{path}: token {number} holds a NUL, which llama.cpp's Unigram cannot hold", hint=UNIGRAM_HINT
             )
-        found[number] = Piece(entry[0], float(entry[1]), UNKNOWN if number == unknown else NORMAL)
-    return found
+        pieces[number] = Piece(entry[0], float(entry[1]), UNKNOWN if number == unknown else NORMAL)
+    return pieces
 
 
-def find_spacing(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer, found: GgufTokenizer) -> Spacing:
-    """How the tokenizer treats spaces, in llama.cpp's words: the first that gives its ids for all probe texts.
+def find_spacing(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer, exported: GgufTokenizer) -> Spacing:
+    """llama.cpp's treatment of spaces that matches the tokenizer: the first that gives its ids for all probe texts.
 
     Raises DataError where none does, or llama-cpp-python is not installed.
     """
@@ -204,7 +204,7 @@ def find_spacing(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer, f
     charsmap = _charsmap(path, normalizers)
     for prefix, merge in itertools.product((True, False), repeat=2):
         spacing = Spacing(prefix, merge, charsmap)
-        if same_ids(tokenizer, replace(found, spacing=spacing)):
+        if same_ids(tokenizer, replace(exported, spacing=spacing)):
             return spacing
     raise DataError(
         f"{path}: llama.cpp's Unigram gives other ids on every treatment of spaces that it has", hint=UNIGRAM_HINT

@@ -81,7 +81,7 @@ def _tensor_type(kind: str) -> Any:
         raise DataError(f"tensor type {kind!r} is unknown", "use a type of ggml, such as q8_0, q6_k or f16") from None
 
 
-MOST_TOKENS, WINDOW = 16_384, 512
+MAX_TOKENS, WINDOW = 16_384, 512
 
 
 def importance_of(path: Path, folder: Path) -> dict[str, Floats]:
@@ -101,11 +101,11 @@ def importance_of(path: Path, folder: Path) -> dict[str, Floats]:
 def _read(path: Path) -> dict[str, Floats]:
     import gguf
 
-    open_head(path)  # names a fault in words of ours
-    found = {tensor.name: np.array(tensor.data, dtype=np.float32) for tensor in gguf.GGUFReader(path).tensors}
+    open_head(path)  # reports a damaged file with our own message
+    arrays = {tensor.name: np.array(tensor.data, dtype=np.float32) for tensor in gguf.GGUFReader(path).tensors}
     result = {}
-    for name, sums in found.items():
-        counts = found.get(name.removesuffix(".in_sum2") + ".counts")
+    for name, sums in arrays.items():
+        counts = arrays.get(name.removesuffix(".in_sum2") + ".counts")
         if name.endswith(".in_sum2") and counts is not None and counts.size:
             means = sums.reshape(counts.size, -1) / np.maximum(counts.reshape(-1, 1), 1)
             result[name.removesuffix(".in_sum2")] = np.ascontiguousarray(means.ravel(), dtype=np.float32)
@@ -120,7 +120,7 @@ def _measure(folder: Path, text: str, path: Path) -> dict[str, Floats]:
     from distill.models.hugging_face import load_model, load_tokenizer
 
     shape = read_shape(folder)
-    ids = load_tokenizer(str(folder))(text, verbose=False)["input_ids"][:MOST_TOKENS]
+    ids = load_tokenizer(str(folder))(text, verbose=False)["input_ids"][:MAX_TOKENS]
     if len(ids) < 2:
         raise DataError(f"{path} is too short to measure an importance matrix on", "give some thousand words")
     model: Any = load_model(str(folder), "float32", torch.device("cpu"), trimmed=False)

@@ -143,12 +143,12 @@ def _halves(
     if stored is None:
         return None
     if dtype == kind.name:
-        found = stored
+        halves = stored
     else:
-        found = _bf16_as_f16()[stored] if kind.name == "F16" else from_floats(floats(), "BF16")
+        halves = _bf16_as_f16()[stored] if kind.name == "F16" else from_floats(floats(), "BF16")
     exponent = EXPONENTS[kind.name]
     # One look at the result: what is not finite there is told apart on the long way.
-    return None if ((found & exponent) == exponent).any() else found
+    return None if ((halves & exponent) == exponent).any() else halves
 
 
 def _converted(name: str, kind: GGMLQuantizationType, floats: Floats) -> NDArray[np.uint8]:

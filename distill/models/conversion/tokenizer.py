@@ -86,7 +86,7 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         # Without it llama.cpp would take token 11 for the end of text.
         raise DataError(f"{folder} names no end-of-text token", hint='set "eos_token" in tokenizer_config.json')
     add_bos, add_eos, ids["bos"] = _text_ends(path, tokenizer, ids["bos"], eos)
-    found = GgufTokenizer(
+    exported = GgufTokenizer(
         model=kind,
         pre=pre or "",
         tokens=tokens,
@@ -100,8 +100,8 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         chat_template=_chat_template(folder, settings),
     )
     if pre is None:
-        return replace(found, pre=find_pre_type(path, tokenizer, found))
-    return replace(found, spacing=find_spacing(path, content, tokenizer, found)) if kind == "t5" else found
+        return replace(exported, pre=find_pre_type(path, tokenizer, exported))
+    return replace(exported, spacing=find_spacing(path, content, tokenizer, exported)) if kind == "t5" else exported
 
 
 def _refuse_flags(path: Path, content: Mapping[str, Any], spaced: bool) -> None:

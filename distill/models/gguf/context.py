@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.models.base import SPARE_NODES
-from distill.models.finite import Place, place_of, require_finite
+from distill.models.finite import Place, finite_argmax, place_of, require_finite
 from distill.models.gguf.build import fill_context
 from distill.models.gguf.file import GgufFile
 from distill.models.gguf.library import ERRORS, last_errors
@@ -95,15 +95,15 @@ class GgufContext:
             self._output[: count - 1] = not last_only
         self._output[count - 1] = 1
         self._run(count, count, start)
-        asked = 1 if last_only else count
+        row_count = 1 if last_only else count
         buffer = self._library.llama_get_logits(self._context)
         address = ctypes.addressof(buffer.contents)
-        if address != self._view_address or asked > len(self._view):
+        if address != self._view_address or row_count > len(self._view):
             # llama.cpp moves or grows its buffer rarely, and making a view takes longer than all other lines here.
-            rows = np.ctypeslib.as_array(buffer, (asked, self._file.head_rows))
+            rows = np.ctypeslib.as_array(buffer, (row_count, self._file.head_rows))
             self._view = rows[:, : self._file.vocabulary_size]
             self._view_address = address
-        return self._view[:asked]
+        return self._view[:row_count]
 
     def decode_chain(self, ids: NDArray[np.int64], mask: NDArray[np.int8], start: int) -> NDArray[np.float32]:
         """Decode ids [m] one after the other from `start` in sequence 0; view [rows asked for by mask [m], V]."""
@@ -137,18 +137,18 @@ class GgufContext:
         self._token[:count] = ids
         self._position[:count] = positions
         self._output[:count] = mask
-        asked = outputs
+        row_count = outputs
         if dummy:
             self._token[1] = ids[0]
             self._position[1] = positions[0] + 1
             self._output[1] = 1
-            asked += 1
-        if self._pad_single and asked == 1:
+            row_count += 1
+        if self._pad_single and row_count == 1:
             # A lone output would take the other kernel in the head: ask for a neighbour's too, and skip it.
             only = int(np.flatnonzero(self._output[:size])[0])
             extra = only - 1 if only else only + 1
             self._output[extra] = 1
-            first, asked = int(extra < only), 2
+            first, row_count = int(extra < only), 2
             if dummy and not outputs:
                 first = 0
         self._run(size, count, int(positions[0]))
@@ -157,7 +157,7 @@ class GgufContext:
         if not outputs:
             return np.empty((0, self._file.vocabulary_size), dtype=np.float32)
         buffer = self._library.llama_get_logits(self._context)
-        logits = np.ctypeslib.as_array(buffer, (asked, self._file.head_rows))
+        logits = np.ctypeslib.as_array(buffer, (row_count, self._file.head_rows))
         return logits[first : first + outputs, : self._file.vocabulary_size]
 
     def _run(self, size: int, count: int, start: int) -> None:
@@ -230,11 +230,7 @@ class GgufLogits:
                 return [best]
         rows = self._rows()
         ids: list[int] = rows.argmax(axis=1).tolist()
-        largest: list[float] = [rows.item(row, token) for row, token in enumerate(ids)]
-        require_finite(largest, self.place, empty is not None)
-        if empty is None:
-            return ids
-        return [token if value > -math.inf else empty for token, value in zip(ids, largest, strict=True)]
+        return finite_argmax(ids, [rows.item(row, token) for row, token in enumerate(ids)], self.place, empty)
 
     def top(self, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The k best ids [n, k] and their logits [n, k], best first, smaller ids first on ties; 1 <= k <= V."""

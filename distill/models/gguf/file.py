@@ -20,8 +20,8 @@ from distill.models.gguf.library import ERRORS, WARNINGS, last_errors, library
 from distill.recipe import GgufOptions
 from distill.recipe.gguf import ON_CPU
 
-MOST_LAYERS, MOST_EXPERTS = 512, 512  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS
-MOST_ROWS = 2**22  # tokens; the rows of many lists
+MAX_LAYERS, MAX_EXPERTS = 512, 512  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS
+MAX_ROWS = 2**22  # tokens; the rows of many lists
 ROTATES_ALL = ("llama", "qwen2", "qwen3")  # every dimension of a head is rotated, and keys are as wide as values
 AGAIN = "export or copy the file again"
 
@@ -122,11 +122,11 @@ class GgufFile:
 
 def require_loadable(head: FileHead) -> None:
     """Raise DataError, with the key, for a file on which llama.cpp would end the process."""
-    head.size("block_count", 1, MOST_LAYERS)
+    head.size("block_count", 1, MAX_LAYERS)
     head.size("embedding_length", 1, 2**20)
     head.size("feed_forward_length", 1, 2**24)
     head.size("context_length", 1, 2**31 - 1)
-    head.size("expert_count", 0, MOST_EXPERTS)
+    head.size("expert_count", 0, MAX_EXPERTS)
     heads, groups = head.size("attention.head_count", 1, 2**16), head.size("attention.head_count_kv", 1, 2**16)
     if heads and groups and heads % groups:
         head.refuse_value("attention.head_count_kv", f"divide attention.head_count, which is {heads}")
@@ -156,7 +156,7 @@ def _check_vocabulary(head: FileHead) -> None:
     tokens = head.values.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, list) else None
     wrong = None
-    if count is not None and (not 0 < count <= MOST_ROWS or not all(isinstance(one, bytes) for one in tokens or ())):
+    if count is not None and (not 0 < count <= MAX_ROWS or not all(isinstance(token, bytes) for token in tokens or ())):
         wrong = "tokenizer.ggml.tokens"
     for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
         listed = head.values.get(key)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -115,9 +114,8 @@ class GgufModel:
         (count,) = check_chain(tokens, counts, want, [self._length], self.capacity, self.vocabulary_size)
         if len(self._branches):
             raise ValueError("a tree is pending: keep a path of it or roll back first")
-        ids = np.asarray(tokens, dtype=np.int64)
         try:
-            rows = self._decode_all(ids, None if want is None else np.asarray(want, dtype=np.int64))
+            rows = self._decode_all(tokens, want)
         except BaseException:
             self._context.withdraw(0, self._length)
             raise
@@ -154,14 +152,10 @@ class GgufModel:
         self, tokens: Sequence[int], depths: Sequence[int], through: list[list[int]], want: Sequence[int] | None
     ) -> NDArray[np.float32]:
         """Decode nodes of these depths in these sequences; logits [n, V] in the order of `want`."""
-        ids = np.asarray(tokens, dtype=np.int64)
-        wanted = np.arange(len(ids)) if want is None else np.asarray(want, dtype=np.int64)
-        needed, order = np.unique(wanted, return_inverse=True)
-        mask = np.zeros(len(ids), dtype=np.int8)
-        mask[needed] = 1
+        mask, order = _outputs(len(tokens), want)
         positions = np.asarray(depths, dtype=np.int32) + (self._length - 1)
-        rows = self._context.decode_nodes(ids, mask, positions, through)
-        return rows if np.array_equal(wanted, needed) else rows[order]
+        rows = self._context.decode_nodes(np.asarray(tokens, dtype=np.int64), mask, positions, through)
+        return rows if order is None else rows[order]
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root."""
@@ -177,24 +171,17 @@ class GgufModel:
         self._length += len(tokens)
         return rows
 
-    def _decode_all(self, ids: NDArray[np.int64], wanted: NDArray[np.int64] | None) -> NDArray[np.float32]:
+    def _decode_all(self, tokens: Sequence[int], want: Sequence[int] | None) -> NDArray[np.float32]:
         """Decode in chunks; logits [n, V], a view when one chunk holds them all in order."""
-        needed = None if wanted is None else np.unique(wanted)
+        ids, (mask, order) = np.asarray(tokens, dtype=np.int64), _outputs(len(tokens), want)
         parts: list[NDArray[np.float32]] = []
         bounds = self._chunks(len(ids))
         for begin, end in bounds:
-            if needed is None:
-                mask = np.ones(end - begin, dtype=np.int8)
-            else:
-                mask = np.zeros(end - begin, dtype=np.int8)
-                mask[needed[(needed >= begin) & (needed < end)] - begin] = 1
-            rows = self._context.decode_chain(ids[begin:end], mask, self._length + begin)
+            rows = self._context.decode_chain(ids[begin:end], mask[begin:end], self._length + begin)
             # The next chunk overwrites the buffer.
             parts.append(rows if len(bounds) == 1 else rows.copy())
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if wanted is None or needed is None or np.array_equal(wanted, needed):
-            return rows
-        return rows[np.searchsorted(needed, wanted)]
+        return rows if order is None else rows[order]
 
     def _chunks(self, count: int) -> list[tuple[int, int]]:
         """Bounds of chunks of at most the batch size, with no lone token at the end where that can be avoided."""
@@ -241,7 +228,14 @@ class GgufModel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _outputs(count: int, want: Sequence[int] | None) -> tuple[NDArray[np.int8], NDArray[np.intp] | None]:
+    """Which of `count` tokens need logits [count], and the row of each wanted one among them; None for all in order."""
+    wanted = np.arange(count) if want is None else np.asarray(want, dtype=np.int64)
+    needed, order = np.unique(wanted, return_inverse=True)
+    mask = np.zeros(count, dtype=np.int8)
+    mask[needed] = 1
+    return mask, None if np.array_equal(wanted, needed) else order

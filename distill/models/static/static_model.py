@@ -86,7 +86,6 @@ class StaticTorchModel:
         self._steps = Steps(model, self._cache, compiled)
         self._lengths = [0] * rows
         self._tree = PendingTree()
-        self._seen = torch.zeros(0, 0, dtype=torch.bool)  # [N, N], true where a node attends: its path and itself
 
     @property
     def lengths(self) -> list[int]:
@@ -169,17 +168,17 @@ class StaticTorchModel:
         ids: Tensor,
         counts: Tensor,
         starts: Tensor,
-        most: int,
+        end: int,
         keep: Tensor | int = 0,
         prompt: bool = False,
     ) -> Tensor:
         """Logits [R, m, V] of tokens [R, m] on the device. It commits nothing: `commit` says afterwards what counts.
 
-        Row r holds counts[r] tokens, then padding; they go to the slots from starts[r] on. `most` is more than any of
+        Row r holds counts[r] tokens, then padding; they go to the slots from starts[r] on. `end` is beyond all of
         these slots, as the host knows it. `keep` as of transformers: 0 for the logits of all columns, 1 for those of
         the last, or the columns. The step of a `prompt` is never compiled. Nothing here waits for the device.
         """
-        self._reserve(most)
+        self._reserve(end)
         return self._steps.chain(ids, counts, starts, keep, prompt)[..., : self.vocabulary_size]
 
     def commit(self, lengths: Sequence[int]) -> None:
@@ -195,18 +194,16 @@ class StaticTorchModel:
         check_call(tokens, counts, parents, want, self.vocabulary_size)
         old, length = len(self._tree), self._lengths[0]
         tree = self._tree.grown(parents, length, self.capacity)
-        seen = tree.seen(self._seen)
         depths = [length + depth for depth in tree.depths[old:]]
         # One transfer: the tokens, their positions, and W columns of what they see. [m, 2 + W]
         width = _rounded(len(tree))
         rows = [
-            [token, depth - 1, *row, *[0] * (width - len(row))]
-            for token, depth, row in zip(tokens, depths, seen[old:].tolist(), strict=True)
+            [token, depth - 1, *seen] for token, depth, seen in zip(tokens, depths, tree.seen(old, width), strict=True)
         ]
         sent = send(rows, self.device)
         self._reserve(length + len(tree))
         logits = self._steps.tree(sent[:, 0], sent[:, 1], sent[:, 2:].bool(), length, length + old)
-        self._tree, self._seen = tree, seen
+        self._tree = tree
         read = depths if want is None else [depths[index] for index in want]
         picked = _picked(logits[0, :, : self.vocabulary_size], range(len(tokens)) if want is None else want)
         return TorchLogits(picked, self._place([0] * len(read), read))
@@ -222,8 +219,8 @@ class StaticTorchModel:
         """Let the cache hold `slots` and a step's padding behind them."""
         if slots + COARSE > self._cache.size:
             self._steps.forget()
-            most = _rounded(self.capacity + SPARE_NODES)
-            self._cache.grow(max(_rounded(slots + SPARE_NODES), min(2 * self._cache.size, most)))
+            limit = _rounded(self.capacity + SPARE_NODES)
+            self._cache.grow(max(_rounded(slots + SPARE_NODES), min(2 * self._cache.size, limit)))
 
     @torch.inference_mode()
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
@@ -240,16 +237,13 @@ class StaticTorchModel:
             for layer in self._cache.layers:
                 layer.move(old, self._lengths[0])
         self._lengths[0] += len(path)
-        self._drop_tree()
-
-    def _drop_tree(self) -> None:
-        self._tree, self._seen = PendingTree(), self._seen[:0, :0]
+        self._tree = PendingTree()
 
     @torch.inference_mode()
     def rollback(self, lengths: Sequence[int]) -> None:
         """Drop a pending tree and the tokens of each row beyond `lengths`; ValueError for more than a row has."""
         self._lengths = check_lengths(lengths, self._lengths)
-        self._drop_tree()
+        self._tree = PendingTree()
         if not any(self._lengths):
             self._cache.clear()
 
@@ -260,7 +254,7 @@ class StaticTorchModel:
     def close(self) -> None:
         """Free the cache."""
         self._lengths = [0] * self.rows
-        self._drop_tree()
+        self._tree = PendingTree()
         self._steps.forget()
         self._cache.free()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -105,18 +104,6 @@ def unsupported(config: Any) -> str | None:
 LONGEST_STEP = 64  # columns of a step that is compiled; longer ones read prompts
 EXACT = 9  # up to so many columns each number has a graph of its own; above, multiples of COARSE
 COARSE = 8
-Masks = Tensor | dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class _Graph:
-    """A compiled step, and the tensors that it reads its slots and inputs from: the same addresses and strides always.
-
-    A part of a larger tensor has strides of its own, for which torch would compile the step again.
-    """
-
-    function: Callable[..., Tensor]
-    places: list[Tensor]
 
 
 class Steps:
@@ -129,7 +116,9 @@ class Steps:
         self.window = window if window < config.max_position_embeddings else 0
         kinds = set(getattr(config, "layer_types", None) or ()) if self.window else set()
         self.kinds = sorted(kinds) if len(kinds) > 1 else []  # where they differ, each kind has a mask of its own
-        self._graphs: dict[tuple[str, int, int], _Graph] = {}
+        # Compiled steps, and the tensors that they read slots and inputs from: the same addresses and strides always. A
+        # part of a larger tensor has strides of its own, for which torch would compile the step again.
+        self._graphs: dict[tuple[str, int, int], tuple[Callable[..., Tensor], list[Tensor]]] = {}
 
     def forget(self) -> None:
         """Drop the compiled steps: the cache that they wrote to is another one now."""
@@ -178,14 +167,14 @@ class Steps:
         name = kind, columns, keep
         if name not in self._graphs:
             function = _compiled(step, f"{kind}_{columns}", inputs[0].device.type)
-            self._graphs[name] = _Graph(function, [_place(tensor) for tensor in (self.cache.slots, *inputs)])
-        graph = self._graphs[name]
-        for place, tensor in zip(graph.places, (self.cache.slots, *inputs), strict=True):
+            self._graphs[name] = function, [_place(tensor) for tensor in (self.cache.slots, *inputs)]
+        graph, places = self._graphs[name]
+        for place, tensor in zip(places, (self.cache.slots, *inputs), strict=True):
             place.copy_(tensor)
-        self.cache.slots = graph.places[0]
+        self.cache.slots = places[0]
         torch.compiler.cudagraph_mark_step_begin()
         try:
-            logits = graph.function(keep, *graph.places[1:])
+            logits = graph(keep, *places[1:])
         except torch._dynamo.exc.TorchDynamoException as error:  # a faulty model fails uncompiled, with its prompt
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RunError(
@@ -212,14 +201,10 @@ class Steps:
 
     def _forward(self, keep: Tensor | int, ids: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """Logits of tokens [R, m] that attend to the slots in `visible` [R, m, S]."""
-        masks: Masks
-        if self.kinds:
-            masks = {kind: self._mask(visible, kind == "sliding_attention") for kind in self.kinds}
-        else:
-            masks = self._mask(visible, self.window > 0)
+        masks = {kind: self._mask(visible, kind == "sliding_attention") for kind in self.kinds}
         return self.model(
             input_ids=ids,
-            attention_mask=masks,
+            attention_mask=masks or self._mask(visible, self.window > 0),
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
