@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from distill.divergences import forward_kl
 from distill.errors import DataError
@@ -91,18 +93,24 @@ def compare(source: Path | Source, gguf: Path, texts: list[str], positions: int)
                 hint="compare a GGUF file with the folder it was exported from",
             )
         mismatches, normalized = _compare_ids(source.tokenizer, quantised, texts)
-        figures = _compare_logits(source.tokenizer, source.model, quantised, texts, positions, window)
-    if not figures.differences:
+        same_top, differences, divergences = 0, list[float](), list[float]()
+        for part in _parts(source.tokenizer, texts, positions, window):
+            reference, actual = _log_probabilities(source.model, quantised, part)
+            following = torch.tensor(part[1:])[:, None]
+            differences += (reference.gather(1, following) - actual.gather(1, following)).abs()[:, 0].tolist()
+            divergences += forward_kl(reference, actual).tolist()
+            same_top += int((reference.argmax(-1) == actual.argmax(-1)).sum())
+    if not differences:
         raise DataError("the texts hold no two consecutive tokens to compare", hint="give longer texts")
     return Parity(
-        positions=len(figures.differences),
-        top1_agreement=figures.same_top / len(figures.differences),
-        mean_abs_dlogprob=sum(figures.differences) / len(figures.differences),
-        max_abs_dlogprob=max(figures.differences),
+        positions=len(differences),
+        top1_agreement=same_top / len(differences),
+        mean_abs_dlogprob=sum(differences) / len(differences),
+        max_abs_dlogprob=max(differences),
         tokenizer_texts=len(texts),
         tokenizer_mismatches=mismatches,
         tokenizer_normalized=normalized,
-        kl=sum(figures.divergences) / len(figures.divergences),
+        kl=sum(divergences) / len(divergences),
     )
 
 
@@ -139,38 +147,29 @@ def _compare_ids(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> tupl
     return mismatches, normalized
 
 
-class _Found(NamedTuple):
-    """Of all positions: how many argmaxes agree, |difference| of the next token's log-probability, and the KL."""
-
-    same_top: int
-    differences: list[float]
-    divergences: list[float]
-
-
-def _compare_logits(
-    tokenizer: Any, model: Any, quantised: GgufModel, texts: list[str], positions: int, window: int
-) -> _Found:
-    same_top, differences, divergences = 0, list[float](), list[float]()
+def _parts(tokenizer: Any, texts: list[str], positions: int, window: int) -> Iterator[list[int]]:
+    """Parts of the texts of at most `window` tokens, in which at most so many positions are predicted."""
     for text in texts:
         ids = tokenizer(text, verbose=False)["input_ids"]
         for start in range(0, len(ids) - 1, window - 1):
             # One token of overlap, so that every token but the first is predicted once.
-            part = ids[start : start + window][: positions - len(differences) + 1]
+            part = ids[start : start + window][: positions + 1]
             if len(part) < 2:
-                return _Found(same_top, differences, divergences)
-            with torch.inference_mode():
-                logits = model(torch.tensor([part])).logits[0, :-1, : quantised.vocabulary_size]
-            require_finite(logits.amax(-1).tolist(), place_of(model_name(model), range(1, len(part))))
-            reference = logits.float().log_softmax(-1)
-            quantised.reset()
-            found = quantised.extend(part, want=range(len(part) - 1))
-            actual = found.full().log_softmax(-1)
-            require_finite(actual.amax(-1).tolist(), found.place)
-            following = torch.tensor(part[1:])[:, None]
-            differences += (reference.gather(1, following) - actual.gather(1, following)).abs()[:, 0].tolist()
-            divergences += forward_kl(reference, actual).tolist()
-            same_top += int((reference.argmax(-1) == actual.argmax(-1)).sum())
-    return _Found(same_top, differences, divergences)
+                return
+            positions -= len(part) - 1
+            yield part
+
+
+def _log_probabilities(model: Any, quantised: GgufModel, part: list[int]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [positions, V] of both models after each token of a part but its last."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([part])).logits[0, :-1, : quantised.vocabulary_size]
+    require_finite(logits.amax(-1).tolist(), place_of(model_name(model), range(1, len(part))))
+    quantised.reset()
+    found = quantised.extend(part, want=range(len(part) - 1))
+    actual = found.full().log_softmax(-1)
+    require_finite(actual.amax(-1).tolist(), found.place)
+    return logits.float().log_softmax(-1), actual
 
 
 def check_texts(folder: Path) -> list[str]:

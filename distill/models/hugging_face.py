@@ -22,7 +22,7 @@ from distill.models.tensor_files import weight_files
 from distill.processes import process_count
 from distill.recipe import Target, is_path
 from distill.results.cut_results import ModelSizes
-from distill.vocabulary.tokenizer_files import is_panic, require_tables
+from distill.vocabulary.tokenizer_files import require_tables, without_panic
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of a model on the hub: all but its weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -182,16 +182,14 @@ def load_tokenizer(reference: str) -> Any:
     reference = _place(reference)
     require_tables(Path(reference) / "tokenizer.json")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(reference)
-        encode(tokenizer, "a")  # some settings of a wrong kind are noticed only in use
-        return tokenizer
+        with without_panic(f"the tokenizer of {reference}"):
+            tokenizer = AutoTokenizer.from_pretrained(reference)
+            encode(tokenizer, "a")  # some settings of a wrong kind are noticed only in use
+    except DistillError:
+        raise
     except Exception as error:  # transformers and tokenizers raise many kinds for faulty files
         raise _explained(reference, error) from error
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        fault = f"the tokenizer of {reference} cannot be loaded: its parts do not fit together"
-        raise DataError(fault, "copy the tokenizer again") from None
+    return tokenizer
 
 
 def load_config(reference: str) -> Any:

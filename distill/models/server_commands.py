@@ -67,15 +67,15 @@ def option_arguments(gguf: Gguf, drafts: bool = True) -> list[str]:
 
 
 def _arguments(role: str, options: GgufOptions, names: dict[str, str]) -> list[str]:
-    given = options.given()
-    mmap, mlock = given.pop("mmap", None), given.pop("mlock", False)
-    unknown = [name for name in given if name not in names] + ["mmap"] * (role == "draft" and mmap is not None)
+    values = options.given()
+    mmap, mlock = values.pop("mmap", None), values.pop("mlock", False)
+    unknown = [name for name in values if name not in names] + ["mmap"] * (role == "draft" and mmap is not None)
     unknown += ["mlock"] * (role == "draft" and mlock)
     if unknown:
         spelt = f"--{unknown[0].replace('_', '-')}-{role}"
         raise RecipeError(f"llama-server has no {spelt}: its draft takes the target's", "leave it out")
     arguments = []
-    for name, value in given.items():
+    for name, value in values.items():
         parts = value if isinstance(value, list) else [value]
         arguments += [names[name], ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in parts)]
     # One option in llama.cpp; --no-mmap and --mlock, as other programs of it have, are gone from its server.

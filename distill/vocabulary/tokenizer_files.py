@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +45,10 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
     if json.dumps(content.get("pre_tokenizer")).count('"ByteLevel"') > MAX_BYTE_STEPS:
         raise DataError(f"{path} is damaged: its pre_tokenizer maps bytes more than {MAX_BYTE_STEPS} times", AGAIN)
     words, merges = content["model"].get("vocab"), content["model"].get("merges") or []
-    pairs = isinstance(words, list) and all(isinstance(one, list) and one and isinstance(one[0], str) for one in words)
+    pairs = has_form(words, [list]) and all(pair and isinstance(pair[0], str) for pair in words)
     if not (pairs or has_form(words, {...: int})):
         raise DataError(f"{path} is damaged: it has no vocabulary of tokens and their ids", AGAIN)
-    if not isinstance(merges, list) or not all(isinstance(one, str) or _is_pair(one) for one in merges):
+    if not isinstance(merges, list) or not all(isinstance(merge, str) or _is_pair(merge) for merge in merges):
         raise DataError(f"{path} is damaged: a merge is a pair of tokens", AGAIN)
     ids = [*(words.values() if isinstance(words, dict) else ()), *(token["id"] for token in content["added_tokens"])]
     require_dense(path, ids)
@@ -95,7 +96,7 @@ def merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
+    return has_form(value, [str]) and len(value) == 2
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -106,25 +107,27 @@ def open_tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        with reading(path):
+        with reading(path), without_panic(str(path)):
             require_tables(path)
             tokenizer = Tokenizer.from_file(str(path))
     except DistillError:
         raise
     except Exception as error:  # tokenizers raises the bare class for every kind of damage
         raise DataError(f"{path} cannot be loaded: {error}", AGAIN) from None
-    except BaseException as error:  # a panic of its Rust code
-        if not is_panic(error):
-            raise
-        raise DataError(f"{path} cannot be loaded: its parts do not fit together", AGAIN) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def is_panic(error: BaseException) -> bool:
-    """Whether an exception is a panic of tokenizers' Rust code, which is no Exception of Python's."""
-    return type(error).__name__ == "PanicException"
+@contextlib.contextmanager
+def without_panic(what: str) -> Iterator[None]:
+    """Within a `with` block, turn a panic of tokenizers' Rust code, which is no Python Exception, into a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what} cannot be loaded: its parts do not fit together", AGAIN) from None
 
 
 def added_around(tokenizer: Any) -> tuple[list[int], list[int]] | None:

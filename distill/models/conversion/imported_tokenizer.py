@@ -124,12 +124,12 @@ def _byte_level(head: FileHead, listed: list[tuple[str, int]]) -> dict[str, Any]
             f"its pre-tokenizer {pre!r} is not known here",
             f"give the model's Hugging Face folder; known: {', '.join(sorted(PRE_STEPS))}",
         )
-    known = {token for token, _ in listed}
+    vocabulary = {token for token, _ in listed}
     merges = []
     for merge in head.texts("tokenizer.ggml.merges"):
         space = merge.find(" ", 1)  # a part may begin with a space
         left, right = merge[:space], merge[space + 1 :]
-        if space < 0 or left + right not in known or left not in known or right not in known:
+        if space < 0 or left + right not in vocabulary or left not in vocabulary or right not in vocabulary:
             head.refuse(f"merge {merge!r:.40} joins what are no tokens", "copy the file again")
         merges.append([left, right])
     return {

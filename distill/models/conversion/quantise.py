@@ -1,4 +1,7 @@
-"""The types that llama.cpp's own quantiser writes, through llama-cpp-python: from an exact file to the type asked."""
+"""llama.cpp's own quantiser, through llama-cpp-python, and importance matrices, by which it weighs columns.
+
+An importance matrix says which columns of a matrix meet large inputs.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from distill.models.tensor_files import Floats
 
 # Blocks of 256 values; where a tensor's rows do not divide, llama.cpp takes another type for it.
 K_BLOCK = 256
+MAX_TOKENS, WINDOW = 16_384, 512  # of the text that an importance matrix is measured on
 WRITE_FAULT, ALMOST_NONE = "iostream error", 2**20  # llama.cpp's words, and bytes left on a disk that is full
 
 
@@ -79,9 +83,6 @@ def _tensor_type(kind: str) -> Any:
         return gguf.GGMLQuantizationType[kind.upper()]
     except KeyError:
         raise DataError(f"tensor type {kind!r} is unknown", "use a type of ggml, such as q8_0, q6_k or f16") from None
-
-
-MAX_TOKENS, WINDOW = 16_384, 512
 
 
 def importance_of(path: Path, folder: Path) -> dict[str, Floats]:

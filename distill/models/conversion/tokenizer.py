@@ -172,13 +172,8 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict
     template = read_utf8(file) if file.is_file() else settings.get("chat_template")
     more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if isinstance(template, str) and more:
-        named = [{"name": one.stem, "template": read_utf8(one)} for one in more]
+        named = [{"name": path.stem, "template": read_utf8(path)} for path in more]
         return [{"name": "default", "template": template}, *named]
-    if isinstance(template, list):  # named templates of older tokenizers
-        found = [
-            {"name": one["name"], "template": one["template"]}
-            for one in template
-            if isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)
-        ]
-        return found or None
+    if isinstance(template, list):  # named templates of older tokenizers, their form checked when they were read
+        return [{"name": entry["name"], "template": entry["template"]} for entry in template] or None
     return template if isinstance(template, str) else None

@@ -82,11 +82,8 @@ def require_build(options: GgufOptions, where: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    return (
-        ",".join(f"{item:g}" if isinstance(item, float) else item for item in value)
-        if isinstance(value, tuple)
-        else str(value)
-    )
+    items = value if isinstance(value, tuple) else (value,)
+    return ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
 
 
 def _require_gpus(options: GgufOptions, setting: str) -> None:

@@ -1,8 +1,9 @@
-"""The steps of a model with slots: chains of R rows, and nodes of a tree; as they are, or compiled by torch.
+"""The cache of a model with slots, and its steps: chains of R rows and nodes of a tree, as they are or compiled.
 
-A compiled step is a graph of one shape: of so many columns, over a cache of one size. On a GPU torch records it as a
-CUDA graph. Prompts are never compiled, because each has a length of its own. Legend: R rows, m columns, S slots, W
-nodes of a tree rounded up, V vocabulary.
+The slots of the cache are written by number, so that a roll-back is a smaller length and moves nothing. A compiled
+step is a graph of one shape: of so many columns, over a cache of one size. On a GPU torch records it as a CUDA graph.
+Prompts are never compiled, because each has a length of its own. Legend: R rows, m columns, H heads of keys and
+values, S slots, D width, W nodes of a tree rounded up, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlid
 
 from distill.errors import RunError
 from distill.models.torch_model import shortest_window
+
+LONGEST_STEP = 64  # columns of a step that is compiled; longer ones read prompts
+EXACT = 9  # up to so many columns each number has a graph of its own; above, multiples of COARSE
+COARSE = 8
 
 
 class SlotLayer(StaticLayer):  # type: ignore[misc]
@@ -99,11 +104,6 @@ def unsupported(config: Any) -> str | None:
         return str(error.args[0])
     kinds = {type(layer) for layer in layers} - {StaticLayer, StaticSlidingWindowLayer}
     return min((kind.__name__ for kind in kinds), default=None)
-
-
-LONGEST_STEP = 64  # columns of a step that is compiled; longer ones read prompts
-EXACT = 9  # up to so many columns each number has a graph of its own; above, multiples of COARSE
-COARSE = 8
 
 
 class Steps:
