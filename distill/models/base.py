@@ -260,7 +260,7 @@ def check_chain(
 def check_no_paths(paths: Sequence[Sequence[int]], rows: int) -> None:
     """Raise ValueError unless there is an empty path for each row of a model without a tree."""
     if len(paths) != rows or any(len(path) for path in paths):
-        raise ValueError(f"no tree is pending: {rows} empty paths are all there is, got {list(paths)}")
+        raise ValueError(f"no tree is pending: paths must be {[[]] * rows}, got {list(paths)}")
 
 
 def check_lengths(lengths: Sequence[int], committed: Sequence[int]) -> list[int]:

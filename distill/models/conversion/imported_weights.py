@@ -55,10 +55,8 @@ class Source:
         import gguf
 
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
-        width = math.prod(self.shape[1:]) if len(self.shape) > 1 else self.shape[0]
-        rows = self.shape[0] if len(self.shape) > 1 else 1
-        if self.heads and len(self.shape) == 1:  # a bias: one value a row
-            width, rows = 1, self.shape[0]
+        rows = 1 if len(self.shape) == 1 and not self.heads else self.shape[0]  # a reordered bias has one value a row
+        width = self.values // rows
         unit = rows // self.heads if self.heads else 1
         step = unit * max(1, PART_VALUES // (width * unit))
         row_bytes = width // block * size
