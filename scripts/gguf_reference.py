@@ -45,7 +45,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
 
 
-# Parts of configurations that tests/models/test_export_families.py takes too.
+# Parts of configurations that tests/models/test_export.py takes too.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,

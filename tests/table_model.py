@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distill.models.base import ROOT, PendingTree, check_call, check_counts, check_rollback
+from distill.models.base import ROOT, PendingTree, check_call, check_lengths
 from distill.models.torch_logits import TorchLogits
 
 LARGEST = 1 << 25  # entries of a table: 256 MiB
@@ -72,16 +72,12 @@ class TableModel:
         the tokens, parents that are no earlier nodes, or a chain while a tree is pending.
         """
         count, depth = len(tokens), len(self._context)
-        check_counts(counts, count)
         above = range(ROOT, count - 1) if parents is None else parents
-        check_call(tokens, above, want, self.vocabulary_size)
+        check_call(tokens, counts, above, want, self.vocabulary_size)
         if parents is None and len(self._tree):
             raise ValueError("a tree is pending: keep a path of it or roll back first")
         first = len(self._tree)
-        tree = self._tree.grown(above)
-        if depth + max(tree.depths) > self.capacity:
-            raise ValueError(f"{depth} + {max(tree.depths)} tokens do not fit a context of {self.capacity}")
-        self._tree = tree
+        self._tree = self._tree.grown(above, depth, self.capacity)
         self._tokens += [int(token) for token in tokens]
         ends = [self._ending(first + i) for i in (range(count) if want is None else want)]
         if parents is None:
@@ -107,7 +103,7 @@ class TableModel:
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Drop the tree and the tokens after the first `lengths[0]`; ValueError outside 0..the committed length."""
-        length = check_rollback(lengths, len(self._context))
+        (length,) = check_lengths(lengths, [len(self._context)])
         del self._context[length:]
         self._drop_tree()
 

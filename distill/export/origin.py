@@ -10,7 +10,7 @@ from distill.recipe.configuration import P_MIN
 from distill.recipe.load import is_path
 from distill.results.profile_results import ProfileReport
 from distill.results.serialise import read_result
-from distill.results.speedup_results import Measurement, SpeedupReport
+from distill.results.speedup_results import SpeedupReport
 from distill.results.training_results import TrainingSummary
 from distill.run import Run
 from distill.speculative.costs.curve import predicted_speedups
@@ -37,11 +37,11 @@ def _licence(donor: str, run: Run) -> str | None:
     from gguf import Metadata
 
     try:
-        found = Metadata.load_model_card(local_folder(donor)).get("license")
+        licence = Metadata.load_model_card(local_folder(donor)).get("license")
     except (DistillError, OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         run.say(f"  the licence of {donor} is not known: {str(error).split(chr(10), 1)[0]}")
         return None
-    return found if isinstance(found, str) else None
+    return licence if isinstance(licence, str) else None
 
 
 def advice_of(run: Run, settled: frozenset[str]) -> Advice | None:
@@ -62,17 +62,23 @@ def advice_of(run: Run, settled: frozenset[str]) -> Advice | None:
 
 def _measured(report: SpeedupReport, recipe: Recipe) -> Advice | None:
     """The fastest greedy way that llama.cpp has too: a fixed length, or a floor of the draft's probability."""
-    floors = {one.title: one for one in recipe.speedup.configurations if one.drafter == "draft" and one.rule in FLOORS}
+    floors = {
+        configuration.title: configuration
+        for configuration in recipe.speedup.configurations
+        if configuration.drafter == "draft" and configuration.rule in FLOORS
+    }
     tried = [
-        one
-        for one in report.measurements
-        if not one.grown and one.sampler is None and (one.length or one.configuration in floors)
+        measurement
+        for measurement in report.measurements
+        if not measurement.grown
+        and measurement.sampler is None
+        and (measurement.length or measurement.configuration in floors)
     ]
-    backend = "gguf" if any(one.backend == "gguf" for one in tried) else "pytorch"
-    tried = [one for one in tried if one.backend == backend and one.speedup > 1]
+    backend = "gguf" if any(measurement.backend == "gguf" for measurement in tried) else "pytorch"
+    tried = [measurement for measurement in tried if measurement.backend == backend and measurement.speedup > 1]
     if not tried:
         return None
-    best: Measurement = max(tried, key=lambda one: one.speedup)
+    best = max(tried, key=lambda measurement: measurement.speedup)
     floor = floors.get(best.configuration)
     if floor is not None:
         return Advice(floor.most, P_MIN if floor.p_min is None else floor.p_min)

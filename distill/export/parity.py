@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from distill.divergences import forward_kl
 from distill.errors import DataError
@@ -21,7 +23,7 @@ from distill.texts import first_difference
 from distill.vocabulary.tokenizer_files import tokenizer_content
 
 WINDOW = 256
-# Texts on which a file is compared with its source where none are given: all that tokenizers treat apart.
+# Texts for a comparison where none are given: cases that tokenizers handle differently.
 PROSE = """The lighthouse keeper had kept the same log for thirty-one years: wind, sea, visibility, ships. On the first
 of March he wrote nothing but the date. Nobody noticed until the inspector came in June, by which time the page had
 yellowed and the keeper had taken up bees. "What happened that day?" the inspector asked. "The fog lifted," he said,
@@ -54,7 +56,7 @@ NASTY = (
     "if x:\n        return {'a': [1, 2, 3]}  # !!! ??? --- ===\n",
     "a\u0302\u0323 q\u0307\u0323 z\u0335",
 )
-MOST_SPECIAL = 1024  # added tokens that are tried; vocabularies with more hold numbered fillers
+MAX_SPECIAL = 1024  # added tokens that are tried; vocabularies with more hold numbered fillers
 # By bits: the most mean KL (nats) and the least agreement of argmaxes that rounding to a type explains. A wrong tensor,
 # order or scale gives far more.
 LIMITS: dict[int, tuple[float, float]] = {32: (1e-3, 0.97), 16: (0.01, 0.95), 8: (0.05, 0.9), 6: (0.15, 0.8)}
@@ -91,18 +93,24 @@ def compare(source: Path | Source, gguf: Path, texts: list[str], positions: int)
                 hint="compare a GGUF file with the folder it was exported from",
             )
         mismatches, normalized = _compare_ids(source.tokenizer, quantised, texts)
-        found = _compare_logits(source.tokenizer, source.model, quantised, texts, positions, window)
-    if not found.differences:
+        same_top, differences, divergences = 0, list[float](), list[float]()
+        for part in _parts(source.tokenizer, texts, positions, window):
+            reference, actual = _log_probabilities(source.model, quantised, part)
+            following = torch.tensor(part[1:])[:, None]
+            differences += (reference.gather(1, following) - actual.gather(1, following)).abs()[:, 0].tolist()
+            divergences += forward_kl(reference, actual).tolist()
+            same_top += int((reference.argmax(-1) == actual.argmax(-1)).sum())
+    if not differences:
         raise DataError("the texts hold no two consecutive tokens to compare", hint="give longer texts")
     return Parity(
-        positions=len(found.differences),
-        top1_agreement=found.same_top / len(found.differences),
-        mean_abs_dlogprob=sum(found.differences) / len(found.differences),
-        max_abs_dlogprob=max(found.differences),
+        positions=len(differences),
+        top1_agreement=same_top / len(differences),
+        mean_abs_dlogprob=sum(differences) / len(differences),
+        max_abs_dlogprob=max(differences),
         tokenizer_texts=len(texts),
         tokenizer_mismatches=mismatches,
         tokenizer_normalized=normalized,
-        kl=sum(found.divergences) / len(found.divergences),
+        kl=sum(divergences) / len(divergences),
     )
 
 
@@ -116,12 +124,14 @@ def faults_of(parity: Parity, outtype: str) -> list[str]:
             f"token {token} of text {text}"
         )
     bits = {"f32": 32, "f16": 16, "bf16": 16}.get(outtype) or int(next(filter(str.isdigit, outtype), "2"))
-    most, least = LIMITS[min(LIMITS, key=lambda known: abs(known - bits))]
-    if not parity.kl <= most:
-        faults.append(f"the mean KL is {parity.kl:.3g} nats, more than {most} for {outtype}")
+    max_kl, min_agreement = LIMITS[min(LIMITS, key=lambda known: abs(known - bits))]
+    if not parity.kl <= max_kl:
+        faults.append(f"the mean KL is {parity.kl:.3g} nats, more than {max_kl} for {outtype}")
     # Flat distributions change their first token at a KL near 0.
-    if parity.top1_agreement < least and parity.kl > most / 10:
-        faults.append(f"{parity.top1_agreement:.1%} of the argmaxes agree, fewer than {least:.0%} for {outtype}")
+    if parity.top1_agreement < min_agreement and parity.kl > max_kl / 10:
+        faults.append(
+            f"{parity.top1_agreement:.1%} of the argmaxes agree, fewer than {min_agreement:.0%} for {outtype}"
+        )
     return faults
 
 
@@ -137,41 +147,32 @@ def _compare_ids(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> tupl
     return mismatches, normalized
 
 
-class _Found(NamedTuple):
-    """Of all positions: how many argmaxes agree, |difference| of the next token's log-probability, and the KL."""
-
-    same_top: int
-    differences: list[float]
-    divergences: list[float]
-
-
-def _compare_logits(
-    tokenizer: Any, model: Any, quantised: GgufModel, texts: list[str], positions: int, window: int
-) -> _Found:
-    same_top, differences, divergences = 0, list[float](), list[float]()
+def _parts(tokenizer: Any, texts: list[str], positions: int, window: int) -> Iterator[list[int]]:
+    """Parts of the texts of at most `window` tokens, in which at most so many positions are predicted."""
     for text in texts:
         ids = tokenizer(text, verbose=False)["input_ids"]
         for start in range(0, len(ids) - 1, window - 1):
             # One token of overlap, so that every token but the first is predicted once.
-            part = ids[start : start + window][: positions - len(differences) + 1]
+            part = ids[start : start + window][: positions + 1]
             if len(part) < 2:
-                return _Found(same_top, differences, divergences)
-            with torch.inference_mode():
-                logits = model(torch.tensor([part])).logits[0, :-1, : quantised.vocabulary_size]
-            require_finite(logits.amax(-1).tolist(), place_of(model_name(model), range(1, len(part))))
-            reference = logits.float().log_softmax(-1)
-            quantised.reset()
-            found = quantised.extend(part, want=range(len(part) - 1))
-            actual = found.full().log_softmax(-1)
-            require_finite(actual.amax(-1).tolist(), found.place)
-            following = torch.tensor(part[1:])[:, None]
-            differences += (reference.gather(1, following) - actual.gather(1, following)).abs()[:, 0].tolist()
-            divergences += forward_kl(reference, actual).tolist()
-            same_top += int((reference.argmax(-1) == actual.argmax(-1)).sum())
-    return _Found(same_top, differences, divergences)
+                return
+            positions -= len(part) - 1
+            yield part
+
+
+def _log_probabilities(model: Any, quantised: GgufModel, part: list[int]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [positions, V] of both models after each token of a part but its last."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([part])).logits[0, :-1, : quantised.vocabulary_size]
+    require_finite(logits.amax(-1).tolist(), place_of(model_name(model), range(1, len(part))))
+    quantised.reset()
+    found = quantised.extend(part, want=range(len(part) - 1))
+    actual = found.full().log_softmax(-1)
+    require_finite(actual.amax(-1).tolist(), found.place)
+    return logits.float().log_softmax(-1), actual
 
 
 def check_texts(folder: Path) -> list[str]:
     """Prose, code and the nasty texts, then every added token of the folder's tokenizer by itself."""
     added = tokenizer_content(folder / "tokenizer.json").get("added_tokens") or []
-    return [PROSE, CODE, *PROBE, *NASTY, *(token["content"] for token in added[:MOST_SPECIAL])]
+    return [PROSE, CODE, *PROBE, *NASTY, *(token["content"] for token in added[:MAX_SPECIAL])]

@@ -35,7 +35,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
         sources["target"] = local_folder(recipe.target.model)
     else:
         run.say(f"  no file of the target is written: {REASON}")
-    known = origins(recipe, run)
+    origin_of = origins(recipe, run)
     for name, folder_of_model in sources.items():
         if name == "target" and own is not None:
             tensors = len(open_head(own).shapes)
@@ -43,7 +43,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
             reports = [found] if recipe.export.outtypes else []  # without types, llama.cpp may be missing
         else:
             outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}
-            reports = export_files(folder_of_model, outputs, known[name])
+            reports = export_files(folder_of_model, outputs, origin_of[name])
         source = Source.open(folder_of_model)
         for report in reports:
             path = report.path

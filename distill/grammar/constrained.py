@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distill.grammar.constraint import Constraint, State
-from distill.models.base import ROOT, AroundModel, Model, PendingTree, check_call, check_counts, check_rollback
+from distill.models.base import ROOT, AroundModel, Model, PendingTree, check_call, check_lengths
 from distill.models.finite import Place
 from distill.models.torch_logits import TorchLogits
 from distill.speculative.draft import NOTHING, Drafter
@@ -52,8 +52,7 @@ class Constrained(AroundModel):
         want: Sequence[int] | None = None,
     ) -> TorchLogits:
         """Logits [n, V] as the model's `extend`, −∞ where the grammar allows no token; the same errors."""
-        check_counts(counts, len(tokens))
-        check_call(tokens, range(len(tokens)) if parents is None else parents, want, self.vocabulary_size)
+        check_call(tokens, counts, range(len(tokens)) if parents is None else parents, want, self.vocabulary_size)
         wanted = list(range(len(tokens)) if want is None else want)
         if parents is None:
             return self._extend_chain(list(tokens), wanted)
@@ -155,7 +154,7 @@ class Constrained(AroundModel):
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget the tree and the tokens beyond `lengths[0]`; ValueError outside 0..the committed length."""
-        length = check_rollback(lengths, len(self._context))
+        (length,) = check_lengths(lengths, [len(self._context)])
         # Also where nothing was committed through here: the model may hold a text from before.
         self.model.rollback([min(length, self.model.lengths[0])])
         del self._context[length:]

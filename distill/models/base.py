@@ -6,6 +6,7 @@ they were added since the last keep, rollback, reset or committing extend; ROOT 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -132,21 +133,7 @@ class AroundModel:
         if model.rows != 1:
             raise ValueError(f"{type(self).__name__} follows one text at a time, this model keeps {model.rows}")
         self.model = model
-
-    @property
-    def vocabulary_size(self) -> int:
-        """V of the model."""
-        return self.model.vocabulary_size
-
-    @property
-    def capacity(self) -> int:
-        """That of the model."""
-        return self.model.capacity
-
-    @property
-    def max_leaves(self) -> int:
-        """Those of the model."""
-        return self.model.max_leaves
+        self.vocabulary_size, self.capacity, self.max_leaves = model.vocabulary_size, model.capacity, model.max_leaves
 
     @property
     def lengths(self) -> list[int]:
@@ -176,34 +163,39 @@ SPARE_NODES = 64  # nodes of a tree that any model with trees holds in addition 
 
 @dataclass(frozen=True)
 class PendingTree:
-    """Nodes that hang below the committed end of one row: the parent and the depth (1 for a child of ROOT) of each."""
+    """Nodes that hang below the committed end of one row, each with its parent and its depth (1 for a child of ROOT).
+
+    `paths` are sets of nodes as bits: a node's path from the root, itself included.
+    """
 
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    paths: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.parents)
 
-    def grown(self, parents: Sequence[int]) -> PendingTree:
-        """This tree with nodes below `parents`; ValueError for a parent that is neither ROOT nor an earlier node."""
-        grown = PendingTree([*self.parents, *(int(parent) for parent in parents)], list(self.depths))
+    def grown(self, parents: Sequence[int], committed: int = 0, capacity: int = sys.maxsize) -> PendingTree:
+        """This tree with nodes below `parents`.
+
+        ValueError for a parent that is neither ROOT nor an earlier node, and for a path that with the committed tokens
+        exceeds the capacity.
+        """
+        grown = PendingTree([*self.parents, *(int(parent) for parent in parents)], [*self.depths], [*self.paths])
         for node in range(len(self), len(grown)):
             parent = grown.parents[node]
             if not ROOT <= parent < node:
                 raise ValueError(f"the parent of node {node} must be {ROOT} or an earlier node, got {parent}")
-            grown.depths.append(1 if parent == ROOT else grown.depths[parent] + 1)
+            above, path = (0, 0) if parent == ROOT else (grown.depths[parent], grown.paths[parent])
+            grown.depths.append(above + 1)
+            grown.paths.append(path | 1 << node)
+        if committed + max(grown.depths) > capacity:
+            raise ValueError(f"{committed} + {max(grown.depths)} tokens do not fit a context of {capacity}")
         return grown
 
-    def seen(self, before: torch.Tensor) -> torch.Tensor:
-        """Which nodes [N, N] each node attends to, its path and itself; `before` is that of the first nodes."""
-        old = len(before)
-        found = torch.zeros(len(self), len(self), dtype=torch.bool)
-        found[:old, :old] = before
-        for node in range(old, len(self)):
-            if self.parents[node] != ROOT:
-                found[node] = found[self.parents[node]]
-            found[node, node] = True
-        return found
+    def seen(self, first: int, width: int) -> list[list[int]]:
+        """Whether (0 or 1) each node from `first` on attends to each of `width` nodes: to its path and itself."""
+        return [[path >> node & 1 for node in range(width)] for path in self.paths[first:]]
 
     def only_path(self, paths: Sequence[Sequence[int]]) -> list[int]:
         """The path of the one row in `paths`; ValueError when it does not lead downwards from ROOT, node by node."""
@@ -217,41 +209,48 @@ class PendingTree:
         return path
 
 
-def check_call(tokens: Sequence[int], parents: Sequence[int], want: Sequence[int] | None, vocabulary: int) -> None:
-    """Raise ValueError unless there are tokens in [0, V), a parent for each, and `want` indexes them."""
-    if not len(tokens) or len(parents) != len(tokens):
-        raise ValueError(f"one parent for each of at least one token, got {len(parents)} for {len(tokens)}")
-    check_tokens(tokens, vocabulary)
-    check_want(want, len(tokens))
+def check_call(
+    tokens: Sequence[int],
+    counts: Sequence[int] | None,
+    parents: Sequence[int],
+    want: Sequence[int] | None,
+    vocabulary: int,
+) -> None:
+    """Raise ValueError unless one row takes all tokens, with a parent for each, as of `check_tokens`."""
+    if counts is not None and list(counts) != [len(tokens)]:
+        raise ValueError(f"this model keeps one row: counts must be [{len(tokens)}], got {list(counts)}")
+    if len(parents) != len(tokens):
+        raise ValueError(f"one parent for each token, got {len(parents)} for {len(tokens)}")
+    check_tokens(tokens, want, vocabulary)
 
 
-def check_tokens(tokens: Sequence[int], vocabulary: int) -> None:
-    """Raise ValueError unless all of at least one token lie in [0, V)."""
+def check_tokens(tokens: Sequence[int], want: Sequence[int] | None, vocabulary: int) -> None:
+    """Raise ValueError unless there are tokens, all in [0, V), and `want` indexes them."""
+    if not len(tokens):
+        raise ValueError("extend needs at least one token")
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise ValueError(f"token ids must lie in [0, {vocabulary}), got {min(tokens)}..{max(tokens)}")
+    if want is not None and len(want) and not (min(want) >= 0 and max(want) < len(tokens)):
+        raise ValueError(f"want must index the {len(tokens)} tokens, got {min(want)}..{max(want)}")
 
 
-def check_want(want: Sequence[int] | None, count: int) -> None:
-    """Raise ValueError unless `want` indexes `count` tokens."""
-    if want is not None and len(want) and not (min(want) >= 0 and max(want) < count):
-        raise ValueError(f"want must index the {count} tokens, got {min(want)}..{max(want)}")
+def check_chain(
+    tokens: Sequence[int],
+    counts: Sequence[int] | None,
+    want: Sequence[int] | None,
+    lengths: Sequence[int],
+    capacity: int,
+    vocabulary: int,
+) -> list[int]:
+    """The number of tokens that each row takes, from `counts` or, for one row, all.
 
-
-def check_counts(counts: Sequence[int] | None, count: int) -> None:
-    """Raise ValueError unless `counts`, where given, assigns all `count` tokens to the one row of a model."""
-    if counts is not None and list(counts) != [count]:
-        raise ValueError(f"this model keeps one row: counts must be [{count}], got {list(counts)}")
-
-
-def check_rows(tokens: Sequence[int], counts: Sequence[int] | None, lengths: Sequence[int], capacity: int) -> list[int]:
-    """How many tokens each row takes; ValueError unless `counts` assigns all of at least one, within the capacity."""
+    ValueError as `check_tokens`, for counts that do not add up, and beyond the capacity.
+    """
     if counts is None:
         counts = [len(tokens)] if len(lengths) == 1 else []
-    if len(counts) != len(lengths) or min(counts) < 0 or sum(counts) != len(tokens) or not tokens:
-        raise ValueError(
-            f"counts must say how many of at least one token each of {len(lengths)} rows takes, "
-            f"got {list(counts)} for {len(tokens)} tokens"
-        )
+    if len(counts) != len(lengths) or min(counts) < 0 or sum(counts) != len(tokens):
+        raise ValueError(f"counts must divide the {len(tokens)} tokens among {len(lengths)} rows, got {list(counts)}")
+    check_tokens(tokens, want, vocabulary)
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         if length + count > capacity:
             raise ValueError(f"row {row}: {length} + {count} tokens do not fit a context of {capacity}")
@@ -261,19 +260,12 @@ def check_rows(tokens: Sequence[int], counts: Sequence[int] | None, lengths: Seq
 def check_no_paths(paths: Sequence[Sequence[int]], rows: int) -> None:
     """Raise ValueError unless there is an empty path for each row of a model without a tree."""
     if len(paths) != rows or any(len(path) for path in paths):
-        raise ValueError(f"no tree is pending: {rows} empty paths are all there is, got {list(paths)}")
+        raise ValueError(f"no tree is pending: paths must be {[[]] * rows}, got {list(paths)}")
 
 
 def check_lengths(lengths: Sequence[int], committed: Sequence[int]) -> list[int]:
     """The lengths to which rows go back; ValueError unless there is one for each, within what it has committed."""
     pairs = zip(lengths, committed, strict=False)
     if len(lengths) != len(committed) or any(not 0 <= new <= old for new, old in pairs):
-        raise ValueError(f"cannot roll back from {list(committed)} to {list(lengths)} tokens")
+        raise ValueError(f"lengths must lie within the committed {list(committed)}, got {list(lengths)}")
     return [int(length) for length in lengths]
-
-
-def check_rollback(lengths: Sequence[int], committed: int) -> int:
-    """The length to which the one row of a model goes back; ValueError outside 0..committed."""
-    if len(lengths) != 1 or not 0 <= lengths[0] <= committed:
-        raise ValueError(f"lengths must be [L] with 0 <= L <= {committed}, got {list(lengths)}")
-    return int(lengths[0])

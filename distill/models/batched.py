@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.models.base import check_lengths, check_no_paths, check_rows, check_tokens, check_want
+from distill.models.base import check_chain, check_lengths, check_no_paths
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel, model_name
 
@@ -116,9 +116,7 @@ class BatchedTorchModel:
         tokens = list(tokens)
         if parents is not None:
             raise ValueError("a batch of rows takes chains, not trees")
-        counts = check_rows(tokens, counts, self._lengths, self.capacity)
-        check_tokens(tokens, self.model.config.vocab_size)
-        check_want(want, len(tokens))
+        counts = check_chain(tokens, counts, want, self._lengths, self.capacity, self.model.config.vocab_size)
         active = [row for row, count in enumerate(counts) if count]
         longest = max(counts)
         # Rows end in the same column, so that the logits after their last tokens are one column of the batch.

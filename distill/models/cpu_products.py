@@ -5,8 +5,8 @@ the weight's bytes take to arrive: a step that verifies five tokens costs two of
 chooses, all of them take about as long as one. These are the operators that torch.compile uses where weights are
 frozen; without compiling, they are called here.
 
-Products of other shapes: oneDNN compiles a primitive for each number of rows, and keeps it. What comes in batches of
-changing size is filled up with rows of zeros (`filled`), so that hours of it need a few primitives.
+oneDNN also compiles and keeps a primitive for each number of rows of any other product. Batches of changing size are
+therefore filled up with rows of zeros (`filled`), so that hours of work need only a few primitives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from distill.models.trimmed_head import KeptHead
 
 FEW = 8  # tokens that the layout is chosen for; up to 16 were measured to do well in it
-LEAST = 2**14  # numbers of a weight: for smaller ones, a kernel for each number of tokens takes longer to make
+MIN_VALUES = 2**14  # numbers of a weight: for smaller ones, a kernel for each number of tokens takes longer to make
 DTYPES = (torch.float32, torch.bfloat16)
 SHARE = 0.5  # of the free memory: the most that laid-out weights may take
 ROWS = 64  # a number of rows is filled up to a multiple of so many
@@ -52,10 +52,10 @@ def works(dtype: torch.dtype) -> bool:
     x, bias = torch.randn(1, 3, 32, generator=numbers).to(dtype), torch.randn(48, generator=numbers).to(dtype)
     expected = torch.nn.functional.linear(x, weight, bias)
     try:
-        found = PrepackedLinear(weight, bias)(x)
+        product = PrepackedLinear(weight, bias)(x)
     except (AttributeError, RuntimeError):  # a build without these operators; any other fault is one of ours
         return False
-    return float((found - expected).abs().max()) <= CLOSE[dtype] * float(expected.abs().max())
+    return float((product - expected).abs().max()) <= CLOSE[dtype] * float(expected.abs().max())
 
 
 def prepacked(model: Any) -> tuple[Any, str]:
@@ -79,22 +79,22 @@ def prepacked(model: Any) -> tuple[Any, str]:
             f"linear layers are not prepacked: that takes {size / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free"
         )
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*weights, *model.buffers())}
-    found = copy.deepcopy(model, shared)
+    prepared = copy.deepcopy(model, shared)
     for name, module in layers.items():
         inner = PrepackedLinear(module.weight, getattr(module, "bias", None))
         if isinstance(module, KeptHead):
-            found.get_submodule(name).product = inner
+            prepared.get_submodule(name).product = inner
         else:
             parent, _, own = name.rpartition(".")
-            setattr(found.get_submodule(parent), own, inner)
-    return found, ""
+            setattr(prepared.get_submodule(parent), own, inner)
+    return prepared, ""
 
 
 def _replaceable(module: Any) -> bool:
     """Plain linear layers only: adapted and quantised ones, and those that others hook into, compute something else."""
     if type(module) not in (torch.nn.Linear, KeptHead) or module._forward_hooks or module._forward_pre_hooks:
         return False
-    return bool(module.weight.numel() >= LEAST)
+    return bool(module.weight.numel() >= MIN_VALUES)
 
 
 def filled_count(count: int, tensor: Tensor) -> int:

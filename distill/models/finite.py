@@ -18,6 +18,14 @@ def place_of(model: str, lengths: Sequence[int]) -> Place:
     return lambda row: f"{model} after {lengths[row]} tokens"
 
 
+def finite_argmax(ids: list[int], largest: list[float], place: Place | None, empty: int | None) -> list[int]:
+    """The ids of the rows' largest logits, `empty` for those that are −∞ everywhere; DataError as `require_finite`."""
+    require_finite(largest, place, empty is not None)
+    if empty is None:
+        return ids
+    return [token if value > -math.inf else empty for token, value in zip(ids, largest, strict=True)]
+
+
 def require_finite(largest: Iterable[float], place: Place | None = None, empty: bool = False) -> None:
     """Raise DataError unless the largest logit of each row is finite; −∞ is allowed with `empty`."""
     for row, value in enumerate(largest):

@@ -23,7 +23,7 @@ from distill.models.tensor_files import weight_files
 from distill.processes import process_count
 from distill.recipe import Recipe, Target, is_path
 from distill.results.cut_results import ModelSizes
-from distill.vocabulary.tokenizer_files import is_panic, require_tables
+from distill.vocabulary.tokenizer_files import require_tables, without_panic
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of a model on the hub: all but its weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -78,7 +78,7 @@ def check_folder(reference: str) -> None:
         raise DataError(f"model folder {reference} {state}", "give a Hugging Face model folder or a hub name")
 
 
-# Exceptions and words of code that met what it did not expect; all others speak to users.
+# Exceptions and messages of internal failures; the messages of all others are written for users.
 _MUTE = (TypeError, AttributeError, AssertionError, RecursionError, ArithmeticError, UnicodeError, MemoryError)
 _INSIDE = re.compile(r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't|not supported between")
 
@@ -208,16 +208,14 @@ def load_tokenizer(reference: str) -> Any:
     reference = _place(reference)
     require_tables(Path(reference) / "tokenizer.json")
     try:
-        found = AutoTokenizer.from_pretrained(reference)
-        encode(found, "a")  # some settings of a wrong kind are noticed only in use
-        return found
+        with without_panic(f"the tokenizer of {reference}"):
+            tokenizer = AutoTokenizer.from_pretrained(reference)
+            encode(tokenizer, "a")  # some settings of a wrong kind are noticed only in use
+    except DistillError:
+        raise
     except Exception as error:  # transformers and tokenizers raise many kinds for faulty files
         raise _explained(reference, error) from error
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        fault = f"the tokenizer of {reference} cannot be loaded: its parts do not fit together"
-        raise DataError(fault, "copy the tokenizer again") from None
+    return tokenizer
 
 
 def load_config(reference: str) -> Any:
@@ -229,13 +227,13 @@ def load_config(reference: str) -> Any:
     if is_path(reference):
         read_config(Path(reference))
     try:
-        found = AutoConfig.from_pretrained(reference)
-        inner = found.get_text_config()
+        config = AutoConfig.from_pretrained(reference)
+        inner = config.get_text_config()
     except Exception as error:  # transformers and huggingface_hub raise many kinds; each means a faulty config.json
         raise _explained(reference, error) from error
     if not isinstance(inner, PretrainedConfig):
-        raise DataError(f"{reference}/config.json: text_config does not belong to a {found.model_type}", HINT)
-    return found
+        raise DataError(f"{reference}/config.json: text_config does not belong to a {config.model_type}", HINT)
+    return config
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -246,11 +244,9 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def end_ids(model_config: Any, tokenizer: Any) -> list[int]:
     """Ids that end a text: the configuration's and the tokenizer's eos."""
-    found = model_config.eos_token_id
-    ids = set(found if isinstance(found, list) else [] if found is None else [found])
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return sorted(ids)
+    eos = model_config.eos_token_id
+    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id}
+    return sorted(ids - {None})
 
 
 def real_tokens(config: Any, tokenizer: Any) -> int:
@@ -278,25 +274,22 @@ def _place(reference: str, weights: bool = False) -> str:
     return str(folder_of(reference, weights)) if is_gguf(reference) else reference
 
 
-def local_folder(reference: str) -> Path:
+def local_folder(reference: str, weights: bool = True) -> Path:
     """The folder of a model: itself when it is a path, else its snapshot in the hub's cache (fetched if need be).
 
-    Of a GGUF file, the folder that it is imported to, with its weights.
+    Of a GGUF file, the folder that it is imported to. Without `weights`, the folder may hold the other files alone.
     """
     if is_gguf(reference):
-        return folder_of(reference)
-    return Path(reference) if Path(reference).is_dir() else _snapshot(reference)
+        return folder_of(reference, weights)
+    check_folder(reference)
+    if Path(reference).is_dir():
+        return Path(reference)
+    return _snapshot(reference) if weights else _snapshot(reference, allow_patterns=SMALL_FILES)
 
 
 def text_folder(reference: str) -> Path:
-    """The folder of a model's tokenizer and configuration: itself when it is a path, else those small files from the
-    hub, without the weights; of a GGUF file, the folder that it is imported to."""
-    if is_gguf(reference):
-        return folder_of(reference, weights=False)
-    if is_path(reference):
-        check_folder(reference)
-        return Path(reference)
-    return _snapshot(reference, allow_patterns=SMALL_FILES)
+    """The folder of a model's tokenizer and configuration; see `local_folder`."""
+    return local_folder(reference, weights=False)
 
 
 def local_snapshot(reference: str) -> Path | None:
@@ -318,7 +311,6 @@ def local_snapshot(reference: str) -> Path | None:
 
 def _snapshot(reference: str, **options: Any) -> Path:
     """The folder in the hub's cache of a model; DataError where the files are not available."""
-    check_folder(reference)
     from huggingface_hub import snapshot_download
 
     try:

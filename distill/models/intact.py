@@ -18,7 +18,7 @@ from distill.progress import is_verbose
 VALUES_PER_BYTE = 16  # more than any quantised type stores
 SHOWN = 3  # tensors named in a message
 OLD_BUFFERS = ("inv_freq", "masked_bias")  # computed, not learnt; old versions of transformers saved them
-OWN = "copy or download the folder again; config.json and weights must be of one model"
+AGAIN = "copy or download the folder again; config.json and weights must be of one model"
 
 
 def require_own_type(reference: str, config: Any) -> None:
@@ -31,7 +31,7 @@ def require_own_type(reference: str, config: Any) -> None:
         raise DataError(
             f"{reference}/config.json: model_type is {config.model_type}, but its weights are of a {named} "
             f"({', '.join(types)})",
-            OWN,
+            AGAIN,
         )
 
 
@@ -49,7 +49,8 @@ def require_possible(reference: str, config: Any) -> None:
     largest = hidden * max(rows, mlp, heads * size, hidden)
     if stored and largest > VALUES_PER_BYTE * stored:
         raise DataError(
-            f"{reference}/config.json: a tensor of {largest} values cannot be in weight files of {stored} bytes", OWN
+            f"{reference}/config.json: a tensor of {largest} values cannot be in weight files of {stored} bytes",
+            AGAIN,
         )
 
 
@@ -63,24 +64,26 @@ def require_whole(reference: str, model: Any, info: dict[str, Any]) -> None:
     kind = model.config.model_type
     if missing:
         raise DataError(
-            f"{reference}: missing in the weights: {_count(missing)} of the {kind} that config.json describes", OWN
+            f"{reference}: missing in the weights: {_count(missing)} of the {kind} that config.json describes",
+            AGAIN,
         )
     if shapes:
-        name, found, wanted = shapes[0]
+        name, stored, expected = shapes[0]
         more = f" (and {len(shapes) - 1} more tensors)" if len(shapes) > 1 else ""
         raise DataError(
-            f"{reference}: {name} is {list(found)} in the weights and {list(wanted)} by config.json{more}", OWN
+            f"{reference}: {name} is {list(stored)} in the weights and {list(expected)} by config.json{more}",
+            AGAIN,
         )
     if info.get("error_msgs"):
         first = str(info["error_msgs"][0]).strip().splitlines()[0]
-        raise DataError(f"{reference}: its tensors do not make a {kind}: {first}", OWN)
+        raise DataError(f"{reference}: its tensors do not make a {kind}: {first}", AGAIN)
     extra = sorted(info["unexpected_keys"])
     foreign = [] if is_quantised(model.config) else [name for name in extra if _inside_a_layer(model, name)]
     if foreign:
         raise DataError(
             f"{reference}: the weights hold {_count(foreign)} for which a {kind} has no place in its layers: "
             "config.json is of another model type than the weights",
-            OWN,
+            AGAIN,
         )
     if extra:
         _warn(f"warning: {reference} holds {_count(extra)} for which a {kind} has no place; not used")

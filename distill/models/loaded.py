@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from distill.errors import DataError, RecipeError
@@ -85,7 +85,7 @@ class LoadedPair:
     def __enter__(self) -> LoadedPair:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -175,10 +175,10 @@ def pair_of_models(
 def _load_files(
     target: str, draft: str | None, tokens: int | None, nodes: int, threads: int | None, gguf: Gguf
 ) -> LoadedPair:
-    wanted = tokens or context_of(target) or BATCH
+    context = tokens or context_of(target) or BATCH
 
     def load(reference: str, options: GgufOptions) -> GgufModel:
-        size = max(min(wanted, context_of(reference) or wanted), nodes + 2)
+        size = max(min(context, context_of(reference) or context), nodes + 2)
         batch = max(BATCH, nodes + 2)
         return GgufModel(reference, context=size, batch=batch, threads=threads, max_leaves=nodes, options=options)
 
@@ -204,11 +204,8 @@ def context_of(reference: str) -> int | None:
 def encode_prompt(reference: str, text: str) -> list[int]:
     """Token ids of a text, read without the model's weights. Raises DataError for a text without any."""
     if is_gguf(reference):
-        file = GgufFile(Path(reference), vocabulary_only=True)
-        try:
+        with contextlib.closing(GgufFile(Path(reference), vocabulary_only=True)) as file:
             ids = file.tokenize(text)
-        finally:
-            file.close()
     else:
         ids = encode(load_tokenizer(reference), text)
     if not ids:

@@ -17,7 +17,7 @@ from distill.models.gguf.special_tokens import (
     DEFAULTS,
     UNIGRAM_IS_UGM,
     Defaults,
-    defaults_of,
+    stated_ends,
     token_key,
 )
 from distill.models.hugging_face import load_config, load_tokenizer, text_folder
@@ -177,16 +177,15 @@ def _from_gguf(path: Path) -> VocabularyMetadata:
     if embedding[-1:] != [len(tokens)]:
         embedded = embedding[-1] if embedding else "none"
         raise DataError(f"{path} names {len(tokens)} tokens but embeds {embedded}", "export the model again")
-    pre = head.text("tokenizer.ggml.pre")
-    defaults = defaults_of(model, pre)
+    ends = stated_ends(head)
     return VocabularyMetadata(
         reference=str(path),
-        kind=defaults.kind,
+        kind=ends.kind,
         tokens=tokens,
-        bos=_token_id(head, "bos", len(tokens), defaults.bos),
-        eos=_token_id(head, "eos", len(tokens), defaults.eos),
-        add_bos=ALWAYS_ADDS_BOS in (model, pre) or head.flag("tokenizer.ggml.add_bos_token", defaults.add_bos),
-        add_eos=head.flag("tokenizer.ggml.add_eos_token", defaults.add_eos),
+        bos=_token_id(head, "bos", len(tokens), ends.bos),
+        eos=_token_id(head, "eos", len(tokens), ends.eos),
+        add_bos=ends.add_bos,
+        add_eos=ends.add_eos,
         context=head.size("context_length", 1, 2**31 - 1),
         architecture=head.architecture,
         chat_template="tokenizer.chat_template" in head.values,
@@ -195,5 +194,5 @@ def _from_gguf(path: Path) -> VocabularyMetadata:
 
 def _token_id(head: FileHead, role: str, count: int, default: int | None) -> int | None:
     """The id that a file names for a role; the default for one that is no id, as llama.cpp has it."""
-    found = head.values.get(token_key(role))
-    return found if isinstance(found, int) and not isinstance(found, bool) and 0 <= found < count else default
+    number = head.values.get(token_key(role))
+    return number if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < count else default

@@ -48,11 +48,11 @@ class PlainTokenizer(PreTrainedTokenizerFast):
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder as it stands; raises DataError, with the key, where it is damaged or out of bounds."""
     path = folder / "config.json"
-    found = read_object(path)
-    _check(path, found, "")
-    if found.get("text_config") is not None:
-        _check(path, found["text_config"], "text_config.")
-    return found
+    config = read_object(path)
+    _check(path, config, "")
+    if config.get("text_config") is not None:
+        _check(path, config["text_config"], "text_config.")
+    return config
 
 
 def _check(path: Path, config: dict[str, Any], prefix: str) -> None:
@@ -60,10 +60,10 @@ def _check(path: Path, config: dict[str, Any], prefix: str) -> None:
         value = config.get(key)
         if value is not None and not has_form(value, form):
             raise DataError(f"{path}: {prefix}{key} must be {words}, got {kind_of(value)}", HINT)
-    for key, most in LARGEST.items():
+    for key, largest in LARGEST.items():
         value = config.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and not 0 <= value <= most:
-            raise DataError(f"{path}: {prefix}{key} is {value}, must lie between 0 and {most}", HINT)
+        if isinstance(value, int) and not isinstance(value, bool) and not 0 <= value <= largest:
+            raise DataError(f"{path}: {prefix}{key} is {value}, must lie between 0 and {largest}", HINT)
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:

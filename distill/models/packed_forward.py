@@ -46,11 +46,11 @@ def separation(model: Any, documents: Tensor, device: torch.device) -> Any:
     if documents.shape[1] < masked_below(device) or not plain:
         return document_masks(model, documents.to(device))
     register()
-    found = {
+    segments = {
         kind: document_segments(documents, config.sliding_window if kind == "sliding_attention" else None)
         for kind in sorted(kinds)
     }
-    return found if len(found) > 1 else next(iter(found.values()))
+    return segments if len(segments) > 1 else next(iter(segments.values()))
 
 
 def masked_below(device: torch.device) -> int:
@@ -81,8 +81,8 @@ def document_masks(model: Any, documents: Tensor) -> Any:
     """
     config = model.config.get_text_config()
     mask = attention_mask(documents)
-    found = {kind: _shaped(model, _mask_of(kind, config, mask)) for kind in sorted(_kinds(config))}
-    return found if len(found) > 1 else next(iter(found.values()))
+    masks = {kind: _shaped(model, _mask_of(kind, config, mask)) for kind in sorted(_kinds(config))}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def _mask_of(kind: str, config: Any, mask: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def attend_within(
     spans = _spans(segments.flatten(0, 2).tolist(), len(query), query.shape[2])
     # Split once: the gradient of each of many slices would be a tensor of the whole batch's size.
     pieces = [x.transpose(1, 2).flatten(0, 1).split([length for length, _ in spans]) for x in (query, key, value)]
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     with torch.autocast(query.device.type, enabled=not cpu and torch.is_autocast_enabled(query.device.type)):
         for (length, window), *document in zip(spans, *pieces, strict=True):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in document)
@@ -166,29 +166,29 @@ def attend_within(
                 output = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
             else:
                 output = _windowed(q, k, v, window, options)
-            found.append(output[0].transpose(0, 1))
-    return torch.cat(found).to(kind).unflatten(0, (len(query), -1))
+            outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs).to(kind).unflatten(0, (len(query), -1))
 
 
 def _spans(segments: list[list[int]], blocks: int, size: int) -> list[tuple[int, int | None]]:
     """The length and the window of every document of n blocks of S positions, and of the padding (None) behind it."""
-    found: list[tuple[int, int | None]] = []
+    spans: list[tuple[int, int | None]] = []
     last = 0
     for block, start, end, window in segments:
         if block * size + start > last:
-            found.append((block * size + start - last, None))
-        found.append((end - start, window))
+            spans.append((block * size + start - last, None))
+        spans.append((end - start, window))
         last = block * size + end
-    return [*found, (blocks * size - last, None)] if last < blocks * size else found
+    return [*spans, (blocks * size - last, None)] if last < blocks * size else spans
 
 
 def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, options: dict[str, Any]) -> Tensor:
     """A document [1, h, S, d] longer than the window, W queries at a time, through masks of W × 2 W cells."""
-    found = []
+    outputs = []
     for start in range(0, query.shape[2], window):
         end, first = min(start + window, query.shape[2]), max(0, start - window + 1)
         at, of = torch.arange(start, end).unsqueeze(1), torch.arange(first, end).unsqueeze(0)
         near = ((of <= at) & (of > at - window)).to(query.device)
         part, seen = query[:, :, start:end], (slice(None), slice(None), slice(first, end))
-        found.append(scaled_dot_product_attention(part, key[seen], value[seen], attn_mask=near, **options))
-    return torch.cat(found, 2)
+        outputs.append(scaled_dot_product_attention(part, key[seen], value[seen], attn_mask=near, **options))
+    return torch.cat(outputs, 2)

@@ -20,6 +20,10 @@ BYTE_LEVEL = "BPE"  # the kind of a vocabulary, as metadata.py names it
 LONGEST_SHOWN = 40  # characters of a token in a message
 
 TRANSPLANT = "transplant the target's vocabulary into the draft: cut.transplant in a recipe, or `distill transplant`"
+OTHER_ROWS = (
+    f"give the draft {{}} rows too: {TRANSPLANT}; or serve it with "
+    '"use_heterogeneous_vocab": true, which drafts the draft\'s best tokens alone'
+)
 SAME_FILES = "copy the target's tokenizer files into the draft's folder and export the draft again"
 
 
@@ -93,16 +97,13 @@ Tokens = Callable[[VocabularyMetadata, int], str | None]
 
 def _differences(first: int, last: int, target: VocabularyMetadata, draft: VocabularyMetadata, of: Tokens) -> str:
     """The first id in [first, last) with different strings, and the number of differences; empty without any."""
-    found = [index for index in range(first, last) if of(target, index) != of(draft, index)]
-    if not found:
+    different = [index for index in range(first, last) if of(target, index) != of(draft, index)]
+    if not different:
         return ""
-    index = found[0]
-    more = f" (the first of {len(found)} differences)" if len(found) > 1 else ""
+    index = different[0]
+    more = f" (the first of {len(different)} differences)" if len(different) > 1 else ""
     written = [of(side, index) for side in (target, draft)]
-    texts = [
-        None if token is None else _decoded(token, side.kind)
-        for token, side in zip(written, (target, draft), strict=True)
-    ]
+    texts = [token and _decoded(token, side.kind) for token, side in zip(written, (target, draft), strict=True)]
     ours, theirs = map(_shown, written if texts[0] == texts[1] else texts)  # the same text, written in two ways
     return f"token {index} is {ours} in the target and {theirs} in the draft{more}"
 
@@ -133,10 +134,7 @@ def llama_cpp_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Ver
             return f"the {name} token that is added is {first} in the target and {second} in the draft", SAME_FILES
     if abs(target.rows - draft.rows) > LLAMA_CPP_SIZE_DIFFERENCE:
         reason = f"vocabulary sizes {target.rows} and {draft.rows} differ by more than {LLAMA_CPP_SIZE_DIFFERENCE}"
-        return reason, (
-            f"give the draft {target.rows} rows too: {TRANSPLANT}; or serve it with "
-            '"use_heterogeneous_vocab": true, which drafts the draft\'s best tokens alone'
-        )
+        return reason, OTHER_ROWS.format(target.rows)
     last = min(target.rows, draft.rows)
     different = _differences(LLAMA_CPP_FIRST_ID, last, target, draft, lambda side, index: side.tokens[index])
     return (different, TRANSPLANT) if different else None
@@ -147,10 +145,7 @@ def vllm_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
     if target.rows == draft.rows:
         return None
     reason = f"vocab_size is {target.rows} in the target and {draft.rows} in the draft"
-    return reason, (
-        f"give the draft {target.rows} rows too: {TRANSPLANT}; or serve it with "
-        '"use_heterogeneous_vocab": true, which drafts the draft\'s best tokens alone'
-    )
+    return reason, OTHER_ROWS.format(target.rows)
 
 
 def context_rule(draft: VocabularyMetadata, served: int | None) -> Verdict:
@@ -221,13 +216,13 @@ def require_drafts(target: str, draft: str, foreign: bool) -> tuple[str, str]:
     return one_engine(target, draft)
 
 
-def pair_references(target: str, draft: str | None, asked: Sequence[Configuration]) -> tuple[str, str | None]:
+def pair_references(target: str, draft: str | None, configurations: Sequence[Configuration]) -> tuple[str, str | None]:
     """Target and draft, references resolved before, as they are loaded; loads nothing.
 
     RecipeError, DataError or PairError for a draft that is missing, unused or does not fit.
     """
-    foreign = [one for one in asked if one.foreign]
-    native = [one for one in asked if one.asks_the_draft]
+    foreign = [configuration for configuration in configurations if configuration.foreign]
+    native = [configuration for configuration in configurations if configuration.asks_the_draft]
     if foreign and native:
         raise RecipeError(
             f"`{native[0].title}` asks a draft of the target's vocabulary, `{foreign[0].title}` one of another",

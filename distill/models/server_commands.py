@@ -18,15 +18,11 @@ DRAFT_TYPE = "draft-simple"  # of --spec-type: a plain draft model; without it t
 
 # llama-server's option for each of GgufOptions; those of a draft where it has one.
 OF_TARGET = {
-    "n_gpu_layers": "--n-gpu-layers",
-    "device": "--device",
-    "tensor_split": "--tensor-split",
-    "flash_attn": "--flash-attn",
-    "cache_type_k": "--cache-type-k",
-    "cache_type_v": "--cache-type-v",
-    "threads": "--threads",
-    "threads_batch": "--threads-batch",
-    "ubatch_size": "--ubatch-size",
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        *("n_gpu_layers", "device", "tensor_split", "flash_attn", "cache_type_k", "cache_type_v"),
+        *("threads", "threads_batch", "ubatch_size"),
+    )
 }
 OF_DRAFT = {
     "n_gpu_layers": "--spec-draft-ngl",
@@ -61,32 +57,32 @@ def option_arguments(gguf: Gguf, drafts: bool = True) -> list[str]:
 
     Raises RecipeError for those that the server has no option for.
     """
-    found = _arguments("target", gguf.target, OF_TARGET)
+    arguments = _arguments("target", gguf.target, OF_TARGET)
     if not drafts:
-        return found
+        return arguments
     # The server's draft takes these from its target, so that they are no options of its own where both are the same.
-    same = {name: None for name in TAKEN if getattr(gguf.draft, name) == getattr(gguf.target, name)}
-    own = gguf.draft.model_dump(exclude_defaults=True, exclude=set(same))
-    return found + _arguments("draft", gguf.draft.model_construct(**own), OF_DRAFT)
+    same = {name for name in TAKEN if getattr(gguf.draft, name) == getattr(gguf.target, name)}
+    own = gguf.draft.model_dump(exclude_defaults=True, exclude=same)
+    return arguments + _arguments("draft", gguf.draft.model_construct(**own), OF_DRAFT)
 
 
 def _arguments(role: str, options: GgufOptions, names: dict[str, str]) -> list[str]:
-    given = options.given()
-    mmap, mlock = given.pop("mmap", None), given.pop("mlock", False)
-    unknown = [name for name in given if name not in names] + ["mmap"] * (role == "draft" and mmap is not None)
+    values = options.given()
+    mmap, mlock = values.pop("mmap", None), values.pop("mlock", False)
+    unknown = [name for name in values if name not in names] + ["mmap"] * (role == "draft" and mmap is not None)
     unknown += ["mlock"] * (role == "draft" and mlock)
     if unknown:
         spelt = f"--{unknown[0].replace('_', '-')}-{role}"
         raise RecipeError(f"llama-server has no {spelt}: its draft takes the target's", "leave it out")
-    found = []
-    for name, value in given.items():
+    arguments = []
+    for name, value in values.items():
         parts = value if isinstance(value, list) else [value]
-        found += [names[name], ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in parts)]
+        arguments += [names[name], ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in parts)]
     # One option in llama.cpp; --no-mmap and --mlock, as other programs of it have, are gone from its server.
     mode = {(None, True): "mlock", (True, True): "mmap+mlock", (True, False): "mmap", (False, False): "none"}
     if mmap is False and mlock:
         raise RecipeError("llama-server cannot read a file without mapping it and lock it too", "leave one of them out")
-    return [*found, "--load-mode", mode[mmap, mlock]] if (mmap, mlock) in mode else found
+    return [*arguments, "--load-mode", mode[mmap, mlock]] if (mmap, mlock) in mode else arguments
 
 
 def llama_server(
@@ -114,9 +110,9 @@ def vllm(
         config["use_heterogeneous_vocab"] = True
     elif probabilistic:
         config["draft_sample_method"] = "probabilistic"
-    split = f" --tensor-parallel-size {ranks}" if ranks > 1 else ""
+    split = ""
     if ranks > 1:
-        config["draft_tensor_parallel_size"] = ranks
+        split, config["draft_tensor_parallel_size"] = f" --tensor-parallel-size {ranks}", ranks
     return (
         f"vllm serve {shlex.quote(target)}{split} \\\n"
         f"  --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}"

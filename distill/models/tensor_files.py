@@ -32,8 +32,8 @@ def torch_type(name: str) -> torch.dtype:
 
     special = {"BF16": torch.bfloat16, "BOOL": torch.bool, "U8": torch.uint8}
     kinds = {"F": "float", "I": "int"}
-    found: torch.dtype = special.get(name) or getattr(torch, f"{kinds[name[0]]}{name[1:]}")
-    return found
+    dtype: torch.dtype = special.get(name) or getattr(torch, f"{kinds[name[0]]}{name[1:]}")
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return [folder / "model.safetensors"]
-    found = read_object(index)
-    if not has_form(found, {"weight_map": {...: str}}):
+    content = read_object(index)
+    if not has_form(content, {"weight_map": {...: str}}):
         raise DataError(f"{index} is damaged: `weight_map` must give a file for each tensor", "copy the folder again")
-    names = sorted(set(found["weight_map"].values()))
+    names = sorted(set(content["weight_map"].values()))
     wrong = [name for name in names if not name or Path(name).name != name or "\0" in name]
     if wrong or not names:
         fault = f"{wrong[0][:60]!r} is no name of a file" if wrong else "it names no files"
@@ -131,16 +131,16 @@ def read_header(path: Path) -> dict[str, Stored]:
         header.pop("__metadata__", None)
     if not has_form(header, HEADER):
         raise DataError(f"{path} has a damaged header: each tensor needs dtype, shape and data_offsets", hint)
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name, entry in header.items():
         if entry["dtype"] not in ITEM_BYTES:
             raise DataError(f"{path}: {name} is stored as {entry['dtype']}", "give a model that is not quantised")
         first, *last = entry["data_offsets"] or [0]
-        tensor = found[name] = Stored(path, 8 + length + first, entry["dtype"], tuple(entry["shape"]))
+        tensor = tensors[name] = Stored(path, 8 + length + first, entry["dtype"], tuple(entry["shape"]))
         negative = first < 0 or min(tensor.shape, default=0) < 0
         if negative or last != [first + tensor.bytes] or tensor.start + tensor.bytes > size:
             raise DataError(f"{path} is cut short or damaged: {name} does not fit into it", hint)
-    return found
+    return tensors
 
 
 def write_header(file: BinaryIO, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:

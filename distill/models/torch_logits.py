@@ -5,14 +5,12 @@ Legend: n rows, V vocabulary, k candidates.
 
 from __future__ import annotations
 
-import math
-
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.models.finite import Place, require_finite
+from distill.models.finite import Place, finite_argmax, require_finite
 from distill.models.static.transfers import fetch
 
 
@@ -28,13 +26,8 @@ class TorchLogits:
     def argmax(self, empty: int | None = None) -> list[int]:
         """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
         best = self.values.argmax(-1)
-        found = fetch(best, self.values.gather(-1, best.unsqueeze(-1)).squeeze(-1))
-        ids: list[int] = found[0].tolist()
-        largest: list[float] = found[1].tolist()
-        require_finite(largest, self.place, empty is not None)
-        if empty is None:
-            return ids
-        return [token if value > -math.inf else empty for token, value in zip(ids, largest, strict=True)]
+        ids, largest = fetch(best, self.values.gather(-1, best.unsqueeze(-1)).squeeze(-1))
+        return finite_argmax(ids.tolist(), largest.tolist(), self.place, empty)
 
     def top(self, k: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.float32]]:
         """The k best ids [n, k] and their logits [n, k], best first, smaller ids first on ties."""

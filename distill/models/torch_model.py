@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.models.base import PendingTree, check_call, check_counts, check_rollback, check_want
+from distill.models.base import PendingTree, check_call, check_chain, check_lengths
 from distill.models.finite import place_of
 from distill.models.torch_logits import TorchLogits
 
@@ -21,8 +21,8 @@ def shortest_window(config: Any) -> int:
     """The attention window in tokens of the layer with the shortest one; sys.maxsize where no layer has one."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention", "chunked_attention"]
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    found = [getattr(config, sizes[kind], None) for kind in set(kinds) & set(sizes)]
-    return min((int(size) for size in found if size), default=sys.maxsize)
+    windows = [getattr(config, sizes[kind], None) for kind in set(kinds) & set(sizes)]
+    return min((int(size) for size in windows if size), default=sys.maxsize)
 
 
 def model_name(model: Any) -> str:
@@ -50,7 +50,6 @@ class TorchModel:
         self._cache = DynamicCache()
         self._length = 0
         self._tree = PendingTree()
-        self._seen = torch.zeros(0, 0, dtype=torch.bool)  # [N, N], true where a node attends: its path and itself
 
     @property
     def lengths(self) -> list[int]:
@@ -84,48 +83,45 @@ class TorchModel:
         Raises ValueError, with nothing changed, past the capacity, for more than one row, for `want` outside the
         tokens, for a chain below a pending tree, and for a tree in a model that takes none.
         """
-        check_counts(counts, len(tokens))
+        tokens = list(tokens)
         if parents is not None:
-            return self._extend_tree(list(tokens), parents, want)
+            return self._extend_tree(tokens, counts, parents, want)
+        check_chain(tokens, counts, want, [self._length], self.capacity, self.model.config.vocab_size)
         if self._tree.parents:
             raise ValueError("a tree is pending: keep a path of it or roll back first")
-        if not tokens or self._length + len(tokens) > self.capacity:
-            raise ValueError(f"{self._length} + {len(tokens)} tokens do not fit a context of {self.capacity}")
         logits = self._forward(tokens, want)
         self._length += len(tokens)
         return logits
 
-    def _extend_tree(self, tokens: list[int], parents: Sequence[int], want: Sequence[int] | None) -> TorchLogits:
+    def _extend_tree(
+        self, tokens: list[int], counts: Sequence[int] | None, parents: Sequence[int], want: Sequence[int] | None
+    ) -> TorchLogits:
         if (refusal := self._refusal()) is not None:
             raise ValueError(refusal)
-        check_call(tokens, parents, want, self.vocabulary_size)
-        old, tree = len(self._tree), self._tree.grown(parents)
-        if self._length + max(tree.depths) > self.capacity:
-            raise ValueError(f"{self._length} + {max(tree.depths)} tokens do not fit a context of {self.capacity}")
-        seen = tree.seen(self._seen)
+        check_call(tokens, counts, parents, want, self.vocabulary_size)
+        old, tree = len(self._tree), self._tree.grown(parents, self._length, self.capacity)
         # Additive, because eager attention adds whatever mask it is given. [1, 1, n, C + N]
         dtype = self.model.dtype
         mask = torch.zeros(1, 1, len(tokens), self._length + len(tree), dtype=dtype)
-        mask[..., self._length :].masked_fill_(~seen[old:], torch.finfo(dtype).min)
+        hidden = torch.tensor(tree.seen(old, len(tree))) == 0
+        mask[..., self._length :].masked_fill_(hidden, torch.finfo(dtype).min)
         lengths = [self._length + depth for depth in tree.depths[old:]]
         positions = torch.tensor([lengths], device=self.device) - 1
         logits = self._forward(tokens, want, lengths, attention_mask=mask.to(self.device), position_ids=positions)
-        self._tree, self._seen = tree, seen
+        self._tree = tree
         return logits
 
     def _forward(
-        self, tokens: Sequence[int], want: Sequence[int] | None, lengths: Sequence[int] | None = None, **inputs: Any
+        self, tokens: list[int], want: Sequence[int] | None, lengths: Sequence[int] | None = None, **inputs: Any
     ) -> TorchLogits:
         """Run the model on `tokens`; the cache stays unchanged when that fails.
 
         `lengths` are those of the texts that the tokens end (None: the tokens are a chain).
         """
-        ids = torch.tensor([list(tokens)], device=self.device)
+        ids = torch.tensor([tokens], device=self.device)
         keep: int | Tensor = 0
         if want is not None:
             last = list(want) == [len(tokens) - 1]
-            if not last:
-                check_want(want, len(tokens))
             keep = 1 if last else torch.tensor(list(want), dtype=torch.long, device=self.device)
         try:
             logits = self.model(
@@ -166,11 +162,11 @@ class TorchModel:
         self._length += kept
         if len(self._tree) > kept:
             self._trim(self._length)
-        self._tree, self._seen = PendingTree(), self._seen[:0, :0]
+        self._tree = PendingTree()
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Drop a pending tree and the tokens after the first `lengths[0]`; ValueError outside 0..the committed."""
-        length = check_rollback(lengths, self._length)
+        (length,) = check_lengths(lengths, [self._length])
         if self._tree.parents:
             self._drop_tree(0)
         if length == 0:
@@ -184,7 +180,7 @@ class TorchModel:
         """Forget everything; every timed prompt starts from such a cold cache."""
         self._cache = self._new_cache()
         self._length = 0
-        self._tree, self._seen = PendingTree(), self._seen[:0, :0]
+        self._tree = PendingTree()
 
     def close(self) -> None:
         """Free the cache."""

@@ -31,13 +31,13 @@ def read_kept(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     hint = f"delete it to use the full head, or trim {folder} again"
-    found = read_object(path, hint)
-    if not has_form(found, {"kept": [int], "vocabulary": int}):
+    content = read_object(path, hint)
+    if not has_form(content, {"kept": [int], "vocabulary": int}):
         raise DataError(f"{path} is damaged: `kept` must be a list of ids, `vocabulary` a number", hint)
-    kept, size = found["kept"], found["vocabulary"]
+    kept, size = content["kept"], content["vocabulary"]
     if not kept or not all(a < b for a, b in itertools.pairwise(kept)) or kept[0] < 0 or kept[-1] >= size:
         raise DataError(f"{path} is damaged: the kept ids are not ascending ids of the vocabulary", hint)
-    return found
+    return content
 
 
 class KeptHead(torch.nn.Module):

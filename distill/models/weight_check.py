@@ -43,7 +43,10 @@ def _check_headers(reference: str, folder: Path, config: Any) -> str | None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     stored = stored_tensors(folder)
-    empty = {name: torch.empty(one.shape, dtype=torch_type(one.dtype), device="meta") for name, one in stored.items()}
+    empty = {
+        name: torch.empty(tensor.shape, dtype=torch_type(tensor.dtype), device="meta")
+        for name, tensor in stored.items()
+    }
     try:
         with quiet():
             model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(

@@ -52,13 +52,13 @@ class Encoder:
 
         Bytes that the vocabulary lacks become the ids of U+FFFD or the unknown token, or none.
         """
-        found: list[int] = []
+        ids: list[int] = []
         for part in self._apart.split(data.decode(errors="surrogateescape")):
             if self._apart.fullmatch(part):
-                found += self._bytewise(part.encode(errors="surrogateescape"), self._replacement)
+                ids += self._bytewise(part.encode(errors="surrogateescape"), self._replacement)
             elif part:
-                found += self._plain_text(part)
-        return found
+                ids += self._plain_text(part)
+        return ids
 
     def word(self, data: bytes) -> tuple[list[int], bool]:
         """Ids of the bytes of one token, which is not split as a text is, and whether they give them exactly.

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 AGAIN = "copy the tokenizer again"
 ADDED: dict[Any, Any] = {"id": int, "content": str}  # the form of an added token
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
-MOST_BYTE_STEPS = 4  # each doubles what is no ASCII, so that a short text fills the memory; real tokenizers have one
+MAX_BYTE_STEPS = 4  # each doubles what is no ASCII, so that a short text fills the memory; real tokenizers have one
 _ID = re.compile("[0-9]{1,7}")
 
 
@@ -41,13 +42,13 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
     parts = [key for key in PARTS if not isinstance(content.get(key) or {}, dict)]
     if parts:
         raise DataError(f"{path} is damaged: {parts[0]} must be an object, got {kind_of(content[parts[0]])}", AGAIN)
-    if json.dumps(content.get("pre_tokenizer")).count('"ByteLevel"') > MOST_BYTE_STEPS:
-        raise DataError(f"{path} is damaged: its pre_tokenizer maps bytes more than {MOST_BYTE_STEPS} times", AGAIN)
+    if json.dumps(content.get("pre_tokenizer")).count('"ByteLevel"') > MAX_BYTE_STEPS:
+        raise DataError(f"{path} is damaged: its pre_tokenizer maps bytes more than {MAX_BYTE_STEPS} times", AGAIN)
     words, merges = content["model"].get("vocab"), content["model"].get("merges") or []
-    pairs = isinstance(words, list) and all(isinstance(one, list) and one and isinstance(one[0], str) for one in words)
+    pairs = has_form(words, [list]) and all(pair and isinstance(pair[0], str) for pair in words)
     if not (pairs or has_form(words, {...: int})):
         raise DataError(f"{path} is damaged: it has no vocabulary of tokens and their ids", AGAIN)
-    if not isinstance(merges, list) or not all(isinstance(one, str) or _is_pair(one) for one in merges):
+    if not isinstance(merges, list) or not all(isinstance(merge, str) or _is_pair(merge) for merge in merges):
         raise DataError(f"{path} is damaged: a merge is a pair of tokens", AGAIN)
     ids = [*(words.values() if isinstance(words, dict) else ()), *(token["id"] for token in content["added_tokens"])]
     require_dense(path, ids)
@@ -58,10 +59,10 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json of a folder, {} where there is none; raises DataError for a damaged one."""
     path = folder / "tokenizer_config.json"
-    found = read_object(path, AGAIN) if path.is_file() else {}
-    later, named = found.get("added_tokens_decoder"), found.get("tokenizer_class")
+    settings = read_object(path, AGAIN) if path.is_file() else {}
+    later, named = settings.get("added_tokens_decoder"), settings.get("tokenizer_class")
     decoded = later is None or (has_form(later, {...: {"content": str}}) and all(map(_ID.fullmatch, later)))
-    template = found.get("chat_template")
+    template = settings.get("chat_template")
     templates = template is None or isinstance(template, str) or has_form(template, [{"name": str, "template": str}])
     whole = {
         "added_tokens_decoder": decoded,
@@ -71,14 +72,14 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     wrong = next((key for key, right in whole.items() if not right), None)
     if wrong is not None:
         raise DataError(f"{path} is damaged: {wrong} is of another kind", AGAIN)
-    return found
+    return settings
 
 
 def named_settings(folder: Path) -> dict[str, Any]:
     """The tokenizer's settings that have a value; tokenizer_config.json before special_tokens_map.json."""
     special = folder / "special_tokens_map.json"
-    found = {**(read_object(special) if special.is_file() else {}), **tokenizer_settings(folder)}
-    return {key: value for key, value in found.items() if value is not None}
+    settings = {**(read_object(special) if special.is_file() else {}), **tokenizer_settings(folder)}
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def require_dense(path: Path, ids: Collection[int]) -> None:
@@ -95,7 +96,7 @@ def merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
+    return has_form(value, [str]) and len(value) == 2
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -106,25 +107,27 @@ def open_tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        with reading(path):
+        with reading(path), without_panic(str(path)):
             require_tables(path)
-            found = Tokenizer.from_file(str(path))
+            tokenizer = Tokenizer.from_file(str(path))
     except DistillError:
         raise
     except Exception as error:  # tokenizers raises the bare class for every kind of damage
         raise DataError(f"{path} cannot be loaded: {error}", AGAIN) from None
-    except BaseException as error:  # a panic of its Rust code
-        if not is_panic(error):
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+@contextlib.contextmanager
+def without_panic(what: str) -> Iterator[None]:
+    """Within a `with` block, turn a panic of tokenizers' Rust code, which is no Python Exception, into a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
             raise
-        raise DataError(f"{path} cannot be loaded: its parts do not fit together", AGAIN) from None
-    found.no_truncation()
-    found.no_padding()
-    return found
-
-
-def is_panic(error: BaseException) -> bool:
-    """Whether an exception is a panic of tokenizers' Rust code, which is no Exception of Python's."""
-    return type(error).__name__ == "PanicException"
+        raise DataError(f"{what} cannot be loaded: its parts do not fit together", AGAIN) from None
 
 
 def added_around(tokenizer: Any) -> tuple[list[int], list[int]] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,13 @@ class Vocabulary:
     @cached_property
     def by_bytes(self) -> dict[bytes, int]:
         """Bytes to their best id: a normal token before <0xNN> before an added one; never a special token."""
-        found: dict[bytes, int] = {}
+        ids: dict[bytes, int] = {}
         for kind in ("added", "byte", "normal"):  # later ones win; within a kind the lowest id does
             for number in range(self.size - 1, -1, -1):
                 data = self.bytes_of[number]
                 if data and self.kinds[number] == kind:
-                    found[data] = number
-        return found
+                    ids[data] = number
+        return ids
 
     @cached_property
     def byte_ids(self) -> dict[int, int]:
@@ -73,14 +73,14 @@ class Vocabulary:
 
         Some byte-level vocabularies hold bytes that UTF-8 never uses as added tokens named by the byte's character.
         """
-        found: dict[int, int] = {}
+        ids: dict[int, int] = {}
         for byte in range(256):
             number = self.by_bytes.get(bytes([byte]))
             if number is None and self.family == "byte-level":
                 number = self.index.get(BYTE_MAP[byte])
             if number is not None:
-                found[byte] = number
-        return found
+                ids[byte] = number
+        return ids
 
     @property
     def missing_bytes(self) -> list[int]:
@@ -113,9 +113,7 @@ class Vocabulary:
 
     def same_as(self, other: Vocabulary) -> bool:
         """Whether every id is the same token in both, in the same roles."""
-        return (self.family, self.tokens, self.bytes_of, self.kinds, dict(self.roles)) == (
-            (other.family, other.tokens, other.bytes_of, other.kinds, dict(other.roles))
-        )
+        return replace(self, folder=other.folder) == other
 
 
 def _read(folder: Path) -> Vocabulary:
@@ -185,19 +183,16 @@ def _tokens(
     path: Path, content: Mapping[str, Any], model: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[dict[int, str], dict[int, dict[str, Any]]]:
     """Strings by id, and the added tokens by id, as transformers has them once it has loaded the folder."""
-    words = model.get("vocab")
+    words = model["vocab"]
     if isinstance(words, dict):
         by_id = {int(number): str(token) for token, number in words.items()}
-    elif isinstance(words, list):
-        by_id = {number: str(entry[0]) for number, entry in enumerate(words)}
     else:
-        raise DataError(f"{path} has no vocabulary", AGAIN)
+        by_id = {number: str(entry[0]) for number, entry in enumerate(words)}
     added: dict[int, dict[str, Any]] = {}
     later = settings.get("added_tokens_decoder") or {}
     for token in [*({"id": int(number), **entry} for number, entry in later.items()), *content["added_tokens"]]:
         added[token["id"]] = token
-    for number, token in added.items():
-        by_id[number] = token["content"]
+    by_id |= {number: token["content"] for number, token in added.items()}
     if not by_id:
         raise DataError(f"{path} holds no tokens", AGAIN)
     require_dense(path, by_id)

@@ -421,7 +421,7 @@ def read_weights(world: World, found: tuple[str, bytes]) -> Readers:
 
     def export() -> None:
         for tensor in read_tensors(world.model, read_shape(world.model)):
-            tensor.load()
+            tensor.read(0, tensor.shape[0])
 
     def stored() -> None:
         for tensor in stored_tensors(world.model).values():

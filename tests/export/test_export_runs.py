@@ -22,7 +22,7 @@ from distill.recipe import load_recipe
 from distill.results.export_results import ExportReport
 from distill.results.profile_results import MeasuredCurve, ProfileReport
 from distill.results.serialise import read_result, write_result
-from distill.results.speedup_results import SpeedupReport
+from distill.results.speedup_results import Measurement, SpeedupReport
 from distill.results.training_results import EvaluatedWeights, TrainingSummary
 from distill.run import Run
 
@@ -170,17 +170,15 @@ def test_advice_from_costs_and_validation_acceptance(tmp_path: Path, world: Path
     assert advice_of(run, frozenset({"train"})) is None
 
 
-def measured(configuration: str, length: int | None, speedup: float, **more: Any) -> dict[str, Any]:
-    values = {"pair": "target", "backend": "gguf", "grown": False, "configuration": configuration, "length": length}
-    values |= {"drafter": "draft", "rule": "fixed", "verifier": "greedy", "sampler": None, "tokens": 9, "seconds": 1.0}
-    values |= {"tokens_per_second": 9.0, "plain_tokens_per_second": 9.0, "tokens_per_round": 2.0, "acceptance": 0.5}
-    values |= {"speedup": speedup, "speedup_low": speedup, "speedup_high": speedup, "predicted": None}
-    values |= {"identical": 1, "excused": 0, "different": 0, "lossy": None}
-    return values | more
-
-
-def test_advice_from_measured_speedups(tmp_path: Path, world: Path) -> None:
+def test_advice_from_measured_speedups(tmp_path: Path, world: Path, finished: Path) -> None:
     from distill.recipe.configuration import Configuration
+
+    report = read_result(finished / "speedup.json", SpeedupReport)
+    drafted = next(one for one in report.sweep if one.length)
+
+    def measured(configuration: str, length: int | None, speedup: float, **more: Any) -> Measurement:
+        values = {"backend": "gguf", "grown": False, "sampler": None, **more}
+        return replace(drafted, configuration=configuration, length=length, speedup=speedup, **values)
 
     recipe = load_recipe(world / "recipe.yaml")
     floor = Configuration(rule="p_min", p_min=0.6, length=12)
@@ -189,35 +187,17 @@ def test_advice_from_measured_speedups(tmp_path: Path, world: Path) -> None:
     lengths = [measured(f"draft, γ = {n}", n, speed) for n, speed in ((2, 1.2), (4, 1.5), (8, 1.1))]
     grown = measured("draft, γ = 8", 8, 3.0, grown=True)
     other = measured("draft, γ = 6", 6, 2.0, backend="pytorch")
-    ruled = {"rule": "p_min"}
-    cases: list[tuple[Any, list[dict[str, Any]], Advice | None]] = [
+    cases: list[tuple[Any, list[Measurement], Advice | None]] = [
         (recipe, [*lengths, grown, other], Advice(4)),
         (recipe, [other], Advice(6)),
         (recipe, [measured("draft, γ = 2", 2, 0.8), grown], None),
-        (with_floor, [*lengths, measured(floor.title, None, 1.6, **ruled)], Advice(12, 0.6)),
-        (with_floor, [*lengths, measured(floor.title, None, 1.4, **ruled)], Advice(4, 0.0)),
+        (with_floor, [*lengths, measured(floor.title, None, 1.6, rule="p_min")], Advice(12, 0.6)),
+        (with_floor, [*lengths, measured(floor.title, None, 1.4, rule="p_min")], Advice(4, 0.0)),
     ]
     for settings, rows, expected in cases:
         run = Run(tmp_path, settings)
-        part = {"measurements": [plain, *rows], "chosen": None, "plain_reference": None, "noise": None}
-        pair = {"pair": "target", "backend": "gguf", "grown": False}
-        part["chosen"] = {**pair, "length": 4, "speedup": 1, "speedup_low": 1, "speedup_high": 1}
-        part["chosen"] |= {"tokens_per_second": 1.0}
-        part["plain_reference"] = {**pair, "library": "x", "plain_tokens_per_second": 1.0}
-        part["plain_reference"] |= {"library_tokens_per_second": 1.0, "ratio": 1.0}
-        part["noise"] = {**pair, "largest_logit_difference": 0.0}
-        part["costs"] = {
-            **pair,
-            "token": 1.0,
-            "lengths": [1],
-            "verify": [1.2],
-            "target_prompt": 0.5,
-            "draft_prompt": 0.1,
-        }
-        part["costs"] |= {"by_argmax": [0.1] * 3, "by_distribution": [0.2] * 3}
-        report = {"command": "", "machine": {}, "prompts": 1, "new_tokens": 1, "sampler": {}, "parts": [part]}
-        (tmp_path / "speedup.json").write_text(json.dumps(report))
-        read_result(tmp_path / "speedup.json", SpeedupReport)
+        part = replace(report.parts[0], measurements=[plain, *rows])
+        write_result(run.path("speedup.json"), replace(report, parts=[part]))
         assert advice_of(run, frozenset({"speedup", "profile", "train"})) == expected
     assert set(FLOORS) == {"p_min", "p_min-after"}
 

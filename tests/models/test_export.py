@@ -9,21 +9,21 @@ import os
 import random
 import shutil
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from test_gguf_reference import script
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from distill.errors import DataError, RunError
@@ -92,12 +92,15 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer()
 
 
-COMMON = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
+    "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "bos_token_id": None,
+    "pad_token_id": None,
     "initializer_range": 0.15,  # far from uniform, so that a wrong weight shows
 }
 LLAMA3_ROPE = {
@@ -108,46 +111,45 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-BUILDERS = {
-    "qwen2-tied": lambda v: Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=v, intermediate_size=96, num_key_value_heads=2, tie_word_embeddings=True, **COMMON)
-    ),
-    "qwen2-untied": lambda v: Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=v, intermediate_size=160, num_key_value_heads=4, tie_word_embeddings=False, **COMMON)
-    ),
-    "qwen3": lambda v: Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=v, intermediate_size=96, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, **COMMON
-        )
-    ),
-    "llama": lambda v: LlamaForCausalLM(
-        LlamaConfig(vocab_size=v, intermediate_size=96, num_key_value_heads=2, **COMMON, rms_norm_eps=1e-5)
-    ),
-    "llama-3-rope": lambda v: LlamaForCausalLM(
-        LlamaConfig(vocab_size=v, intermediate_size=96, num_key_value_heads=1, rope_parameters=LLAMA3_ROPE, **COMMON)
-    ),
-    "llama-biases": lambda v: LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=v, intermediate_size=96, num_key_value_heads=2, attention_bias=True, mlp_bias=True, **COMMON
-        )
-    ),
-    "qwen2-linear-rope": lambda v: Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=v,
-            intermediate_size=96,
-            num_key_value_heads=2,
-            rope_parameters={"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0},
-            **COMMON,
-        )
-    ),
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0}
+GEMMA = {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 32}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-untied": ("qwen2", {"intermediate_size": 160, "num_key_value_heads": 4, "tie_word_embeddings": False}),
+    "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "llama": ("llama", {"rms_norm_eps": 1e-5}),
+    "llama-3-rope": ("llama", {"num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2-linear-rope": ("qwen2", {"rope_parameters": LINEAR_ROPE}),
+    "qwen3-untied": ("qwen3", {"head_dim": 32}),
+    "llama-linear-rope": ("llama", {"rope_parameters": LINEAR_ROPE | {"rope_theta": 2e4, "factor": 4.0}}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
+    "gemma": ("gemma", {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": ("gemma2", GEMMA | {"sliding_window": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
+    "gemma3": ("gemma3_text", GEMMA | {"sliding_window": 16, "num_hidden_layers": 7}),
+    "phi3": ("phi3", {"original_max_position_embeddings": 512}),
+    "phi3-long": ("phi3", script.longrope(16)),
+    "phi3-partial": ("phi3", script.longrope(12, partial_rotary_factor=0.75)),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "granite": ("granite", script.GRANITE | {"logits_scaling": 2.0}),  # less flat
+    "qwen3-yarn": ("qwen3", {"head_dim": 32, "rope_parameters": script.YARN}),
 }
 
 
 def build(
-    kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast, extra_rows: int = 5, dtype: torch.dtype = torch.float32
+    name: str,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    extra_rows: int = 5,
+    dtype: torch.dtype = torch.float32,
+    **more: Any,
 ) -> torch.nn.Module:
+    """A model of a family in a folder, in this type; returned in fp32."""
     torch.manual_seed(7)
-    model = BUILDERS[kind](len(tokenizer) + extra_rows).eval()
+    kind, values = FAMILIES[name]
+    sizes = {"vocab_size": len(tokenizer) + extra_rows, "eos_token_id": tokenizer.eos_token_id, **values, **more}
+    config = AutoConfig.for_model(kind, **(SIZES | sizes))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms of one and biases of zero would hide mistakes
@@ -177,9 +179,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: PreTrain
 
 
 @needs_llama
-@pytest.mark.parametrize("kind", BUILDERS)
-def test_logits_equal_transformers(kind: str, tmp_path: Path, small_tokenizer: PreTrainedTokenizerFast) -> None:
-    model = build(kind, tmp_path / "model", small_tokenizer)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_transformers(name: str, tmp_path: Path, small_tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build(name, tmp_path / "model", small_tokenizer)
     ids = some_ids(len(small_tokenizer), 200)
     expected = reference(model, ids)[:, : len(small_tokenizer)].log_softmax(-1)
     report = export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f32")
@@ -188,10 +190,12 @@ def test_logits_equal_transformers(kind: str, tmp_path: Path, small_tokenizer: P
     with GgufModel(tmp_path / "m.gguf", context=200, threads=1) as gguf:
         assert gguf.head_rows == len(small_tokenizer) + 5 and gguf.vocabulary_size == len(small_tokenizer)
         actual = gguf.extend(ids).full().log_softmax(-1)
-    # The f16 cache is the only rounding; a wrong permutation, bias or norm gives differences above 0.1.
-    assert expected.std() > 0.5
-    assert (actual - expected).abs().max() < 0.02
-    assert (actual - expected).abs().mean() < 0.002
+    # The f16 cache is the only rounding, but for GELU, which llama.cpp computes from an f16 table; a wrong permutation,
+    # bias or norm gives differences above 0.1.
+    exact = name.startswith(("llama", "qwen"))
+    assert expected.std() > (0.5 if exact else 0.2)
+    assert (actual - expected).abs().max() < (0.02 if exact else 0.05)
+    assert (actual - expected).abs().mean() < (0.002 if exact else 0.004)
 
 
 @needs_llama
@@ -228,19 +232,10 @@ def test_parity_reports_a_wrong_file(exported: Path, tmp_path: Path, small_token
     assert parity.top1_agreement < 0.9
 
 
-def test_first_difference() -> None:
-    assert first_difference([1, 2], [1, 2]) is None
-    assert first_difference([1, 2], [1, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2
-
-
 def test_q8_fallback_is_counted(tmp_path: Path, small_tokenizer: PreTrainedTokenizerFast) -> None:
     import gguf
 
-    torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=len(small_tokenizer), intermediate_size=100, num_key_value_heads=2, **COMMON)
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    small_tokenizer.save_pretrained(tmp_path / "model")
+    build("qwen2-tied", tmp_path / "model", small_tokenizer, intermediate_size=100)
     report = export_gguf(tmp_path / "model", tmp_path / "m.gguf", "q8_0", source_model_name="Named")
     types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     assert report.fallback_tensors == 2
@@ -353,9 +348,8 @@ def test_real_tokenizers(name: str, tmp_path: Path) -> None:
     if not source.is_dir():
         pytest.skip(f"{source} is not here; set DISTILL_SHARED")
     tokenizer = AutoTokenizer.from_pretrained(source)
-    small = COMMON | {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
-    config = Qwen2Config(vocab_size=len(tokenizer) + 3, intermediate_size=64, num_key_value_heads=1, **small)
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "m")
+    small = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "num_key_value_heads": 1}
+    build("qwen2-tied", tmp_path / "m", tokenizer, extra_rows=3, **small)
     for file in source.iterdir():
         shutil.copy(file, tmp_path / "m")
     export_gguf(tmp_path / "m", tmp_path / "m.gguf", "f16")
@@ -423,30 +417,6 @@ def test_pad_single_is_bitwise_lossless(exported: Path, outtype: str) -> None:
 
 
 @needs_llama
-def test_greedy_drafting_is_lossless(exported: Path) -> None:
-    """Greedy speculative decoding with a draft that is often wrong gives the very text of plain decoding."""
-    with GgufModel(exported.parent / "f16.gguf", context=128, threads=1, pad_single=True) as gguf:
-        prompt = some_ids(gguf.vocabulary_size, 9, 11)
-        plain, best = [], gguf.extend(prompt, want=[8]).argmax()[0]
-        for _ in range(60):
-            plain.append(best)
-            best = gguf.extend([best]).argmax()[0]
-        gguf.reset()
-        chooser = random.Random(0)
-        text = [gguf.extend(prompt, want=[8]).argmax()[0]]
-        while len(text) < 60:
-            draft = [t if chooser.random() < 0.7 else 3 for t in plain[len(text) : len(text) + 4]]
-            length = gguf.lengths[0]
-            answers = gguf.extend([text[-1], *draft]).argmax()
-            accepted = 0
-            while accepted < len(draft) and draft[accepted] == answers[accepted]:
-                accepted += 1
-            text += answers[: accepted + 1]
-            gguf.rollback([length + accepted + 1])
-        assert text[:60] == plain
-
-
-@needs_llama
 def test_logits_object(exported: Path) -> None:
     with GgufModel(exported.parent / "f32.gguf", context=300, batch=32, threads=1) as gguf:
         ids = some_ids(gguf.vocabulary_size, 97)  # three chunks, and one token over
@@ -475,7 +445,7 @@ def test_logits_object(exported: Path) -> None:
 
 @needs_llama
 def test_top_breaks_ties_by_id(exported: Path) -> None:
-    from distill.models.gguf.logits import GgufLogits
+    from distill.models.gguf.context import GgufLogits
 
     with GgufModel(exported.parent / "f32.gguf", context=8) as gguf:
         rows = np.array([[0, 2, 1, 2, 1, 1, 0], [5, 5, 5, 5, 5, 5, 5]], dtype=np.float32)
@@ -494,7 +464,7 @@ def test_misuse_is_refused_before_c(exported: Path) -> None:
         ({"tokens": []}, "at least one"),
         ({"tokens": [gguf.vocabulary_size]}, "token ids"),
         ({"tokens": [-1]}, "token ids"),
-        ({"tokens": [1] * 14}, "exceed the context"),
+        ({"tokens": [1] * 14}, "do not fit a context"),
         ({"tokens": [1, 2], "counts": [1, 1]}, "counts"),
         ({"tokens": [1, 2], "want": [2]}, "want"),
         ({"tokens": [1, 2], "want": [-1]}, "want"),
@@ -608,34 +578,36 @@ def test_tokenizers_that_cannot_be_exported(folder: Path) -> None:
         path.write_text(json.dumps(content | changes))
         with pytest.raises(DataError, match=message):
             export_gguf(folder, folder / "out.gguf", "f16")
-    path.write_text("{")
-    with pytest.raises(DataError, match="JSON"):
-        export_gguf(folder, folder / "out.gguf", "f16")
-    path.unlink()
-    with pytest.raises(DataError, match="does not exist"):
-        export_gguf(folder, folder / "out.gguf", "f16")
 
 
-def test_missing_end_token_is_refused(folder: Path) -> None:
+def without_end_token(folder: Path) -> None:
     edit(folder / "tokenizer_config.json", eos_token=None)
     edit(folder / "config.json", eos_token_id=None)
-    with pytest.raises(DataError, match="end-of-text"):
-        export_gguf(folder, folder / "out.gguf", "f16")
 
 
-def test_damaged_or_missing_weights(folder: Path) -> None:
-    weights = folder / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[: len(content) // 2])
-    with pytest.raises(DataError, match="damaged"):
-        export_gguf(folder, folder / "out.gguf", "f16")
-    weights.unlink()
-    with pytest.raises(DataError, match=r"model\.safetensors"):
-        export_gguf(folder, folder / "out.gguf", "f16")
-    with pytest.raises(DataError, match="not a folder"):
-        export_gguf(folder / "nowhere", folder / "out.gguf", "f16")
-    with pytest.raises(DataError, match="q9_9"):
-        export_gguf(folder, folder / "out.gguf", "q9_9")
+def truncated(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "outtype", "message"),
+    [
+        (without_end_token, "f16", "end-of-text"),
+        (lambda folder: truncated(folder / "model.safetensors"), "f16", "damaged"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "f16", r"model\.safetensors"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "f16", "JSON"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "f16", "does not exist"),
+        (lambda folder: shutil.rmtree(folder), "f16", "not a folder"),
+        (lambda folder: None, "q9_9", "q9_9"),
+    ],
+)
+def test_damaged_folders(
+    damage: Callable[[Path], object], outtype: str, message: str, folder: Path, tmp_path: Path
+) -> None:
+    damage(folder)
+    with pytest.raises(DataError, match=message):
+        export_gguf(folder, tmp_path / "out.gguf", outtype)
 
 
 def test_weights_that_a_type_cannot_hold(folder: Path) -> None:
@@ -663,14 +635,6 @@ def test_full_disk_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RunError, match="the disk is full"):
         export_gguf(folder, folder / "out.gguf", "f16")
     assert not list(folder.glob("*out.gguf*"))
-
-
-def test_report_is_frozen(folder: Path) -> None:
-    report = export_gguf(folder, folder / "new" / "out.gguf", "bf16")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        report.outtype = "f16"  # type: ignore[misc]
-    assert report.path == folder / "new" / "out.gguf"
-    assert [p.name for p in (folder / "new").iterdir()] == ["out.gguf"]
 
 
 def test_missing_llama_cpp_names_the_extra(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Families of models in GGUF: the logits of transformers in llama.cpp, what is refused, and K-types."""
+"""Families of models in GGUF that are refused, K-types, importance matrices, and the command."""
 
 from __future__ import annotations
 
@@ -8,77 +8,20 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
-from test_export import held_out_texts, needs_llama, reference, some_ids, train_tokenizer
-from test_gguf_reference import script
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from test_export import SIZES, build, held_out_texts, needs_llama, train_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from distill.errors import DataError
 from distill.export.parity import Source, compare, faults_of
-from distill.models.conversion.importance import importance_of
 from distill.models.conversion.model_shape import read_shape
+from distill.models.conversion.quantise import importance_of
 from distill.models.conversion.writer import export_files, export_gguf
-from distill.models.gguf.model import GgufModel
 from distill.recipe.gguf import OUTTYPES
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "pad_token_id": None,
-    "initializer_range": 0.15,
-}
-GEMMA = {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 32}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
-    "gemma": ("gemma", {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}),
-    "gemma2": ("gemma2", GEMMA | {"sliding_window": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
-    "gemma3": ("gemma3_text", GEMMA | {"sliding_window": 16, "num_hidden_layers": 7}),
-    "phi3": ("phi3", {"original_max_position_embeddings": 512}),
-    "phi3-long": ("phi3", script.longrope(16)),
-    "phi3-partial": ("phi3", script.longrope(12, partial_rotary_factor=0.75)),
-    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
-    "granite": ("granite", script.GRANITE | {"logits_scaling": 2.0}),  # less flat
-    "qwen3-yarn": ("qwen3", {"head_dim": 32, "rope_parameters": script.YARN}),
-}
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer(size=512)
-
-
-def build(kind: str, more: dict[str, Any], folder: Path, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
-    torch.manual_seed(5)
-    values = SIZES | {"vocab_size": len(tokenizer) + 3, "eos_token_id": tokenizer.eos_token_id} | more
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values), attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.copy_(parameter + 0.3 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model
-
-
-@needs_llama
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_equal_transformers(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    kind, more = FAMILIES[name]
-    model = build(kind, more, tmp_path / "model", tokenizer)
-    ids = some_ids(len(tokenizer), 200)
-    expected = reference(model, ids)[:, : len(tokenizer)].log_softmax(-1)
-    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f32")
-    with GgufModel(tmp_path / "m.gguf", context=200, threads=1) as gguf:
-        actual = gguf.extend(ids).full().log_softmax(-1)
-    assert expected.std() > 0.2
-    # llama.cpp computes GELU from an f16 table, and its cache is f16.
-    assert (actual - expected).abs().max() < 0.05
-    assert (actual - expected).abs().mean() < 0.004
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -119,7 +62,8 @@ def test_a_window_that_llama_cpp_leaves_out_is_told(tmp_path: Path) -> None:
 def wide(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A qwen2 with rows of 256, which K-types divide."""
     folder = tmp_path_factory.mktemp("wide") / "model"
-    build("qwen2", {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.06}, folder, tokenizer)
+    wide = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.06}
+    build("qwen2-untied", folder, tokenizer, **wide)
     return folder
 
 
@@ -225,7 +169,7 @@ def test_importance_measured_on_a_text(tmp_path: Path) -> None:
 def test_command_checks_and_says_so(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build("qwen2", {}, tmp_path / "model", tokenizer)
+    build("qwen2-untied", tmp_path / "model", tokenizer)
     arguments = ("export-gguf", tmp_path / "model", "--to", tmp_path / "out", "--outtype", "q4_k_m")
     assert tiny.call(*arguments) == 0
     line = capsys.readouterr().out
@@ -243,7 +187,7 @@ def test_command_checks_and_says_so(
 
     def other(*given: Any, **options: Any) -> Any:
         report = real(*given, **options)
-        build("qwen2", {"initializer_range": 0.3}, tmp_path / "model", tokenizer)
+        build("qwen2-untied", tmp_path / "model", tokenizer, initializer_range=0.3)
         return report
 
     with mock.patch.object(writer, "export_files", other):
@@ -267,7 +211,7 @@ def test_command_checks_and_says_so(
 def test_model_cards_that_cannot_be_read(
     file: str, content: str | bytes, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    build("qwen2", {"num_hidden_layers": 1}, tmp_path / "model", tokenizer)
+    build("qwen2-untied", tmp_path / "model", tokenizer, num_hidden_layers=1)
     (tmp_path / "model" / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
         export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16")
@@ -277,7 +221,7 @@ def test_model_cards_that_cannot_be_read(
 @needs_llama
 @pytest.mark.parametrize("outtype", ["f16", "q4_k_m"])
 def test_a_missing_shard_leaves_no_file(outtype: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    model = build("qwen2", {}, tmp_path / "model", tokenizer)
+    model = build("qwen2-untied", tmp_path / "model", tokenizer)
     (tmp_path / "model" / "model.safetensors").unlink()
     model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
     shard = sorted((tmp_path / "model").glob("model-*.safetensors"))[1]
@@ -291,8 +235,8 @@ def test_a_missing_shard_leaves_no_file(outtype: str, tmp_path: Path, tokenizer:
 def test_a_draft_is_held_against_its_target(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build("qwen2", {}, tmp_path / "model", tokenizer)
-    build("qwen2", {}, tmp_path / "other", train_tokenizer(size=560))
+    build("qwen2-untied", tmp_path / "model", tokenizer)
+    build("qwen2-untied", tmp_path / "other", train_tokenizer(size=560))
     for name in ("model", "other"):
         export_gguf(tmp_path / name, tmp_path / f"{name}.gguf", "f16")
     arguments = ("export-gguf", tmp_path / "model", "--outtype", "bf16", "--no-check", "--to", tmp_path / "out")

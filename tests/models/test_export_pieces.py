@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -53,14 +54,12 @@ def test_ids_equal(name: str, tmp_path: Path) -> None:
         # There, Hugging Face treats the text after a special token as llama.cpp does.
         texts += [f"a{token}b {token} c" for token in special]
     file = GgufFile(tmp_path / "v.gguf", vocabulary_only=True)
-    try:
+    with contextlib.closing(file):
         for text in texts:
             ids = tokenizer.encode(text, add_special_tokens=False).ids
             assert file.tokenize(as_llama_reads(tokenizer, text), parse_special=True) == ids, text
             if not any(token in text for token in special):
                 assert file.detokenize(ids) == prefix + as_llama_reads(tokenizer, text).encode(), text
-    finally:
-        file.close()
 
 
 @needs_tokenizers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import json
 import struct
@@ -11,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_export import HARD_TEXTS, held_out_texts, needs_llama
-from test_export_families import build
+from test_export import HARD_TEXTS, build, held_out_texts, needs_llama
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from toys import replacements
 from transformers import PreTrainedTokenizerFast
@@ -27,8 +27,8 @@ from distill.models.conversion.llama_tokenizer import (
     as_llama_reads,
     write_vocabulary,
 )
+from distill.models.conversion.pieces import unigram_pieces
 from distill.models.conversion.tokenizer import read_tokenizer
-from distill.models.conversion.unigram import unigram_pieces
 from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.file import GgufFile
 
@@ -106,7 +106,7 @@ def test_ids_equal(kind: str, prefix: bool, merge: bool, tmp_path: Path) -> None
         texts = [text for text in texts if not set(text) & set("\u2028\u3000")]
     if kind == "first":  # the text after a special token: docs/export.md
         texts.remove("a</s>b<pad>c")
-    try:
+    with contextlib.closing(file):
         unknown = 0
         for text in texts:
             ids = plain.encode(text, add_special_tokens=False).ids
@@ -115,13 +115,11 @@ def test_ids_equal(kind: str, prefix: bool, merge: bool, tmp_path: Path) -> None
         assert unknown > 2
         back = file.detokenize(plain.encode("def f(x): return x", add_special_tokens=False).ids)
         assert back.removeprefix(b" ") == b"def f(x): return x"
-    finally:
-        file.close()
 
 
 @needs_llama
 def test_a_decoder_with_unigram(tmp_path: Path) -> None:
-    build("llama", {}, tmp_path / "model", train("t5"))
+    build("llama", tmp_path / "model", train("t5"))
     export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16")
     parity = compare(tmp_path / "model", tmp_path / "m.gguf", [PROSE, *PROBE, *SPECIAL], 200)
     assert parity.tokenizer_mismatches == [] and faults_of(parity, "f16") == []
@@ -154,12 +152,10 @@ def test_byte_fallback_is_refused_because_llama_cpp_has_none(tmp_path: Path) -> 
     )
     write_vocabulary(tmp_path / "v.gguf", lambda writer: add_tokenizer(writer, found))
     file = GgufFile(tmp_path / "v.gguf", vocabulary_only=True)
-    try:
+    with contextlib.closing(file):
         expected = Tokenizer.from_file(str(path)).encode("한", add_special_tokens=False).tokens
         assert expected == ["▁", "<0xED>", "<0x95>", "<0x9C>"]
         assert [listed[number].text for number in file.tokenize("한")] == ["▁", "<unk>"]
-    finally:
-        file.close()
 
 
 @needs_llama

@@ -24,7 +24,7 @@ from toys import toy
 
 from distill.errors import DataError, RecipeError
 from distill.models.batched import BatchedTorchModel
-from distill.models.gguf.logits import GgufLogits
+from distill.models.gguf.context import GgufLogits
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
 from distill.sampler import Sampler
@@ -50,7 +50,6 @@ SAMPLERS = (
     Sampler(1.0, min_p=0.1),
     Sampler(0, repetition_penalty=1.2),
 )
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import runpy
 import struct
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,16 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from test_export import BUILDERS, HARD_TEXTS, SHARED, held_out_texts, needs_llama, some_ids, train_tokenizer
-from test_export import build as build_plain
-from test_export_families import FAMILIES, build
+from test_export import (
+    FAMILIES,
+    HARD_TEXTS,
+    SHARED,
+    build,
+    held_out_texts,
+    needs_llama,
+    some_ids,
+    train_tokenizer,
+)
 from test_export_unigram import train as train_unigram
 from test_gguf_reference import TOKENIZERS, needs_tokenizers, script
 from tokenizers import Tokenizer
@@ -54,6 +63,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def export(name: str, place: Path, tokenizer: PreTrainedTokenizerFast, outtype: str, **more: Any) -> Path:
+    """A model of a family in place/model, and its file place/m.gguf."""
+    build(name, place / "model", tokenizer, **more)
+    return export_gguf(place / "model", place / "m.gguf", outtype).path
+
+
 def imported(path: Path, out: Path) -> dict[str, torch.Tensor]:
     write_import(read_import(path), out)
     return load_file(out / "model.safetensors")
@@ -67,18 +82,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
-CASES: dict[str, Any] = {
-    **{name: None for name in BUILDERS},
-    **FAMILIES,
-    "qwen3-plain": ("qwen3", {"head_dim": 32}),
-    "llama-old-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 2e4, "factor": 4.0}}),
-}
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.float32) for name in CASES),
+        *((name, torch.float32) for name in FAMILIES),
         *(("llama-biases", dtype) for dtype in (torch.float16, torch.bfloat16)),
         *(("gemma2", dtype) for dtype in (torch.float16, torch.bfloat16)),
         *(("phi3-long", dtype) for dtype in (torch.float16, torch.bfloat16)),
@@ -88,12 +95,8 @@ def test_every_family_comes_back(
     name: str, dtype: torch.dtype, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Weights to the bit, and a config.json under which transformers computes the same logits."""
-    if CASES[name] is None:
-        build_plain(name, tmp_path / "model", tokenizer, dtype=dtype)
-    else:
-        build(*CASES[name], tmp_path / "model", tokenizer).to(dtype).save_pretrained(tmp_path / "model")
     outtype = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
-    export_gguf(tmp_path / "model", tmp_path / "m.gguf", outtype)
+    export(name, tmp_path, tokenizer, outtype, dtype=dtype)
     before, after = weights(tmp_path / "model"), imported(tmp_path / "m.gguf", tmp_path / "back")
     assert before.keys() == after.keys()
     for tensor, one in before.items():
@@ -124,8 +127,7 @@ def test_every_type_is_dequantised_as_the_gguf_package_does(
     import gguf
 
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-    build("llama", wide, tmp_path / "model", tokenizer)
-    export_gguf(tmp_path / "model", tmp_path / "m.gguf", outtype)
+    export("llama", tmp_path, tokenizer, outtype, **wide)
     found = imported(tmp_path / "m.gguf", tmp_path / "back")
     names = {
         "token_embd.weight": "model.embed_tokens.weight",
@@ -146,8 +148,7 @@ def test_every_type_is_dequantised_as_the_gguf_package_does(
 
 @needs_llama
 def test_logits_agree_with_llama_cpp_on_the_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    build("llama", {"hidden_size": 256, "head_dim": 64}, tmp_path / "model", tokenizer)
-    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f32")
+    export("llama", tmp_path, tokenizer, "f32", hidden_size=256, head_dim=64)
     imported(tmp_path / "m.gguf", tmp_path / "back")
     ids = some_ids(len(tokenizer), 120)
     with torch.no_grad():
@@ -164,12 +165,23 @@ def read_back(path: Path) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(found.content))
 
 
-def write_tokenizer(path: Path, tokenizer: GgufTokenizer) -> None:
+def write_tokenizer(path: Path, tokenizer: GgufTokenizer) -> Tokenizer:
+    """A file of this vocabulary alone; returns it as it is read back."""
+
     def add(writer: Any) -> None:
         writer.add_context_length(512)
         add_tokenizer(writer, tokenizer)
 
     write_vocabulary(path, add)
+    return read_back(path)
+
+
+def check_ids(own: Tokenizer, path: Path, texts: Iterable[str], parse_special: bool = True) -> None:
+    """Our tokenizer gives llama.cpp's ids of the file for these texts."""
+    with contextlib.closing(GgufFile(path, vocabulary_only=True)) as file:
+        for text in texts:
+            text = text.replace("\0", "")
+            assert own.encode(text, add_special_tokens=False).ids == file.tokenize(text, parse_special), text[:99]
 
 
 @needs_llama
@@ -180,18 +192,9 @@ def test_ids_of_each_pre_tokenizer_are_those_of_llama_cpp(pre: str, tmp_path: Pa
     vocabulary = content["model"]["vocab"]
     tokens = [token for token, _ in sorted(vocabulary.items(), key=lambda item: item[1])]
     merges = [" ".join(merge) for merge in content["model"]["merges"]]
-
-    write_tokenizer(
-        tmp_path / "v.gguf", GgufTokenizer("gpt2", pre, tokens, [1] * len(tokens), merges=merges, ids={"eos": 0})
-    )
-    file = GgufFile(tmp_path / "v.gguf", vocabulary_only=True)  # the tested build knows every name
-    own = read_back(tmp_path / "v.gguf")
-    try:
-        for text in [*PROBE, *HARD_TEXTS, *held_out_texts()[::7]]:
-            text = text.replace("\0", "")
-            assert own.encode(text, add_special_tokens=False).ids == file.tokenize(text), text[:200]
-    finally:
-        file.close()
+    exported = GgufTokenizer("gpt2", pre, tokens, [1] * len(tokens), merges=merges, ids={"eos": 0})
+    own = write_tokenizer(tmp_path / "v.gguf", exported)  # the tested build knows every name
+    check_ids(own, tmp_path / "v.gguf", [*PROBE, *HARD_TEXTS, *held_out_texts()[::7]], parse_special=False)
 
 
 @needs_llama
@@ -202,20 +205,13 @@ def test_ids_of_sentencepiece(name: str, tmp_path: Path) -> None:
     folder.mkdir()
     rows = script.build_tokenizer(name, TOKENIZERS, folder) + 5
     exported = read_exported(folder, rows, "llama")
-
-    write_tokenizer(tmp_path / "v.gguf", exported)
-    own, file = read_back(tmp_path / "v.gguf"), GgufFile(tmp_path / "v.gguf", vocabulary_only=True)
+    own = write_tokenizer(tmp_path / "v.gguf", exported)
     special = [token["content"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]]
     texts = [*PROBE, *HARD_TEXTS[1:], *held_out_texts()[::5], f"a{special[-1]}b {special[0]} c"]
-    try:
-        for text in texts:
-            text = text.replace("\0", "")
-            assert own.encode(text, add_special_tokens=False).ids == file.tokenize(text, parse_special=True), text[:99]
-        ids = own.encode("def f(x):\n  return 'é 你 👩'", add_special_tokens=False).ids
-        assert own.decode(ids, skip_special_tokens=False) == "def f(x):\n  return 'é 你 👩'"
-        assert own.encode("a").ids[0] == exported.ids["bos"]
-    finally:
-        file.close()
+    check_ids(own, tmp_path / "v.gguf", texts)
+    ids = own.encode("def f(x):\n  return 'é 你 👩'", add_special_tokens=False).ids
+    assert own.decode(ids, skip_special_tokens=False) == "def f(x):\n  return 'é 你 👩'"
+    assert own.encode("a").ids[0] == exported.ids["bos"]
 
 
 @needs_llama
@@ -224,20 +220,15 @@ def test_ids_of_unigram(kind: str, tmp_path: Path) -> None:
     tokenizer = train_unigram(kind)
     tokenizer.save_pretrained(tmp_path)
     exported = read_exported(tmp_path, len(tokenizer) + 3, "llama")
-
-    write_tokenizer(tmp_path / "v.gguf", exported)
-    own, file = read_back(tmp_path / "v.gguf"), GgufFile(tmp_path / "v.gguf", vocabulary_only=True)
+    own = write_tokenizer(tmp_path / "v.gguf", exported)
     (tmp_path / "again").mkdir()
     own.save(str(tmp_path / "again" / "tokenizer.json"))
     (tmp_path / "again" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     again = read_exported(tmp_path / "again", len(tokenizer) + 3, "llama")  # what was imported can be exported
     assert (again.spacing, again.tokens, again.scores) == (exported.spacing, exported.tokens, exported.scores)
-    try:
-        for text in [*PROBE, "a  b   c", " x ", "one</s>two", "naïve ½ Ⅷ"]:
-            text = " ".join(text.split()) if kind == "t5" else text.replace("\u3000", " ")
-            assert own.encode(text, add_special_tokens=False).ids == file.tokenize(text, parse_special=True), text[:99]
-    finally:
-        file.close()
+    texts = [*PROBE, "a  b   c", " x ", "one</s>two", "naïve ½ Ⅷ"]
+    spaced = (" ".join(text.split()) if kind == "t5" else text.replace("\u3000", " ") for text in texts)
+    check_ids(own, tmp_path / "v.gguf", spaced)
 
 
 @needs_llama
@@ -254,9 +245,8 @@ def test_real_tokenizers_come_back(name: str, tmp_path: Path) -> None:
         pytest.skip(f"{source} is not here; set DISTILL_SHARED")
     rows = len(AutoTokenizer.from_pretrained(source))
     exported = read_exported(source, rows, "llama")
-
-    write_tokenizer(tmp_path / "v.gguf", exported)
-    before, after = Tokenizer.from_file(str(source / "tokenizer.json")), read_back(tmp_path / "v.gguf")
+    before = Tokenizer.from_file(str(source / "tokenizer.json"))
+    after = write_tokenizer(tmp_path / "v.gguf", exported)
     for text in [*HARD_TEXTS[2:6], HARD_TEXTS[7], *PROBE, *held_out_texts()[::6]]:
         text = text.lstrip(" ") if name == "llama-2" else text  # docs/export.md: llama.cpp's space before every text
         assert before.encode(text, add_special_tokens=False).ids == after.encode(text, add_special_tokens=False).ids
@@ -265,7 +255,7 @@ def test_real_tokenizers_come_back(name: str, tmp_path: Path) -> None:
 
 def test_template_and_ends_come_back(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """The folder renders chats alike; the end of a turn ends an answer beside eos, because the template writes it."""
-    build("llama", {}, tmp_path / "model", tokenizer)
+    build("llama", tmp_path / "model", tokenizer)
     tokenizer.save_pretrained(tmp_path / "model")
     export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16")
     found = read_import(tmp_path / "m.gguf")
@@ -284,8 +274,7 @@ def test_template_and_ends_come_back(tmp_path: Path, tokenizer: PreTrainedTokeni
 def test_a_file_is_a_model_wherever_a_folder_is(
     tmp_path: Path, cache: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build("llama", {}, tmp_path / "model", tokenizer)
-    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f32")
+    export("llama", tmp_path, tokenizer, "f32")
     file = str(tmp_path / "m.gguf")
     assert len(hugging_face.load_tokenizer(file)) == len(tokenizer)
     assert hugging_face.load_config(file).model_type == "llama"
@@ -301,8 +290,7 @@ def test_a_file_is_a_model_wherever_a_folder_is(
         assert pair.backend == "pytorch"
     # Another content under the same name is another folder.
     first = folder_of(file)
-    build("llama", {"num_hidden_layers": 3}, tmp_path / "model", tokenizer)
-    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f32")
+    export("llama", tmp_path, tokenizer, "f32", num_hidden_layers=3)
     assert folder_of(file) != first and hugging_face.load_config(file).num_hidden_layers == 3
 
 
@@ -332,15 +320,13 @@ def replaced(path: Path, out: Path, old: bytes, new: bytes) -> Path:
 def test_what_is_unknown_is_refused_by_name(
     old: bytes, new: bytes, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    build("llama", {}, tmp_path / "model", tokenizer)
-    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16")
+    export("llama", tmp_path, tokenizer, "f16")
     with pytest.raises(DataError, match=message):
         read_import(replaced(tmp_path / "m.gguf", tmp_path / "x.gguf", old, new))
 
 
 def test_a_file_cut_short_leaves_no_folder(tmp_path: Path, cache: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    build("llama", {}, tmp_path / "model", tokenizer)
-    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16")
+    export("llama", tmp_path, tokenizer, "f16")
     data = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(data[: len(data) - 500])
     with pytest.raises(DataError, match="it ends after"):
@@ -418,8 +404,7 @@ def test_a_file_that_is_never_loaded_answers_itself(world: Path, tmp_path: Path)
 
 
 def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]) -> None:
-    build("llama", {}, tmp_path / "model", tokenizer)
-    export_gguf(tmp_path / "model", tmp_path / "m.gguf", "q8_0")
+    export("llama", tmp_path, tokenizer, "q8_0")
     assert tiny.call("import-gguf", tmp_path / "m.gguf", tmp_path / "half", "--dtype", "bfloat16") == 0
     printed = capsys.readouterr().out
     assert "Q8_0 dequantised" in printed and "an answer ends with <|endoftext|>, <|im_end|>" in printed
@@ -451,14 +436,9 @@ def questions() -> list[str]:
 @needs_llama
 def test_tokenizer_of_a_real_file(tmp_path: Path) -> None:
     path = smollm2()
-    own, file = read_back(path), GgufFile(path, vocabulary_only=True)
-    try:
-        for text in [*PROBE, *HARD_TEXTS, *questions(), "<|im_start|>user\n12345<|im_end|>"]:
-            text = text.replace("\0", "")
-            if not set(text.encode()) & {4, 6, 19, 20, 22, 29, 241, 242}:  # bytes that this vocabulary lacks
-                assert own.encode(text, add_special_tokens=False).ids == file.tokenize(text, parse_special=True), text
-    finally:
-        file.close()
+    lacking = {4, 6, 19, 20, 22, 29, 241, 242}  # bytes that this vocabulary has no tokens for
+    texts = [*PROBE, *HARD_TEXTS, *questions(), "<|im_start|>user\n12345<|im_end|>"]
+    check_ids(read_back(path), path, (text for text in texts if not set(text.encode()) & lacking))
     found = read_import(path)
     assert found.quantised == ["Q4_1", "Q8_0"] and found.tokenizer.ends == [2]
     tokenizer = hugging_face.load_tokenizer(str(path))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import random
 import shutil
 import time
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_export import SHARED, edit, needs_llama
 from tokenizers import Tokenizer, models, processors
 from toys import save_toy, toy, toy_tokenizer
 
@@ -23,17 +22,16 @@ from distill.models.metadata import VocabularyMetadata
 from distill.models.pairs import PairReport, compare_pair, require_pair
 from distill.models.trimmed_head import write_kept
 
-SHARED = Path(os.environ.get("DISTILL_SHARED", Path(__file__).resolve().parents[3] / "shared"))
-needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
 needs_shared = pytest.mark.skipif(not (SHARED / "tokenizers").is_dir(), reason="no real tokenizers are here")
 
 # 256 byte tokens make these loadable as any kind of vocabulary; Ċ is what byte-level BPE needs of a line's end.
 WORDS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "Ċ", "Ġ", "▁", "[UNK]", "ĠĊ"]
 
 
-def write_file(path: Path, words: list[str] | None = None, kind: str = "gpt2", **keys: Any) -> str:
-    """A GGUF file of a vocabulary alone; a key given as None is left out."""
+def write_file(path: Path, words: list[str] | None = None, kind: str = "gpt2", rows: int = 0, **keys: Any) -> str:
+    """A GGUF file of a vocabulary, with so many rows of embeddings; a key given as None is left out."""
     import gguf
+    import numpy
 
     words = WORDS if words is None else words
     settings: dict[str, Any] = {
@@ -52,6 +50,8 @@ def write_file(path: Path, words: list[str] | None = None, kind: str = "gpt2", *
     for key, value in settings.items():
         if value is not None:
             getattr(writer, f"add_{key}")(value)
+    if rows:
+        writer.add_tensor("token_embd.weight", numpy.zeros((rows, 32), dtype=numpy.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -134,10 +134,6 @@ def copied(model: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def edit(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 def test_a_model_fits_its_own_file(model: Path) -> None:
     folder, file = str(model), str(model.with_suffix(".gguf"))
     for target, draft in ((folder, file), (file, folder), (folder, folder), (file, file)):
@@ -161,6 +157,7 @@ def test_a_whole_file_is_read_as_llama_cpp_reads_it(model: Path) -> None:
         assert (metadata.context, metadata.rows) == (context, loaded.head_rows)
 
 
+ADDED: dict[str, dict[str, Any]] = {f"other {end}": {f"add_{end}_token": True} for end in ("bos", "eos")}  # in both
 # What differs in the draft's file; whether the rules of distill, llama.cpp and vLLM hold; words of the first reason.
 CASES: dict[str, tuple[dict[str, Any], tuple[bool, bool, bool], str]] = {
     "nothing": ({}, (True, True, True), ""),
@@ -180,6 +177,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[bool, bool, bool], str]] = {
     "one more": ({"words": [*WORDS, "more"]}, (False, True, False), f"token {len(WORDS)} is no token in the target an"),
     "add_bos": ({"add_bos_token": True}, (True, False, True), "the draft adds its bos token to a text, the target doe"),
     "add_eos": ({"add_eos_token": True}, (True, False, True), "the draft adds its eos token"),
+    "other bos": ({"bos_token_id": 9}, (True, False, True), "bos token that is added is 1 in the target and 9 in the"),
+    "other eos": ({"eos_token_id": 9}, (True, False, True), "eos token that is added is 2 in the target and 9 in the"),
     "ids that are not added": ({"bos_token_id": 9, "eos_token_id": 9}, (True, True, True), ""),
     "type": ({"kind": "llama", "add_bos_token": False}, (True, False, True), "is of type BPE, the draft's SPM"),
 }
@@ -189,7 +188,9 @@ CASES: dict[str, tuple[dict[str, Any], tuple[bool, bool, bool], str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_rules_on_files(name: str, tmp_path: Path) -> None:
     changes, expected, words = CASES[name]
-    target, draft = write_file(tmp_path / "target.gguf"), write_file(tmp_path / "draft.gguf", **changes)
+    both = ADDED.get(name, {})
+    target = write_file(tmp_path / "target.gguf", **both)
+    draft = write_file(tmp_path / "draft.gguf", **both, **changes)
     report = compare_pair(target, draft)
     assert fits(report)[:3] == expected and report.context is None
     assert report.remedies.keys() == {
@@ -201,18 +202,6 @@ def test_rules_on_files(name: str, tmp_path: Path) -> None:
     assert fits(compare_pair(draft, target))[:3] == expected
     for file in (target, draft):
         assert Loaded(file).same_as(VocabularyMetadata.read(file))
-
-
-@needs_llama
-@pytest.mark.parametrize("end", ["bos", "eos"])
-def test_ids_count_where_they_are_added(end: str, tmp_path: Path) -> None:
-    keys = {f"add_{end}_token": True}
-    target = write_file(tmp_path / "target.gguf", **keys)
-    draft = write_file(tmp_path / "draft.gguf", **keys, **{f"{end}_token_id": 9})
-    report = compare_pair(target, draft)
-    assert fits(report)[:3] == (True, False, True) and not llama_cpp_accepts(target, draft)
-    number = 1 if end == "bos" else 2
-    assert report.llama_cpp == f"the {end} token that is added is {number} in the target and 9 in the draft"
 
 
 def test_every_difference_is_counted(tmp_path: Path) -> None:
@@ -502,25 +491,10 @@ def test_other_files_are_refused(model: Path, tmp_path: Path) -> None:
         ({"token_list": None}, "holds no tokenizer"),
         ({"tokenizer_model": None}, "holds no tokenizer"),
         ({"tokenizer_model": "of-my-own"}, "'of-my-own', which is unknown"),
+        ({"token_list": WORDS[:-1], "rows": len(WORDS)}, f"names {len(WORDS) - 1} tokens but embeds {len(WORDS)}"),
     ):
         write_file(path, **changes)
         refused(words)
-
-
-def test_a_file_with_fewer_tokens_than_rows_is_refused(tmp_path: Path) -> None:
-    import gguf
-    import numpy
-
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(WORDS[:-1])
-    writer.add_tensor("token_embd.weight", numpy.zeros((len(WORDS), 32), dtype=numpy.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(DataError, match=f"names {len(WORDS) - 1} tokens but embeds {len(WORDS)}"):
-        VocabularyMetadata.read(str(tmp_path / "a.gguf"))
 
 
 def test_a_large_vocabulary_is_read_in_seconds(tmp_path: Path) -> None:

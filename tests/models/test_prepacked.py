@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEAST", 1)
+    monkeypatch.setattr(module, "MIN_VALUES", 1)
 
 
 def linear_layers(model: Any) -> list[str]:
@@ -104,9 +104,9 @@ def test_what_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     model = toy("llama")
     off = torch_decoder(model, pytorch=PyTorch(prepack=False))
     assert isinstance(off, TorchModel) and off.model is model
-    monkeypatch.setattr(module, "LEAST", model.lm_head.weight.numel())
+    monkeypatch.setattr(module, "MIN_VALUES", model.lm_head.weight.numel())
     assert "lm_head" not in linear_layers(prepacked(model)[0]) and len(linear_layers(prepacked(model)[0])) > 3
-    monkeypatch.setattr(module, "LEAST", 1)
+    monkeypatch.setattr(module, "MIN_VALUES", 1)
     double = copy.deepcopy(model).double()
     assert prepacked(double) == (double, "")
     hooked = copy.deepcopy(model)

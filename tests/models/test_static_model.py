@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_batch import any_calls
-from test_tree_cache import Mirror, check_refusals, close, prefill
+from test_tree_cache import Mirror, close, prefill
 from toys import KINDS, toy
 from transformers import MambaConfig, MambaForCausalLM
 
@@ -77,7 +77,6 @@ def test_eager_attention_and_trees() -> None:
 
 
 def test_refusals_change_nothing() -> None:
-    check_refusals(StaticTorchModel(toy(seed=3, max_position_embeddings=16)), close)
     rows = StaticTorchModel(HUGGING_FACE["llama"], rows=2)
     rows.extend([1, 2, 3, 4], [1, 3])
     for wrong in (
@@ -92,26 +91,6 @@ def test_refusals_change_nothing() -> None:
         with pytest.raises(ValueError):
             wrong()
         assert rows.lengths == [1, 3]
-
-
-def test_a_failure_inside_the_model_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the layers before the failure wrote lies behind the committed tokens."""
-    hugging_face = toy("qwen3", seed=3)
-    mirror = Mirror(StaticTorchModel(hugging_face), lambda text: prefill(HUGGING_FACE["qwen3"], text), close)
-    mirror.chain([1, 2, 3])
-    mirror.tree([4, 5], [-1, 0])
-
-    def broken(*_: Any, **__: Any) -> Any:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(hugging_face.model.layers[1].mlp, "forward", broken)
-    for call in (lambda: mirror.model.extend([6], parents=[1]), lambda: mirror.model.extend([6] * 9, parents=[-1] * 9)):
-        with pytest.raises(MemoryError):
-            call()
-    monkeypatch.undo()
-    mirror.tree([7, 8], [1, -1])
-    mirror.keep([0, 1, 2])
-    mirror.chain([3, 3])
 
 
 def test_an_overflow_does_not_reach_the_next_text() -> None:
@@ -184,14 +163,8 @@ def test_models_that_are_refused() -> None:
             StaticTorchModel(model)
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
-def test_windows_take_chains(kind: str) -> None:
-    model = StaticTorchModel(HUGGING_FACE[kind])
-    model.extend([1, 2])
-    assert model.max_leaves == 0
-    with pytest.raises(ValueError, match="chains"):
-        model.extend([3], parents=[-1])
-    assert StaticTorchModel(toy("mistral", sliding_window=160)).max_leaves > 1000
+def test_windows_take_chains() -> None:
+    assert [StaticTorchModel(HUGGING_FACE[kind]).max_leaves for kind in WINDOWS] == [0] * 4
 
 
 def test_padding_has_no_logits_and_messages_name_the_place() -> None:

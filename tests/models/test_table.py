@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_model import TableModel
+from test_tree_cache import Mirror, check_refusals
 
 from distill.models.base import Logits, Model
 
@@ -56,73 +57,30 @@ def test_same_seed_same_model_and_sharpness_scales() -> None:
         TableModel(3, memory=0)
 
 
+def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(got, expected)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 4))
 def test_any_sequence_of_calls_gives_the_distributions_of_the_paths(seed: int, memory: int) -> None:
     draws = random.Random(seed)
     model = TableModel(4, seed=seed % 7, memory=memory, capacity=60)
-    context: list[int] = []
-    paths: list[list[int]] = []  # of the pending tree's nodes, as node numbers
-    tokens: list[int] = []
+    mirror = Mirror(model, lambda text: torch.tensor(by_hand(model, text), dtype=torch.float64), equal)
     for _ in range(12):
-        new = [draws.randrange(4) for _ in range(draws.randint(1, 4))]
-        wanted = draws.choice([None, [len(new) - 1], [0, 0], []])
-        indices = range(len(new)) if wanted is None else wanted
-        choice = draws.random()
-        if choice < 0.3 and not paths:
-            found = model.extend(new, [len(new)], want=wanted)
-            expected = [by_hand(model, [*context, *new[: i + 1]]) for i in indices]
-            context += new
-        elif choice < 0.7:
-            first = len(paths)
-            parents = [draws.randrange(-1, first + i) for i in range(len(new))]
-            found = model.extend(new, parents=parents, want=wanted)
-            tokens += new
-            for i, parent in enumerate(parents):
-                paths.append([*([] if parent < 0 else paths[parent]), first + i])
-            expected = [by_hand(model, context + [tokens[n] for n in paths[first + i]]) for i in indices]
-        elif choice < 0.85:
-            path = draws.choice([[], *paths])
-            model.keep([path])
-            context += [tokens[node] for node in path]
-            paths, tokens = [], []
-            continue
-        else:
-            del context[draws.randint(0, len(context)) :]
-            model.rollback([len(context)])
-            paths, tokens = [], []
-            continue
-        assert found.full().tolist() == expected
-        assert model.lengths == [len(context)]
+        mirror.step(draws, 99)
 
 
 def test_refusals_change_nothing() -> None:
+    check_refusals(TableModel(12, memory=2, capacity=16), equal)
     model = TableModel(4, capacity=5)
     model.extend([1, 2, 3])
     model.extend([0, 1], parents=[-1, -1])  # branches share a position
     model.extend([2], parents=[1])
-    for call in (
-        lambda: model.extend([1]),
-        lambda: model.extend([1], parents=[3]),
-        lambda: model.extend([1], parents=[-2]),
-        lambda: model.extend([1], parents=[2]),  # the sixth token of its path
-        lambda: model.extend([1, 2], parents=[-1]),
-        lambda: model.extend([4], parents=[-1]),
-        lambda: model.extend([1], parents=[-1], want=[1]),
-        lambda: model.extend([], parents=[]),
-        lambda: model.extend([1], [2], parents=[-1]),
-        lambda: model.keep([[0, 2]]),
-        lambda: model.keep([[2]]),
-        lambda: model.keep([[3]]),
-        lambda: model.keep([[0], [1]]),
-        lambda: model.rollback([4]),
-        lambda: model.rollback([-1]),
-    ):
-        with pytest.raises(ValueError):
-            call()
+    with pytest.raises(ValueError, match="do not fit"):
+        model.extend([1], parents=[2])  # the sixth token of its path
     model.keep([[1, 2]])
-    assert model.lengths == [5]
-    model.rollback([4])
-    assert model.extend([0]).full()[0].tolist() == by_hand(model, [1, 0])
     with pytest.raises(ValueError, match="do not fit"):
         model.extend([0])
+    model.rollback([4])
+    assert model.extend([0]).full()[0].tolist() == by_hand(model, [1, 0])

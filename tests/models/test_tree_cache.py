@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_export import needs_llama
 from toys import KINDS, save_toy, toy, toy_tokenizer
 
 from distill.errors import DataError
@@ -19,12 +19,12 @@ from distill.models.base import ROOT, PendingTree
 from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.library import library
 from distill.models.gguf.model import GgufModel
+from distill.models.static.static_model import StaticTorchModel
 from distill.models.torch_model import TorchModel
 
 torch.set_num_threads(1)
 
 V = 61
-needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
 HUGGING_FACE = {kind: toy(kind, seed=3) for kind in KINDS}
 
 
@@ -157,33 +157,43 @@ def by_depth(parents: list[int]) -> list[list[int]]:
     return [[node for node, depth in enumerate(depths) if depth == level] for level in range(1, max(depths) + 1)]
 
 
-def test_torch_level_by_level_is_all_at_once() -> None:
-    draws = random.Random(4)
-    for kind in KINDS:
-        parents = shaped(draws, 12)
-        tokens = [draws.randrange(V) for _ in parents]
-        whole, levels = TorchModel(HUGGING_FACE[kind]), TorchModel(HUGGING_FACE[kind])
-        for model in (whole, levels):
-            model.extend([3, 1, 4, 1, 5])
-        expected = whole.extend(tokens, parents=parents).full()
-        numbers = {ROOT: ROOT}
+def check_levels(model: Any, draws: random.Random, compare: Callable[..., None]) -> None:
+    """A tree given level by level has the logits of one given at once, and so has a token behind a path of either."""
+    parents = shaped(draws, 12)
+    tokens = [draws.randrange(model.vocabulary_size) for _ in parents]
+    numbers: dict[int, int] = {ROOT: ROOT}
+    for level in by_depth(parents):
+        numbers.update({node: len(numbers) - 1 + i for i, node in enumerate(level)})
+
+    def at_once() -> torch.Tensor:
+        return model.extend(tokens, parents=parents).full()
+
+    def by_levels() -> torch.Tensor:
+        found = {}
         for level in by_depth(parents):
-            got = levels.extend([tokens[n] for n in level], parents=[numbers[parents[n]] for n in level]).full()
-            numbers.update({n: len(numbers) - 1 + i for i, n in enumerate(level)})
-            close(got, expected[level])
-        for node in (11, 3):
-            path, at = [], node
-            while at != ROOT:
-                path.append(at)
-                at = parents[at]
-            whole.rollback([5])
-            levels.rollback([5])
-            whole.extend(tokens, parents=parents)
-            for level in by_depth(parents):
-                levels.extend([tokens[n] for n in level], parents=[numbers[parents[n]] for n in level])
-            whole.keep([path[::-1]])
-            levels.keep([[numbers[n] for n in reversed(path)]])
-            close(whole.extend([7]).full(), levels.extend([7]).full())
+            got = model.extend([tokens[n] for n in level], parents=[numbers[parents[n]] for n in level]).full()
+            found.update(zip(level, got, strict=True))
+        return torch.stack([found[node] for node in range(len(parents))])
+
+    model.reset()
+    model.extend([3, 1, 4, 1, 5])
+    for node in (11, 3):
+        path, at, rows = [], node, []
+        while at != ROOT:
+            path.append(at)
+            at = parents[at]
+        for grow, names in ((at_once, range(12)), (by_levels, numbers)):
+            rows.append(grow())
+            model.keep([[names[n] for n in reversed(path)]])
+            rows.append(model.extend([7]).full())
+            model.rollback([5])
+        for one, other in zip((*rows[0], *rows[1]), (*rows[2], *rows[3]), strict=True):
+            compare(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_level_by_level_is_all_at_once(kind: str) -> None:
+    check_levels(TorchModel(HUGGING_FACE[kind]), random.Random(4), close)
 
 
 def refusals(model: Any) -> list[Callable[[], Any]]:
@@ -234,7 +244,8 @@ def check_refusals(model: Any, compare: Callable[..., None]) -> None:
 
 
 def test_torch_refusals_change_nothing() -> None:
-    check_refusals(TorchModel(toy(seed=3, max_position_embeddings=16)), close)
+    for kind in (TorchModel, StaticTorchModel):
+        check_refusals(kind(toy(seed=3, max_position_embeddings=16)), close)
     model = TorchModel(HUGGING_FACE["llama"])
     model.extend([1, 2])
     for want in ([2], [-1], [0, 5]):
@@ -243,10 +254,11 @@ def test_torch_refusals_change_nothing() -> None:
     close(model.extend([3]).full()[0], prefill(HUGGING_FACE["llama"], [1, 2, 3]))
 
 
-def test_torch_failure_inside_the_model_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that fails leaves the layers before it longer: they are cut again."""
+@pytest.mark.parametrize("kind", [TorchModel, StaticTorchModel])
+def test_torch_failure_inside_the_model_changes_nothing(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that fails leaves the layers before it longer: they are cut again, or overwritten."""
     hugging_face = toy("qwen3", seed=3)
-    mirror = Mirror(TorchModel(hugging_face), lambda text: prefill(HUGGING_FACE["qwen3"], text), close)
+    mirror = Mirror(kind(hugging_face), lambda text: prefill(HUGGING_FACE["qwen3"], text), close)
     mirror.chain([1, 2, 3])
     mirror.tree([4, 5], [-1, 0])
 
@@ -254,24 +266,26 @@ def test_torch_failure_inside_the_model_changes_nothing(monkeypatch: pytest.Monk
         raise MemoryError("no room")
 
     monkeypatch.setattr(hugging_face.model.layers[1].mlp, "forward", broken)
-    with pytest.raises(MemoryError):
-        mirror.model.extend([6], parents=[1])
+    for call in (lambda: mirror.model.extend([6], parents=[1]), lambda: mirror.model.extend([6] * 9, parents=[-1] * 9)):
+        with pytest.raises(MemoryError):
+            call()
     monkeypatch.undo()
     mirror.tree([7, 8], [1, -1])
     mirror.keep([0, 1, 2])
     mirror.chain([3, 3])
 
 
-def test_torch_models_without_trees() -> None:
+@pytest.mark.parametrize(("kind", "words"), [(TorchModel, "20 tokens"), (StaticTorchModel, "chains")])
+def test_torch_models_without_trees(kind: Any, words: str) -> None:
     """A window shorter than the context would need another mask in every layer that has one."""
-    sliding = TorchModel(toy("mistral", sliding_window=20))
+    sliding = kind(toy("mistral", sliding_window=20))
     sliding.extend([1, 2])
     assert sliding.max_leaves == 0
-    with pytest.raises(ValueError, match="20 tokens"):
+    with pytest.raises(ValueError, match=words):
         sliding.extend([1], parents=[-1])
     assert sliding.lengths == [2]
-    assert TorchModel(toy("mistral", sliding_window=160)).max_leaves > 1000
-    assert TorchModel(HUGGING_FACE["mistral"]).max_leaves > 1000
+    assert kind(toy("mistral", sliding_window=160)).max_leaves > 1000
+    assert kind(HUGGING_FACE["mistral"]).max_leaves > 1000
 
 
 # GGUF.
@@ -363,18 +377,7 @@ def test_gguf_level_by_level_is_all_at_once(exported: Path, noise: float) -> Non
     draws = random.Random(9)
     with GgufModel(exported, context=64, threads=1, max_leaves=12) as model:
         for _ in range(8):
-            parents = shaped(draws, 12)
-            tokens = [draws.randrange(model.vocabulary_size) for _ in parents]
-            model.reset()
-            model.extend([3, 1, 4, 1, 5])
-            expected = model.extend(tokens, parents=parents).full()
-            model.rollback([5])
-            numbers = {ROOT: ROOT}
-            for level in by_depth(parents):
-                got = model.extend([tokens[n] for n in level], parents=[numbers[parents[n]] for n in level]).full()
-                numbers.update({n: len(numbers) - 1 + i for i, n in enumerate(level)})
-                for row, node in zip(got, level, strict=True):
-                    within(noise)(row, expected[node])
+            check_levels(model, draws, within(noise))
 
 
 @needs_llama

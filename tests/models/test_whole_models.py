@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from test_export import edit
 
 from distill.errors import DataError, RecipeError
 from distill.models.hugging_face import load_model
@@ -39,8 +39,7 @@ def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
 
 
 def change_config(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    edit(folder / "config.json", **values)
 
 
 def drop_layer(tensors: Tensors) -> None:

@@ -97,13 +97,13 @@ def pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> st
     )
 
 
-def find_pre_type(path: Path, tokenizer: Tokenizer, found: GgufTokenizer) -> str:
+def find_pre_type(path: Path, tokenizer: Tokenizer, exported: GgufTokenizer) -> str:
     """The first name under which llama.cpp gives the tokenizer's own ids for all of PROBE.
 
     Raises DataError when there is none, or llama-cpp-python is not installed.
     """
     for name in NAMES:
-        if same_ids(tokenizer, replace(found, pre=name)):
+        if same_ids(tokenizer, replace(exported, pre=name)):
             return name
     raise DataError(
         f"{path}: llama.cpp has no pre-tokenizer that splits text like this one",

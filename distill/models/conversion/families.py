@@ -7,39 +7,38 @@ H hidden, Q all query heads, K all key heads, D one head, F the MLP's width.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 # Part of a layer in Hugging Face: its name in GGUF, the letters of its shape.
-Parts = Mapping[str, tuple[str, tuple[str, ...]]]
+Parts = Mapping[str, tuple[str, str]]
 ATTENTION: Parts = {
-    "self_attn.q_proj": ("attn_q", ("Q", "H")),
-    "self_attn.k_proj": ("attn_k", ("K", "H")),
-    "self_attn.v_proj": ("attn_v", ("K", "H")),
-    "self_attn.o_proj": ("attn_output", ("H", "Q")),
+    "self_attn.q_proj": ("attn_q", "QH"),
+    "self_attn.k_proj": ("attn_k", "KH"),
+    "self_attn.v_proj": ("attn_v", "KH"),
+    "self_attn.o_proj": ("attn_output", "HQ"),
 }
 MLP: Parts = {
-    "mlp.gate_proj": ("ffn_gate", ("F", "H")),
-    "mlp.up_proj": ("ffn_up", ("F", "H")),
-    "mlp.down_proj": ("ffn_down", ("H", "F")),
+    "mlp.gate_proj": ("ffn_gate", "FH"),
+    "mlp.up_proj": ("ffn_up", "FH"),
+    "mlp.down_proj": ("ffn_down", "HF"),
 }
-NORMS: Parts = {"input_layernorm": ("attn_norm", ("H",)), "post_attention_layernorm": ("ffn_norm", ("H",))}
-HEAD_NORMS: Parts = {"self_attn.q_norm": ("attn_q_norm", ("D",)), "self_attn.k_norm": ("attn_k_norm", ("D",))}
+NORMS: Parts = {"input_layernorm": ("attn_norm", "H"), "post_attention_layernorm": ("ffn_norm", "H")}
+HEAD_NORMS: Parts = {"self_attn.q_norm": ("attn_q_norm", "D"), "self_attn.k_norm": ("attn_k_norm", "D")}
 FOUR_NORMS: Parts = {
-    "input_layernorm": ("attn_norm", ("H",)),
-    "post_attention_layernorm": ("post_attention_norm", ("H",)),
-    "pre_feedforward_layernorm": ("ffn_norm", ("H",)),
-    "post_feedforward_layernorm": ("post_ffw_norm", ("H",)),
+    "input_layernorm": ("attn_norm", "H"),
+    "post_attention_layernorm": ("post_attention_norm", "H"),
+    "pre_feedforward_layernorm": ("ffn_norm", "H"),
+    "post_feedforward_layernorm": ("post_ffw_norm", "H"),
 }
 PLAIN: Parts = {**NORMS, **ATTENTION, **MLP}
 # Both halves of a fused tensor stay together in GGUF. G: queries, keys and values; T: gate and up.
 FUSED: Parts = {
     **NORMS,
-    "self_attn.qkv_proj": ("attn_qkv", ("G", "H")),
+    "self_attn.qkv_proj": ("attn_qkv", "GH"),
     "self_attn.o_proj": ATTENTION["self_attn.o_proj"],
-    "mlp.gate_up_proj": ("ffn_up", ("T", "H")),
+    "mlp.gate_up_proj": ("ffn_up", "TH"),
     "mlp.down_proj": MLP["mlp.down_proj"],
 }
 QKV = frozenset(f"self_attn.{part}_proj" for part in "qkv")
@@ -74,17 +73,9 @@ class Family:
 
 LLAMA_BIASES = frozenset(PLAIN) - frozenset(NORMS)
 GELU = "gelu_pytorch_tanh"
-GEMMA = MappingProxyType({"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": GELU})
-GEMMA2 = MappingProxyType(
-    {
-        **GEMMA,
-        "sliding_window": 4096,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    }
-)
-GEMMA3 = MappingProxyType({**GEMMA, "sliding_window": 4096, "query_pre_attn_scalar": 256})
+GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": GELU}
+GEMMA3 = {**GEMMA, "sliding_window": 4096, "query_pre_attn_scalar": 256}
+GEMMA2 = {**GEMMA3, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         "llama",
@@ -99,7 +90,7 @@ FAMILIES: Mapping[str, Family] = {
         PLAIN,
         interleaved=True,
         llama_keys=True,
-        defaults=MappingProxyType({"num_key_value_heads": 8, "sliding_window": 4096}),
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "qwen2": Family("qwen2", PLAIN, biases=QKV, states_head_size=False, ropes=("default", "linear", "yarn")),
     "qwen3": Family("qwen3", {**PLAIN, **HEAD_NORMS}, ropes=("default", "linear", "yarn")),
@@ -130,7 +121,7 @@ FAMILIES: Mapping[str, Family] = {
         interleaved=True,
         llama_keys=True,
         states_head_size=False,
-        defaults=MappingProxyType({"num_key_value_heads": 4, "tie_word_embeddings": True}),
+        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
     "granite": Family(
         "granite",
@@ -164,52 +155,65 @@ _OWN_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)\.(weight|bias)")
 _GGUF_LAYER = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
 
 
-def query_scale(family: Family, layers: int, hidden: int, heads: int, head_size: int) -> int:
-    """The `query_pre_attn_scalar` that llama.cpp takes for a Gemma with sliding windows."""
-    return hidden // heads if layers == family.large_layers else head_size
+@dataclass(frozen=True)
+class Sizes:
+    """A model's sizes, which name and shape its tensors; `tied`: the head is the embeddings."""
 
+    family: Family
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    mlp: int
+    vocabulary: int
+    tied: bool
 
-def tensor_shapes(
-    family: Family, *, hidden: int, heads: int, kv_heads: int, head_size: int, mlp: int, rows: int
-) -> dict[str, tuple[int, ...]]:
-    """Shapes by Hugging Face's names: of the outer tensors, and of a layer's parts (their weights)."""
-    queries, keys = heads * head_size, kv_heads * head_size
-    sizes = {"H": hidden, "Q": queries, "K": keys, "D": head_size, "F": mlp, "G": queries + 2 * keys, "T": 2 * mlp}
-    outer = {"model.embed_tokens.weight": (rows, hidden), "lm_head.weight": (rows, hidden)}
-    parts = {part: tuple(sizes[letter] for letter in letters) for part, (_, letters) in family.parts.items()}
-    return {**outer, "model.norm.weight": (hidden,), **parts}
+    @property
+    def query_scale(self) -> int:
+        """The `query_pre_attn_scalar` that llama.cpp takes for a Gemma with sliding windows."""
+        return self.hidden // self.heads if self.layers == self.family.large_layers else self.head_size
+
+    def expected_tensors(self, biases: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape of every tensor that the model must have; `biases`: parts of a layer with one."""
+        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        lengths = {"H": self.hidden, "Q": queries, "K": keys, "D": self.head_size, "F": self.mlp}
+        lengths |= {"G": queries + 2 * keys, "T": 2 * self.mlp}
+        shapes = {
+            part: tuple(lengths[letter] for letter in letters) for part, (_, letters) in self.family.parts.items()
+        }
+        expected: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocabulary, self.hidden)}
+        for index in range(self.layers):
+            expected |= {f"model.layers.{index}.{part}.weight": shape for part, shape in shapes.items()}
+            expected |= {f"model.layers.{index}.{part}.bias": shapes[part][:1] for part in sorted(biases)}
+        expected["model.norm.weight"] = (self.hidden,)
+        return expected if self.tied else {**expected, "lm_head.weight": (self.vocabulary, self.hidden)}
+
+    def gguf_name(self, name: str) -> str | None:
+        """llama.cpp's name of a tensor by its Hugging Face name; None for one that the family does not have."""
+        match = _OWN_LAYER.fullmatch(name)
+        if match and match[2] in self.family.parts and int(match[1]) < self.layers:
+            return f"blk.{match[1]}.{self.family.parts[match[2]][0]}.{match[3]}"
+        return OUTER_NAMES.get(name)
+
+    def hugging_face_name(self, name: str) -> str | None:
+        """The inverse of `gguf_name`."""
+        match = _GGUF_LAYER.fullmatch(name)
+        part = next((own for own, (theirs, _) in self.family.parts.items() if match and theirs == match[2]), None)
+        if match and part is not None and int(match[1]) < self.layers:
+            return f"model.layers.{match[1]}.{part}.{match[3]}"
+        return next((own for own, theirs in OUTER_NAMES.items() if theirs == name), None)
+
+    def reordered_heads(self, name: str) -> int:
+        """The heads whose rows have another order in GGUF, by the Hugging Face name; 0 for tensors that keep theirs."""
+        heads = {"self_attn.q_proj": self.heads, "self_attn.k_proj": self.kv_heads}
+        return heads.get(part_of(name), 0) if self.family.interleaved else 0
+
+    def norm_shift(self, name: str) -> float:
+        """What is added to the values of a tensor in GGUF."""
+        return self.family.norm_shift if name.endswith("norm.weight") else 0.0
 
 
 def part_of(name: str) -> str:
     """The part of a layer in a tensor's name: `self_attn.q_proj` of `model.layers.0.self_attn.q_proj.bias`."""
     return name.rsplit(".", 1)[0].split(".", 3)[-1]
-
-
-def gguf_name(name: str, family: Family, layers: int) -> str | None:
-    """llama.cpp's name of a tensor by its Hugging Face name; None for one that the family does not have."""
-    match = _OWN_LAYER.fullmatch(name)
-    if match and match[2] in family.parts and int(match[1]) < layers:
-        return f"blk.{match[1]}.{family.parts[match[2]][0]}.{match[3]}"
-    return OUTER_NAMES.get(name)
-
-
-def hugging_face_name(name: str, family: Family, layers: int) -> str | None:
-    """The inverse of `gguf_name`."""
-    match = _GGUF_LAYER.fullmatch(name)
-    part = next((own for own, (theirs, _) in family.parts.items() if match and theirs == match[2]), None)
-    if match and part is not None and int(match[1]) < layers:
-        return f"model.layers.{match[1]}.{part}.{match[3]}"
-    return next((own for own, theirs in OUTER_NAMES.items() if theirs == name), None)
-
-
-def reordered_heads(name: str, family: Family, heads: int, kv_heads: int) -> int:
-    """The heads whose rows stand in another order in GGUF, by the Hugging Face name; 0 for tensors that keep theirs."""
-    part = part_of(name)
-    if not family.interleaved or part not in ("self_attn.q_proj", "self_attn.k_proj"):
-        return 0
-    return heads if part == "self_attn.q_proj" else kv_heads
-
-
-def norm_shift(name: str, family: Family) -> float:
-    """What is added to the values of a tensor in GGUF."""
-    return family.norm_shift if name.endswith("norm.weight") else 0.0

@@ -50,14 +50,14 @@ def add_general_fields(writer: Any, folder: Path, origin: Origin, outtype: str, 
 
     folder = folder.resolve()
     try:
-        found = gguf.Metadata.load(None, folder, origin.name, parameters)
-        if found.name is None:
-            found.name = folder.name
-        _complete(found, origin)
-        if found.size_label is None and parameters > 0:
-            found.size_label = gguf.size_label(parameters, parameters, 0, 0)
+        metadata = gguf.Metadata.load(None, folder, origin.name, parameters)
+        if metadata.name is None:
+            metadata.name = folder.name
+        _complete(metadata, origin)
+        if metadata.size_label is None and parameters > 0:
+            metadata.size_label = gguf.size_label(parameters, parameters, 0, 0)
         writer.add_type(gguf.GGUFType.MODEL)
-        found.set_gguf_meta_model(writer)
+        metadata.set_gguf_meta_model(writer)
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, UnicodeDecodeError) as error:
         first = str(error).split("\n", 1)[0]
         raise DataError(
@@ -83,7 +83,7 @@ def file_type_number(outtype: str) -> int:
     return int(gguf.LlamaFileType["ALL_F32" if outtype == "f32" else f"MOSTLY_{outtype.upper()}"])
 
 
-def _complete(found: Any, origin: Origin) -> None:
+def _complete(metadata: Any, origin: Origin) -> None:
     """Fill what the model card leaves out, in the words that the gguf package makes of such a card."""
     import gguf
 
@@ -94,8 +94,8 @@ def _complete(found: Any, origin: Origin) -> None:
     }
     made = gguf.Metadata.apply_metadata_heuristic(gguf.Metadata(), {key: value for key, value in card.items() if value})
     for key in ("license", "datasets", "base_models"):
-        if not getattr(found, key):
-            setattr(found, key, getattr(made, key))
+        if not getattr(metadata, key):
+            setattr(metadata, key, getattr(made, key))
 
 
 def _require_forms(folder: Path, writer: Any) -> None:

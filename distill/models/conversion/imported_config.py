@@ -17,7 +17,7 @@ from distill.models.conversion.families import (
     SHORT_FACTORS,
     YARN_KEYS,
     Family,
-    query_scale,
+    Sizes,
 )
 from distill.models.conversion.model_fields import DEFAULT_THETA, llama3_divisors
 from distill.models.gguf.file_head import FileHead, shortest
@@ -47,6 +47,22 @@ def family_of(head: FileHead) -> tuple[str, Family]:
     return kind, FAMILIES[kind]
 
 
+def sizes_of(config: Mapping[str, Any]) -> Sizes:
+    """The sizes of an imported model from its config.json."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    return Sizes(
+        family=FAMILIES[config["model_type"]],
+        hidden=hidden,
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config["num_key_value_heads"],
+        head_size=config.get("head_dim") or hidden // heads,
+        mlp=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        tied=config["tie_word_embeddings"],
+    )
+
+
 def configuration(head: FileHead, factors: Mapping[str, Floats]) -> dict[str, Any]:
     """The values of config.json, without the ids of special tokens and the type of the weights.
 
@@ -63,7 +79,7 @@ def configuration(head: FileHead, factors: Mapping[str, Floats]) -> dict[str, An
     size = head.count("attention.key_length", hidden // heads)
     if head.count("attention.value_length", size) != size:
         head.refuse("its keys and values differ in width, which transformers cannot hold")
-    found: dict[str, Any] = {
+    config: dict[str, Any] = {
         "architectures": [CLASSES[kind]],
         "model_type": kind,
         "hidden_size": hidden,
@@ -78,14 +94,14 @@ def configuration(head: FileHead, factors: Mapping[str, Floats]) -> dict[str, An
         "use_cache": True,
     }
     activation = "hidden_activation" if family.activation == GELU else "hidden_act"
-    found[activation] = family.activation
+    config[activation] = family.activation
     if kind in WITHOUT_HEAD_SIZE:
         if size * heads != hidden:
             head.refuse(f"heads of {size} do not make up a hidden size of {hidden}, as {kind} has them in transformers")
     elif family.states_head_size or size * heads != hidden:
-        found["head_dim"] = size
-    rope = _rope(head, family, found, size, factors)
-    return found | {"rope_parameters": rope} | _by_family(head, kind, found, rope)
+        config["head_dim"] = size
+    rope = _rope(head, family, config, size, factors)
+    return config | {"rope_parameters": rope} | _by_family(head, kind, config, rope)
 
 
 def _rope(
@@ -139,11 +155,11 @@ def _llama3(head: FileHead, divisors: Floats, theta: float, size: int, original:
     """
     frequencies = theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
     factor = shortest(float(divisors.max()))
-    wanted = divisors.astype(np.float64)
+    expected = divisors.astype(np.float64)
     between = (divisors > 1) & (divisors < divisors.max())
     candidates = [(1.0, 4.0)]
     if between.sum() >= 2 and len(divisors) == len(frequencies):
-        share = (1 / wanted[between] - 1 / factor) / (1 - 1 / factor)
+        share = (1 / expected[between] - 1 / factor) / (1 - 1 / factor)
         slope, start = np.polyfit(original * frequencies[between] / (2 * math.pi), share, 1)
         candidates.append((round(-start / slope, 4), round((1 - start) / slope, 4)))
     for low, high in candidates:
@@ -162,8 +178,6 @@ def _llama3(head: FileHead, divisors: Floats, theta: float, size: int, original:
 
 def _by_family(head: FileHead, kind: str, config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
     """What one family alone has in its config.json."""
-    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
-    heads = config["num_attention_heads"]
     if kind == "llama":
         biases = {name.split(".")[2] for name in head.shapes if name.startswith("blk.") and name.endswith(".bias")}
         return {
@@ -173,18 +187,18 @@ def _by_family(head: FileHead, kind: str, config: Mapping[str, Any], rope: Mappi
     if kind in ("qwen2", "qwen3"):
         return {"use_sliding_window": False, "sliding_window": None}
     if kind in ("gemma2", "gemma3_text"):
-        found: dict[str, Any] = {
-            "query_pre_attn_scalar": query_scale(FAMILIES[kind], layers, hidden, heads, config["head_dim"]),
+        values: dict[str, Any] = {
+            "query_pre_attn_scalar": sizes_of(config).query_scale,
             "sliding_window": head.count("attention.sliding_window"),
         }
         if kind == "gemma2":
-            found["attn_logit_softcapping"] = head.real("attn_logit_softcapping")
-            found["final_logit_softcapping"] = head.real("final_logit_softcapping")
-            return found
+            values["attn_logit_softcapping"] = head.real("attn_logit_softcapping")
+            values["final_logit_softcapping"] = head.real("final_logit_softcapping")
+            return values
         cap = head.own("final_logit_softcapping")
         local = {"rope_type": "default", "rope_theta": head.real("rope.freq_base_swa", DEFAULT_THETA)}
         both = {"full_attention": rope, "sliding_attention": local}
-        return {**found, "final_logit_softcapping": None if cap is None else shortest(cap), "rope_parameters": both}
+        return {**values, "final_logit_softcapping": None if cap is None else shortest(cap), "rope_parameters": both}
     if kind == "phi3":
         return {
             "original_max_position_embeddings": _original_context(head) or config["max_position_embeddings"],

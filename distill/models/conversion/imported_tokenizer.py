@@ -13,33 +13,25 @@ from typing import Any
 
 from distill.models.gguf.file_head import NO_TOKEN, FileHead
 from distill.models.gguf.special_tokens import (
-    ALWAYS_ADDS_BOS,
     CONTROL,
     NORMAL,
-    ROLES,
     TURN_ENDS,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
-    Defaults,
-    defaults_of,
+    stated_ends,
     token_key,
 )
 from distill.vocabulary.byte_map import SPACE
-from distill.vocabulary.roles import MARKERS
+from distill.vocabulary.roles import MARKERS, NAMED_ROLES
 from distill.vocabulary.splits import IGNORE_MERGES, PRE_STEPS, pre_tokenizer_of
 
 KINDS = ("gpt2", "llama", "t5")
 # The model of a tokenizer.json, but for its vocabulary and merges.
 BPE: dict[str, Any] = {
     "type": "BPE",
-    "dropout": None,
-    "unk_token": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "fuse_unk": False,
-    "byte_fallback": False,
-    "ignore_merges": False,
+    **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+    **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
 }
 
 
@@ -105,24 +97,24 @@ def _added(token: str, index: int, kind: int) -> dict[str, Any]:
 
 def _ids(head: FileHead, tokens: list[str], types: list[Any]) -> tuple[dict[str, int], list[int]]:
     """Ids by role, and those that end an answer: eos, and the end of a turn where the chat template writes it."""
-    found: dict[str, int] = {}
-    for role in (*ROLES, *TURN_ENDS):
+    ids: dict[str, int] = {}
+    for role in (*NAMED_ROLES, *TURN_ENDS):
         number = head.values.get(token_key(role))
         if number is None or number == NO_TOKEN:
             continue
         if not isinstance(number, int) or not 0 <= number < len(tokens):
             head.refuse(f"{token_key(role)} is {number!r}, and it has {len(tokens)} tokens")
-        found[role] = number
-    if "eos" not in found:
-        default = _defaults(head).eos
+        ids[role] = number
+    if "eos" not in ids:
+        default = stated_ends(head).eos
         if default is None or default >= len(tokens):
             head.refuse("it names no token that ends a text (tokenizer.ggml.eos_token_id)")
-        found["eos"] = default
+        ids["eos"] = default
     template = head.text("tokenizer.chat_template") or ""
     numbers = {token: index for index, token in enumerate(tokens) if types[index] == CONTROL}
     turns = [numbers[marker] for marker in MARKERS["turn_end"] if marker in numbers and marker in template]
-    ends = [found["eos"], *(found[end] for end in TURN_ENDS if end in found), *turns]
-    return {role: number for role, number in found.items() if role in ROLES}, list(dict.fromkeys(ends))
+    ends = [ids["eos"], *(ids[end] for end in TURN_ENDS if end in ids), *turns]
+    return {role: number for role, number in ids.items() if role in NAMED_ROLES}, list(dict.fromkeys(ends))
 
 
 def _byte_level(head: FileHead, listed: list[tuple[str, int]]) -> dict[str, Any]:
@@ -132,12 +124,12 @@ def _byte_level(head: FileHead, listed: list[tuple[str, int]]) -> dict[str, Any]
             f"its pre-tokenizer {pre!r} is not known here",
             f"give the model's Hugging Face folder; known: {', '.join(sorted(PRE_STEPS))}",
         )
-    known = {token for token, _ in listed}
+    vocabulary = {token for token, _ in listed}
     merges = []
     for merge in head.texts("tokenizer.ggml.merges"):
         space = merge.find(" ", 1)  # a part may begin with a space
         left, right = merge[:space], merge[space + 1 :]
-        if space < 0 or left + right not in known or left not in known or right not in known:
+        if space < 0 or left + right not in vocabulary or left not in vocabulary or right not in vocabulary:
             head.refuse(f"merge {merge!r:.40} joins what are no tokens", "copy the file again")
         merges.append([left, right])
     return {
@@ -217,39 +209,34 @@ def _unigram(
     }
 
 
-def _defaults(head: FileHead) -> Defaults:
-    return defaults_of(head.text("tokenizer.ggml.model") or "", head.text("tokenizer.ggml.pre"))
-
-
 def _text_ends(head: FileHead, tokens: list[str], ids: Mapping[str, int]) -> dict[str, Any] | None:
     """The post-processor that puts bos before a text and eos after it, where the file or llama.cpp says so."""
-    defaults = _defaults(head)
-    before = head.flag("tokenizer.ggml.add_bos_token", defaults.add_bos)
-    after = head.flag("tokenizer.ggml.add_eos_token", defaults.add_eos)
-    always = head.text("tokenizer.ggml.pre") == ALWAYS_ADDS_BOS
-    bos = ids.get("bos", defaults.bos) if before or always else None
-    eos = ids["eos"] if after else None
-    if bos is None and eos is None:
+    stated = stated_ends(head)
+    bos = ids.get("bos", stated.bos) if stated.add_bos else None
+    before, after = [] if bos is None else [bos], [ids["eos"]] if stated.add_eos else []
+    if not before and not after:
         return None
-    first = [] if bos is None else [{"SpecialToken": {"id": tokens[bos], "type_id": 0}}]
-    last = [] if eos is None else [{"SpecialToken": {"id": tokens[eos], "type_id": 0}}]
-    text = [{"Sequence": {"id": "A", "type_id": 0}}]
-    other = [{"Sequence": {"id": "B", "type_id": 1}}]
-    special = {
-        tokens[number]: {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]}
-        for number in (bos, eos)
-        if number is not None
+    first, last = (
+        [{"SpecialToken": {"id": tokens[number], "type_id": 0}} for number in side] for side in (before, after)
+    )
+    single = [*first, {"Sequence": {"id": "A", "type_id": 0}}, *last]
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            tokens[number]: {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]}
+            for number in (*before, *after)
+        },
     }
-    single = first + text + last
-    return {"type": "TemplateProcessing", "single": single, "pair": single + other, "special_tokens": special}
 
 
 def _templates(head: FileHead) -> dict[str, str]:
     """Chat templates by name."""
-    found = {"default": head.text("tokenizer.chat_template")}
+    templates = {"default": head.text("tokenizer.chat_template")}
     for name in head.texts("tokenizer.chat_templates"):
-        found[name] = head.text(f"tokenizer.chat_template.{name}")
-    wrong = [name for name in found if not name.replace("_", "").replace("-", "").isalnum()]
+        templates[name] = head.text(f"tokenizer.chat_template.{name}")
+    wrong = [name for name in templates if not name.replace("_", "").replace("-", "").isalnum()]
     if wrong:
         head.refuse(f"chat template {wrong[0]!r:.40} has a name that no file can have", "copy the file again")
-    return {name: text for name, text in found.items() if text is not None}
+    return {name: text for name, text in templates.items() if text is not None}

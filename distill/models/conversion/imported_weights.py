@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.faults import reading
-from distill.models.conversion import families
-from distill.models.conversion.families import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS, Family
+from distill.models.conversion.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS
+from distill.models.conversion.imported_config import sizes_of
 from distill.models.conversion.tensor_data import PART_VALUES, ValuesProgress
 from distill.models.gguf.file_head import FileHead
 from distill.models.tensor_files import Floats, from_floats, to_floats, write_header
@@ -55,10 +55,8 @@ class Source:
         import gguf
 
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
-        width = math.prod(self.shape[1:]) if len(self.shape) > 1 else self.shape[0]
-        rows = self.shape[0] if len(self.shape) > 1 else 1
-        if self.heads and len(self.shape) == 1:  # a bias: one value a row
-            width, rows = 1, self.shape[0]
+        rows = 1 if len(self.shape) == 1 and not self.heads else self.shape[0]  # a reordered bias has one value a row
+        width = self.values // rows
         unit = rows // self.heads if self.heads else 1
         step = unit * max(1, PART_VALUES // (width * unit))
         row_bytes = width // block * size
@@ -82,40 +80,40 @@ def unpermuted(rows: Floats, heads: int) -> Floats:
     return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def sources(head: FileHead, family: Family, config: Mapping[str, Any]) -> dict[str, Source]:
+def sources(head: FileHead, config: Mapping[str, Any]) -> dict[str, Source]:
     """The tensors of a file by their Hugging Face names, in the order of the model.
 
     Raises DataError, with the name, for a tensor that the family does not have, that is missing, of another shape than
     the metadata give, or of a type that the gguf package cannot read.
     """
-    found: dict[str, Source] = {}
-    heads, kv_heads, layers = (config[f"num_{key}"] for key in ("attention_heads", "key_value_heads", "hidden_layers"))
-    shapes = families.tensor_shapes(
-        family,
-        hidden=config["hidden_size"],
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=config.get("head_dim") or config["hidden_size"] // heads,
-        mlp=config["intermediate_size"],
-        rows=config["vocab_size"],
-    )
+    sizes, model = sizes_of(config), f"a {config['model_type']} of transformers"
+    biases = {*sizes.family.biases}
+    biases |= {*ATTENTION} if config.get("attention_bias") else set()
+    biases |= {*MLP} if config.get("mlp_bias") else set()
+    expected = sizes.expected_tensors(biases)
+    tensors: dict[str, Source] = {}
     for name in head.shapes:
         if name in ROTARY:
             continue
-        own = families.hugging_face_name(name, family, layers)
+        own = sizes.hugging_face_name(name)
         if own is None:
-            head.refuse(f"tensor {name} has no place in a {config['model_type']} of transformers")
-        expected = shapes[own if own in shapes else families.part_of(own)]
-        expected = expected[:1] if own.endswith(".bias") else expected
+            head.refuse(f"tensor {name} has no place in {model}")
+        if own not in expected:
+            head.refuse(f"{model} has no {own}")
         shape = tuple(reversed(head.shapes[name]))
-        if shape != expected:
-            head.refuse(f"{name} is {list(shape)}, by the metadata it is {list(expected)}", "copy the file again")
-        turned = families.reordered_heads(own, family, heads, kv_heads)
-        shift = families.norm_shift(own, family)
+        if shape != expected[own]:
+            head.refuse(f"{name} is {list(shape)}, by the metadata it is {list(expected[own])}", "copy the file again")
         kind, start = _kind(head, name, shape[-1]), head.start + head.offsets[name]
-        found[own] = Source(head.path, name, kind, start, shape, turned, shift)
-    _require_all(head, family, config, found)
-    return dict(sorted(found.items(), key=lambda item: _place(item[0])))
+        tensors[own] = Source(head.path, name, kind, start, shape, sizes.reordered_heads(own), sizes.norm_shift(own))
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        head.refuse(f"{len(missing)} tensors are missing, the first is {missing[0]} by its Hugging Face name")
+    return dict(sorted(tensors.items(), key=lambda item: _place(item[0])))
+
+
+def _place(name: str) -> tuple[int, int]:
+    parts = name.split(".")
+    return (1, int(parts[2])) if parts[1] == "layers" else (0 if "embed" in name else 2, 0)
 
 
 def _kind(head: FileHead, name: str, width: int) -> GGMLQuantizationType:
@@ -136,72 +134,49 @@ def _kind(head: FileHead, name: str, width: int) -> GGMLQuantizationType:
     return kind
 
 
-def _require_all(head: FileHead, family: Family, config: Mapping[str, Any], found: Mapping[str, Source]) -> None:
-    biases = set(family.biases)
-    if config.get("attention_bias"):
-        biases |= set(families.ATTENTION)
-    if config.get("mlp_bias"):
-        biases |= set(families.MLP)
-    needed = ["model.embed_tokens.weight", "model.norm.weight"]
-    for index in range(config["num_hidden_layers"]):
-        needed += [f"model.layers.{index}.{part}.weight" for part in family.parts]
-        needed += [f"model.layers.{index}.{part}.bias" for part in sorted(biases)]
-    missing = [name for name in needed if name not in found]
-    if missing:
-        head.refuse(f"{len(missing)} tensors are missing, the first is {missing[0]} by its Hugging Face name")
-    strange = [name for name in found if name.endswith(".bias") and families.part_of(name) not in biases]
-    if strange:
-        head.refuse(f"a {config['model_type']} of transformers has no {strange[0]}")
-
-
-def _place(name: str) -> tuple[int, int]:
-    parts = name.split(".")
-    return (1, int(parts[2])) if parts[1] == "layers" else (0 if "embed" in name else 2, 0)
-
-
 def rotary_factors(head: FileHead) -> dict[str, Floats]:
     """The tensors of rotary factors by name; they stand in config.json, not among the weights."""
-    found = {}
+    tensors = {}
     for name in ROTARY:
         if name in head.shapes:
             width = head.shapes[name][0]
             source = Source(head.path, name, _kind(head, name, width), head.start + head.offsets[name], (width,))
-            found[name] = next(source.parts())[0]
-    return found
+            tensors[name] = next(source.parts())[0]
+    return tensors
 
 
-def stored_types(found: Mapping[str, Source], dtype: Dtype | None) -> dict[str, str]:
+def stored_types(tensors: Mapping[str, Source], dtype: Dtype | None) -> dict[str, str]:
     """The type in which each tensor is stored, as safetensors names it.
 
     With `dtype`, that one. Else floats stay as they are and quantised tensors become F32; vectors, which GGUF keeps in
     F32, take the type of the matrices where all of those have one of 16 bits and no vector loses a digit by it.
     """
     if dtype is not None:
-        return dict.fromkeys(found, next(code for code, name in DTYPES.items() if name == dtype))
-    types = {name: one.kind.name if one.kind.name in DTYPES else "F32" for name, one in found.items()}
-    matrices = {types[name] for name, one in found.items() if len(one.shape) > 1}
-    vectors = [name for name, one in found.items() if len(one.shape) == 1]
+        return dict.fromkeys(tensors, next(code for code, name in DTYPES.items() if name == dtype))
+    types = {name: source.kind.name if source.kind.name in DTYPES else "F32" for name, source in tensors.items()}
+    matrices = {types[name] for name, source in tensors.items() if len(source.shape) > 1}
+    vectors = [name for name, source in tensors.items() if len(source.shape) == 1]
     if len(matrices) == 1 and (narrow := matrices.pop()) != "F32":
         exact = all(
             (to_floats(from_floats(part, narrow), narrow) == part).all()
             for name in vectors
-            for part in found[name].parts()
+            for part in tensors[name].parts()
         )
         types |= dict.fromkeys(vectors, narrow) if exact else {}
     return types
 
 
-def write_weights(place: Path, found: Mapping[str, Source], types: Mapping[str, str]) -> None:
+def write_weights(place: Path, tensors: Mapping[str, Source], types: Mapping[str, str]) -> None:
     """Write a safetensors file; DataError for a value that its type cannot hold."""
-    progress = ValuesProgress(sum(one.values for one in found.values()))
+    progress = ValuesProgress(sum(source.values for source in tensors.values()))
     with place.open("wb") as file:
-        write_header(file, {name: (types[name], one.shape) for name, one in found.items()})
-        for name, one in found.items():
-            for part in one.parts():
+        write_header(file, {name: (types[name], source.shape) for name, source in tensors.items()})
+        for name, source in tensors.items():
+            for part in source.parts():
                 values: NDArray[Any] = from_floats(part, types[name])
                 if not np.isfinite(to_floats(values, types[name])).all():
                     raise DataError(
-                        f"{one.path}: {one.name} holds values too large for {DTYPES[types[name]]}",
+                        f"{source.path}: {source.name} holds values too large for {DTYPES[types[name]]}",
                         "use --dtype float32",
                     )
                 file.write(values.data.cast("B"))

@@ -19,7 +19,7 @@ from typing import Any
 
 from distill.errors import DataError, RunError
 from distill.files import write_atomically, write_folder, write_json, write_text
-from distill.models.conversion.imported_config import configuration, family_of
+from distill.models.conversion.imported_config import configuration
 from distill.models.conversion.imported_tokenizer import ImportedTokenizer, read_tokenizer
 from distill.models.conversion.imported_weights import (
     DTYPES,
@@ -30,8 +30,8 @@ from distill.models.conversion.imported_weights import (
     stored_types,
     write_weights,
 )
+from distill.models.gguf.file import require_loadable
 from distill.models.gguf.file_head import open_head
-from distill.models.gguf.loadable import require_loadable
 from distill.models.model_files import pin_tokenizer
 from distill.models.tensor_files import ITEM_BYTES
 from distill.progress import note
@@ -65,7 +65,7 @@ def one_engine(target: str, draft: str) -> tuple[str, str]:
     """
     if is_gguf(target) == is_gguf(draft):
         return target, draft
-    target, draft = (str(folder_of(one)) if is_gguf(one) else one for one in (target, draft))
+    target, draft = (str(folder_of(reference)) if is_gguf(reference) else reference for reference in (target, draft))
     return target, draft
 
 
@@ -82,12 +82,12 @@ class Import:
     @property
     def bytes(self) -> int:
         """Size of the weights as they are stored."""
-        return sum(one.values * ITEM_BYTES[self.types[name]] for name, one in self.tensors.items())
+        return sum(source.values * ITEM_BYTES[self.types[name]] for name, source in self.tensors.items())
 
     @property
     def quantised(self) -> list[str]:
         """The types of the file's tensors that are no floats, by name."""
-        return sorted({one.kind.name for one in self.tensors.values()} - set(DTYPES))
+        return sorted({source.kind.name for source in self.tensors.values()} - set(DTYPES))
 
 
 def read_import(path: Path, dtype: Dtype | None = None) -> Import:
@@ -97,28 +97,27 @@ def read_import(path: Path, dtype: Dtype | None = None) -> Import:
     """
     head = open_head(path)
     require_loadable(head)
-    _, family = family_of(head)
     config = configuration(head, rotary_factors(head))
     tokenizer = read_tokenizer(head)
-    found = sources(head, family, config)
-    types = stored_types(found, dtype)
-    most = Counter(types[name] for name in found).most_common(1)[0][0]
+    tensors = sources(head, config)
+    types = stored_types(tensors, dtype)
+    main_type = Counter(types[name] for name in tensors).most_common(1)[0][0]
     ids = {f"{role}_token_id": tokenizer.ids.get(role) for role in ("bos", "pad")}
     ends = tokenizer.ends
-    config |= ids | {"eos_token_id": ends if len(ends) > 1 else ends[0], "dtype": DTYPES[most]}
-    return Import(path, config, tokenizer, found, types)
+    config |= ids | {"eos_token_id": ends if len(ends) > 1 else ends[0], "dtype": DTYPES[main_type]}
+    return Import(path, config, tokenizer, tensors, types)
 
 
-def write_import(found: Import, out: Path) -> None:
+def write_import(imported: Import, out: Path) -> None:
     """Write what `read_import` found as a Hugging Face folder `out`, whole or not at all.
 
     Raises RunError for a disk that is too small, before anything is written.
     """
-    _require_room(found, out)
+    _require_room(imported, out)
 
     def write(folder: Path) -> None:
-        _write_small(folder, found)
-        write_weights(folder / WEIGHTS, found.tensors, found.types)
+        _write_small(folder, imported)
+        write_weights(folder / WEIGHTS, imported.tensors, imported.types)
 
     write_folder(out, write)
 
@@ -131,13 +130,17 @@ def folder_of(reference: str, weights: bool = True) -> Path:
     path = Path(reference)
     folder = cache_folder() / _name_of(path)
     if not (folder / "config.json").is_file():
-        found = read_import(path)
-        _into(folder, lambda place: _write_small(place, found))
+        imported = read_import(path)
+        _into(folder, lambda place: _write_small(place, imported))
     if weights and not (folder / WEIGHTS).is_file():
-        found = read_import(path)
-        _require_room(found, folder)
-        note(f"importing {path.name} to {folder} ({found.bytes / 1e6:.0f} MB; the folder can be deleted at any time)")
-        write_atomically(folder / WEIGHTS, lambda place: write_weights(place, found.tensors, found.types), several=True)
+        imported = read_import(path)
+        _require_room(imported, folder)
+        note(
+            f"importing {path.name} to {folder} ({imported.bytes / 1e6:.0f} MB; the folder can be deleted at any time)"
+        )
+        write_atomically(
+            folder / WEIGHTS, lambda place: write_weights(place, imported.tensors, imported.types), several=True
+        )
     return folder
 
 
@@ -172,32 +175,33 @@ def _into(folder: Path, write: Callable[[Path], object]) -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _write_small(folder: Path, found: Import) -> None:
+def _write_small(folder: Path, imported: Import) -> None:
     """Everything but the weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", found.config)
-    content = json.dumps(found.tokenizer.content, ensure_ascii=False, separators=(",", ":"))
+    write_json(folder / "config.json", imported.config)
+    content = json.dumps(imported.tokenizer.content, ensure_ascii=False, separators=(",", ":"))
     write_text(folder / "tokenizer.json", content)
-    write_json(folder / "tokenizer_config.json", found.tokenizer.settings)
-    for name, text in found.tokenizer.templates.items():
+    write_json(folder / "tokenizer_config.json", imported.tokenizer.settings)
+    for name, text in imported.tokenizer.templates.items():
         place = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
         write_text(folder / place, text)
     pin_tokenizer(folder)
 
 
-def _require_room(found: Import, out: Path) -> None:
+def _require_room(imported: Import, out: Path) -> None:
     place = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(place).free
-    if found.bytes > free:
+    if imported.bytes > free:
         raise RunError(
-            f"{found.path.name} needs {found.bytes / 1e9:.1f} GB as a folder, and {place} has {free / 1e9:.1f} GB",
+            f"{imported.path.name} needs {imported.bytes / 1e9:.1f} GB as a folder, "
+            f"and {place} has {free / 1e9:.1f} GB",
             f"free some, set DISTILL_CACHE to another disk, or store 16 bits a weight: "
-            f"distill import-gguf {found.path} OUT --dtype bfloat16, and name OUT instead of the file",
+            f"distill import-gguf {imported.path} OUT --dtype bfloat16, and name OUT instead of the file",
         )
 
 
 def check_import(reference: str) -> str:
     """A line that a GGUF file can be imported; raises what `read_import` raises. No weights are read."""
-    found = read_import(Path(reference))
-    kinds = f", {', '.join(found.quantised)} dequantised" if found.quantised else ""
-    return f"weights of {reference}: {len(found.tensors)} tensors fit its metadata{kinds}"
+    imported = read_import(Path(reference))
+    kinds = f", {', '.join(imported.quantised)} dequantised" if imported.quantised else ""
+    return f"weights of {reference}: {len(imported.tensors)} tensors fit its metadata{kinds}"

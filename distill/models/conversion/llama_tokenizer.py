@@ -1,7 +1,8 @@
-"""A tokenizer in llama.cpp's words: the tokenizer.ggml.* keys of a GGUF file, and whether they give the same ids."""
+"""A tokenizer as the tokenizer.ggml.* keys of a GGUF file, and whether llama.cpp gives the same ids for them."""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ def write_vocabulary(path: Path, add: Callable[[Any], None]) -> None:
     writer.close()
 
 
-def same_ids(tokenizer: Tokenizer, found: GgufTokenizer) -> bool:
+def same_ids(tokenizer: Tokenizer, exported: GgufTokenizer) -> bool:
     """Whether llama.cpp gives the tokenizer's ids for all of PROBE, with the keys in `found`.
 
     False for a vocabulary that this build of llama.cpp does not load. Raises DataError without llama-cpp-python.
@@ -100,22 +101,20 @@ def same_ids(tokenizer: Tokenizer, found: GgufTokenizer) -> bool:
     from distill.models.gguf.file import GgufFile
     from distill.models.gguf.library import library
 
-    library()  # or its absence would be taken for a vocabulary that does not load
+    library()  # fails here without llama-cpp-python, not as a vocabulary that does not load
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "vocabulary.gguf"
-        write_vocabulary(path, lambda writer: add_tokenizer(writer, found))
+        write_vocabulary(path, lambda writer: add_tokenizer(writer, exported))
         try:
             file = GgufFile(path, vocabulary_only=True)
         except DataError:
             return False
-        try:
+        with contextlib.closing(file):
             return all(
                 file.tokenize(as_llama_reads(tokenizer, text), True)
                 == tokenizer.encode(text, add_special_tokens=False).ids
                 for text in PROBE
             )
-        finally:
-            file.close()
 
 
 def as_llama_reads(tokenizer: Any, text: str) -> str:

@@ -74,10 +74,10 @@ def _add_rope_scaling(writer: Any, shape: Shape) -> None:
 
 def _original_context(shape: Shape) -> int:
     key = "original_max_position_embeddings"
-    found = shape.rope.get(key, shape.config.get(key, shape.context))
-    if not isinstance(found, int) or isinstance(found, bool) or found < 2:
-        raise DataError(f"config.json: {key} is {found!r}, not a number of positions", CORRECT)
-    return found
+    original = shape.rope.get(key, shape.config.get(key, shape.context))
+    if not isinstance(original, int) or isinstance(original, bool) or original < 2:
+        raise DataError(f"config.json: {key} is {original!r}, not a number of positions", CORRECT)
+    return original
 
 
 def _add_scales(writer: Any, shape: Shape) -> None:
@@ -103,14 +103,16 @@ def rope_tensors(shape: Shape) -> dict[str, Floats]:
         return {LLAMA3_FACTORS: llama3_divisors(shape.rope_theta, shape.head_size, factor, low, high, original)}
     if rope["rope_type"] != "longrope":
         return {}
-    found = {}
+    tensors = {}
     for key, name in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS)):
         factors = rope.get(key)
-        numbers = isinstance(factors, list) and all(isinstance(one, int | float) and abs(one) < 1e30 for one in factors)
+        numbers = isinstance(factors, list) and all(
+            isinstance(value, int | float) and abs(value) < 1e30 for value in factors
+        )
         if not numbers or len(factors or ()) != shape.rotated // 2:
             raise DataError(f"config.json: {key} of longrope must hold {shape.rotated // 2} numbers", CORRECT)
-        found[name] = np.array(factors, dtype=np.float32)
-    return found
+        tensors[name] = np.array(factors, dtype=np.float32)
+    return tensors
 
 
 def llama3_divisors(theta: float, size: int, factor: float, low: float, high: float, original: float) -> Floats:
@@ -119,14 +121,14 @@ def llama3_divisors(theta: float, size: int, factor: float, low: float, high: fl
 
     # Single precision and torch's own power, like the converter's, so that the factors are its bits.
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
-    found = []
+    divisors = []
     for frequency in 1.0 / (theta**exponents):
         wavelength = 2 * math.pi / frequency
         if wavelength < original / high:
-            found.append(1.0)
+            divisors.append(1.0)
         elif wavelength > original / low:
-            found.append(factor)
+            divisors.append(factor)
         else:
             smooth = (original / wavelength - low) / (high - low)
-            found.append(float(1 / ((1 - smooth) / factor + smooth)))
-    return np.array(found, dtype=np.float32)
+            divisors.append(float(1 / ((1 - smooth) / factor + smooth)))
+    return np.array(divisors, dtype=np.float32)

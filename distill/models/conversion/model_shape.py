@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from distill.errors import DataError
-from distill.models.conversion.families import FAMILIES, GRANITE_SCALES, Family, query_scale
+from distill.models.conversion.families import FAMILIES, GRANITE_SCALES, Sizes
 from distill.models.model_files import read_config
 
 CORRECT = "correct config.json"
@@ -16,7 +16,7 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_inte
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(Sizes):
     """The values of config.json that name, check and describe the tensors; `config` holds them all, with defaults.
 
     `window`: positions that a layer with sliding attention sees, where llama.cpp computes it too; None where there is
@@ -25,18 +25,9 @@ class Shape:
     """
 
     architecture: str
-    family: Family
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
     rotated: int
-    mlp: int
-    vocabulary: int
     context: int
     rms_epsilon: float
-    tied: bool
     rope_theta: float
     rope: Mapping[str, Any]
     local_theta: float | None = None
@@ -69,14 +60,14 @@ class _Config:
 
 def read_shape(folder: Path) -> Shape:
     """The model's shape from `folder`/config.json; DataError for a model that llama.cpp would compute differently."""
-    found = read_config(folder)
-    kind = found.get("model_type")
-    if kind == "gemma3" and isinstance(found.get("text_config"), dict):
+    stated = read_config(folder)
+    kind = stated.get("model_type")
+    if kind == "gemma3" and isinstance(stated.get("text_config"), dict):
         raise DataError(
             f"{folder}: this gemma3 also reads images; only its language model can be exported",
             "save the language model alone (Gemma3ForCausalLM) and export that folder",
         )
-    if any(found.get(key) for key in EXPERT_KEYS) or (isinstance(kind, str) and "moe" in kind) or kind == "mixtral":
+    if any(stated.get(key) for key in EXPERT_KEYS) or (isinstance(kind, str) and "moe" in kind) or kind == "mixtral":
         raise DataError(
             f"{folder}: {kind!r} is a mixture of experts, which cannot be exported to GGUF here",
             hint="use llama.cpp's convert_hf_to_gguf.py; a draft should be dense",
@@ -86,9 +77,9 @@ def read_shape(folder: Path) -> Shape:
             f"{folder}: model_type {kind!r} cannot be exported to GGUF", hint=f"supported: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
-    config = {**family.defaults, **{key: value for key, value in found.items() if value is not None}}
+    config = {**family.defaults, **{key: value for key, value in stated.items() if value is not None}}
     # An explicit null is no default: the layers of a Mistral without a window see everything.
-    config |= {key: None for key in ("sliding_window",) if key in found and found[key] is None}
+    config |= {key: None for key in ("sliding_window",) if key in stated and stated[key] is None}
     values = _Config(folder, config)
     hidden, heads, layers = (values.number(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     rope, local = _rope(config)
@@ -199,9 +190,9 @@ def _refuse_unsupported(values: _Config, shape: Shape) -> None:
 def _refuse_by_family(values: _Config, kind: str, shape: Shape) -> None:
     config = values.values
     if shape.family.full_every:
-        scale = query_scale(shape.family, shape.layers, shape.hidden, shape.heads, shape.head_size)
-        if config["query_pre_attn_scalar"] != scale:
-            values.refuse(f"query_pre_attn_scalar {config['query_pre_attn_scalar']!r} (llama.cpp takes {scale}): it")
+        stated = config["query_pre_attn_scalar"]
+        if stated != shape.query_scale:
+            values.refuse(f"query_pre_attn_scalar {stated!r} (llama.cpp takes {shape.query_scale}): it")
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if config.get(key) is not None or kind == "gemma2":
                 values.real(key, config.get(key))
@@ -221,5 +212,5 @@ def _refuse_by_family(values: _Config, kind: str, shape: Shape) -> None:
             values.real(key, config.get(key, 1.0))
     if kind in ("granite", "phi3") and config.get("head_dim") not in (None, shape.head_size):
         values.refuse(f"head_dim {config['head_dim']!r}")
-    if (kind.startswith("gemma")) and not shape.tied:
+    if kind.startswith("gemma") and not shape.tied:
         values.refuse("an untied head on gemma")

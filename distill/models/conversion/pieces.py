@@ -1,21 +1,26 @@
-"""SentencePiece BPE: spaces as ▁, bytes as <0x..>, and scores, of `tokenizer.model` or in place of merges.
+"""SentencePiece tokenizers in llama.cpp's terms: BPE with spaces as ▁ and bytes as <0x..>, and Unigram.
 
-`tokenizer.model` is SentencePiece's own file (protobuf ModelProto), which alone holds the scores of pieces.
+`tokenizer.model` is SentencePiece's own file (protobuf ModelProto), the only one with the scores of BPE pieces.
+llama.cpp has Unigram's Viterbi search and its own normalisation: a table of replacements (precompiled_charsmap), spaces
+merged or not, a space before the text or not. The combination that matches a tokenizer is found by comparing ids.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distill.errors import DataError
 from distill.faults import reading
+from distill.models.conversion.llama_tokenizer import GgufTokenizer, Spacing, same_ids
 from distill.models.gguf.special_tokens import BYTE, NORMAL, UNKNOWN
 from distill.vocabulary.byte_map import SPACE
-from distill.vocabulary.tokenizer_files import merge_pairs
+from distill.vocabulary.tokenizer_files import merge_pairs, table_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,6 +28,11 @@ if TYPE_CHECKING:
 PIECES, TEXT, SCORE, KIND = 1, 1, 2, 3  # field numbers of ModelProto and of ModelProto.SentencePiece
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 HINT = "supported: SentencePiece BPE that writes spaces as ▁ and leaves the rest of a text as it is"
+UNIGRAM_HINT = (
+    "supported: Unigram without byte fallback, with its spaces as ▁ and no normaliser but a table of replacements"
+)
+NORMALIZERS = ("Precompiled", "Replace", "Strip", "Prepend")  # what they do to spaces is found out
+SPLITS = ("Metaspace", "WhitespaceSplit")
 
 
 class Piece(NamedTuple):
@@ -59,7 +69,7 @@ def parts_of(part: Any, key: str) -> list[dict[str, Any]]:
     """A normalizer or pre-tokenizer as the list of its steps; `key` is where a sequence holds them."""
     if part is None:
         return []
-    return [inner for one in part[key] for inner in parts_of(one, key)] if part.get("type") == "Sequence" else [part]
+    return [inner for step in part[key] for inner in parts_of(step, key)] if part.get("type") == "Sequence" else [part]
 
 
 def pieces_of_merges(content: Mapping[str, Any]) -> dict[int, Piece]:
@@ -71,15 +81,15 @@ def pieces_of_merges(content: Mapping[str, Any]) -> dict[int, Piece]:
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merge_pairs(model)):
         ranks.setdefault(left + right, rank)
-    found = {}
+    pieces = {}
     for token, number in model["vocab"].items():
         if BYTE_TOKEN.fullmatch(token):
-            found[number] = Piece(token, 0.0, BYTE)
+            pieces[number] = Piece(token, 0.0, BYTE)
         elif token == (model.get("unk_token") or "<unk>"):
-            found[number] = Piece(token, 0.0, UNKNOWN)
+            pieces[number] = Piece(token, 0.0, UNKNOWN)
         else:  # a token that nothing merges into is a single character, found without a score
-            found[number] = Piece(token, float(-ranks.get(token, len(ranks))), NORMAL)
-    return found
+            pieces[number] = Piece(token, float(-ranks.get(token, len(ranks))), NORMAL)
+    return pieces
 
 
 def read_pieces(path: Path, vocabulary: Mapping[str, int]) -> dict[int, Piece] | None:
@@ -93,19 +103,19 @@ def read_pieces(path: Path, vocabulary: Mapping[str, int]) -> dict[int, Piece] |
         data = path.read_bytes()
     try:
         bodies = [value for number, kind, value in _fields(data) if (number, kind) == (PIECES, 2)]
-        found = {number: _piece(bytes(body)) for number, body in enumerate(bodies)}
+        pieces = {number: _piece(bytes(body)) for number, body in enumerate(bodies)}
     except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
         raise DataError(f"{path} is no SentencePiece model: {error}", "copy the tokenizer again") from None
     texts = {number: token for token, number in vocabulary.items()}
-    for number, piece in found.items():
+    for number, piece in pieces.items():
         if texts.get(number, piece.text) != piece.text:
             raise DataError(
                 f"{path} has {piece.text!r} as token {number}, tokenizer.json {texts[number]!r}",
                 "the two files are of different tokenizers: delete the one that is not the model's",
             )
-    missing = sorted(set(texts) - set(found))
-    found |= {number: Piece(texts[number], 0.0, NORMAL) for number in missing}
-    return found
+    missing = sorted(set(texts) - set(pieces))
+    pieces |= {number: Piece(texts[number], 0.0, NORMAL) for number in missing}
+    return pieces
 
 
 def _piece(body: bytes) -> Piece:
@@ -151,3 +161,61 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 128:
             return value, at
     raise ValueError(f"a number at byte {at} is too long")
+
+
+def unigram_pieces(path: Path, model: Mapping[str, Any]) -> dict[int, Piece]:
+    """The pieces of a Unigram model by id, with their scores.
+
+    Raises DataError for a model with byte fallback, or without an unknown token: llama.cpp would give a character
+    without a token the unknown token's id.
+    """
+    if model.get("byte_fallback"):
+        raise DataError(
+            f"{path}: Unigram with byte fallback cannot be exported: llama.cpp's Unigram has none, and would give "
+            "every character without a token of its own the unknown token",
+            hint=UNIGRAM_HINT,
+        )
+    unknown, vocabulary = model.get("unk_id"), model.get("vocab") or []
+    if not isinstance(unknown, int) or not 0 <= unknown < len(vocabulary):
+        raise DataError(f"{path}: Unigram without an unknown token cannot be exported", hint=UNIGRAM_HINT)
+    pieces = {}
+    for number, entry in enumerate(vocabulary):
+        if len(entry) != 2 or isinstance(entry[1], bool) or not isinstance(entry[1], int | float):
+            raise DataError(f"{path} is damaged: token {number} has no score", "copy the tokenizer again")
+        if "\0" in entry[0]:
+            raise DataError(
+                f"{path}: token {number} holds a NUL, which llama.cpp's Unigram cannot hold", hint=UNIGRAM_HINT
+            )
+        pieces[number] = Piece(entry[0], float(entry[1]), UNKNOWN if number == unknown else NORMAL)
+    return pieces
+
+
+def find_spacing(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer, exported: GgufTokenizer) -> Spacing:
+    """llama.cpp's treatment of spaces that matches the tokenizer: the first that gives its ids for all probe texts.
+
+    Raises DataError where none does, or llama-cpp-python is not installed.
+    """
+    normalizers = parts_of(content.get("normalizer"), "normalizers")
+    splits = parts_of(content.get("pre_tokenizer"), "pretokenizers")
+    for kind, parts, known in (("normalizer", normalizers, NORMALIZERS), ("pre-tokenizer", splits, SPLITS)):
+        for part in parts:
+            if part.get("type") not in known:
+                raise DataError(f"{path}: {kind} {part.get('type')!r} cannot be exported", hint=UNIGRAM_HINT)
+    charsmap = _charsmap(path, normalizers)
+    for prefix, merge in itertools.product((True, False), repeat=2):
+        spacing = Spacing(prefix, merge, charsmap)
+        if same_ids(tokenizer, replace(exported, spacing=spacing)):
+            return spacing
+    raise DataError(
+        f"{path}: llama.cpp's Unigram gives other ids on every treatment of spaces that it has", hint=UNIGRAM_HINT
+    )
+
+
+def _charsmap(path: Path, normalizers: list[dict[str, Any]]) -> bytes:
+    """The table of replacements, b"" where there is none."""
+    tables = [table_of(path, part) for part in normalizers if part.get("type") == "Precompiled"]
+    if len(tables) > 1:
+        raise DataError(
+            f"{path}: a tokenizer with {len(tables)} tables of replacements cannot be exported", hint=UNIGRAM_HINT
+        )
+    return tables[0] if tables else b""

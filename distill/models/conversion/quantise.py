@@ -1,4 +1,7 @@
-"""The types that llama.cpp's own quantiser writes, through llama-cpp-python: from an exact file to the type asked."""
+"""llama.cpp's own quantiser, through llama-cpp-python, and importance matrices, by which it weighs columns.
+
+An importance matrix says which columns of a matrix meet large inputs.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from distill.errors import DataError
-from distill.files import write_atomically
+from distill.files import read_utf8, write_atomically
 from distill.machine import usable_cores
 from distill.models.conversion.general_fields import file_type_number
+from distill.models.conversion.model_shape import read_shape
 from distill.models.gguf.file_head import open_head
 from distill.models.gguf.library import ERRORS, last_errors, library
 from distill.models.tensor_files import Floats
 
 # Blocks of 256 values; where a tensor's rows do not divide, llama.cpp takes another type for it.
 K_BLOCK = 256
+MAX_TOKENS, WINDOW = 16_384, 512  # of the text that an importance matrix is measured on
 WRITE_FAULT, ALMOST_NONE = "iostream error", 2**20  # llama.cpp's words, and bytes left on a disk that is full
 
 
@@ -76,3 +83,67 @@ def _tensor_type(kind: str) -> Any:
         return gguf.GGMLQuantizationType[kind.upper()]
     except KeyError:
         raise DataError(f"tensor type {kind!r} is unknown", "use a type of ggml, such as q8_0, q6_k or f16") from None
+
+
+def importance_of(path: Path, folder: Path) -> dict[str, Floats]:
+    """GGUF tensor name -> mean squares of the inputs of its columns, fp32.
+
+    From the file of llama.cpp's llama-imatrix (GGUF), or measured with the model in `folder` on a text. Raises
+    DataError for a file that is neither.
+    """
+    try:
+        with path.open("rb") as file:
+            is_gguf = file.read(4) == b"GGUF"
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", "give an importance matrix or a text") from None
+    return _read(path) if is_gguf else _measure(folder, read_utf8(path), path)
+
+
+def _read(path: Path) -> dict[str, Floats]:
+    import gguf
+
+    open_head(path)  # reports a damaged file with our own message
+    arrays = {tensor.name: np.array(tensor.data, dtype=np.float32) for tensor in gguf.GGUFReader(path).tensors}
+    result = {}
+    for name, sums in arrays.items():
+        counts = arrays.get(name.removesuffix(".in_sum2") + ".counts")
+        if name.endswith(".in_sum2") and counts is not None and counts.size:
+            means = sums.reshape(counts.size, -1) / np.maximum(counts.reshape(-1, 1), 1)
+            result[name.removesuffix(".in_sum2")] = np.ascontiguousarray(means.ravel(), dtype=np.float32)
+    if not result:
+        raise DataError(f"{path} holds no importance matrix", "make one with llama.cpp's llama-imatrix, or give a text")
+    return result
+
+
+def _measure(folder: Path, text: str, path: Path) -> dict[str, Floats]:
+    import torch
+
+    from distill.models.hugging_face import load_model, load_tokenizer
+
+    shape = read_shape(folder)
+    ids = load_tokenizer(str(folder))(text, verbose=False)["input_ids"][:MAX_TOKENS]
+    if len(ids) < 2:
+        raise DataError(f"{path} is too short to measure an importance matrix on", "give some thousand words")
+    model: Any = load_model(str(folder), "float32", torch.device("cpu"), trimmed=False)
+    modules = {} if shape.tied else {"output.weight": model.lm_head}
+    for number, layer in enumerate(model.model.layers):
+        for part, (name, letters) in shape.family.parts.items():
+            if len(letters) == 2:
+                modules[f"blk.{number}.{name}.weight"] = layer.get_submodule(part)
+    sums: dict[str, Any] = {}
+
+    def watch(name: str) -> Any:
+        def add(_: Any, inputs: tuple[Any, ...]) -> None:
+            squares = inputs[0].detach().double().square().flatten(0, -2).sum(0)
+            sums[name] = sums[name] + squares if name in sums else squares
+
+        return add
+
+    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in modules.items()]
+    window = min(WINDOW, shape.context)
+    with torch.inference_mode():
+        for start in range(0, len(ids), window):
+            model(torch.tensor([ids[start : start + window]]))
+    for hook in hooks:
+        hook.remove()
+    return {name: (total / len(ids)).float().numpy() for name, total in sums.items()}

@@ -138,17 +138,17 @@ def _halves(
     bits: Callable[[], NDArray[np.uint16] | None],
     floats: Callable[[], Floats],
 ) -> NDArray[np.uint16] | None:
-    """Values of 16 bits in a type of 16 bits, on the short way; None where there is none, or some are not finite."""
+    """Values of one 16-bit type in another; None where that needs fp32, or where one of them is not finite."""
     stored = bits()
     if stored is None:
         return None
     if dtype == kind.name:
-        found = stored
+        halves = stored
     else:
-        found = _bf16_as_f16()[stored] if kind.name == "F16" else from_floats(floats(), "BF16")
+        halves = _bf16_as_f16()[stored] if kind.name == "F16" else from_floats(floats(), "BF16")
     exponent = EXPONENTS[kind.name]
-    # One look at the result: what is not finite there is told apart on the long way.
-    return None if ((found & exponent) == exponent).any() else found
+    # Values that are not finite go through fp32, whose checks name them.
+    return None if ((halves & exponent) == exponent).any() else halves
 
 
 def _converted(name: str, kind: GGMLQuantizationType, floats: Floats) -> NDArray[np.uint8]:

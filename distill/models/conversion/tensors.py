@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.errors import DataError
-from distill.models.conversion import families
+from distill.models.conversion.families import part_of
 from distill.models.conversion.model_fields import rope_tensors
 from distill.models.conversion.model_shape import Shape
 from distill.models.tensor_files import Floats, Stored, stored_tensors, to_floats
@@ -36,61 +36,37 @@ class GgufTensor:
     whole: bool = False
     bits: Callable[[int, int], NDArray[np.uint16]] | None = None
 
-    def load(self) -> Floats:
-        """All of it."""
-        return self.read(0, self.shape[0])
-
-
-def expected_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor the architecture must have (other biases and untied heads aside)."""
-    sizes = families.tensor_shapes(
-        shape.family,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_size=shape.head_size,
-        mlp=shape.mlp,
-        rows=shape.vocabulary,
-    )
-    expected = {"model.embed_tokens.weight": sizes["model.embed_tokens.weight"]}
-    for index in range(shape.layers):
-        layer = f"model.layers.{index}"
-        expected |= {f"{layer}.{part}.weight": sizes[part] for part in shape.family.parts}
-        expected |= {f"{layer}.{part}.bias": sizes[part][:1] for part in sorted(shape.family.biases)}
-    expected["model.norm.weight"] = sizes["model.norm.weight"]
-    if not shape.tied:
-        expected["lm_head.weight"] = sizes["lm_head.weight"]
-    return expected
-
 
 def read_tensors(folder: Path, shape: Shape) -> list[GgufTensor]:
     """The folder's tensors under their GGUF names; only the headers of the files are read here.
 
     Raises DataError when a tensor is missing, has another shape than config.json gives, or has no place in GGUF.
     """
-    stored = {name: one for name, one in stored_tensors(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    stored = {
+        name: tensor for name, tensor in stored_tensors(folder).items() if not name.endswith("rotary_emb.inv_freq")
+    }
     if shape.tied:
         stored.pop("lm_head.weight", None)  # a tied checkpoint may still carry the copy
-    expected = expected_tensors(shape)
+    expected = shape.expected_tensors(shape.family.biases)
     missing = [name for name in expected if name not in stored]
     if missing:
         raise DataError(f"{folder}: {len(missing)} tensors are missing, first {missing[0]}", hint=CHECK)
     tensors = []
     for name in [*expected, *sorted(name for name in stored if name not in expected)]:
-        one = stored[name]
-        if name in expected and one.shape != expected[name]:
+        tensor = stored[name]
+        if name in expected and tensor.shape != expected[name]:
             raise DataError(
-                f"{folder}: {name} has shape {list(one.shape)}, by config.json it is {list(expected[name])}",
+                f"{folder}: {name} has shape {list(tensor.shape)}, by config.json it is {list(expected[name])}",
                 hint=CHECK,
             )
         gguf_name = _gguf_name(name, name in expected, shape, folder)
-        heads = families.reordered_heads(name, shape.family, shape.heads, shape.kv_heads)
-        if heads and one.shape[0] % (2 * heads):
-            raise DataError(f"{folder}: {name} has {one.shape[0]} rows, not pairs for {heads} heads", CHECK)
-        halves = one.dtype in ("F16", "BF16") and not heads and len(one.shape) > 1
-        read = _reader(name, one, shape, folder, heads)
+        heads = shape.reordered_heads(name)
+        if heads and tensor.shape[0] % (2 * heads):
+            raise DataError(f"{folder}: {name} has {tensor.shape[0]} rows, not pairs for {heads} heads", CHECK)
+        halves = tensor.dtype in ("F16", "BF16") and not heads and len(tensor.shape) > 1
+        read = _reader(name, tensor, shape, folder, heads)
         tensors.append(
-            GgufTensor(gguf_name, one.shape, one.dtype, read, heads > 0, _bits_reader(one) if halves else None)
+            GgufTensor(gguf_name, tensor.shape, tensor.dtype, read, heads > 0, _bits_reader(tensor) if halves else None)
         )
     for name, factors in rope_tensors(shape).items():
         tensors.append(GgufTensor(name, factors.shape, "F32", _constant(factors), True))
@@ -98,12 +74,10 @@ def read_tensors(folder: Path, shape: Shape) -> list[GgufTensor]:
 
 
 def _gguf_name(name: str, expected: bool, shape: Shape, folder: Path) -> str:
-    found = families.gguf_name(name, shape.family, shape.layers)
+    gguf_name = shape.gguf_name(name)
     # The weights of the architecture are all expected; of the rest only some biases are read by llama.cpp.
-    if found is not None and (
-        expected or (name.endswith(".bias") and families.part_of(name) in shape.family.more_biases)
-    ):
-        return found
+    if gguf_name is not None and (expected or (name.endswith(".bias") and part_of(name) in shape.family.more_biases)):
+        return gguf_name
     raise DataError(
         f"{folder}: tensor {name} has no place in a GGUF {shape.architecture}",
         hint="check that config.json belongs to these weights; adapters must be merged first",
@@ -117,7 +91,7 @@ def permute_for_llama(weights: Floats, heads: int) -> Floats:
 
 
 def _reader(name: str, stored: Stored, shape: Shape, folder: Path, heads: int) -> Callable[[int, int], Floats]:
-    shift = families.norm_shift(name, shape.family)
+    shift = shape.norm_shift(name)
 
     def read(first: int, count: int) -> Floats:
         values = to_floats(stored.rows(first, count), stored.dtype)

@@ -17,8 +17,14 @@ from distill.models.conversion.byte_level import (
     refuse_other_models,
 )
 from distill.models.conversion.llama_tokenizer import GgufTokenizer
-from distill.models.conversion.pieces import Piece, pieces_of_merges, read_pieces, space_prefix
-from distill.models.conversion.unigram import find_spacing, unigram_pieces
+from distill.models.conversion.pieces import (
+    Piece,
+    find_spacing,
+    pieces_of_merges,
+    read_pieces,
+    space_prefix,
+    unigram_pieces,
+)
 from distill.models.gguf.special_tokens import CONTROL, NORMAL, UNUSED, USER_DEFINED
 from distill.models.model_files import read_config
 from distill.vocabulary.byte_map import SPACE
@@ -80,7 +86,7 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         # Without it llama.cpp would take token 11 for the end of text.
         raise DataError(f"{folder} names no end-of-text token", hint='set "eos_token" in tokenizer_config.json')
     add_bos, add_eos, ids["bos"] = _text_ends(path, tokenizer, ids["bos"], eos)
-    found = GgufTokenizer(
+    exported = GgufTokenizer(
         model=kind,
         pre=pre or "",
         tokens=tokens,
@@ -94,8 +100,8 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         chat_template=_chat_template(folder, settings),
     )
     if pre is None:
-        return replace(found, pre=find_pre_type(path, tokenizer, found))
-    return replace(found, spacing=find_spacing(path, content, tokenizer, found)) if kind == "t5" else found
+        return replace(exported, pre=find_pre_type(path, tokenizer, exported))
+    return replace(exported, spacing=find_spacing(path, content, tokenizer, exported)) if kind == "t5" else exported
 
 
 def _refuse_flags(path: Path, content: Mapping[str, Any], spaced: bool) -> None:
@@ -166,13 +172,8 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict
     template = read_utf8(file) if file.is_file() else settings.get("chat_template")
     more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if isinstance(template, str) and more:
-        named = [{"name": one.stem, "template": read_utf8(one)} for one in more]
+        named = [{"name": path.stem, "template": read_utf8(path)} for path in more]
         return [{"name": "default", "template": template}, *named]
-    if isinstance(template, list):  # named templates of older tokenizers
-        found = [
-            {"name": one["name"], "template": one["template"]}
-            for one in template
-            if isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)
-        ]
-        return found or None
+    if isinstance(template, list):  # named templates of older tokenizers, their form checked when they were read
+        return [{"name": entry["name"], "template": entry["template"]} for entry in template] or None
     return template if isinstance(template, str) else None

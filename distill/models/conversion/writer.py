@@ -14,16 +14,15 @@ import numpy as np
 from distill.errors import DataError
 from distill.files import write_atomically
 from distill.models.conversion.general_fields import PLAIN, Origin, add_general_fields
-from distill.models.conversion.importance import importance_of
 from distill.models.conversion.importing import file_type, is_gguf
 from distill.models.conversion.llama_tokenizer import GgufTokenizer, add_tokenizer
 from distill.models.conversion.model_fields import add_model_fields
 from distill.models.conversion.model_shape import Shape, read_shape
-from distill.models.conversion.quantise import quantise_file
+from distill.models.conversion.quantise import importance_of, quantise_file
 from distill.models.conversion.tensor_data import Output, write_tensors
 from distill.models.conversion.tensors import GgufTensor, read_tensors
 from distill.models.conversion.tokenizer import read_tokenizer
-from distill.models.gguf.file_head import write_head
+from distill.models.gguf.file_head import tensor_bytes, write_head
 from distill.models.gguf.library import library
 from distill.models.hugging_face import local_folder
 from distill.recipe import Recipe
@@ -79,7 +78,7 @@ def export_files(
     direct = {path: kind for path, kind in outputs.items() if path not in left}
     matrix = None if importance is None else importance_of(importance, folder)
     if left:
-        library()  # or its absence is told before anything is written
+        library()  # fails without llama-cpp-python before anything is written
     counts: dict[Path, int] = {}
     exact_type = _lossless(model.tensors)
     exact = next((path for path, kind in direct.items() if kind == exact_type), None)
@@ -92,7 +91,8 @@ def export_files(
             written[exact] = exact_type
         _write_together(list(written), [], lambda paths: _write(model, dict(zip(paths, written.values(), strict=True))))
         for path, kind in direct.items():
-            counts[path] = sum(_is_fallback(one, _tensor_type(one, kind), kind) for one in model.tensors)
+            matrices = [tensor for tensor in model.tensors if len(tensor.shape) > 1]
+            counts[path] = sum(_tensor_type(tensor, kind).name != kind.upper() for tensor in matrices)
         for path, kind in left.items():
             assert exact is not None
             counts[path] = quantise_file(exact, path, kind, tensor_types, matrix)
@@ -137,8 +137,8 @@ def _write_together(paths: list[Path], open_ones: list[Path], write: Callable[[l
 
 def _lossless(tensors: list[GgufTensor]) -> str:
     """The smallest type that holds every matrix exactly, from which llama.cpp quantises."""
-    found = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
-    return {frozenset({"F16"}): "f16", frozenset({"BF16"}): "bf16"}.get(frozenset(found), "f32")
+    types = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
+    return {frozenset({"F16"}): "f16", frozenset({"BF16"}): "bf16"}.get(frozenset(types), "f32")
 
 
 def _tensor_type(tensor: GgufTensor, outtype: str) -> GGMLQuantizationType:
@@ -150,17 +150,13 @@ def _tensor_type(tensor: GgufTensor, outtype: str) -> GGMLQuantizationType:
     return gguf.GGMLQuantizationType.F16 if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
 
 
-def _is_fallback(tensor: GgufTensor, kind: GGMLQuantizationType, outtype: str) -> bool:
-    return len(tensor.shape) > 1 and kind.name != outtype.upper()
-
-
 def _write(model: _Model, types: Mapping[Path, str]) -> None:
     """Write a file of each type: the heads first, then every tensor to all of them."""
     with contextlib.ExitStack() as stack:
         outputs = []
         for path, outtype in types.items():
             kinds = [_tensor_type(tensor, outtype) for tensor in model.tensors]
-            sizes = [_bytes(tensor.shape, kind) for tensor, kind in zip(model.tensors, kinds, strict=True)]
+            sizes = [tensor_bytes(tensor.shape, kind) for tensor, kind in zip(model.tensors, kinds, strict=True)]
             file = stack.enter_context(path.open("wb"))
             _add_head(file, model, outtype, kinds, sizes)
             file.flush()
@@ -177,14 +173,10 @@ def _add_head(file: BinaryIO, model: _Model, outtype: str, kinds: list[GGMLQuant
         add_general_fields(writer, model.folder, model.origin, outtype, parameters)
         add_model_fields(writer, model.shape)
         add_tokenizer(writer, model.tokenizer)
-        rows = [(one.name, one.shape, *found) for one, *found in zip(model.tensors, kinds, sizes, strict=True)]
+        rows = [
+            (tensor.name, tensor.shape, *type_and_size)
+            for tensor, *type_and_size in zip(model.tensors, kinds, sizes, strict=True)
+        ]
         write_head(file, writer, rows)
     finally:
         writer.close()
-
-
-def _bytes(shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
-    import gguf
-
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    return int(np.prod(shape)) // block * block_bytes

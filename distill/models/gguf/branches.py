@@ -27,28 +27,28 @@ class Growth:
 
 
 class Branches:
-    """The nodes of the pending tree, and up to `most` sequences that they lie in, below a committed row.
+    """The nodes of the pending tree, and up to `max_branches` sequences that they lie in, below a committed row.
 
     `length` is always the number of committed tokens.
     """
 
-    def __init__(self, context: GgufContext, most: int) -> None:
-        self._context, self._most = context, most
+    def __init__(self, context: GgufContext, max_branches: int) -> None:
+        self._context, self._max_branches = context, max_branches
         self.tree = PendingTree()
         self._through: list[list[int]] = []  # of each node: the sequences through it
-        self._shared = [0] * (most + 1)  # of each sequence but 0: committed tokens that it owns too
+        self._shared = [0] * (max_branches + 1)  # of each sequence but 0: committed tokens that it owns too
 
     def __len__(self) -> int:
         return len(self.tree)
 
     def grown(self, tree: PendingTree, length: int) -> Growth:
-        """The growth from the pending tree to `tree`; ValueError for more than `most` branches.
+        """The growth from the pending tree to `tree`; ValueError for more than `max_branches` branches.
 
         A first child continues its parent's sequence, any other child starts a new one.
         """
         old, through = len(self.tree), [list(sequences) for sequences in self._through]
         used = {sequence for sequences in through for sequence in sequences}
-        free = [sequence for sequence in range(1, self._most + 1) if sequence not in used]
+        free = [sequence for sequence in range(1, self._max_branches + 1) if sequence not in used]
         inner = {parent for parent in tree.parents[:old] if parent != ROOT}
         sources: dict[int, tuple[int, int]] = {}
         for node in range(old, len(tree)):
@@ -58,7 +58,7 @@ class Branches:
                 through.append([through[parent][0]])
                 continue
             if not free:
-                raise ValueError(f"more than {self._most} branches: open the model with a larger max_leaves")
+                raise ValueError(f"more than {self._max_branches} branches: open the model with a larger max_leaves")
             sequence, source = free.pop(0), (0, length)
             while parent != ROOT:
                 if parent < old and source[0] == 0:

@@ -10,7 +10,6 @@ from distill.errors import RecipeError
 from distill.machine import thread_count
 from distill.models.gguf.file_head import FileHead
 from distill.models.gguf.library import library
-from distill.models.gguf.loadable import head_sizes
 from distill.recipe import GgufOptions
 from distill.recipe.gguf import NO_DEVICE
 
@@ -47,17 +46,17 @@ def gpus() -> list[Device]:
     count, get, name, description, kind = functions
     handles = [get(index) for index in range(count())]
     return [
-        Device(name(one).decode("utf-8", "replace"), description(one).decode("utf-8", "replace"), one)
-        for one in handles
-        if kind(one) in (GPU, INTEGRATED_GPU)
+        Device(name(handle).decode("utf-8", "replace"), description(handle).decode("utf-8", "replace"), handle)
+        for handle in handles
+        if kind(handle) in (GPU, INTEGRATED_GPU)
     ]
 
 
 def describe_build() -> str:
     """One line: where this build of llama.cpp computes. DataError where llama-cpp-python is not installed."""
-    found = gpus()
-    if found:
-        return "llama.cpp: GPUs " + ", ".join(f"{one.name} ({one.description})" for one in found)
+    devices = gpus()
+    if devices:
+        return "llama.cpp: GPUs " + ", ".join(f"{gpu.name} ({gpu.description})" for gpu in devices)
     if library().llama_supports_gpu_offload():
         return "llama.cpp: built for GPUs, and finds none on this machine: it computes on the CPU"
     return f"llama.cpp: a CPU-only build; for GPU layers {BUILD}"
@@ -65,45 +64,42 @@ def describe_build() -> str:
 
 def require_build(options: GgufOptions, where: str) -> None:
     """Raise RecipeError, which names `where`, for options that this build of llama.cpp or this machine lacks."""
-    asked = {
+    gpu_settings = {
         "n_gpu_layers": bool(options.n_gpu_layers),
         "device": options.device not in ((), (NO_DEVICE,)),
         "tensor_split": bool(options.tensor_split),
     }
-    first = next((name for name, wanted in asked.items() if wanted), None)
+    first = next((name for name, requested in gpu_settings.items() if requested), None)
     if first is not None:
         _require_gpus(options, f"{where}: {first} {_shown(getattr(options, first))}")
     llama = library()
-    for name, wanted, able in (
+    for name, requested, able in (
         ("mmap", options.mmap, llama.llama_supports_mmap),
         ("mlock", options.mlock, llama.llama_supports_mlock),
     ):
-        if wanted and not able():
+        if requested and not able():
             raise RecipeError(f"{where}: {name}: llama.cpp cannot do this on this system", f"leave {name} out")
 
 
 def _shown(value: Any) -> str:
-    return (
-        ",".join(f"{one:g}" if isinstance(one, float) else one for one in value)
-        if isinstance(value, tuple)
-        else str(value)
-    )
+    items = value if isinstance(value, tuple) else (value,)
+    return ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
 
 
-def _require_gpus(options: GgufOptions, asked: str) -> None:
-    found = gpus()
-    if not found:
+def _require_gpus(options: GgufOptions, setting: str) -> None:
+    devices = gpus()
+    if not devices:
         able = library().llama_supports_gpu_offload()
         reason = "finds no GPU on this machine" if able else "is built for CPUs alone"
-        raise RecipeError(f"{asked}: the installed llama.cpp {reason}", f"leave it out, or {BUILD}")
-    names = [one.name for one in found]
+        raise RecipeError(f"{setting}: the installed llama.cpp {reason}", f"leave it out, or {BUILD}")
+    names = [gpu.name for gpu in devices]
     unknown = [name for name in options.device if name not in names]
     if unknown:
-        raise RecipeError(f"{asked}: there is no device {unknown[0]}", f"llama.cpp finds {', '.join(names)}")
-    used = len(options.device) or len(found)
+        raise RecipeError(f"{setting}: there is no device {unknown[0]}", f"llama.cpp finds {', '.join(names)}")
+    used = len(options.device) or len(devices)
     if len(options.tensor_split) > used:
         raise RecipeError(
-            f"{asked}: {len(options.tensor_split)} shares for {used} GPUs", "give one share for each GPU, or fewer"
+            f"{setting}: {len(options.tensor_split)} shares for {used} GPUs", "give one share for each GPU, or fewer"
         )
 
 
@@ -124,7 +120,7 @@ def require_cache_types(options: GgufOptions, keys: int | None, values: int | No
 def require_possible(head: FileHead, options: GgufOptions) -> None:
     """Raise RecipeError for options that this build, this machine or this file does not allow; loads nothing."""
     require_build(options, str(head.path))
-    require_cache_types(options, *head_sizes(head), str(head.path))
+    require_cache_types(options, *head.head_sizes, str(head.path))
 
 
 def model_settings(options: GgufOptions) -> tuple[Any, list[Any]]:
@@ -136,7 +132,7 @@ def model_settings(options: GgufOptions) -> tuple[Any, list[Any]]:
     if options.device == (NO_DEVICE,):
         settings.n_gpu_layers = 0
     if options.device:
-        handles = {one.name: one.handle for one in gpus()}
+        handles = {gpu.name: gpu.handle for gpu in gpus()}
         chosen = [handles[name] for name in options.device if name != NO_DEVICE]
         kept.append((ctypes.c_void_p * (len(chosen) + 1))(*chosen, None))
         settings.devices = ctypes.cast(kept[-1], ctypes.c_void_p)

@@ -9,14 +9,17 @@ Legend: m tokens of one call, V vocabulary.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.models.base import SPARE_NODES
+from distill.models.finite import Place, finite_argmax, place_of, require_finite
 from distill.models.gguf.build import fill_context
 from distill.models.gguf.file import GgufFile
 from distill.models.gguf.library import ERRORS, last_errors
@@ -92,15 +95,15 @@ class GgufContext:
             self._output[: count - 1] = not last_only
         self._output[count - 1] = 1
         self._run(count, count, start)
-        asked = 1 if last_only else count
+        row_count = 1 if last_only else count
         buffer = self._library.llama_get_logits(self._context)
         address = ctypes.addressof(buffer.contents)
-        if address != self._view_address or asked > len(self._view):
+        if address != self._view_address or row_count > len(self._view):
             # llama.cpp moves or grows its buffer rarely, and making a view takes longer than all other lines here.
-            rows = np.ctypeslib.as_array(buffer, (asked, self._file.head_rows))
+            rows = np.ctypeslib.as_array(buffer, (row_count, self._file.head_rows))
             self._view = rows[:, : self._file.vocabulary_size]
             self._view_address = address
-        return self._view[:asked]
+        return self._view[:row_count]
 
     def decode_chain(self, ids: NDArray[np.int64], mask: NDArray[np.int8], start: int) -> NDArray[np.float32]:
         """Decode ids [m] one after the other from `start` in sequence 0; view [rows asked for by mask [m], V]."""
@@ -134,18 +137,18 @@ class GgufContext:
         self._token[:count] = ids
         self._position[:count] = positions
         self._output[:count] = mask
-        asked = outputs
+        row_count = outputs
         if dummy:
             self._token[1] = ids[0]
             self._position[1] = positions[0] + 1
             self._output[1] = 1
-            asked += 1
-        if self._pad_single and asked == 1:
+            row_count += 1
+        if self._pad_single and row_count == 1:
             # A lone output would take the other kernel in the head: ask for a neighbour's too, and skip it.
             only = int(np.flatnonzero(self._output[:size])[0])
             extra = only - 1 if only else only + 1
             self._output[extra] = 1
-            first, asked = int(extra < only), 2
+            first, row_count = int(extra < only), 2
             if dummy and not outputs:
                 first = 0
         self._run(size, count, int(positions[0]))
@@ -154,7 +157,7 @@ class GgufContext:
         if not outputs:
             return np.empty((0, self._file.vocabulary_size), dtype=np.float32)
         buffer = self._library.llama_get_logits(self._context)
-        logits = np.ctypeslib.as_array(buffer, (asked, self._file.head_rows))
+        logits = np.ctypeslib.as_array(buffer, (row_count, self._file.head_rows))
         return logits[first : first + outputs, : self._file.vocabulary_size]
 
     def _run(self, size: int, count: int, start: int) -> None:
@@ -193,3 +196,52 @@ class GgufContext:
         if self._context:
             self._library.llama_free(self._context)
         self._context = None
+
+
+class GgufLogits:
+    """Logits [n, V] as a view of llama.cpp's own buffer; see `distill.models.base.Logits`."""
+
+    def __init__(self, context: GgufContext, rows: NDArray[np.float32], lengths: Sequence[int]) -> None:
+        self._context = context
+        self._generation = context.generation
+        self._array = rows
+        self._lengths = lengths  # of the texts that the rows follow
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    @property
+    def place(self) -> Place:
+        """The file and the position of each row; made when a message needs it."""
+        return place_of(str(self._context.path), self._lengths)
+
+    def _rows(self) -> NDArray[np.float32]:
+        if self._generation != self._context.generation:
+            raise ValueError("these logits were overwritten: read them before the next extend or close")
+        return self._array
+
+    def argmax(self, empty: int | None = None) -> list[int]:
+        """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
+        rows = self._array
+        if len(rows) == 1 and self._generation == self._context.generation:
+            # As few calls as can be: between the steps of a large model each is fetched from memory again.
+            best = int(rows.argmax())
+            if -math.inf < rows.item(best) < math.inf:
+                return [best]
+        rows = self._rows()
+        ids: list[int] = rows.argmax(axis=1).tolist()
+        return finite_argmax(ids, [rows.item(row, token) for row, token in enumerate(ids)], self.place, empty)
+
+    def top(self, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The k best ids [n, k] and their logits [n, k], best first, smaller ids first on ties; 1 <= k <= V."""
+        rows = self._rows()
+        size = rows.shape[1]
+        if not 1 <= k <= size:
+            raise ValueError(f"k must lie in 1..{size}, got {k}")
+        require_finite(rows.max(axis=1).tolist(), self.place)
+        ids = np.argsort(-rows, axis=1, kind="stable")[:, :k]
+        return ids, np.take_along_axis(rows, ids, axis=1)
+
+    def full(self) -> torch.Tensor:
+        """All logits [n, V] as an fp32 copy."""
+        return torch.from_numpy(self._rows().copy())

@@ -5,6 +5,7 @@ Format: ggml's docs/gguf.md, versions 2 and 3.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Sequence
@@ -117,68 +118,76 @@ class FileHead:
 
     def text(self, key: str) -> str | None:
         """A text; None where there is none."""
-        found = self.values.get(key)
-        if found is None:
+        value = self.values.get(key)
+        if value is None:
             return None
         try:
-            return bytes(found).decode() if isinstance(found, bytes) else self.refuse(f"{key} is no text")
+            return bytes(value).decode() if isinstance(value, bytes) else self.refuse(f"{key} is no text")
         except UnicodeDecodeError:
             self.refuse(f"{key} is not UTF-8")
 
     def texts(self, key: str, errors: str = "strict") -> list[str]:
         """A list of texts, empty where there is none; `errors` as of bytes.decode."""
-        found = self.values.get(key, [])
-        if not isinstance(found, list) or not all(isinstance(one, bytes) for one in found):
+        items = self.values.get(key, [])
+        if not isinstance(items, list) or not all(isinstance(item, bytes) for item in items):
             self.refuse(f"{key} is no list of texts")
         try:
-            return [one.decode(errors=errors) for one in found]
+            return [item.decode(errors=errors) for item in items]
         except UnicodeDecodeError:
             self.refuse(f"{key} holds a text that is not UTF-8")
 
     def numbers(self, key: str) -> list[Any]:
         """A list of numbers, empty where there is none."""
-        found = self.values.get(key, [])
-        if not isinstance(found, list) or any(isinstance(one, bytes | bool | list) for one in found):
+        items = self.values.get(key, [])
+        if not isinstance(items, list) or any(isinstance(item, bytes | bool | list) for item in items):
             self.refuse(f"{key} is no list of numbers")
-        return found
+        return items
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false."""
-        found = self.values.get(key, default)
-        return bool(found) if isinstance(found, bool | int) else self.refuse(f"{key} is neither true nor false")
+        value = self.values.get(key, default)
+        return bool(value) if isinstance(value, bool | int) else self.refuse(f"{key} is neither true nor false")
 
     def own(self, key: str) -> Any:
         """A value below the architecture's name; of a list with one number a layer, the number where all are equal."""
-        found = self.values.get(f"{self.architecture}.{key}")
-        if isinstance(found, list) and found:
-            if len(set(found)) > 1:
+        value = self.values.get(f"{self.architecture}.{key}")
+        if isinstance(value, list) and value:
+            if len(set(value)) > 1:
                 self.refuse(f"{self.architecture}.{key} differs between layers, which transformers cannot hold")
-            return found[0]
-        return found
+            return value[0]
+        return value
 
     def count(self, key: str, default: int | None = None) -> int:
         """A positive integer below the architecture's name."""
-        found = default if (stated := self.own(key)) is None else stated
-        if not isinstance(found, int) or isinstance(found, bool) or found <= 0:
-            self.refuse(f"{self.architecture}.{key} is {found!r:.40}, not a positive integer")
-        return int(found)
+        value = default if (stated := self.own(key)) is None else stated
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            self.refuse(f"{self.architecture}.{key} is {value!r:.40}, not a positive integer")
+        return int(value)
 
     def real(self, key: str, default: float | None = None) -> float:
         """A positive number below the architecture's name, in the fewest digits that give the file's 32 bits."""
-        found = self.own(key)
-        found = default if found is None else found
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1e30:
-            self.refuse(f"{self.architecture}.{key} is {found!r:.40}, not a positive number")
-        return shortest(found)
+        value = self.own(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            self.refuse(f"{self.architecture}.{key} is {value!r:.40}, not a positive number")
+        return shortest(value)
 
-    def size(self, key: str, least: int, most: int) -> int | None:
+    def size(self, key: str, smallest: int, largest: int) -> int | None:
         """An integer within bounds below the architecture's name; None where there is none, or one for each layer."""
-        found = self.values.get(f"{self.architecture}.{key}")
-        if found is None or isinstance(found, list):
+        value = self.values.get(f"{self.architecture}.{key}")
+        if value is None or isinstance(value, list):
             return None
-        if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= most:
-            self.refuse_value(key, f"lie between {least} and {most}")
-        return int(found)
+        if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:
+            self.refuse_value(key, f"lie between {smallest} and {largest}")
+        return int(value)
+
+    @property
+    def head_sizes(self) -> tuple[int | None, int | None]:
+        """Sizes of an attention head's keys and values; None where the file gives one number a layer, or none."""
+        hidden, heads = self.size("embedding_length", 1, 2**20), self.size("attention.head_count", 1, 2**16)
+        default = hidden // heads if hidden and heads else None
+        keys, values = (self.size(f"attention.{part}_length", 1, 2**20) for part in ("key", "value"))
+        return keys or default, values or default
 
     def refuse_value(self, key: str, rule: str) -> NoReturn:
         """Raise DataError for a value below the architecture's name that breaks a rule."""
@@ -191,7 +200,7 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def tensor_bytes(shape: list[int], kind: int) -> int:
+def tensor_bytes(shape: Sequence[int], kind: int) -> int:
     """Bytes of a tensor's data; 0 for types that the gguf package does not know yet."""
     import gguf
 
@@ -199,10 +208,7 @@ def tensor_bytes(shape: list[int], kind: int) -> int:
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
     except (ValueError, KeyError):
         return 0
-    count = 1
-    for length in shape:
-        count *= length
-    return int(count // block * size)
+    return int(math.prod(shape) // block * size)
 
 
 def open_head(path: Path) -> FileHead:

@@ -48,12 +48,12 @@ class GrammarPlace:
     def allowed(self) -> NDArray[np.uint8]:
         """One bit per token, the lowest id first: whether it may follow; one end token represents all."""
         llama, _ = self._model.library_and_vocabulary()
-        found = self._candidates.copy()
-        data = found.ctypes.data_as(ctypes.POINTER(llama.llama_token_data))
-        array = llama.llama_token_data_array(data, len(found), -1, False)
+        candidates = self._candidates.copy()
+        data = candidates.ctypes.data_as(ctypes.POINTER(llama.llama_token_data))
+        array = llama.llama_token_data_array(data, len(candidates), -1, False)
         llama.llama_sampler_apply(self._sampler, ctypes.byref(array))
         mask = np.zeros(self._model.vocabulary_size, dtype=bool)
-        mask[found["id"][np.isfinite(found["logit"])]] = True
+        mask[candidates["id"][np.isfinite(candidates["logit"])]] = True
         return np.packbits(mask, bitorder="little")
 
     def accepting(self) -> bool:

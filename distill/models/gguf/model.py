@@ -8,17 +8,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distill.models.base import check_call, check_counts, check_rollback, check_tokens, check_want
+from distill.models.base import check_call, check_chain, check_lengths
 from distill.models.gguf.branches import Branches
-from distill.models.gguf.context import FEW, GgufContext
+from distill.models.gguf.context import FEW, GgufContext, GgufLogits
 from distill.models.gguf.file import GgufFile
-from distill.models.gguf.logits import GgufLogits
 from distill.recipe import GgufOptions
 from distill.recipe.gguf import ON_CPU
 
@@ -95,10 +93,9 @@ class GgufModel:
         if parents is None and counts is None and self._is_short_step(tokens, want):
             rows = self._decode_few(tokens, want is not None)
             return GgufLogits(self._context, rows, range(self._length - len(rows) + 1, self._length + 1))
-        check_counts(counts, len(tokens))
         if parents is None:
-            return self._extend_chain(tokens, want)
-        return self._extend_tree(tokens, parents, want)
+            return self._extend_chain(tokens, counts, want)
+        return self._extend_tree(tokens, counts, parents, want)
 
     def _is_short_step(self, tokens: Sequence[int], want: Sequence[int] | None) -> bool:
         """Whether a chain is a valid step or verification, which can skip the bookkeeping of prompts and trees."""
@@ -111,19 +108,14 @@ class GgufModel:
             and max(tokens) < self.vocabulary_size
         )
 
-    def _extend_chain(self, tokens: Sequence[int], want: Sequence[int] | None) -> GgufLogits:
-        count = len(tokens)
+    def _extend_chain(
+        self, tokens: Sequence[int], counts: Sequence[int] | None, want: Sequence[int] | None
+    ) -> GgufLogits:
+        (count,) = check_chain(tokens, counts, want, [self._length], self.capacity, self.vocabulary_size)
         if len(self._branches):
             raise ValueError("a tree is pending: keep a path of it or roll back first")
-        if count == 0:
-            raise ValueError("extend needs at least one token")
-        if self._length + count > self.capacity:
-            raise ValueError(f"{self._length} + {count} tokens exceed the context of {self.capacity}")
-        check_tokens(tokens, self.vocabulary_size)
-        check_want(want, count)
-        ids = np.asarray(tokens, dtype=np.int64)
         try:
-            rows = self._decode_all(ids, None if want is None else np.asarray(want, dtype=np.int64))
+            rows = self._decode_all(tokens, want)
         except BaseException:
             self._context.withdraw(0, self._length)
             raise
@@ -133,13 +125,14 @@ class GgufModel:
             self._context, rows, range(begin, begin + count) if want is None else [begin + index for index in want]
         )
 
-    def _extend_tree(self, tokens: Sequence[int], parents: Sequence[int], want: Sequence[int] | None) -> GgufLogits:
+    def _extend_tree(
+        self, tokens: Sequence[int], counts: Sequence[int] | None, parents: Sequence[int], want: Sequence[int] | None
+    ) -> GgufLogits:
         if not self.max_leaves:
             raise ValueError("this model was opened without room for trees: give it max_leaves")
-        check_call(tokens, parents, want, self.vocabulary_size)
-        old, count, tree = len(self._branches), len(tokens), self._branches.tree.grown(parents)
-        if self._length + max(tree.depths) > self.capacity:
-            raise ValueError(f"{self._length} + {max(tree.depths)} tokens exceed the context of {self.capacity}")
+        check_call(tokens, counts, parents, want, self.vocabulary_size)
+        old, count = len(self._branches), len(tokens)
+        tree = self._branches.tree.grown(parents, self._length, self.capacity)
         free = min(self._context.cells - self._length - old, self._context.batch_size)
         room = free - int(self.pad_single and count == 1)  # a lone node needs a cell for its dummy
         if count > room:
@@ -159,14 +152,10 @@ class GgufModel:
         self, tokens: Sequence[int], depths: Sequence[int], through: list[list[int]], want: Sequence[int] | None
     ) -> NDArray[np.float32]:
         """Decode nodes of these depths in these sequences; logits [n, V] in the order of `want`."""
-        ids = np.asarray(tokens, dtype=np.int64)
-        wanted = np.arange(len(ids)) if want is None else np.asarray(want, dtype=np.int64)
-        needed, order = np.unique(wanted, return_inverse=True)
-        mask = np.zeros(len(ids), dtype=np.int8)
-        mask[needed] = 1
+        mask, order = _outputs(len(tokens), want)
         positions = np.asarray(depths, dtype=np.int32) + (self._length - 1)
-        rows = self._context.decode_nodes(ids, mask, positions, through)
-        return rows if np.array_equal(wanted, needed) else rows[order]
+        rows = self._context.decode_nodes(np.asarray(tokens, dtype=np.int64), mask, positions, through)
+        return rows if order is None else rows[order]
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root."""
@@ -182,24 +171,17 @@ class GgufModel:
         self._length += len(tokens)
         return rows
 
-    def _decode_all(self, ids: NDArray[np.int64], wanted: NDArray[np.int64] | None) -> NDArray[np.float32]:
+    def _decode_all(self, tokens: Sequence[int], want: Sequence[int] | None) -> NDArray[np.float32]:
         """Decode in chunks; logits [n, V], a view when one chunk holds them all in order."""
-        needed = None if wanted is None else np.unique(wanted)
+        ids, (mask, order) = np.asarray(tokens, dtype=np.int64), _outputs(len(tokens), want)
         parts: list[NDArray[np.float32]] = []
         bounds = self._chunks(len(ids))
         for begin, end in bounds:
-            if needed is None:
-                mask = np.ones(end - begin, dtype=np.int8)
-            else:
-                mask = np.zeros(end - begin, dtype=np.int8)
-                mask[needed[(needed >= begin) & (needed < end)] - begin] = 1
-            rows = self._context.decode_chain(ids[begin:end], mask, self._length + begin)
+            rows = self._context.decode_chain(ids[begin:end], mask[begin:end], self._length + begin)
             # The next chunk overwrites the buffer.
             parts.append(rows if len(bounds) == 1 else rows.copy())
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if wanted is None or needed is None or np.array_equal(wanted, needed):
-            return rows
-        return rows[np.searchsorted(needed, wanted)]
+        return rows if order is None else rows[order]
 
     def _chunks(self, count: int) -> list[tuple[int, int]]:
         """Bounds of chunks of at most the batch size, with no lone token at the end where that can be avoided."""
@@ -212,7 +194,7 @@ class GgufModel:
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget a pending tree and the tokens beyond `lengths` (one number); ValueError outside 0..the committed."""
         self._file.require_open()
-        length = check_rollback(lengths, self._length)
+        (length,) = check_lengths(lengths, [self._length])
         if len(self._branches):
             self._branches.drop(self._length)
         # A signal may have come between llama.cpp's step and our count of it: a new text begins in an empty cache.
@@ -246,7 +228,14 @@ class GgufModel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _outputs(count: int, want: Sequence[int] | None) -> tuple[NDArray[np.int8], NDArray[np.intp] | None]:
+    """Which of `count` tokens need logits [count], and the row of each wanted one among them; None for all in order."""
+    wanted = np.arange(count) if want is None else np.asarray(want, dtype=np.int64)
+    needed, order = np.unique(wanted, return_inverse=True)
+    mask = np.zeros(count, dtype=np.int8)
+    mask[needed] = 1
+    return mask, None if np.array_equal(wanted, needed) else order

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from distill.models.gguf.file_head import FileHead
 from distill.vocabulary.splits import LLAMA3_NAMES
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # gguf.TokenType, and SentencePiece's own numbers
-# The role of a token: its word in tokenizer.ggml.WORD_token_id.
-ROLES = {
-    "bos": "bos",
-    "eos": "eos",
-    "unk": "unknown",
-    "sep": "seperator",
-    "pad": "padding",
-    "cls": "cls",
-    "mask": "mask",
-}
+# Roles whose word in tokenizer.ggml.WORD_token_id is another.
+WORDS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
 TURN_ENDS = ("eot", "eom")  # further ids that end a turn or a message, under their own words
 
 
 def token_key(role: str) -> str:
     """The key of a GGUF file that names the token of a role."""
-    return f"tokenizer.ggml.{ROLES.get(role, role)}_token_id"
+    return f"tokenizer.ggml.{WORDS.get(role, role)}_token_id"
 
 
 class Defaults(NamedTuple):
@@ -54,11 +47,16 @@ ALWAYS_ADDS_BOS = "gemma4"  # whatever the file says
 UNIGRAM_IS_UGM = {"t5", "umt5", "mt5", "xlm-roberta", "xlm-roberta-xl"}
 
 
-def defaults_of(model: str, pre: str | None) -> Defaults:
-    """llama.cpp's defaults for a tokenizer.ggml.model, which some pre-tokenizers of BPE change."""
-    found = DEFAULTS[model]
-    if found.kind == "BPE" and pre in PRE_ADDS_BOS:
-        found = found._replace(add_bos=True)
-    if found.kind == "BPE" and pre in PRE_WITHOUT_BOS:
-        found = found._replace(bos=None)
-    return found
+def stated_ends(head: FileHead) -> Defaults:
+    """llama.cpp's defaults for a file's vocabulary, with what the file says of added tokens in their place.
+
+    Some pre-tokenizers of BPE change the defaults. The file's own bos and eos are not read here.
+    """
+    model, pre = head.text("tokenizer.ggml.model") or "", head.text("tokenizer.ggml.pre")
+    defaults = DEFAULTS[model]
+    if defaults.kind == "BPE" and pre in PRE_ADDS_BOS:
+        defaults = defaults._replace(add_bos=True)
+    if defaults.kind == "BPE" and pre in PRE_WITHOUT_BOS:
+        defaults = defaults._replace(bos=None)
+    add_bos = head.flag("tokenizer.ggml.add_bos_token", defaults.add_bos) or ALWAYS_ADDS_BOS in (model, pre)
+    return defaults._replace(add_bos=add_bos, add_eos=head.flag("tokenizer.ggml.add_eos_token", defaults.add_eos))

@@ -21,16 +21,12 @@ from distill.models.base import (
     SPARE_NODES,
     PendingTree,
     check_call,
-    check_counts,
+    check_chain,
     check_lengths,
     check_no_paths,
-    check_rows,
-    check_tokens,
-    check_want,
 )
 from distill.models.finite import Place, place_of
-from distill.models.static.slot_cache import SlotCache, unsupported
-from distill.models.static.steps import COARSE, LONGEST_STEP, Steps
+from distill.models.static.steps import COARSE, LONGEST_STEP, SlotCache, Steps, unsupported
 from distill.models.static.transfers import send
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel, model_name, shortest_window
@@ -90,7 +86,6 @@ class StaticTorchModel:
         self._steps = Steps(model, self._cache, compiled)
         self._lengths = [0] * rows
         self._tree = PendingTree()
-        self._seen = torch.zeros(0, 0, dtype=torch.bool)  # [N, N], true where a node attends: its path and itself
 
     @property
     def lengths(self) -> list[int]:
@@ -119,9 +114,7 @@ class StaticTorchModel:
         tokens = list(tokens)
         if parents is not None:
             return self._extend_tree(tokens, counts, parents, want)
-        counts = check_rows(tokens, counts, self._lengths, self.capacity)
-        check_tokens(tokens, self.model.config.vocab_size)
-        check_want(want, len(tokens))
+        counts = check_chain(tokens, counts, want, self._lengths, self.capacity, self.model.config.vocab_size)
         if self._tree.parents:
             raise ValueError("a tree is pending: keep a path of it or roll back first")
         ends = list(accumulate(counts))
@@ -175,17 +168,17 @@ class StaticTorchModel:
         ids: Tensor,
         counts: Tensor,
         starts: Tensor,
-        most: int,
+        end: int,
         keep: Tensor | int = 0,
         prompt: bool = False,
     ) -> Tensor:
         """Logits [R, m, V] of tokens [R, m] on the device. It commits nothing: `commit` says afterwards what counts.
 
-        Row r holds counts[r] tokens, then padding; they go to the slots from starts[r] on. `most` is more than any of
+        Row r holds counts[r] tokens, then padding; they go to the slots from starts[r] on. `end` is beyond all of
         these slots, as the host knows it. `keep` as of transformers: 0 for the logits of all columns, 1 for those of
         the last, or the columns. The step of a `prompt` is never compiled. Nothing here waits for the device.
         """
-        self._reserve(most)
+        self._reserve(end)
         return self._steps.chain(ids, counts, starts, keep, prompt)[..., : self.vocabulary_size]
 
     def commit(self, lengths: Sequence[int]) -> None:
@@ -198,24 +191,19 @@ class StaticTorchModel:
         if not self.max_leaves:
             kind = f"{self.rows} rows take chains" if self.rows > 1 else "attention windows take chains"
             raise ValueError(f"{kind}, not trees")
-        check_counts(counts, len(tokens))
-        check_call(tokens, parents, want, self.vocabulary_size)
+        check_call(tokens, counts, parents, want, self.vocabulary_size)
         old, length = len(self._tree), self._lengths[0]
-        tree = self._tree.grown(parents)
-        if length + max(tree.depths) > self.capacity:
-            raise ValueError(f"{length} + {max(tree.depths)} tokens do not fit a context of {self.capacity}")
-        seen = tree.seen(self._seen)
+        tree = self._tree.grown(parents, length, self.capacity)
         depths = [length + depth for depth in tree.depths[old:]]
         # One transfer: the tokens, their positions, and W columns of what they see. [m, 2 + W]
         width = _rounded(len(tree))
         rows = [
-            [token, depth - 1, *row, *[0] * (width - len(row))]
-            for token, depth, row in zip(tokens, depths, seen[old:].tolist(), strict=True)
+            [token, depth - 1, *seen] for token, depth, seen in zip(tokens, depths, tree.seen(old, width), strict=True)
         ]
         sent = send(rows, self.device)
         self._reserve(length + len(tree))
         logits = self._steps.tree(sent[:, 0], sent[:, 1], sent[:, 2:].bool(), length, length + old)
-        self._tree, self._seen = tree, seen
+        self._tree = tree
         read = depths if want is None else [depths[index] for index in want]
         picked = _picked(logits[0, :, : self.vocabulary_size], range(len(tokens)) if want is None else want)
         return TorchLogits(picked, self._place([0] * len(read), read))
@@ -231,8 +219,8 @@ class StaticTorchModel:
         """Let the cache hold `slots` and a step's padding behind them."""
         if slots + COARSE > self._cache.size:
             self._steps.forget()
-            most = _rounded(self.capacity + SPARE_NODES)
-            self._cache.grow(max(_rounded(slots + SPARE_NODES), min(2 * self._cache.size, most)))
+            limit = _rounded(self.capacity + SPARE_NODES)
+            self._cache.grow(max(_rounded(slots + SPARE_NODES), min(2 * self._cache.size, limit)))
 
     @torch.inference_mode()
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
@@ -249,19 +237,15 @@ class StaticTorchModel:
             for layer in self._cache.layers:
                 layer.move(old, self._lengths[0])
         self._lengths[0] += len(path)
-        self._drop_tree()
-
-    def _drop_tree(self) -> None:
-        self._tree, self._seen = PendingTree(), self._seen[:0, :0]
+        self._tree = PendingTree()
 
     @torch.inference_mode()
     def rollback(self, lengths: Sequence[int]) -> None:
         """Drop a pending tree and the tokens of each row beyond `lengths`; ValueError for more than a row has."""
-        checked = check_lengths(lengths, self._lengths)
-        self._drop_tree()
-        if not any(checked):
+        self._lengths = check_lengths(lengths, self._lengths)
+        self._tree = PendingTree()
+        if not any(self._lengths):
             self._cache.clear()
-        self._lengths = checked
 
     def reset(self) -> None:
         """Forget everything; the memory is kept, and its addresses, because compiled steps hold them."""
@@ -270,7 +254,7 @@ class StaticTorchModel:
     def close(self) -> None:
         """Free the cache."""
         self._lengths = [0] * self.rows
-        self._drop_tree()
+        self._tree = PendingTree()
         self._steps.forget()
         self._cache.free()
 

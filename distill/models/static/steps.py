@@ -1,40 +1,109 @@
-"""The steps of a model with slots: chains of R rows, and nodes of a tree; as they are, or compiled by torch.
+"""The cache of a model with slots, and its steps: chains of R rows and nodes of a tree, as they are or compiled.
 
-A compiled step is a graph of one shape: of so many columns, over a cache of one size. On a GPU torch records it as a
-CUDA graph. Prompts are never compiled, because each has a length of its own. Legend: R rows, m columns, S slots, W
-nodes of a tree rounded up, V vocabulary.
+The slots of the cache are written by number, so that a roll-back is a smaller length and moves nothing. A compiled
+step is a graph of one shape: of so many columns, over a cache of one size. On a GPU torch records it as a CUDA graph.
+Prompts are never compiled, because each has a length of its own. Legend: R rows, m columns, H heads of keys and
+values, S slots, D width, W nodes of a tree rounded up, V vocabulary.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from distill.errors import RunError
-from distill.models.static.slot_cache import SlotCache
 from distill.models.torch_model import shortest_window
 
 LONGEST_STEP = 64  # columns of a step that is compiled; longer ones read prompts
 EXACT = 9  # up to so many columns each number has a graph of its own; above, multiples of COARSE
 COARSE = 8
-Masks = Tensor | dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class _Graph:
-    """A compiled step, and the tensors that it reads its slots and inputs from: the same addresses and strides always.
+class SlotLayer(StaticLayer):  # type: ignore[misc]
+    """One layer's keys and values [R, H, S, D]: slot s of a row holds its token at position s.
 
-    A part of a larger tensor has strides of its own, for which torch would compile the step again.
+    Transformers' own layer counts the tokens of all rows together and only forwards. Here the cache names the slots.
     """
 
-    function: Callable[..., Tensor]
-    places: list[Tensor]
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values [R, H, m, D] in slots [R, m]; returns all S, of which the mask shows what counts."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)  # zeros, because a mask hides any number except NaN
+        slots = slots.to(keys.device)  # the layers of a sharded model lie on several devices
+        for held, new in ((self.keys, keys), (self.values, values)):
+            if len(slots) == 1:
+                held.index_copy_(2, slots[0], new)
+            else:
+                held.scatter_(2, slots[:, None, :, None].expand_as(new), new)
+        return self.keys, self.values
+
+    def grow(self, size: int) -> None:
+        """Take a larger S and keep what is stored."""
+        self.max_cache_len = size
+        if self.is_initialized:
+            keys, values = self.keys, self.values
+            self.lazy_initialization(keys, values)
+            self.keys[:, :, : keys.shape[2]] = keys
+            self.values[:, :, : values.shape[2]] = values
+
+    def move(self, old: Tensor, start: int) -> None:
+        """Copy what the slots `old` [k] hold into those from `start` on."""
+        if self.is_initialized:
+            index = old.to(self.keys.device)
+            for held in (self.keys, self.values):
+                # Read before it is written: index_select copies.
+                held[:, :, start : start + len(old)] = held.index_select(2, index)
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """The layers of a model; `slots` [R, m] are those that the step's tokens go to."""
+
+    def __init__(self, layers: int, size: int) -> None:
+        super().__init__(layers=[SlotLayer(max_cache_len=size) for _ in range(layers)])
+        self.size = size
+        self.slots: Tensor
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """What the attention of layer `layer_idx` calls."""
+        return self.layers[layer_idx].write(keys, values, self.slots)
+
+    @property
+    def ready(self) -> bool:
+        """Whether any layer holds memory: a step that is compiled must find it."""
+        return any(layer.is_initialized for layer in self.layers)
+
+    def grow(self, size: int) -> None:
+        """Take a larger S in every layer, one after another, so that only one is held twice."""
+        self.size = size
+        for layer in self.layers:
+            layer.grow(size)
+
+    def clear(self) -> None:
+        """Zeros everywhere: what a text that overflowed left must not reach the next one."""
+        for layer in self.layers:
+            layer.reset()
+
+    def free(self) -> None:
+        """Give the memory back; the next step takes it anew."""
+        for layer in self.layers:
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+
+
+def unsupported(config: Any) -> str | None:
+    """The kind of a layer whose state no slots hold, such as a recurrent one; None where all have keys and values."""
+    try:
+        layers = StaticCache(config=config, max_cache_len=1).layers
+    except KeyError as error:  # a kind of layer for which transformers has no cache of fixed size
+        return str(error.args[0])
+    kinds = {type(layer) for layer in layers} - {StaticLayer, StaticSlidingWindowLayer}
+    return min((kind.__name__ for kind in kinds), default=None)
 
 
 class Steps:
@@ -47,7 +116,9 @@ class Steps:
         self.window = window if window < config.max_position_embeddings else 0
         kinds = set(getattr(config, "layer_types", None) or ()) if self.window else set()
         self.kinds = sorted(kinds) if len(kinds) > 1 else []  # where they differ, each kind has a mask of its own
-        self._graphs: dict[tuple[str, int, int], _Graph] = {}
+        # Compiled steps, and the tensors that they read slots and inputs from: the same addresses and strides always. A
+        # part of a larger tensor has strides of its own, for which torch would compile the step again.
+        self._graphs: dict[tuple[str, int, int], tuple[Callable[..., Tensor], list[Tensor]]] = {}
 
     def forget(self) -> None:
         """Drop the compiled steps: the cache that they wrote to is another one now."""
@@ -96,14 +167,14 @@ class Steps:
         name = kind, columns, keep
         if name not in self._graphs:
             function = _compiled(step, f"{kind}_{columns}", inputs[0].device.type)
-            self._graphs[name] = _Graph(function, [_place(tensor) for tensor in (self.cache.slots, *inputs)])
-        graph = self._graphs[name]
-        for place, tensor in zip(graph.places, (self.cache.slots, *inputs), strict=True):
+            self._graphs[name] = function, [_place(tensor) for tensor in (self.cache.slots, *inputs)]
+        graph, places = self._graphs[name]
+        for place, tensor in zip(places, (self.cache.slots, *inputs), strict=True):
             place.copy_(tensor)
-        self.cache.slots = graph.places[0]
+        self.cache.slots = places[0]
         torch.compiler.cudagraph_mark_step_begin()
         try:
-            logits = graph.function(keep, *graph.places[1:])
+            logits = graph(keep, *places[1:])
         except torch._dynamo.exc.TorchDynamoException as error:  # a faulty model fails uncompiled, with its prompt
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RunError(
@@ -130,14 +201,10 @@ class Steps:
 
     def _forward(self, keep: Tensor | int, ids: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """Logits of tokens [R, m] that attend to the slots in `visible` [R, m, S]."""
-        masks: Masks
-        if self.kinds:
-            masks = {kind: self._mask(visible, kind == "sliding_attention") for kind in self.kinds}
-        else:
-            masks = self._mask(visible, self.window > 0)
+        masks = {kind: self._mask(visible, kind == "sliding_attention") for kind in self.kinds}
         return self.model(
             input_ids=ids,
-            attention_mask=masks,
+            attention_mask=masks or self._mask(visible, self.window > 0),
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,

@@ -40,7 +40,9 @@ def unpacked(together: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that `packed` put into a buffer, of the types and shapes of `like`."""
     parts = together.split([tensor.numel() * tensor.element_size() for tensor in like])
     # Copies, because a view of another type must begin at a multiple of its width.
-    return [part.clone().view(one.dtype).reshape(one.shape) for part, one in zip(parts, like, strict=True)]
+    return [
+        part.clone().view(original.dtype).reshape(original.shape) for part, original in zip(parts, like, strict=True)
+    ]
 
 
 def send(numbers: Sequence[Any], device: torch.device, kind: torch.dtype = torch.long) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from distill.errors import PairError
-from distill.models.base import AroundModel, Logits, Model, check_rollback
+from distill.models.base import AroundModel, Logits, Model, check_lengths
 from distill.models.hugging_face import load_model, local_folder, pick_device
 from distill.models.loaded import GROWING, torch_decoder
 from distill.models.torch_logits import TorchLogits
@@ -137,7 +137,7 @@ class SharedModel(AroundModel):
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget the tokens beyond `lengths[0]`; the draft's own cache follows with the next ones."""
-        length = check_rollback(lengths, len(self._tokens))
+        (length,) = check_lengths(lengths, [len(self._tokens)])
         del self._tokens[length:]
         self._drafting = False
 
