@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
-from distill.errors import DataError, RecipeError
-
-if TYPE_CHECKING:
-    from distill.recipe import Gguf
-    from distill.results.evaluation_results import EvaluationReport
+from distill.errors import RecipeError
+from distill.files import without_nan
+from distill.recipe import Gguf
+from distill.results.serialise import as_json, read_result
 
 
 @takes_gguf_options("target", "draft")
@@ -43,12 +41,32 @@ def evaluate(
     """Measure a target and its draft: divergences and acceptance, with intervals. Both by default."""
     kl, acceptance = (kl, acceptance) if kl or acceptance else (True, True)
     from distill.evaluation.markdown import as_markdown
-    from distill.files import without_nan
     from distill.results.evaluation_results import EvaluationReport, flat_rows
-    from distill.results.serialise import as_json, read_result
 
     if target or draft:
-        report = _evaluate_standalone(target, draft, text, temperature, prompts, kl, acceptance, threads, gguf)
+        if target is None or draft is None or not text:
+            raise RecipeError(
+                "a pair without a run needs --target, --draft and --text", "or name a run: `distill runs` lists them"
+            )
+        shared.prepare(threads)
+        from distill import api
+        from distill.models.conversion.importing import one_engine
+        from distill.sampler import Sampler
+
+        if gguf is not None:
+            require_used(gguf, *one_engine(shared.local_reference(target), shared.local_reference(draft)))
+        report = api.evaluate(
+            target,
+            draft,
+            text,
+            sampler=Sampler(temperature),
+            prompts=prompts,
+            kl=kl,
+            acceptance=acceptance,
+            threads=threads,
+            gguf=gguf,
+            command="distill " + " ".join(sys.argv[1:]),
+        )
     else:
         if gguf is not None:
             raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
@@ -61,43 +79,3 @@ def evaluate(
     if not acceptance:
         report = replace(report, positions={}, tokens_per_round={})
     shared.print_table(without_nan(flat_rows(report)), as_markdown(report), as_json(report), output)
-
-
-def _evaluate_standalone(
-    target: str | None,
-    draft: str | None,
-    text: list[Path] | None,
-    temperature: float,
-    prompts: int,
-    kl: bool,
-    acceptance: bool,
-    threads: int | None,
-    gguf: Gguf | None,
-) -> EvaluationReport:
-    if target is None or draft is None or not text:
-        raise RecipeError(
-            "a pair without a run needs --target, --draft and --text", "or name a run: `distill runs` lists them"
-        )
-    for path in text:
-        if not path.exists():
-            raise DataError(f"--text {path}: there is no such file or folder", "correct its path")
-    shared.prepare(threads)
-    from distill import api
-    from distill.models.conversion.importing import one_engine
-    from distill.sampler import Sampler
-
-    if gguf is not None:
-        require_used(gguf, *one_engine(shared.local_reference(target), shared.local_reference(draft)))
-    command = "distill " + " ".join(sys.argv[1:])
-    return api.evaluate(
-        target,
-        draft,
-        text,
-        sampler=Sampler(temperature=temperature),
-        prompts=prompts,
-        kl=kl,
-        acceptance=acceptance,
-        threads=threads,
-        gguf=gguf,
-        command=command,
-    )

@@ -23,11 +23,6 @@ MOST_DEVICES = 16  # llama.cpp's LLAMA_MAX_DEVICES
 CHANGES_LOGITS = ("flash_attn", "cache_type_k", "cache_type_v")
 
 
-def is_quantised(cache_type: str) -> bool:
-    """Whether a type of the cache stores blocks of values with a common scale."""
-    return cache_type not in ("f32", "f16", "bf16")
-
-
 class GgufOptions(Section):
     """One model's options. What the build of llama.cpp cannot do, and what would do nothing, is refused."""
 
@@ -86,7 +81,7 @@ class GgufOptions(Section):
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> GgufOptions:
-        if is_quantised(self.cache_type_v) and self.flash_attn == "off":
+        if self.cache_type_v not in ("f32", "f16", "bf16") and self.flash_attn == "off":
             raise ValueError(
                 f"cache_type_v {self.cache_type_v} needs flash attention: flash_attn on, or a type that is not "
                 "quantised (f32, f16, bf16)"
@@ -106,16 +101,16 @@ class GgufOptions(Section):
 
     def described(self) -> str:
         """Those in words, named as on a command line; empty where there are none."""
-        words = {True: "on", False: "off"}
-        shown = {
-            name: ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in value)
-            if isinstance(value, list)
-            else words[value]
-            if isinstance(value, bool)
-            else str(value)
+
+        def shown(value: Any) -> str:
+            if isinstance(value, bool):
+                return "on" if value else "off"
+            return f"{value:g}" if isinstance(value, float) else str(value)
+
+        return ", ".join(
+            f"{name.replace('_', '-')} {','.join(map(shown, value if isinstance(value, list) else [value]))}"
             for name, value in self.given().items()
-        }
-        return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in shown.items())
+        )
 
 
 ON_CPU = GgufOptions(device=(NO_DEVICE,))
