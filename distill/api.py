@@ -77,8 +77,8 @@ def load_pair(
 ) -> LoadedPair:
     """A target, with a draft of its vocabulary or alone, ready to decode; use it as a context, or `close` it.
 
-    `tokens` is the context wanted, `nodes` the most nodes of a tree in GGUF files. PairError for a draft of another
-    vocabulary; for the rest see `distill.models.loaded.load_pair`.
+    `tokens` is the length of the context, `nodes` the largest number of nodes of a tree in GGUF files. PairError for a
+    draft of another vocabulary; for the rest see `distill.models.loaded.load_pair`.
     """
     big, small = _reference(target), None if draft is None else _reference(draft)
     if small is not None:
@@ -117,7 +117,7 @@ def decode(
     if configuration.chosen:
         raise RecipeError(f"`{configuration.title}` leaves the tree's size open, which a run chooses", "give its nodes")
     if tokens < 1:
-        raise RecipeError(f"{tokens} new tokens are asked for", "ask for at least one")
+        raise RecipeError(f"{tokens} new tokens are requested", "request at least one")
     if configuration.branches and pair.backend == "gguf" and not pair.target.max_leaves:
         raise RecipeError("these GGUF files were loaded without room for trees", "load_pair(…, nodes=N)")
     ids = pair.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -186,15 +186,15 @@ def measure_speedup(
     """
     big, small = _reference(target), None if draft is None else _reference(draft)
     sampled = {"sampler": "recipe"} if sampler is not None and sampler.temperature else {}
-    given = [
+    others = [
         one if isinstance(one, Configuration) else parse_section(Configuration, {**sampled, **one})
         for one in configurations
     ]
     swept = tuple(Configuration(length=length, **sampled) for length in lengths)
-    asked = (*swept, *given)
-    if not asked:
+    every = (*swept, *others)
+    if not every:
         raise RecipeError("nothing is to be measured but plain decoding", "give lengths or configurations")
-    big, small = pair_references(big, small, asked)
+    big, small = pair_references(big, small, every)
     recipe = pair_settings(
         big,
         prompts,
@@ -209,7 +209,7 @@ def measure_speedup(
         names=(str(target), None if draft is None else str(draft)),
         draft=small,
         sweep=() if sampled else swept,
-        others=asked if sampled else tuple(given),
+        others=every if sampled else tuple(others),
         prompt_tokens=prompt_tokens,
     )
     return measure_any_pair(recipe, request)
@@ -224,11 +224,11 @@ def cut(
     `texts` score the parts. KL is that to `target` (None: the uncut model).
     RecipeError for cuts that are not possible, DataError for too little text and a folder that is not empty.
     """
-    asked = parse_section(Cut, {name: value for name, value in settings.items() if value is not None})
-    if all(size is None for size in (asked.layers, asked.drop_layers, asked.mlp_width)):
+    cuts = parse_section(Cut, {name: value for name, value in settings.items() if value is not None})
+    if all(size is None for size in (cuts.layers, cuts.drop_layers, cuts.mlp_width)):
         raise RecipeError("nothing to cut", "give layers, drop_layers or mlp_width")
-    judge = None if target is None else _reference(target)
-    return cut_folder(_reference(source), Path(out), asked, texts, judge)
+    compared = None if target is None else _reference(target)
+    return cut_folder(_reference(source), Path(out), cuts, texts, compared)
 
 
 def transplant(donor: str | Path, target: str | Path, out: str | Path, **settings: Any) -> Change:

@@ -30,18 +30,15 @@ def is_utf8(text: str) -> bool:
 def require_path(path: str | Path, where: str) -> None:
     """Raise RecipeError, which names `where`, for a path or hub name that no file can have."""
     text = str(path)
-    size = max((len(os.fsencode(part)) for part in text.split("/")), default=0) if is_utf8(text) else 0
-    fault = (
-        "holds a NUL character"
-        if "\0" in text
-        else "is not UTF-8"
-        if not is_utf8(text)
-        else f"is too long: {len(text)} characters"
-        if size > 255 or len(os.fsencode(text)) > 4095
-        else None
-    )
-    if fault is not None:
-        raise RecipeError(f"{where}: the path {text[:60]!a} {fault}", "correct the path")
+    if "\0" in text:
+        fault = "holds a NUL character"
+    elif not is_utf8(text):
+        fault = "is not UTF-8"
+    elif len(os.fsencode(text)) > 4095 or max(len(os.fsencode(part)) for part in text.split("/")) > 255:
+        fault = f"is too long: {len(text)} characters"
+    else:
+        return
+    raise RecipeError(f"{where}: the path {text[:60]!a} {fault}", "correct the path")
 
 
 def parse_json(raw: bytes, largest: int | None = None) -> Any:
@@ -103,15 +100,17 @@ def read_utf8(path: Path) -> str:
         raise DataError(f"{path} is not UTF-8, in line {line}", "convert it, or use another file") from error
 
 
-def names_of(record: dict[str, Any], most: int = 12) -> str:
-    """The fields of a record, for a message; of many, the first."""
-    names = [name[:40] for name in list(record)[:most]]
-    return ", ".join([*names, *(["…"] if len(record) > most else [])]) or "none"
+def names_of(record: dict[str, Any]) -> str:
+    """The fields of a record, for a message; of many, the first twelve."""
+    names = [name[:40] for name in list(record)[:12]]
+    return ", ".join([*names, *(["…"] if len(record) > 12 else [])]) or "none"
 
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MANY_DIGITS = re.compile(rb"[0-9]{19}")
-LARGEST = 2**63 - 1  # the largest integer in an artifact; tokenizers have larger ones (model_max_length)
+LARGEST = (
+    2**63 - 1
+)  # the largest integer of artifacts, recipes and options; tokenizers have larger ones (model_max_length)
 
 
 @contextlib.contextmanager
@@ -248,7 +247,7 @@ def has_form(value: Any, form: Any) -> bool:
     """Whether a JSON value has a form: a type; a list of one form, for lists of it; a mapping of keys that must be
     there, each with its form (`...` for all keys)."""
     if isinstance(form, list):
-        if isinstance(form[0], type) and isinstance(value, list):  # token ids: at the speed of the interpreter's loops
+        if isinstance(form[0], type) and isinstance(value, list):  # token ids: compared at the speed of C
             return set(map(type, value)) <= {form[0]}
         return isinstance(value, list) and all(has_form(item, form[0]) for item in value)
     if isinstance(form, dict):

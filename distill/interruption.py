@@ -43,7 +43,7 @@ _state = _State()
 
 
 def signalled() -> int | None:
-    """The signal that asked this command to end; None where none did."""
+    """The signal that this command received first; None without one."""
     return _state.number
 
 

@@ -56,13 +56,13 @@ def thread_count(threads: int | None = None) -> int:
     Of a variable that lists a number for each nested level, the first counts. RecipeError for anything but 1 to
     MOST_THREADS.
     """
-    name, wanted = ("threads", str(threads)) if threads is not None else (VARIABLE, os.environ.get(VARIABLE, ""))
-    wanted = wanted.partition(",")[0].strip()
-    if not wanted:
+    name, count = ("threads", str(threads)) if threads is not None else (VARIABLE, os.environ.get(VARIABLE, ""))
+    count = count.partition(",")[0].strip()
+    if not count:
         return usable_cores()
-    if not re.fullmatch("[0-9]{1,9}", wanted) or not 0 < int(wanted) <= MOST_THREADS:
-        raise RecipeError(f"{name} is {wanted[:40]}", f"give a number of threads from 1 to {MOST_THREADS}")
-    return int(wanted)
+    if not re.fullmatch("[0-9]{1,9}", count) or not 0 < int(count) <= MOST_THREADS:
+        raise RecipeError(f"{name} is {count[:40]}", f"give a number of threads from 1 to {MOST_THREADS}")
+    return int(count)
 
 
 def _described(*names: str) -> str | None:

@@ -27,8 +27,8 @@ def _state() -> Any:
     if PartialState._shared_state:  # the state exists already; its first use decided how processes join
         return PartialState()
     # Without accelerators accelerate joins the processes only with cpu=True.
-    wanted = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "t", "on")
-    cpu = wanted or not torch.accelerator.is_available()
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "t", "on")
+    cpu = on_cpu or not torch.accelerator.is_available()
     # accelerate passes the timeout to init_process_group, which a single CPU process without a launcher never calls.
     return PartialState(cpu=cpu, timeout=PATIENCE)
 

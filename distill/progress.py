@@ -26,7 +26,7 @@ _console = _Console()
 
 
 def set_console(quiet: bool, verbose: bool) -> None:
-    """What the lines of this command are to be: without progress, or with the libraries' own log lines."""
+    """Choose what goes to stderr: no progress (`quiet`), or also the log lines of libraries (`verbose`)."""
     global _console
     _console = _Console(quiet, verbose)
 

@@ -127,9 +127,7 @@ class Run:
         write_text(self.path("config.yaml"), dump_recipe(self.recipe))
         history_path = self.path("provenance.json")
         history = read_json(history_path, [dict]) if history_path.exists() else []
-        history.append(
-            {"time": now(), "argv": sys.argv, "git": _git_revision(), "machine": machine()},
-        )
+        history.append({"time": now(), "argv": sys.argv, "git": _git_revision(), "machine": machine()})
         write_json(history_path, history)
 
     def parent(self) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import distill
 from distill import api
 
 PAGE = tiny.ROOT / "docs" / "api.md"
-DRAFT = "made/draft"
+DRAFT, TEXTS = "made/draft", "distill/results"
 
 
 def test_its_names_are_those_of_the_page() -> None:
@@ -82,17 +83,15 @@ def test_the_examples(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_mistakes_are_explained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    with pytest.raises(distill.DistillError, match="vocabular"):
-        distill.load_pair("data/demo-target", "data/demo-donor")
-    with pytest.raises(distill.DistillError, match="does not exist"):
-        distill.load_pair("./nowhere")
-    with pytest.raises(distill.DistillError, match="no such file"):
-        distill.evaluate("data/demo-target", "data/demo-target", ["nothing.txt"])
-    with pytest.raises(distill.DistillError, match="nothing to cut"):
-        distill.cut("data/demo-target", "made/none", ["text"])
-    with pytest.raises(distill.DistillError, match="needs a draft"):
-        distill.measure_speedup("data/demo-target", None, ["distill/results"])
-    with pytest.raises(distill.DistillError, match="plain decoding"):
-        distill.measure_speedup("data/demo-target", None, ["distill/results"], lengths=[])
-    with pytest.raises(distill.DistillError, match="is not empty"):
-        distill.import_gguf("any.gguf", "data")
+    mistakes: list[tuple[str, Callable[[], object]]] = [
+        ("vocabular", lambda: distill.load_pair("data/demo-target", "data/demo-donor")),
+        ("does not exist", lambda: distill.load_pair("./nowhere")),
+        ("no such file", lambda: distill.evaluate("data/demo-target", "data/demo-target", ["nothing.txt"])),
+        ("nothing to cut", lambda: distill.cut("data/demo-target", "made/none", ["text"])),
+        ("needs a draft", lambda: distill.measure_speedup("data/demo-target", None, [TEXTS])),
+        ("plain decoding", lambda: distill.measure_speedup("data/demo-target", None, [TEXTS], lengths=[])),
+        ("is not empty", lambda: distill.import_gguf("any.gguf", "data")),
+    ]
+    for words, call in mistakes:
+        with pytest.raises(distill.DistillError, match=words):
+            call()

@@ -9,24 +9,14 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = {
-    "corpus",
-    "target",
-    "surgery",
-    "training",
-    "evaluation",
-    "export",
-    "benchmark",
-    "serving",
-    "recording",
-    "report",
-    "generate",
-}
+STAGES = {"corpus", "target", "surgery", "training", "evaluation", "export", "benchmark", "serving"}
+STAGES |= {"recording", "report", "generate"}
 LAYERS = (
     {"commands", "__main__"},
     {"api", "pipeline"},
@@ -43,24 +33,19 @@ HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 TYPES = ("distill", "api")
 
 # Stage folders that truly need another, as (user, used). Each is an arrow in docs/architecture.md.
-ALLOWED = {
-    ("benchmark", "surgery"),
-    ("surgery", "training"),
-    ("training", "surgery"),
-}
+ALLOWED = {("benchmark", "surgery"), ("surgery", "training"), ("training", "surgery")}
 
 MOST_LINES = 350
 HEAVY = {"torch", "transformers", "datasets", "peft", "accelerate", "llama_cpp", "gguf", "pyarrow", "matplotlib"}
 LIGHT_FILES = ("errors.py", "recipe/load.py", "recipe/training.py", "files.py", "machine.py", "run.py")
 
 
-def imports(path: Path, package: str) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of everything that `path`, a module of `package`, imports, at any depth of its code."""
-    yield from imports_of(ast.parse(path.read_text(encoding="utf-8"), str(path)), package)
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def imports_of(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
-    """The same of a syntax tree."""
+def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything that a module of `package` imports, at any depth of its code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -103,7 +88,7 @@ def test_imports_run_downward() -> None:
     found = []
     for path, parts in PLACES:
         user = "distill" if parts[1] == "__init__" else parts[1]
-        for line, name in imports(path, ".".join(parts[:-1])):
+        for line, name in imports(parsed(path), ".".join(parts[:-1])):
             fault = faults(user, name)
             if fault:
                 found.append(f"{path.relative_to(ROOT)}:{line}: {fault}")
@@ -132,21 +117,15 @@ def test_the_rule_itself(user: str, name: str, allowed: bool) -> None:
     assert (faults(user, name) is None) is allowed
 
 
-def test_relative_imports_are_resolved(tmp_path: Path) -> None:
-    path = tmp_path / "module.py"
-    path.write_text("from . import a\nfrom .b import c\nfrom ..d import e\nfrom .. import f\nimport g.h\n")
-    assert [name for _, name in imports(path, "distill.room")] == [
-        "distill.room.a",
-        "distill.room.b.c",
-        "distill.d.e",
-        "distill.f",
-        "g.h",
-    ]
+def test_relative_imports_are_resolved() -> None:
+    tree = ast.parse("from . import a\nfrom .b import c\nfrom ..d import e\nfrom .. import f\nimport g.h\n")
+    names = [name for _, name in imports(tree, "distill.room")]
+    assert names == ["distill.room.a", "distill.room.b.c", "distill.d.e", "distill.f", "g.h"]
 
 
 @pytest.mark.parametrize("name", LIGHT_FILES)
 def test_light_file_imports_nothing_heavy(name: str) -> None:
-    used = {name.split(".")[0] for _, name in imports(ROOT / "distill" / name, "distill")}
+    used = {name.split(".")[0] for _, name in imports(parsed(ROOT / "distill" / name), "distill")}
     assert not used & HEAVY
 
 
@@ -169,46 +148,19 @@ def import_graph(root: Path) -> dict[str, set[str]]:
     }
     graph: dict[str, set[str]] = {}
     for name, path in files.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = parsed(path)
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
                 node.body = [ast.Pass()]
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        found = (used for _, used in imports_of(tree, package))
+        found = (used for _, used in imports(tree, package))
         modules = {used if used in files else used.rpartition(".")[0] for used in found}
         graph[name] = {module for module in modules if module in files and module != name}
     return graph
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that import each other, directly or not (Tarjan's strongly connected components)."""
-    number: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        number[name] = low[name] = len(number)
-        stack.append(name)
-        for used in sorted(graph[name]):
-            if used not in number:
-                visit(used)
-            if used in stack:
-                low[name] = min(low[name], low[used])
-        if low[name] == number[name]:
-            group = stack[stack.index(name) :]
-            del stack[stack.index(name) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for name in sorted(graph):
-        if name not in number:
-            visit(name)
-    return found
-
-
 def test_no_circle_of_imports() -> None:
-    assert not circles(import_graph(ROOT / "distill"))
+    TopologicalSorter(import_graph(ROOT / "distill")).prepare()
 
 
 def test_circles_are_found(tmp_path: Path) -> None:
@@ -220,7 +172,11 @@ def test_circles_are_found(tmp_path: Path) -> None:
     (folder / "c.py").write_text("import package.a\n")
     (folder / "d.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from package.e import E\n")
     (folder / "e.py").write_text("import package.d\n")
-    assert circles(import_graph(folder)) == [["package.a", "package.c", "package.inner.b"]]
+    with pytest.raises(CycleError) as caught:
+        TopologicalSorter(import_graph(folder)).prepare()
+    assert set(caught.value.args[1]) == {"package.a", "package.c", "package.inner.b"}
+    (folder / "c.py").write_text("")
+    TopologicalSorter(import_graph(folder)).prepare()
 
 
 # ── what is loaded ──
@@ -231,17 +187,9 @@ def in_fresh_python(program: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("name", LIGHT_FILES)
-def test_light_file_loads_nothing_heavy(name: str) -> None:
-    in_fresh_python(f"import sys, distill.{name[:-3].replace('/', '.')}\nassert not {HEAVY!r} & set(sys.modules)")
-
-
-def test_the_command_line_loads_nothing_heavy() -> None:
-    in_fresh_python(
-        "import sys\n"
-        "from distill.commands.app import app\n"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    )
+def test_light_files_load_nothing_heavy() -> None:
+    modules = ", ".join(f"distill.{name[:-3].replace('/', '.')}" for name in LIGHT_FILES)
+    in_fresh_python(f"import sys, {modules}\nassert not {HEAVY!r} & set(sys.modules)")
 
 
 def test_help_of_every_command_loads_nothing_heavy() -> None:

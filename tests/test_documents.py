@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -15,15 +14,7 @@ from typer.main import get_command
 
 from distill.commands.app import app
 from distill.recipe import parse_recipe
-from distill.results.speedup_results import (
-    ChosenLength,
-    Measurement,
-    Noise,
-    PlainReference,
-    RoundCosts,
-    SpeedupPart,
-    SpeedupReport,
-)
+from distill.results.speedup_results import Measurement, SpeedupPart, SpeedupReport
 
 DOCUMENTS = [tiny.ROOT / "README.md", *sorted((tiny.ROOT / "docs").rglob("*.md"))]
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
@@ -70,49 +61,17 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def measured(grown: bool, speedup: float) -> SpeedupPart:
-    pair = "draft + target grown to 306M" if grown else "draft + target"
-    where: Any = {"pair": pair, "backend": "pytorch", "grown": grown}
-    figures: Any = {"speedup": speedup, "speedup_low": 1.0, "speedup_high": 2.0, "tokens_per_second": 1.0}
+    where = ("draft + target grown to 306M" if grown else "draft + target", "pytorch", grown)
     row = Measurement(
-        **where,
-        **figures,
-        configuration="draft, expected value context, ≤ 8",
-        length=None,
-        drafter="draft",
-        rule="expected-value",
-        verifier="greedy",
-        sampler=None,
-        tokens=1,
-        seconds=1.0,
-        plain_tokens_per_second=1.0,
-        tokens_per_round=1.0,
-        acceptance=1.0,
-        predicted=None,
-        identical=3,
-        excused=1,
-        different=0,
-        lossy=None,
+        *(*where, "draft, expected value context, ≤ 8", None, "draft", "expected-value", "greedy", None),
+        *(1, 1.0, 1.0, 1.0, 1.0, 1.0, speedup, 1.0, 2.0, None, 3, 1, 0, None),
     )
-    reference = PlainReference(**where, library="x", plain_tokens_per_second=1.0, library_tokens_per_second=1, ratio=1)
-    return SpeedupPart(
-        [row],
-        ChosenLength(**where, **figures, length=1),
-        reference,
-        Noise(**where, **NOISE),
-        RoundCosts(**where, **COSTS),
-    )
-
-
-NOISE: Any = {"largest_logit_difference": 0.1}
-PAID: Any = {"token": 1.0, "lengths": [1], "verify": [1.2], "target_prompt": 0.5, "draft_prompt": 0.1}
-COSTS: Any = PAID | {"by_argmax": [0.1] * 3, "by_distribution": [0.2] * 3}
+    unused: Any = None
+    return SpeedupPart([row], unused, unused, unused, unused)
 
 
 def test_figures_find_their_place() -> None:
-    specification = importlib.util.spec_from_file_location("fill_figures", tiny.ROOT / "scripts" / "fill_figures.py")
-    assert specification is not None and specification.loader is not None
-    script = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(script)
+    script = tiny.script("fill_figures")
     machine: Any = {"command": "c", "machine": {}, "prompts": 4, "new_tokens": 8, "sampler": {}}
     rows = script._speedups(SpeedupReport(**machine, parts=[measured(False, 1.5), measured(True, 1.75)])).splitlines()
     assert rows[2:] == [

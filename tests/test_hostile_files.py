@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import struct
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +46,12 @@ from distill.training.checkpoint import checkpoints, load_checkpoint
 from distill.vocabulary import Vocabulary
 from distill.vocabulary.tokenizer_files import added_around, open_tokenizer
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture
 def model(world: Path, tmp_path: Path) -> Path:
     """A copy of the target's folder that a test may change."""
-    import shutil
-
     return Path(shutil.copytree(world / "target", tmp_path / "model"))
 
 
@@ -125,47 +128,31 @@ def test_index_of_weights(model: Path, names: Any) -> None:
 # ── config.json and tokenizers ──
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
+CONFIG, TOKENIZER, SETTINGS = "config.json", "tokenizer.json", "tokenizer_config.json"
+
+
+def damaged_models() -> Iterator[tuple[str, dict[str, Any], Callable[[Path], object], str]]:
+    """A file of a model folder, values that it cannot have, a reader that refuses them, and its words."""
+    for key, value in (
         ("vocab_size", 10**12),
         ("num_hidden_layers", 10**9),
         ("hidden_size", -1),
         ("architectures", 3),
         ("text_config", []),
         ("rope_parameters", ["a"]),
-        ("model_type", None),
-    ],
-)
-def test_config(model: Path, key: str, value: Any) -> None:
-    edit(model / "config.json", **{key: value})
-    with pytest.raises(DataError, match=key):
-        load_config(str(model))
-
-
-@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
-@pytest.mark.parametrize("value", [[], "x", True, 10**400, -1])
-def test_numbers_of_a_shape(model: Path, key: str, value: Any) -> None:
-    edit(model / "config.json", rope_parameters=None, **{key: value})
-    with pytest.raises(DataError, match=key):
-        read_shape(model)
-
-
-def test_a_text_config_of_another_type(model: Path) -> None:
-    edit(model / "config.json", text_config={})
-    with pytest.raises(DataError, match="text_config does not belong to a qwen2"):
-        context_of(str(model))
-
-
-def test_a_transplant_needs_sizes(model: Path, world: Path) -> None:
-    edit(model / "config.json", intermediate_size=None)
-    with pytest.raises(DataError, match="intermediate_size must be an integer"):
-        check_transplant(model, world / "target")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
+    ):
+        yield CONFIG, {key: value}, lambda folder: load_config(str(folder)), key
+    yield CONFIG, {"model_type": None}, lambda folder: load_config(str(folder)), "cannot load .* has model type `None`"
+    for key in ("rms_norm_eps", "rope_theta"):
+        for number in ([], "x", True, 10**400, -1):
+            yield CONFIG, {"rope_parameters": None, key: number}, read_shape, key
+    yield CONFIG, {"text_config": {}}, lambda folder: context_of(str(folder)), "text_config does not belong to a qwen2"
+    unsized = {"intermediate_size": None}
+    yield CONFIG, unsized, lambda folder: check_transplant(folder, folder), "intermediate_size must be an integer"
+    # transformers makes tensors of those sizes first, gigabytes for a small file.
+    for sizes in ({"vocab_size": 2**22, "hidden_size": 2**18}, {"intermediate_size": 2**20}):
+        yield CONFIG, sizes, lambda folder: load_model(str(folder), "float32", CPU), "cannot be in weight files of"
+    for key, content in (
         ("model", []),
         ("model", {"type": "BPE", "vocab": {"a": "0"}, "merges": []}),
         ("model", {"type": "BPE", "vocab": {"a": 2**32 - 1}, "merges": []}),
@@ -174,29 +161,34 @@ def test_a_transplant_needs_sizes(model: Path, world: Path) -> None:
         ("model", {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 7}),
         ("added_tokens", [{"id": 1}]),
         ("added_tokens", {"a": 1}),
-    ],
-)
-def test_tokenizer(model: Path, key: str, value: Any) -> None:
-    edit(model / "tokenizer.json", **{key: value})
-    with pytest.raises(DataError, match=r"tokenizer\.json is damaged"):
-        Vocabulary.read(model)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
+    ):
+        yield TOKENIZER, {key: content}, Vocabulary.read, r"tokenizer\.json is damaged"
+    read = partial(read_tokenizer, vocabulary=400)
+    # tokenizers reads a part that is written as a list.
+    yield TOKENIZER, {"normalizer": ["NFC"]}, read, r"\.json is damaged: normalizer must be an object, got list"
+    steps = {"type": "Sequence", "pretokenizers": [["Digits", 1]]}
+    yield TOKENIZER, {"normalizer": None, "pre_tokenizer": steps}, read, r"tokenizer\.json"
+    for key, setting in (
         ("added_tokens_decoder", []),
         ("added_tokens_decoder", {"x": {"content": "a"}}),
         ("tokenizer_class", 3),
         ("chat_template", [3]),
         ("chat_template", [{"name": "default"}]),
-    ],
-)
-def test_tokenizer_settings(model: Path, key: str, value: Any) -> None:
-    edit(model / "tokenizer_config.json", **{key: value})
-    for read in (Vocabulary.read, pin_tokenizer, lambda folder: VocabularyMetadata.read(str(folder))):
-        with pytest.raises(DataError, match=f"{key} is of another kind"):
-            read(model)
+    ):
+        for reader in (Vocabulary.read, pin_tokenizer, lambda folder: VocabularyMetadata.read(str(folder))):
+            yield SETTINGS, {key: setting}, reader, f"{key} is of another kind"
+    beyond = {"added_tokens_decoder": {"9999999": {"content": "x"}}}
+    yield SETTINGS, beyond, Vocabulary.read, "have ids from 0 to 9999999"
+    yield SETTINGS, {"model_max_length": "many"}, lambda folder: load_tokenizer(str(folder)), "cannot load"
+
+
+@pytest.mark.parametrize(("name", "values", "read", "words"), list(damaged_models()))
+def test_model_folders(
+    model: Path, name: str, values: dict[str, Any], read: Callable[[Path], object], words: str
+) -> None:
+    edit(model / name, **values)
+    with pytest.raises(DataError, match=words):
+        read(model)
 
 
 def test_padding_to_a_length_takes_no_memory(model: Path) -> None:
@@ -211,15 +203,6 @@ def test_transformers_words_stay_inside(model: Path) -> None:
     with pytest.raises(DataError) as caught:
         load_tokenizer(str(model))
     assert "object has no" not in str(caught.value) and "NoneType" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "content", [{"kept": [0.5], "vocabulary": 9}, {"kept": ["a"], "vocabulary": 9}, {"kept": [1], "vocabulary": 1e999}]
-)
-def test_kept_tokens(tmp_path: Path, content: Any) -> None:
-    (tmp_path / "kept_tokens.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"kept_tokens\.json is damaged"):
-        read_kept(tmp_path)
 
 
 def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path: Path) -> None:
@@ -296,29 +279,42 @@ def test_an_embedding_without_lengths(copied: Path) -> None:
         (lambda path: read_ranks(read_json(path, {}), str(path)), []),
         (load_texts, {"texts": {"prompt": 1}}),
         (stored_entries, {"k": "8"}),
+        *((lambda path: read_changes(path.parent), content) for content in ([], {"changes": 3})),
+        *(
+            (lambda path: read_kept(path.parent), {"kept": kept, "vocabulary": size})
+            for kept, size in (([0.5], 9), (["a"], 9), ([1], 1e999))
+        ),
     ],
 )
 def test_artifacts(tmp_path: Path, read: Any, content: Any) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"a\.json"):
+    for name in ("a.json", "surgery.json", "kept_tokens.json"):
+        (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"(a|surgery|kept_tokens)\.json"):
         read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("content", ["", "{"])
+def test_a_torn_record_of_changes(tmp_path: Path, content: str) -> None:
+    (tmp_path / "surgery.json").write_text(content)
+    with pytest.raises(DataError, match=r"surgery\.json is damaged"):
+        read_changes(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("shard_blocks", [[1]]), ("shard_blocks", []), ("kind", []), ("temperatures", ["1"]), ("k", None)],
+    [
+        ("shard_blocks", [[1]]),
+        ("shard_blocks", []),
+        ("kind", []),
+        ("kind", "other"),
+        ("temperatures", ["1"]),
+        ("k", None),
+    ],
 )
 def test_manifest_of_a_teacher(copied: Path, key: str, value: Any) -> None:
     edit(copied / "teacher" / "manifest.json", **{key: value})
     with pytest.raises(DataError, match=r"manifest\.json is damaged"):
         read_manifest(copied / "teacher")
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"changes": 3}', "{"])
-def test_record_of_changes(tmp_path: Path, content: str) -> None:
-    (tmp_path / "surgery.json").write_text(content)
-    with pytest.raises(DataError, match=r"surgery\.json is damaged"):
-        read_changes(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["generation", "run", "files", "traffic"])
@@ -391,30 +387,6 @@ def test_metrics_without_a_step_are_left_out() -> None:
     assert [one.loss for one in training_steps([*lines, {"stage": "train", "loss": 3.0, "step": 1}])] == [3.0]
 
 
-def test_a_normalizer_of_another_kind(model: Path) -> None:
-    """tokenizers reads a part that is written as a list."""
-    edit(model / "tokenizer.json", normalizer=["NFC"])
-    with pytest.raises(DataError, match=r"tokenizer\.json is damaged: normalizer must be an object, got list"):
-        read_tokenizer(model, 400)
-    edit(
-        model / "tokenizer.json", normalizer=None, pre_tokenizer={"type": "Sequence", "pretokenizers": [["Digits", 1]]}
-    )
-    with pytest.raises(DataError, match=r"tokenizer\.json"):
-        read_tokenizer(model, 400)
-
-
-def test_ids_far_beyond_their_number(model: Path) -> None:
-    edit(model / "tokenizer_config.json", added_tokens_decoder={"9999999": {"content": "x"}})
-    with pytest.raises(DataError, match="have ids from 0 to 9999999"):
-        Vocabulary.read(model)
-
-
-def test_a_setting_that_fails_in_use(model: Path) -> None:
-    edit(model / "tokenizer_config.json", model_max_length="many")
-    with pytest.raises(DataError, match="cannot load"):
-        load_tokenizer(str(model))
-
-
 def test_figures_that_an_evaluation_lacks(copied: Path) -> None:
     whole = json.loads((copied / "eval.json").read_text())
     without = {**whole, "positions": {part: [] for part in whole["positions"]}}
@@ -425,23 +397,9 @@ def test_figures_that_an_evaluation_lacks(copied: Path) -> None:
         read_result(copied / "eval.json", EvaluationReport)
 
 
-def test_a_manifest_of_an_unknown_kind(copied: Path) -> None:
-    edit(copied / "teacher" / "manifest.json", kind="other")
-    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
-        read_manifest(copied / "teacher")
-
-
 def test_an_answer_that_is_not_utf8(
     copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x9b\n"), encoding="utf-8"))
     assert tiny.call("runs", "--runs", copied.parent, "--delete", "tiny") == 2
     assert "the answer is not UTF-8; nothing was deleted" in capsys.readouterr().err and copied.exists()
-
-
-@pytest.mark.parametrize("sizes", [{"vocab_size": 2**22, "hidden_size": 2**18}, {"intermediate_size": 2**20}])
-def test_sizes_that_no_weight_file_holds(model: Path, sizes: dict[str, int]) -> None:
-    """transformers makes tensors of those sizes first, gigabytes for a small file."""
-    edit(model / "config.json", **sizes)
-    with pytest.raises(DataError, match="cannot be in weight files of"):
-        load_model(str(model), "float32", torch.device("cpu"))

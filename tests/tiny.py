@@ -19,9 +19,8 @@ WORDS = ["alpha", "beta", "gamma", "delta", "value", "total", "index", "result",
 DOCUMENTS = {"train": 12, "validation": 3, "test": 8}
 
 
-def _maker() -> Any:
-    """scripts/make_demo_models.py as a module: its tokenizer and model builders make the tiny ones too."""
-    name = "make_demo_models"
+def script(name: str) -> Any:
+    """scripts/NAME.py as a module."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
         assert spec is not None and spec.loader is not None
@@ -63,7 +62,7 @@ def build_model(folder: Path, layers: int = 3, vocabulary: int = 400, seeds: ran
     import torch
     from transformers.utils import logging
 
-    maker = _maker()
+    maker = script("make_demo_models")  # its builders make the tiny tokenizers and models too
     logging.disable_progress_bar()
     plan = maker.Plan(64, layers, 4, 2, 128, vocabulary, "qwen2", 0, 0.0)
     tokenizer = maker.train_tokenizer(plan, [document(seed) for seed in seeds])
@@ -128,6 +127,15 @@ def call(*arguments: object) -> int:
         except SystemExit as exit:
             return int(exit.code or 0)
     raise AssertionError("main() came back without an exit status")
+
+
+def refused(capsys: Any, *arguments: object) -> str:
+    """The one message of `distill ARGUMENTS`, which a user error ends."""
+    capsys.readouterr()
+    code, said = call(*arguments), capsys.readouterr().err
+    assert code == 2 and "Traceback" not in said and "bug in distill" not in said, said
+    assert said.count("distill: ") == 1, said
+    return str(said[said.index("distill: ") :])
 
 
 def digest(path: Path) -> str:

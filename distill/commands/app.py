@@ -35,6 +35,7 @@ from distill.files import is_utf8
 from distill.interruption import farewell, handled, signalled
 from distill.processes import leave
 from distill.progress import is_verbose, set_console
+from distill.recipe.section import WORDS, shown
 
 app = typer.Typer(
     help="Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it.",
@@ -62,8 +63,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(value: bool) -> None:
+    if value:
         print(f"distill {distill.__version__}")
         raise typer.Exit
 
@@ -155,8 +156,6 @@ def _reword(error: Any) -> None:
     cause = error.__cause__
     if not hasattr(cause, "errors"):
         return
-    from distill.recipe.section import WORDS, shown
-
     fault = cause.errors()[0]
     words = WORDS[fault["type"]](fault.get("ctx", {})) if fault["type"] in WORDS else "cannot be used here"
     error.message = f"{words} (got {shown(fault['input'])})"

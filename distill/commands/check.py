@@ -11,6 +11,7 @@ import typer
 
 from distill.commands.shared import local_reference, read_recipe
 from distill.errors import PairError, RecipeError
+from distill.recipe import is_path
 
 
 def check(
@@ -50,7 +51,6 @@ def _check_standalone(target: str, draft: str, context: int | None, offline: boo
     from distill.models.hugging_face import offline as without_network
     from distill.models.pairs import compare_pair
     from distill.models.weight_check import check_weights
-    from distill.recipe import is_path
 
     names = local_reference(target), local_reference(draft)
     with without_network() if offline else contextlib.nullcontext():

@@ -31,7 +31,7 @@ def cut(
 
     The parts to remove are chosen by scores on text.
     """
-    asked = {
+    settings = {
         "layers": layers,
         "layer_rule": layer_rule,
         "drop_layers": drop_layers,
@@ -51,6 +51,6 @@ def cut(
     from distill import api
 
     announce(out)
-    for change in api.cut(source, out, texts, target=target, **asked):
+    for change in api.cut(source, out, texts, target=target, **settings):
         print(change.sentence())
     print(f"written: {out}")

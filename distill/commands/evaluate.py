@@ -7,18 +7,18 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.errors import DataError, RecipeError
-
-if TYPE_CHECKING:
-    from distill.recipe import Gguf
-    from distill.results.evaluation_results import EvaluationReport
-
+from distill.files import without_nan
+from distill.recipe import Evaluate, Gguf
+from distill.recipe.gguf import CACHE_TYPES, OUTTYPES
+from distill.results.evaluation_results import SLICES, EvaluationReport
+from distill.results.serialise import as_json, read_result
 
 CLASS = "class"  # of --by: of prompts rather than positions
 
@@ -72,22 +72,37 @@ def evaluate(
 ) -> None:
     """Measure a target and its draft: divergences and acceptance, with intervals. Both by default."""
     kl, acceptance = (kl, acceptance) if kl or acceptance else (True, True)
-    from distill.results.evaluation_results import SLICES
-
     unknown = next((name for name in by or () if name not in (CLASS, *SLICES)), None)
     if unknown is not None:
         raise RecipeError(f"--by {unknown} is no slice", f"use one of {', '.join([*SLICES, CLASS])}")
     from distill.evaluation.markdown import as_markdown
-    from distill.files import without_nan
-    from distill.results.evaluation_results import EvaluationReport, flat_rows
-    from distill.results.serialise import as_json, read_result
+    from distill.results.evaluation_results import flat_rows
 
     if outtype or target_outtype or cache_type:
         kinds = (outtype or ["f16"], target_outtype or [], cache_type or ["f16"])
         _compare_types(run, runs, target, draft, text, kinds, temperature, prompts, threads, gguf, output)
         return
     if target or draft:
-        report = _evaluate_standalone(target, draft, text, temperature, prompts, kl, acceptance, threads, gguf)
+        big, small = _named_pair(target, draft, text)
+        shared.prepare(threads)
+        from distill import api
+        from distill.models.conversion.importing import one_engine
+        from distill.sampler import Sampler
+
+        if gguf is not None:
+            require_used(gguf, *one_engine(big, small))
+        report = api.evaluate(
+            big,
+            small,
+            text or (),
+            sampler=Sampler(temperature),
+            prompts=prompts,
+            kl=kl,
+            acceptance=acceptance,
+            threads=threads,
+            gguf=gguf,
+            command="distill " + " ".join(sys.argv[1:]),
+        )
     else:
         if gguf is not None:
             raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
@@ -124,50 +139,12 @@ def _require_measured(report: EvaluationReport, by: Sequence[str]) -> None:
 
 
 def _named_pair(target: str | None, draft: str | None, text: list[Path] | None) -> tuple[str, str]:
-    """Both models of a pair without a run; RecipeError where one or the text is missing, DataError for no such file."""
+    """Both models of a pair without a run; RecipeError where one or the text is missing."""
     if target is None or draft is None or not text:
         raise RecipeError(
             "a pair without a run needs --target, --draft and --text", "or name a run: `distill runs` lists them"
         )
-    for path in text:
-        if not path.exists():
-            raise DataError(f"--text {path}: there is no such file or folder", "correct its path")
     return shared.local_reference(target), shared.local_reference(draft)
-
-
-def _evaluate_standalone(
-    target: str | None,
-    draft: str | None,
-    text: list[Path] | None,
-    temperature: float,
-    prompts: int,
-    kl: bool,
-    acceptance: bool,
-    threads: int | None,
-    gguf: Gguf | None,
-) -> EvaluationReport:
-    big, small = _named_pair(target, draft, text)
-    assert text is not None
-    shared.prepare(threads)
-    from distill import api
-    from distill.models.conversion.importing import one_engine
-    from distill.sampler import Sampler
-
-    if gguf is not None:
-        require_used(gguf, *one_engine(big, small))
-    command = "distill " + " ".join(sys.argv[1:])
-    return api.evaluate(
-        big,
-        small,
-        text,
-        sampler=Sampler(temperature=temperature),
-        prompts=prompts,
-        kl=kl,
-        acceptance=acceptance,
-        threads=threads,
-        gguf=gguf,
-        command=command,
-    )
 
 
 def _compare_types(
@@ -185,8 +162,6 @@ def _compare_types(
 ) -> None:
     """Print the table of GGUF types, of a run or of any two models."""
     shared.require_format(output)
-    from distill.recipe.gguf import CACHE_TYPES, OUTTYPES
-
     outtypes, target_outtypes, caches = ([*dict.fromkeys(own)] for own in kinds)
     for name, own, known in (
         ("--outtype", outtypes, OUTTYPES),
@@ -202,8 +177,6 @@ def _compare_types(
     from distill.evaluation.types import as_markdown, files_of_types, flat_rows, measure_types
     from distill.models.loaded import encode_prompt
     from distill.models.pairs import require_pair
-    from distill.recipe import Evaluate
-    from distill.results.serialise import as_json
     from distill.sampler import Sampler
     from distill.texts import read_prompts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,12 +15,13 @@ from distill.errors import DataError, RecipeError
 from distill.files import read_utf8
 from distill.progress import announce, note, warn
 from distill.recipe.gguf import OUTTYPES
+from distill.recipe.recipe import REASON
+from distill.run import Run
 
 if TYPE_CHECKING:
     from distill.models.conversion.general_fields import Advice, Origin
     from distill.models.conversion.writer import WrittenFile
     from distill.results.export_results import ExportedFile, Parity
-    from distill.run import Run
 
 POSITIONS = 512  # compared in each check
 USUAL_LENGTH = 4  # drafted where nothing was measured
@@ -55,15 +56,15 @@ def export_gguf(
     from distill.export.parity import faults_of
     from distill.models.conversion.writer import export_files
 
-    job = _find(model, runs)
-    place = folder or job.place
-    outputs = {name: {place / f"{name}-{kind}.gguf": kind for kind in kinds} for name in job.sources}
+    sources, place, run = _find(model, runs)
+    place = folder or place
+    outputs = {name: {place / f"{name}-{kind}.gguf": kind for kind in kinds} for name in sources}
     there = [path for paths in outputs.values() for path in paths if path.exists()]
     if there and not overwrite:
         raise DataError(f"{there[0]} exists already", "--overwrite replaces it; --to FOLDER writes elsewhere")
     announce(place)
-    faults = []
-    for name, (source, origin) in job.sources.items():
+    files, faults = [], []
+    for name, (source, origin) in sources.items():
         reports = export_files(source, outputs[name], origin, overrides, imatrix)
         for report, parity in zip(reports, _parities(source, reports, text, check), strict=True):
             wrong = [] if parity is None else faults_of(parity, report.outtype)
@@ -71,38 +72,28 @@ def export_gguf(
             faults += [f"{report.path}: {fault}" for fault in wrong]
             if target is not None and name != "target":
                 faults += _served(target, report.path, origin.advice)
-            job.files.append(_exported(job.run, name, report, parity, wrong))
-    if job.run is not None:
+            files.append(_exported(run, name, report, parity, wrong))
+    if run is not None:
         from distill.export.stage import record_extra
 
-        note(f"recorded in {record_extra(job.run, job.files)}")
+        note(f"recorded in {record_extra(run, files)}")
     if faults:
         raise DataError("; ".join(faults), "the file was written; do not use it for what it does not pass")
 
 
-@dataclass
-class _Job:
-    """The folders to export with what is known of them, the place for the files, and the run that they are of."""
-
-    sources: dict[str, tuple[Path, Origin]]
-    place: Path
-    run: Run | None = None
-    files: list[ExportedFile] = field(default_factory=list)
-
-
-def _find(model: str | None, runs: Path) -> _Job:
-    """What to export: a Hugging Face folder, or draft and target of a run, which is brought up to its draft."""
+def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]], Path, Run | None]:
+    """What to export, by name, the place for the files, and the run: of a Hugging Face folder, or of draft and target
+    of a run, which is brought up to its draft."""
     from distill.models.conversion.general_fields import PLAIN
     from distill.models.conversion.importing import is_gguf
     from distill.models.hugging_face import local_folder
 
     if model is not None and (Path(model) / "config.json").exists():
-        return _Job({Path(model).resolve().name: (Path(model), PLAIN)}, Path("."))
+        return {Path(model).resolve().name: (Path(model), PLAIN)}, Path("."), None
     if model is not None and is_gguf(model):
-        return _Job({Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path("."))
+        return {Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path("."), None
     from distill.export.origin import advice_of, origins
     from distill.pipeline.running import plan_run
-    from distill.recipe.recipe import REASON
 
     recipe, run = shared.find_run(model, runs)
     shared.run_until(recipe, run, "train")
@@ -116,7 +107,7 @@ def _find(model: str | None, runs: Path) -> _Job:
         sources["target"] = (local_folder(recipe.target.model), known["target"])
     else:
         print(f"no file of the target is written: {REASON}", file=sys.stderr)
-    return _Job(sources, run.path("gguf", "extra"), run)
+    return sources, run.path("gguf", "extra"), run
 
 
 def _print(report: WrittenFile, parity: Parity | None) -> None:

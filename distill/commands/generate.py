@@ -12,11 +12,12 @@ from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_utf8, require_path
+from distill.recipe import Configuration, Gguf, PyTorch, Target, parse_section
+from distill.recipe.configuration import OTHER_VOCABULARY, TREES
+from distill.run import Run
 
 if TYPE_CHECKING:
     from distill.generate.stream import Request
-    from distill.recipe import Configuration, Gguf
-    from distill.run import Run
 
 LENGTH = 4  # tokens drafted a round where no option says
 
@@ -86,10 +87,10 @@ def generate(
     """Continue a prompt, streamed, with the draft's accepted tokens marked (green on a terminal)."""
     text = _standard_input() if prompt == "-" else prompt
     levels = None if widths is None else tuple(shared.numbers(widths, "--widths", int, "3,2,1"))
-    configuration = _configuration(drafter, length, rule, p_min, levels, verifier, temperature)
-    wanted = _grammar(regex, json_schema, grammar)
+    given = {"drafter": drafter, "rule": rule, "p_min": p_min, "widths": levels, "verifier": verifier}
+    configuration = _configuration(given, length, temperature)
+    constraint = _grammar(regex, json_schema, grammar)
     from distill.models.conversion.importing import one_engine
-    from distill.recipe import PyTorch, Target
 
     settings = PyTorch()
     if target or draft:
@@ -105,14 +106,13 @@ def generate(
         big, model = one_engine(recipe.target.model, str(found.path("draft").resolve()))
         place = recipe.target.model_copy(update={"model": big})
     require_used(gguf, place.model, model if configuration.asks_the_draft else None)
-    given = {"static": static, "compile": compile, "draft_device": draft_device}
-    pytorch = shared.pytorch_settings(settings, place.model, **given)
+    pytorch = shared.pytorch_settings(settings, place.model, static=static, compile=compile, draft_device=draft_device)
     shared.prepare(threads)
     from distill.generate.stream import Request, stream
     from distill.sampler import Sampler
 
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
-    request = Request(configuration, sampler, seed, tuple(stop or ()), lossy=allow_lossy, grammar=wanted)
+    request = Request(configuration, sampler, seed, tuple(stop or ()), lossy=allow_lossy, grammar=constraint)
     if found is not None and configuration.rule == "expected-value":
         request = _with_measured(request, found)
     stream(place, model, text, tokens, request, device, threads, gguf, pytorch)
@@ -128,35 +128,22 @@ def _standard_input() -> str:
         raise DataError(f"standard input is not UTF-8, in line {line}", "convert it to UTF-8") from None
 
 
-def _configuration(
-    drafter: str | None,
-    length: int | None,
-    rule: str | None,
-    p_min: float | None,
-    widths: tuple[int, ...] | None,
-    verifier: str | None,
-    temperature: float,
-) -> Configuration:
+def _configuration(given: dict[str, Any], length: int | None, temperature: float) -> Configuration:
     """The configuration that the options name; RecipeError for options that do not go together."""
-    from distill.recipe import Configuration, parse_section
-    from distill.recipe.configuration import TREES
-
-    given: dict[str, Any] = {"drafter": drafter, "rule": rule, "p_min": p_min, "widths": widths, "verifier": verifier}
-    asked = {name: value for name, value in given.items() if value is not None}
+    settings = {name: value for name, value in given.items() if value is not None}
+    settings["sampler"] = "recipe" if temperature > 0 else "greedy"
     if length == 0:
-        asked |= {"drafter": "none"}
-    elif length is not None or (widths is None and drafter != "none"):
-        asked["length"] = LENGTH if length is None else length
-        if drafter in TREES and widths is None:
-            asked["nodes"] = min(2 * int(asked["length"]), 63)
-    asked["sampler"] = "recipe" if temperature > 0 else "greedy"
-    return parse_section(Configuration, asked)
+        settings["drafter"] = "none"
+    elif length is not None or ("widths" not in settings and given["drafter"] != "none"):
+        settings["length"] = LENGTH if length is None else length
+        if given["drafter"] in TREES and "widths" not in settings:
+            settings["nodes"] = min(2 * settings["length"], 63)
+    return parse_section(Configuration, settings)
 
 
 def _standalone_pair(target: str | None, draft: str | None, configuration: Configuration) -> tuple[str, str | None]:
-    """Target and draft of the command line; the draft may be left out where nobody asks it."""
+    """The target and draft of the command line; the draft may be left out where it is not used."""
     from distill.models.pairs import require_drafts
-    from distill.recipe.configuration import OTHER_VOCABULARY
 
     foreign = configuration.drafter in OTHER_VOCABULARY
     if target is None:
@@ -165,8 +152,8 @@ def _standalone_pair(target: str | None, draft: str | None, configuration: Confi
         raise RecipeError(
             f"drafter {configuration.drafter} needs a draft", "give --draft, or use --drafter lookup or --length 0"
         )
-    target, draft = shared.local_reference(target), None if draft is None else shared.local_reference(draft)
-    return (target, None) if draft is None else require_drafts(target, draft, foreign)
+    target = shared.local_reference(target)
+    return (target, None) if draft is None else require_drafts(target, shared.local_reference(draft), foreign)
 
 
 def _with_measured(request: Request, run: Run) -> Request:

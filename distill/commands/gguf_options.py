@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from distill.errors import RecipeError
-
-if TYPE_CHECKING:
-    from distill.recipe import Gguf
+from distill.recipe import Gguf, parse_section
 
 PANEL = "llama.cpp's options, for GGUF files"
 # Name, kind, short name of the target's and of the draft's, help. `threads` is an option of the commands themselves.
@@ -37,31 +35,32 @@ def takes_gguf_options(*roles: str) -> Callable[[Callable[..., None]], Callable[
 
     The argument is a `distill.recipe.Gguf`, or None where none of the options was given.
     """
-    twice = "draft" in roles
-    options = [_option(role, *one, twice) for role in roles for one in (OF_DRAFT if role == "draft" else OPTIONS)]
+    options = [
+        _option(role, "draft" in roles, *row) for role in roles for row in (OF_DRAFT if role == "draft" else OPTIONS)
+    ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True, locals={"Gguf": Any})
-        own = [one for one in signature.parameters.values() if one.name != "gguf"]
+        signature = inspect.signature(command, eval_str=True)
+        own = [parameter for parameter in signature.parameters.values() if parameter.name != "gguf"]
 
         @functools.wraps(command)
         def wrapped(*args: Any, **values: Any) -> None:
-            given = {one.name: values.pop(one.name) for one in options}
+            given = {option.name: values.pop(option.name) for option in options}
             return command(*args, **values, gguf=_collected(given, roles))
 
         changed: Any = wrapped
         changed.__signature__ = signature.replace(parameters=[*own, *options])
-        changed.__annotations__ = {one.name: one.annotation for one in (*own, *options)} | {"return": None}
+        changed.__annotations__ = {each.name: each.annotation for each in (*own, *options)} | {"return": None}
         return wrapped
 
     return decorate
 
 
 def _option(
-    role: str, name: str, kind: Any, short: str, short_of_draft: str, words: str, twice: bool
+    role: str, both: bool, name: str, kind: Any, short: str, short_of_draft: str, words: str
 ) -> inspect.Parameter:
     draft = role == "draft"
-    if twice and name == OPTIONS[0][0]:
+    if both and name == OPTIONS[0][0]:
         words += " This and each option below is also --NAME-draft, for the draft."
     spelt = name.replace("_", "-") + ("-draft" if draft else "")
     names = [f"--{spelt}/--no-{spelt}" if name == "mmap" else f"--{spelt}", short_of_draft if draft else short]
@@ -83,7 +82,6 @@ def _collected(given: Mapping[str, Any], roles: tuple[str, ...]) -> Gguf | None:
             found[role] = own
     if not found:
         return None
-    from distill.recipe import Gguf, parse_section
 
     return parse_section(Gguf, found, "the options of llama.cpp")
 
@@ -118,8 +116,6 @@ def require_used(gguf: Gguf | None, target: str, draft: str | None) -> None:
 
 def merged(recipe: Gguf, given: Gguf) -> Gguf:
     """A recipe's options with those of the command line in their place; RecipeError where they do not go together."""
-    from distill.recipe import Gguf, parse_section
-
     roles = {
         role: getattr(recipe, role).given() | getattr(given, role).model_dump(mode="json", exclude_unset=True)
         for role in ("target", "draft")

@@ -14,11 +14,12 @@ import typer
 from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.commands.profile import measured_curve
-from distill.commands.speedup_pair import require_dtype_used
 from distill.errors import DataError, RecipeError
+from distill.machine import machine
+from distill.recipe import Gguf, PyTorch, Recipe
+from distill.results.serialise import as_json, read_result
 
 if TYPE_CHECKING:
-    from distill.recipe import Gguf, Recipe
     from distill.speculative.costs.curve import CostCurve
 
 REPEATS = 5  # of a curve's steps
@@ -78,19 +79,18 @@ def plan(
         raise RecipeError(f"--lengths {lengths}: draft lengths run from 1 to 63", "for instance --lengths 1,2,4,8")
     given = _given(acceptance, sister)
     recipe = _recipe(model, overrides or [], given_otherwise=(draft, draft_cost, draft_curve, gguf, threads, dtype))
+    from distill.benchmark.batched_bench import import_curve
+    from distill.benchmark.batched_bench import settings as llama_settings
     from distill.benchmark.hardware import read_hardware
     from distill.benchmark.plan import Case, Plan, as_markdown, by_position, flat_rows, outlook
     from distill.benchmark.planned import PlanRequest, curve_case, estimated_case, measured_cases
-    from distill.machine import machine
-    from distill.recipe import PyTorch
-    from distill.results.serialise import as_json
     from distill.speculative.costs.curve import load_cost_curve
 
     if recipe is not None:
         request = replace(PlanRequest.of(recipe), lengths=drafted)
     else:
         if model is not None:
-            require_dtype_used(dtype, model)
+            shared.require_dtype_used(dtype, model)
             require_used(gguf, model, draft)
         place = shared.target_settings(shared.local_reference(model or "."), dtype)
         small = None if draft is None else shared.local_reference(draft)
@@ -102,18 +102,19 @@ def plan(
             shared.prepare(threads if recipe is None else recipe.threads)
             cases += measured_cases(request)
     elif measure:
-        if model is None:
-            curve = _read_curve(target_curve, batched_bench)
-        else:
+        if model is not None:
             curve = measured_curve(request.target, [depth], max(drafted) + 1, REPEATS, threads, gguf, PyTorch())
+        elif batched_bench is not None:
+            curve = import_curve(batched_bench)
+        else:
+            assert target_curve is not None
+            curve = load_cost_curve(target_curve)
         small_curve = None if draft_curve is None else load_cost_curve(draft_curve)
         cases.append(curve_case(curve, small_curve, request, model is not None))
     if hardware is not None:
         cases.append(estimated_case(read_hardware(hardware), request))
     settings: list[str] = []
     if curve is not None and given:
-        from distill.benchmark.batched_bench import settings as llama_settings
-
         costs = cases[0].timings[0]
         rates = by_position(next(iter(given.values())), max(drafted))
         settings = llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)
@@ -122,16 +123,12 @@ def plan(
 
 
 def _given(acceptance: str | None, sister: Path | None) -> dict[str, list[float]]:
-    """The acceptances by position that were asked for, by title."""
+    """The acceptance by position that the options name, each with its title."""
     found = {}
     if acceptance is not None:
-        rates = shared.numbers(acceptance, "--acceptance", float, "0.8,0.75,0.7")
-        if not all(0 <= rate <= 1 for rate in rates):
-            raise RecipeError(f"--acceptance {acceptance}: rates must lie between 0 and 1", "for instance 0.8,0.75,0.7")
-        found["--acceptance"] = rates
+        found["--acceptance"] = shared.rates(acceptance, "--acceptance")
     if sister is not None:
         from distill.results.evaluation_results import EvaluationReport
-        from distill.results.serialise import read_result
 
         if not (sister / "eval.json").is_file():
             raise DataError(f"{sister} holds no eval.json", "give the folder of a run that stage eval has measured")
@@ -151,13 +148,3 @@ def _recipe(model: str | None, overrides: Sequence[str], given_otherwise: tuple[
     if any(one not in (None, "float32") for one in given_otherwise):
         raise RecipeError("a recipe names its draft, types and options itself", "override its keys: cut.layers=8")
     return shared.read_recipe(Path(model), overrides)
-
-
-def _read_curve(saved: Path | None, log: Path | None) -> CostCurve:
-    from distill.benchmark.batched_bench import import_curve
-    from distill.speculative.costs.curve import load_cost_curve
-
-    if saved is not None:
-        return load_cost_curve(saved)
-    assert log is not None
-    return import_curve(log)

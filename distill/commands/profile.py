@@ -11,13 +11,13 @@ import typer
 from distill import MOST_PRIMITIVES, PRIMITIVES
 from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
-from distill.commands.speedup_pair import require_dtype_used
 from distill.errors import DataError
+from distill.machine import thread_count
 from distill.progress import announce
+from distill.recipe import Gguf, GgufOptions, PyTorch, Target
 from distill.results.tables import markdown_table
 
 if TYPE_CHECKING:
-    from distill.recipe import Gguf, PyTorch, Target
     from distill.speculative.costs.curve import CostCurve
 
 
@@ -40,9 +40,7 @@ def profile(
 
     T(m) is the time of a step of m tokens, in seconds, with a given number of tokens (depth) in the cache.
     """
-    from distill.recipe import PyTorch
-
-    require_dtype_used(dtype, model)
+    shared.require_dtype_used(dtype, model)
     pytorch = shared.pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
     place = shared.target_settings(model, dtype)
     curve = measured_curve(place, shared.numbers(depths, "--depths", int), most, repeats, threads, gguf, pytorch)
@@ -67,8 +65,7 @@ def profile(
 def measured_curve(
     place: Target, depths: list[int], most: int, repeats: int, threads: int | None, gguf: Gguf | None, pytorch: PyTorch
 ) -> CostCurve:
-    """The curve of a folder or a GGUF file on this machine; DataError or RecipeError for what cannot be opened so."""
-    from distill.machine import thread_count
+    """The curve of a folder or a GGUF file on this machine; DataError or RecipeError where it cannot be opened."""
     from distill.speculative.costs.curve import measure_curve
 
     if os.environ.get(PRIMITIVES) == MOST_PRIMITIVES:
@@ -78,7 +75,6 @@ def measured_curve(
     model, room = place.model, max(depths) + most
     if model.endswith(".gguf"):
         from distill.models.gguf.model import GgufModel
-        from distill.recipe import GgufOptions
 
         if not Path(model).is_file():
             raise DataError(f"there is no file {model}", "give a GGUF file or a Hugging Face folder")

@@ -12,7 +12,12 @@ import typer
 
 from distill.commands.shared import DEFAULT_RUNS, FormatOption, RunsOption, print_table
 from distill.errors import DistillError, RecipeError, RunError
+from distill.faults import faults_explained
+from distill.files import require_path
+from distill.recipe import Recipe, load_recipe
+from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out
 from distill.results.tables import markdown_table
+from distill.run import Run
 
 
 def list_runs(
@@ -27,7 +32,6 @@ def list_runs(
         return
     if yes:
         raise RecipeError("--yes was given without --delete", "name the run to delete: --delete NAME")
-
     rows = []
     for config in sorted(runs.glob("*/config.yaml")):
         folder = config.parent
@@ -47,8 +51,6 @@ def list_runs(
 def _stages(config: Path) -> list[str]:
     """The stages of a run; the usual ones where its recipe cannot be read."""
     from distill.pipeline.stages import NAMES
-    from distill.recipe import load_recipe
-    from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out
 
     try:
         absent = set(left_out(load_recipe(config)))
@@ -59,11 +61,6 @@ def _stages(config: Path) -> list[str]:
 
 def _delete(runs: Path, name: str, yes: bool) -> None:
     """Delete the run of this name, and nothing else; raises RunError where there is none or a process works in it."""
-    from distill.faults import faults_explained
-    from distill.files import require_path
-    from distill.recipe import Recipe
-    from distill.run import Run
-
     require_path(name, "the run")
     folder = runs / name
     if name.startswith(".") or Path(name).name != name or not (folder / "config.yaml").is_file():

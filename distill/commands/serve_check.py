@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from distill.commands import served_pair, shared
 from distill.commands.gguf_options import takes_gguf_options
 from distill.errors import RecipeError
-
-if TYPE_CHECKING:
-    from distill.recipe import Gguf
+from distill.machine import thread_count
+from distill.recipe import Gguf, SamplerSettings
+from distill.results.serialise import as_json, write_result
 
 PAIR = "A pair without a run, or other files than the run's"
 SERVED = "A server that runs already"
@@ -77,8 +77,7 @@ def serve_check(
     whole_grid: Annotated[
         bool,
         typer.Option(
-            "--whole-grid",
-            help="Then measure all settings on the held-out prompts too, and the fastest again.",
+            "--whole-grid", help="Then measure all settings on the held-out prompts too, and the fastest again."
         ),
     ] = False,
     count: Annotated[int, shared.number_option(min=2, help="Prompts, at most.")] = 12,
@@ -132,12 +131,10 @@ def serve_check(
     further = list(context.args)
     if run is not None and run.startswith("-"):  # behind --, without a run
         further, run = [run, *further], None
-    from distill.commands.speedup_pair import require_sampler_used
-    from distill.recipe import SamplerSettings
     from distill.serving.arrivals import arrivals
 
     sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    require_sampler_used(sampler)
+    shared.require_sampler_used(sampler)
     _check_options(context.params | {"run": run}, gguf, [*further, *(server_option or ())])
     shared.require_place(to)
     counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16")})
@@ -147,9 +144,6 @@ def serve_check(
     files = served_pair.pair_files(run, runs, target, draft, outtype, required=server is not None)
     length = n_max or USUAL_LENGTH
     shared.prepare(threads)
-    from distill.machine import thread_count
-    from distill.recipe import Gguf as Options
-    from distill.results.serialise import as_json, write_result
     from distill.serving.check import CheckSettings, check_addresses, check_started
     from distill.serving.llama_server import LlamaServer, require_binary
     from distill.serving.markdown import as_markdown, flat_rows
@@ -194,7 +188,7 @@ def serve_check(
                 draft=files.draft,
                 n_max=length,
                 p_min=p_min,
-                gguf=gguf or Options(),
+                gguf=gguf or Gguf(),
                 threads=thread_count(threads),
                 context=-(-(longest + tokens + max(length, 8) + 2) // 256) * 256,
                 further=(*[part for one in server_option or () for part in shlex.split(one)], *further),

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from distill.commands import shared
 from distill.errors import DataError, RecipeError, RunError
+from distill.recipe import Chat, Corpus
+from distill.results.serialise import read_result
+from distill.run import Run
 
 if TYPE_CHECKING:
-    from distill.run import Run
     from distill.serving.check import Conversation
     from distill.texts import Prompt
 
@@ -37,7 +39,6 @@ def pair_files(
     if name is None and given[0] is not None and given[1] is not None:
         return PairFiles(given[0], given[1])
     from distill.results.export_results import ExportReport
-    from distill.results.serialise import read_result
 
     _, run = shared.find_run(name, runs)
     path = run.path("gguf", "export.json")
@@ -72,7 +73,6 @@ def conversation(target: Path | None, stack: ExitStack) -> Conversation | None:
         return None
     from distill.benchmark.prompts import GgufTokenizer
     from distill.documents.chat_template import ChatTemplate
-    from distill.recipe import Chat
     from distill.serving.check import Conversation
 
     tokenizer = GgufTokenizer(str(target), stack)
@@ -102,12 +102,11 @@ Prompts = tuple["list[Prompt]", "list[Prompt]", dict[str, int]]  # measured, for
 def prompts_of_files(files: PairFiles, paths: list[Path], count: int, size: int, spare: int, room: int) -> Prompts:
     """Up to `count` prompts of files; texts are cut into prompts of `size` tokens."""
     from distill.benchmark.prompts import read_user_prompts, sources_of
-    from distill.recipe import Chat, Corpus
 
     if files.target is None:
         raise RecipeError("--prompts are encoded with the target's tokenizer", "give its GGUF file: --target")
-    asked = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, spare, size, room)
-    return asked.measured, asked.others, asked.dropped
+    read = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, spare, size, room)
+    return read.measured, read.others, read.dropped
 
 
 def prompts_of_run(files: PairFiles, count: int, spare: int, room: int) -> Prompts:
@@ -135,7 +134,6 @@ def predicted_acceptance(run: Run | None, length: int | None) -> float:
     """The acceptance that the run measured at this draft length, with its own target; NaN where it did not."""
     if run is None or length is None or not run.path("speedup.json").exists():
         return math.nan
-    from distill.results.serialise import read_result
     from distill.results.speedup_results import SpeedupReport
 
     found = {

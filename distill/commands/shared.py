@@ -8,18 +8,17 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from distill.errors import DataError, RecipeError, RunError
 from distill.faults import reading
-from distill.files import read_utf8, require_path
+from distill.files import LARGEST, read_utf8, require_path
+from distill.machine import thread_count
 from distill.progress import is_verbose, note
-
-if TYPE_CHECKING:
-    from distill.recipe import PyTorch, Recipe, Target
-    from distill.run import Run
+from distill.recipe import PyTorch, Recipe, SamplerSettings, Target, load_recipe, parse_section, resolve_model
+from distill.run import Run
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
 RunArgument = Annotated[
@@ -46,14 +45,10 @@ PREPACK_HELP = "PyTorch on a CPU: linear layers laid out once for steps of few t
 DTYPE_HELP = "Type of folders: float32, bfloat16, float16, or auto: bfloat16 where the device has instructions for it."
 DEFAULT_RUNS = Path("runs")
 Number = TypeVar("Number", int, float, int | None, float | None)
-LARGEST = 2**63 - 1  # the largest number that an option takes
 
 
 def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
     """The run of this name or folder; without one the newest run, whose folder is then printed to stderr."""
-    from distill.recipe import load_recipe
-    from distill.run import Run
-
     require_path(runs, "--runs")
     if name is not None:
         require_path(name, "the run")
@@ -74,8 +69,6 @@ def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
 def read_recipe(path: Path, overrides: Sequence[str], begun: Path | None = None) -> Recipe:
     """A recipe with overrides, and the types that its `auto` stands for: those in the config.yaml `begun` of its run,
     where that exists, else this machine's."""
-    from distill.recipe import load_recipe
-
     recipe = load_recipe(path, overrides)
     if "auto" not in (recipe.target.dtype, recipe.train.dtype):
         return recipe
@@ -87,7 +80,6 @@ def read_recipe(path: Path, overrides: Sequence[str], begun: Path | None = None)
 def target_settings(model: str, dtype: str) -> Target:
     """A target that the command line names, in a type that this machine has instructions for where that is `auto`."""
     from distill.models.hugging_face import pick_device, settled_type
-    from distill.recipe import Target, parse_section
 
     target = parse_section(Target, {"model": model, "dtype": dtype})
     return target.model_copy(update={"dtype": settled_type(target.dtype, pick_device("auto"))})
@@ -98,20 +90,16 @@ def pytorch_settings(settings: PyTorch, model: str, **given: bool | str | None) 
 
     Raises RecipeError for settings that do not go together, and for any of a GGUF file, which they do not concern.
     """
-    from distill.recipe import PyTorch, parse_section
-
-    wanted = {name: value for name, value in given.items() if value is not None}
-    if wanted and model.endswith(".gguf"):
-        names = ", ".join("--" + name.replace("_", "-") for name in wanted)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if chosen and model.endswith(".gguf"):
+        names = ", ".join("--" + name.replace("_", "-") for name in chosen)
         raise RecipeError(f"{names}: {model} runs in llama.cpp, not in PyTorch", "leave them out, or give folders")
-    return parse_section(PyTorch, settings.model_dump() | wanted)
+    return parse_section(PyTorch, settings.model_dump() | chosen)
 
 
 def prepare(threads: int | None) -> None:
     """Set the thread count (None: OMP_NUM_THREADS, else all cores) and silence libraries (with --verbose, let them
     speak), before the first heavy import."""
-    from distill.machine import thread_count
-
     count = thread_count(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -130,7 +118,6 @@ def prepare(threads: int | None) -> None:
 def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), threads: int | None = None) -> None:
     """Bring an existing run up to `stage`, with so many `threads` (None: the recipe's)."""
     from distill.pipeline.running import run_pipeline
-    from distill.run import Run
 
     if threads is not None and run.done("profile") is None:  # costs belong to the threads that they are measured with
         recipe = recipe.model_copy(update={"threads": threads})
@@ -211,6 +198,15 @@ def numbers(text: str, option: str, kind: type, example: str = "64,512") -> list
     return found
 
 
+def rates(text: str, option: str) -> list[float]:
+    """The rates by position of an option, from 0 to 1, separated by commas; raises RecipeError for anything else."""
+    example = "0.8,0.75,0.7"
+    found = numbers(text, option, float, example)
+    if not all(0 <= rate <= 1 for rate in found):
+        raise RecipeError(f"{option} {text}: rates lie between 0 and 1", f"for instance {option} {example}")
+    return found
+
+
 def finite(value: Number) -> Number:
     """The value of an option that takes a number; raises BadParameter for NaN, infinity and what overflows."""
     if value is not None and not abs(value) <= LARGEST:
@@ -223,8 +219,20 @@ def number_option(*names: str, **settings: Any) -> Any:
     return typer.Option(*names, callback=finite, **settings)
 
 
+def require_sampler_used(sampler: SamplerSettings) -> None:
+    """Raise RecipeError for settings that do nothing, because nothing is sampled."""
+    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        if not sampler.temperature and getattr(sampler, name) != off:
+            raise RecipeError(f"--{name.replace('_', '-')} does nothing without --temperature", "give both, or neither")
+
+
+def require_dtype_used(dtype: str, target: str) -> None:
+    """Raise RecipeError for a type of folders that was given for a GGUF file."""
+    if target.endswith(".gguf") and dtype != "float32":
+        raise RecipeError(f"--dtype {dtype} is for folders; a GGUF file has types of its own", "leave it out")
+
+
 def local_reference(reference: str) -> str:
     """A model as the command line names it (`recipe.resolve_model`); paths start at the working directory."""
-    from distill.recipe import resolve_model
 
-    return resolve_model(reference, Path.cwd(), "the model")
+    return resolve_model(reference, Path.cwd())

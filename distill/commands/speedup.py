@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distill.commands import shared
 from distill.commands.gguf_options import merged, require_used, takes_gguf_options
-from distill.commands.shared import (
-    COMPILE_HELP,
-    DEFAULT_RUNS,
-    DRAFT_DEVICE_HELP,
-    DTYPE_HELP,
-    PREPACK_HELP,
-    STATIC_HELP,
-    FormatOption,
-    RunArgument,
-    RunsOption,
-    ThreadsOption,
-    find_run,
-    finite,
-    local_reference,
-    prepare,
-    print_table,
-    pytorch_settings,
-    require_format,
-    run_until,
-)
 from distill.errors import RecipeError
+from distill.recipe import Configuration, Gguf, PyTorch, SamplerSettings, parse_section
+from distill.recipe.load import read_yaml
+from distill.results.serialise import as_json, read_result, write_result
+from distill.run import Run
 
 if TYPE_CHECKING:
-    from distill.recipe import Gguf
+    from distill.benchmark.any_pair import PairRequest
 
 PAIR = "Any pair, without a run"
 
@@ -43,11 +29,18 @@ def pair_option(*names: str, **settings: Any) -> Any:
     return typer.Option(*names, rich_help_panel=PAIR, **settings)
 
 
+def pair_number(**settings: Any) -> Any:
+    """An option of pairs that takes a finite number."""
+    return shared.number_option(rich_help_panel=PAIR, **settings)
+
+
 @takes_gguf_options("target", "draft")
 def speedup(
     context: typer.Context,
-    run: RunArgument = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew instead of showing what was measured.")] = False,
+    run: shared.RunArgument = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure again instead of showing the last measurement.")
+    ] = False,
     verify_distribution: Annotated[
         bool,
         typer.Option(
@@ -61,78 +54,64 @@ def speedup(
         bool,
         typer.Option("--allow-lossy", help="Run configurations that change the target's distribution too (LOSSY)."),
     ] = False,
-    target: Annotated[
-        str | None, pair_option("--target", help="Target: Hugging Face folder, hub name or GGUF file.")
-    ] = None,
-    draft: Annotated[str | None, pair_option("--draft", help="Draft: of the same kind as the target.")] = None,
+    target: Annotated[str | None, pair_option(help="Target: Hugging Face folder, hub name or GGUF file.")] = None,
+    draft: Annotated[str | None, pair_option(help="Draft: of the same kind as the target.")] = None,
     prompts: Annotated[
         list[Path] | None,
         pair_option(
-            "--prompts",
             help="File or folder with prompts; may be repeated. jsonl, csv and parquet: records with text, or with a "
-            "prompt or messages, which go through the target's chat template; other files: text, cut into prompts.",
+            "prompt or messages, which go through the target's chat template; other files: text, cut into prompts."
         ),
     ] = None,
-    count: Annotated[int, pair_option("--count", min=2, callback=finite, help="Prompts, at most.")] = 12,
-    prompt_tokens: Annotated[
-        int, pair_option("--prompt-tokens", min=2, callback=finite, help="Tokens of a prompt that is cut from text.")
-    ] = 64,
-    tokens: Annotated[
-        int, pair_option("--tokens", min=8, callback=finite, help="New tokens after each prompt, at most.")
-    ] = 96,
-    lengths: Annotated[
-        str, pair_option("--lengths", help="Draft lengths swept, separated by commas; 0: none.")
-    ] = "1,2,4,8",
+    count: Annotated[int, pair_number(min=2, help="Prompts, at most.")] = 12,
+    prompt_tokens: Annotated[int, pair_number(min=2, help="Tokens of a prompt that is cut from text.")] = 64,
+    tokens: Annotated[int, pair_number(min=8, help="New tokens after each prompt, at most.")] = 96,
+    lengths: Annotated[str, pair_option(help="Draft lengths swept, separated by commas; 0: none.")] = "1,2,4,8",
     drafter: Annotated[
         str,
         pair_option(
-            "--drafter",
-            help="Who drafts in the sweep: draft, lookup, lookup+draft; of another vocabulary: intersection, string.",
+            help="Who drafts in the sweep: draft, lookup, lookup+draft; of another vocabulary: intersection, string."
         ),
     ] = "draft",
     verifier: Annotated[
-        str | None, pair_option("--verifier", help="Of the sweep: greedy; with --temperature match, token or block.")
+        str | None, pair_option(help="Of the sweep: greedy; with --temperature match, token or block.")
     ] = None,
     configuration: Annotated[
         list[str] | None,
         pair_option(
-            "--configuration",
             help="Another configuration, in the words of a recipe (docs/recipes.md), such as "
-            "'{rule: expected-value, length: 8}' or '{drafter: tree, nodes: 12, calibration: none}'; may be repeated.",
+            "'{rule: expected-value, length: 8}' or '{drafter: tree, nodes: 12, calibration: none}'; may be repeated."
         ),
     ] = None,
-    temperature: Annotated[
-        float, pair_option("--temperature", min=0, max=100, callback=finite, help="Above 0: the sweep is sampled.")
-    ] = 0.0,
-    top_k: Annotated[int, pair_option("--top-k", min=0, callback=finite, help="0: off.")] = 0,
-    top_p: Annotated[float, pair_option("--top-p", min=0.0001, max=1, callback=finite, help="1: off.")] = 1.0,
-    min_p: Annotated[float, pair_option("--min-p", min=0, max=0.9999, callback=finite, help="0: off.")] = 0.0,
+    temperature: Annotated[float, pair_number(min=0, max=100, help="Above 0: the sweep is sampled.")] = 0.0,
+    top_k: Annotated[int, pair_number(min=0, help="0: off.")] = 0,
+    top_p: Annotated[float, pair_number(min=0.0001, max=1, help="1: off.")] = 1.0,
+    min_p: Annotated[float, pair_number(min=0, max=0.9999, help="0: off.")] = 0.0,
     batch: Annotated[
-        str | None, pair_option("--batch", help="Also so many texts at once, separated by commas; folders only.")
+        str | None, pair_option(help="Also so many texts at once, separated by commas; folders only.")
     ] = None,
     synthetic_acceptance: Annotated[
         str | None,
         pair_option(
-            "--synthetic-acceptance",
             help="Test the costs alone: accept drafted tokens at this rate, or at these rates by position (0.8,0.7), "
-            "whatever the target says.",
+            "whatever the target says."
         ),
     ] = None,
-    dtype: Annotated[str, pair_option("--dtype", help=DTYPE_HELP)] = "float32",
-    static: Annotated[bool | None, pair_option("--static/--no-static", help=STATIC_HELP)] = None,
-    compile: Annotated[bool | None, pair_option("--compile/--no-compile", help=COMPILE_HELP)] = None,
-    draft_device: Annotated[str | None, pair_option("--draft-device", help=DRAFT_DEVICE_HELP)] = None,
-    prepack: Annotated[bool | None, pair_option("--prepack/--no-prepack", help=PREPACK_HELP)] = None,
+    dtype: Annotated[str, pair_option(help=shared.DTYPE_HELP)] = "float32",
+    static: Annotated[bool | None, pair_option(help=shared.STATIC_HELP)] = None,
+    compile: Annotated[bool | None, pair_option(help=shared.COMPILE_HELP)] = None,
+    draft_device: Annotated[str | None, pair_option(help=shared.DRAFT_DEVICE_HELP)] = None,
+    prepack: Annotated[bool | None, pair_option(help=shared.PREPACK_HELP)] = None,
     library: Annotated[
         bool, pair_option("--library", help="Also time the library's own plain generation (a GGUF file loads twice).")
     ] = False,
-    seed: Annotated[int, pair_option("--seed", min=0, callback=finite, help="Seed of all draws.")] = 0,
+    seed: Annotated[int, pair_number(min=0, help="Seed of all draws.")] = 0,
     to: Annotated[
-        Path | None, pair_option("--to", help="Also write everything that was measured to this file, as JSON.")
+        Path | None, pair_option(help="Also write everything that was measured to this file, as JSON.")
     ] = None,
-    threads: ThreadsOption = None,
-    runs: RunsOption = DEFAULT_RUNS,
-    output: FormatOption = "md",
+    threads: shared.ThreadsOption = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    output: shared.FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
     """Plain against speculative decoding, end to end: of a run's draft and target, or of any pair on your prompts."""
@@ -141,25 +120,25 @@ def speedup(
     if not pair:
         _of_run(run, runs, again, verify_distribution, samples, allow_lossy, threads, gguf, output)
         return
-    require_format(output)
+    shared.require_format(output)
     if target is None or not prompts:
-        raise RecipeError("a pair without a run needs --target and --prompts", "and --draft, where a draft is asked")
-    from distill.commands import speedup_pair as options
+        raise RecipeError("a pair without a run needs --target and --prompts", "and --draft, where a draft is used")
     from distill.models.pairs import pair_references
-    from distill.recipe import PyTorch, SamplerSettings
 
     sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    options.require_sampler_used(sampler)
-    asked = options.configurations(lengths, drafter, verifier, configuration or (), temperature > 0)
-    big, small = pair_references(local_reference(target), None if draft is None else local_reference(draft), asked.all)
+    shared.require_sampler_used(sampler)
+    sweep, others = _configurations(lengths, drafter, verifier, configuration or (), temperature > 0)
+    every = (*sweep, *others)
+    big, small = pair_references(
+        shared.local_reference(target), None if draft is None else shared.local_reference(draft), every
+    )
     require_used(gguf, big, small)
-    options.require_folder(to)
-    options.require_dtype_used(dtype, big)
-    batches = options.batch_sizes(batch, big)
-    prepare(threads)
+    shared.require_place(to)
+    shared.require_dtype_used(dtype, big)
+    batches = _batch_sizes(batch, big)
+    shared.prepare(threads)
     from distill.benchmark.any_pair import PairRequest, measure_any_pair, pair_settings
     from distill.benchmark.tables import flat_pair_rows, pair_markdown
-    from distill.results.serialise import as_json, write_result
     from distill.speculative.configured import check_configurations
 
     pytorch = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
@@ -173,27 +152,89 @@ def speedup(
         seed=seed,
         threads=threads,
         gguf=gguf,
-        pytorch=pytorch_settings(PyTorch(), big, **pytorch),
+        pytorch=shared.pytorch_settings(PyTorch(), big, **pytorch),
         allow_lossy=allow_lossy,
     )
-    for line in check_configurations(recipe, [one for one in asked.all if not one.foreign], "the options"):
+    for line in check_configurations(recipe, [one for one in every if not one.foreign], "the options"):
         print(line, file=sys.stderr)
+    rates = None
+    if synthetic_acceptance is not None:
+        rates = tuple(shared.rates(synthetic_acceptance, "--synthetic-acceptance"))
     request = PairRequest(
         names=(target, draft),
         draft=small,
-        sweep=asked.sweep,
-        others=asked.others,
+        sweep=sweep,
+        others=others,
         prompt_tokens=prompt_tokens,
         batches=batches,
-        rates=options.acceptance_rates(synthetic_acceptance),
+        rates=rates,
         library=library,
         command=shlex.join(["distill", *sys.argv[1:]]),
     )
-    options.require_meaning(request)
+    _require_meaning(request)
     report = measure_any_pair(recipe, request)
     if to is not None:
         write_result(to, report)
-    print_table(flat_pair_rows(report), pair_markdown(report), as_json(report), output)
+    shared.print_table(flat_pair_rows(report), pair_markdown(report), as_json(report), output)
+
+
+def _configurations(
+    lengths: str, drafter: str, verifier: str | None, texts: Sequence[str], sampled: bool
+) -> tuple[tuple[Configuration, ...], tuple[Configuration, ...]]:
+    """The sweep of lengths and all other configurations, to which the sweep belongs under a sampler.
+
+    RecipeError for configurations that are not possible, or that would not be measured.
+    """
+    fixed: dict[str, Any] = {"drafter": drafter}
+    if verifier is not None:
+        fixed["verifier"] = verifier
+    if sampled:
+        fixed["sampler"] = "recipe"
+    swept = sorted({length for length in shared.numbers(lengths, "--lengths", int, "1,2,4") if length})
+    sweep = tuple(parse_section(Configuration, fixed | {"length": length}, "--lengths") for length in swept)
+    others: list[Configuration] = []
+    for text in texts:
+        raw = read_yaml(text, "--configuration")
+        if not isinstance(raw, dict):
+            raise RecipeError(f"--configuration {text[:60]}: not a mapping", "such as '{rule: p_min, length: 8}'")
+        others.append(parse_section(Configuration, raw, f"--configuration {text[:60]}"))
+    titles = [one.title for one in (*sweep, *others)]
+    for one in (*sweep, *others):
+        if titles.count(one.title) > 1:
+            raise RecipeError(f"the configuration `{one.title}` is asked for twice", "leave one of them out")
+        if one.sampler == "recipe" and not sampled:
+            raise RecipeError(f"`{one.title}` is sampled", "give the sampler's --temperature")
+        if not one.drafts:
+            raise RecipeError(f"`{one.title}` is always measured", "leave it out")
+    if not titles:
+        raise RecipeError("nothing is to be measured but plain decoding", "give --lengths or --configuration")
+    return ((), (*sweep, *others)) if sampled else (sweep, tuple(others))
+
+
+def _batch_sizes(text: str | None, target: str) -> tuple[int, ...]:
+    """The sizes of --batch in ascending order; RecipeError for sizes that are not possible."""
+    if text is None:
+        return ()
+    sizes = sorted(set(shared.numbers(text, "--batch", int, "1,4,16")))
+    if sizes[0] < 1:
+        raise RecipeError(f"--batch {text}: at least 1 text", "for instance --batch 1,4")
+    if target.endswith(".gguf"):
+        raise RecipeError("GGUF files are decoded text by text: --batch is for folders", "leave --batch out")
+    return tuple(sizes)
+
+
+def _require_meaning(request: PairRequest) -> None:
+    """Raise RecipeError for measurements that synthetic acceptance would make meaningless."""
+    if request.rates is None:
+        return
+    learning = next((one for one in request.configurations if one.learns or one.chosen), None)
+    if learning is not None:
+        raise RecipeError(
+            f"`{learning.title}` is fitted to what the target accepts, and synthetic acceptance is not that",
+            "use `calibration: none`, or a configuration that fits nothing",
+        )
+    if request.batches:
+        raise RecipeError("--batch decodes with the target's own acceptance", "leave --synthetic-acceptance out")
 
 
 def _refuse_other_options(context: typer.Context, pair: bool) -> None:
@@ -221,21 +262,19 @@ def _of_run(
     gguf: Gguf | None,
     output: str,
 ) -> None:
-    from distill.results.serialise import as_json, read_result
     from distill.results.speedup_results import SpeedupReport
-    from distill.run import Run
 
-    recipe, found = find_run(name, runs)
+    recipe, found = shared.find_run(name, runs)
     if verify_distribution:
         if gguf is not None:
             raise RecipeError("--verify-distribution decodes in PyTorch", "leave llama.cpp's options out")
-        run_until(recipe, found, "train", threads=threads)
+        shared.run_until(recipe, found, "train", threads=threads)
         found.verify("train", "draft/*")
         from distill.benchmark.distribution_test import distribution_markdown, verify_run_distribution
 
         tested = verify_run_distribution(recipe, found, samples)
         rows = [as_json(test) for test in tested.tests]
-        print_table(rows, distribution_markdown(tested), as_json(tested) | {"lossless": tested.lossless}, output)
+        shared.print_table(rows, distribution_markdown(tested), as_json(tested) | {"lossless": tested.lossless}, output)
         raise typer.Exit(0 if tested.lossless else 1)
     if allow_lossy and not recipe.speedup.allow_lossy:
         recipe = recipe.model_copy(update={"speedup": recipe.speedup.model_copy(update={"allow_lossy": True})})
@@ -246,8 +285,8 @@ def _of_run(
             raise RecipeError("this run measures no GGUF files (speedup.backends)", "leave llama.cpp's options out")
         recipe = recipe.model_copy(update={"gguf": merged(recipe.gguf, gguf)})
     found = Run(found.folder, recipe)
-    run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
+    shared.run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
     report = read_result(found.path("speedup.json"), SpeedupReport)
     from distill.benchmark.tables import flat_run_rows, run_markdown
 
-    print_table(flat_run_rows(report), run_markdown(report), as_json(report), output)
+    shared.print_table(flat_run_rows(report), run_markdown(report), as_json(report), output)

@@ -6,17 +6,19 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from distill.commands.shared import DEFAULT_RUNS, RunsOption, number_option, prepare, read_recipe
 from distill.errors import DataError, RecipeError, RunError
+from distill.faults import faults_explained
 from distill.files import read_utf8
-
-if TYPE_CHECKING:
-    from distill.recipe import Recipe
-    from distill.run import Run
+from distill.processes import is_main
+from distill.recipe import Recipe, load_recipe
+from distill.recipe.recipe import HELD_OUT
+from distill.results.serialise import read_result
+from distill.run import Run
 
 
 def train(
@@ -28,7 +30,10 @@ def train(
         list[str] | None, typer.Option(help="Run this stage, and the stages that depend on it, again.")
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start anew; an old run of this name is moved aside, never deleted.")
+        bool,
+        typer.Option(
+            "--fresh", help="Start from the beginning; an old run of this name is moved aside, never deleted."
+        ),
     ] = False,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Continue from a finished run's draft, on new lines of its traffic file.")
@@ -60,9 +65,6 @@ def train(
     from distill.pipeline.refresh import refresh as start_refresh
     from distill.pipeline.running import follow_main, plan_run, run_pipeline
     from distill.pipeline.stages import find_stage
-    from distill.processes import is_main
-    from distill.recipe import load_recipe
-    from distill.run import Run
 
     begun = None if fresh else runs / load_recipe(recipe, overrides or []).name / "config.yaml"
     found = whole = read_recipe(recipe, overrides or [], begun)
@@ -133,8 +135,6 @@ def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:
 
 
 def _move_aside(run: Run) -> None:
-    from distill.faults import faults_explained
-
     if not run.folder.exists():
         return
     aside = run.folder.with_name(f"{run.folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -145,7 +145,6 @@ def _move_aside(run: Run) -> None:
 
 def _check(recipe: Recipe, run: Run, until: str | None) -> None:
     from distill.pipeline.preflight import preflight
-    from distill.recipe.recipe import HELD_OUT
 
     stages = ["teacher", *(HELD_OUT if not recipe.target.load else [])]  # those that read the teacher's source
     unread = any(run.done(name) is None for name in stages)
@@ -173,7 +172,6 @@ def _require_pay(recipe: Recipe, acceptance: float) -> None:
 def say_outcome(run: Run) -> None:
     """Write a line where the weights from before the first step are the draft, and one on what twice the tokens would
     give, where the learning curve tells; else the report says why."""
-    from distill.results.serialise import read_result
     from distill.results.training_results import TrainingSummary
 
     if run.done("train") is None:
@@ -189,7 +187,6 @@ def require_passed(run: Run, until: str | None) -> None:
     """Raise DataError, once all stages are done, where a GGUF file of the run did not pass its check."""
     from distill.pipeline.stages import NAMES
     from distill.results.export_results import ExportReport
-    from distill.results.serialise import read_result
 
     if run.done("export") is None or (until is not None and NAMES.index(until) < NAMES.index("export")):
         return

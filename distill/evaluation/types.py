@@ -18,7 +18,7 @@ from distill.models.hugging_face import local_folder
 from distill.models.loaded import load_pair
 from distill.packing import pack
 from distill.recipe import Evaluate, Gguf, GgufOptions, Target
-from distill.recipe.gguf import is_quantised
+from distill.recipe.gguf import UNQUANTISED
 from distill.results.evaluation_results import MEASURES
 from distill.results.tables import markdown_table
 from distill.results.type_results import TargetType, TypeRow, TypeTable
@@ -114,7 +114,7 @@ def measure_types(
 def with_cache(options: GgufOptions, cache: str) -> GgufOptions:
     """The options with keys and values cached in a type; llama.cpp quantises values with flash attention alone."""
     changed = {"cache_type_k": cache, "cache_type_v": cache}
-    if is_quantised(cache) and options.flash_attn == "off":
+    if cache not in UNQUANTISED and options.flash_attn == "off":
         changed["flash_attn"] = "on"
     return GgufOptions.model_validate(options.model_dump() | changed)
 

@@ -17,6 +17,7 @@ from distill.progress import duration
 from distill.recipe import Recipe
 from distill.recipe.target import TYPE_BYTES
 from distill.results.rehearsal_results import Expected, Rehearsed
+from distill.results.tables import markdown_table
 from distill.results.training_results import ACCEPTANCE_STAGE, CURVE_STAGE
 from distill.run import Run
 from distill.target.traffic import SOURCE, pin_of
@@ -45,65 +46,56 @@ def _expected(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Expe
     if stage.stage == "train":
         disk = stage.disk_bytes * (1 + recipe.train.keep) // 2
     else:
-        disk = round(max(1.0, _disk_growth(stage.stage, recipe, short, run)) * stage.disk_bytes)
+        counted = stage.stage in ("questions", "corpus", "answers", "teacher")
+        growth = _ratio(*(_count(stage.stage, each, run) for each in (recipe, short))) if counted else 1.0
+        disk = round(max(1.0, growth) * stage.disk_bytes)
     return Expected(stage.stage, low, high, memory, device, disk)
 
 
 def _growth(stage: str, recipe: Recipe, short: Recipe, run: Run) -> tuple[tuple[float, float], tuple[float, float]]:
     """By which a stage's seconds outside and inside its loops are multiplied: of the low bound, and of the high one."""
-
-    def grown(count: Callable[[Recipe], float]) -> float:
-        return _ratio(count(recipe), count(short))
-
+    more = _ratio(*(_count(stage, each, run) for each in (recipe, short)))
     if stage in ("questions", "answers"):
-        low, high = _written(recipe, *(map(_questions if stage == "questions" else _prompts, (recipe, short))))
+        low, high = _written(recipe, *(int(_count(stage, each, run)) for each in (recipe, short)))
         return (1, low), (1, high)
-    if stage == "teacher":
-        return ((1, grown(lambda one: _positions(one, run))),) * 2
-    if stage == "test":
-        return ((1, grown(lambda one: one.eval.prompts)),) * 2
+    if stage in ("teacher", "test"):
+        return (1, more), (1, more)
     if stage == "cut":
-        blocks = grown(lambda one: one.cut.score_blocks)
         search, rehearsed = recipe.cut.search, short.cut.search
         if search is None or rehearsed is None:
-            return (1, 1), (blocks, blocks)
+            return (1, 1), (more, more)
         cuts = len(search.layers) * max(1, len(search.mlp_width))
-        return (1, cuts), (blocks, cuts * _ratio(search.heal_steps, rehearsed.heal_steps))
+        return (1, cuts), (more, cuts * _ratio(search.heal_steps, rehearsed.heal_steps))
     if stage == "profile":
-        repeats = grown(lambda one: one.profile.repeats + 1)
-        return (1, 1), (repeats, repeats)
+        return (1, 1), (more, more)
     if stage == "eval":
-        prompts = grown(lambda one: one.eval.prompts)
-        more = max(prompts, grown(lambda one: one.eval.file_blocks))
-        return (1, prompts), (more, more)
+        largest = max(more, _ratio(recipe.eval.file_blocks, short.eval.file_blocks))
+        return (1, more), (largest, largest)
     if stage == "speedup":
-        more = grown(lambda one: 1 + len(one.speedup.lengths) + len(one.speedup.configurations))
-        more *= max(1.0, grown(lambda one: one.speedup.prompts))
+        more *= max(1.0, _ratio(recipe.speedup.prompts, short.speedup.prompts))
         return (1, more), (more, more)
     return (1, 1), (1, 1)
 
 
-def _disk_growth(stage: str, recipe: Recipe, short: Recipe, run: Run) -> float:
-    """By which the size of a stage's artifacts is multiplied."""
-    counts: dict[str, Callable[[Recipe], float]] = {
-        "questions": _questions,
-        "corpus": lambda one: one.corpus.tokens,
-        "answers": _prompts,
-        "teacher": lambda one: _positions(one, run),
+def _count(stage: str, recipe: Recipe, run: Run) -> float:
+    """What a stage's seconds grow with; of those that write texts and distributions, also their disk space."""
+    speedup = recipe.speedup
+    counts: dict[str, Callable[[], float]] = {
+        "questions": lambda: sum(source.questions or 0 for source in recipe.corpus.asked),
+        "corpus": lambda: recipe.corpus.tokens,
+        "answers": lambda: recipe.answers.prompts,
+        "teacher": lambda: _positions(recipe, run),
+        "test": lambda: recipe.eval.prompts,
+        "cut": lambda: recipe.cut.score_blocks,
+        "profile": lambda: recipe.profile.repeats + 1,
+        "eval": lambda: recipe.eval.prompts,
+        "speedup": lambda: 1 + len(speedup.lengths) + len(speedup.configurations),
     }
-    return _ratio(counts[stage](recipe), counts[stage](short)) if stage in counts else 1.0
+    return counts[stage]() if stage in counts else 1.0
 
 
 def _ratio(whole: float, part: float) -> float:
     return whole / part if part else 1.0
-
-
-def _questions(recipe: Recipe) -> int:
-    return sum(source.questions or 0 for source in recipe.corpus.asked)
-
-
-def _prompts(recipe: Recipe) -> int:
-    return recipe.answers.prompts
 
 
 def _positions(recipe: Recipe, run: Run) -> float:
@@ -177,14 +169,13 @@ def as_markdown(measured: Sequence[Rehearsed], expected: Sequence[Expected]) -> 
         rows.append(
             [stage.stage, duration(stage.seconds), _span(whole.low, whole.high), *memory, _gigabytes(whole.disk_bytes)]
         )
-    most = [_gigabytes(max(stage.memory_bytes for stage in expected))]
+    peaks = [_gigabytes(max(stage.memory_bytes for stage in expected))]
     if device:
-        most.append(_gigabytes(max(stage.device_bytes for stage in expected)))
+        peaks.append(_gigabytes(max(stage.device_bytes for stage in expected)))
     span = _span(sum(stage.low for stage in expected), sum(stage.high for stage in expected))
     disk = _gigabytes(sum(stage.disk_bytes for stage in expected))
-    rows.append(["**all**", duration(sum(stage.seconds for stage in measured)), span, *most, disk])
-    lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+    rows.append(["**all**", duration(sum(stage.seconds for stage in measured)), span, *peaks, disk])
+    return markdown_table(head, rows, "lr") + "\n"
 
 
 def _span(low: float, high: float) -> str:
@@ -203,8 +194,8 @@ def verdicts(expected: Sequence[Expected], place: Path) -> list[str]:
     disk, free = sum(stage.disk_bytes for stage in expected), shutil.disk_usage(place).free
     memory, total = max(stage.memory_bytes for stage in expected), psutil.virtual_memory().total
     lines = []
-    for what, wanted, there in (("disk", disk, free), ("memory", memory, total)):
-        fits = "fits" if wanted <= there else "warning: does not fit"
+    for what, needed, available in (("disk", disk, free), ("memory", memory, total)):
+        fits = "fits" if needed <= available else "warning: does not fit"
         own = "free here" if what == "disk" else "in this machine"
-        lines.append(f"{what}: {fits}, {_gigabytes(wanted)} to expect, {_gigabytes(there)} {own}")
+        lines.append(f"{what}: {fits}, {_gigabytes(needed)} to expect, {_gigabytes(available)} {own}")
     return lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from distill.documents.sources import source_files
 from distill.files import digest, file_digests, has_form, joint_digest, parse_object, read_json, write_json
 from distill.pipeline.stages import Stage
-from distill.recipe import Recipe, Source
+from distill.recipe import PyTorch, Recipe, Source
 from distill.recipe.gguf import CHANGES_LOGITS
 from distill.recipe.recipe import left_out
 from distill.run import Run
@@ -73,8 +73,7 @@ def recorded_parts(run: Run, stage: Stage) -> Parts | None:
 def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Parts:
     """Everything that a stage's key is the hash of."""
     parts: Parts = {"version": stage.version}
-    conditional = CONDITIONAL[stage.name](recipe) if stage.name in CONDITIONAL else ()
-    for name in dict.fromkeys((*stage.settings, *conditional)):
+    for name in dict.fromkeys((*stage.settings, *conditional_settings(recipe).get(stage.name, ()))):
         parts[name] = _setting(recipe, name, stage.ignores)
     began = recorded_parts(run, stage) or {}
     for name, look in stage.pins:
@@ -177,84 +176,37 @@ def _artifacts_digest(run: Run, stage: str, pattern: str) -> str | None:
     return digest({file: entry["sha256"] for file, entry in record["artifacts"].items() if fnmatch(file, pattern)})
 
 
-# ── settings in some recipes' keys alone ──
+def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
+    """By stage, the settings that are part of its key for some recipes only.
 
-
-def _gguf(recipe: Recipe, *roles: str, only: Sequence[str] = ()) -> tuple[str, ...]:
-    """llama.cpp's options of these models that differ from their defaults (with `only`, of those); the defaults name
-    nothing, so that keys are those of runs that had no such options."""
-    return tuple(
-        f"gguf.{role}.{name}"
-        for role in roles
-        for name in getattr(recipe.gguf, role).given()
-        if name in only or not only
-    )
-
-
-def _timed_pairs(recipe: Recipe) -> tuple[str, ...]:
-    """How both backends decode, for the stages that time them; the defaults of PyTorch name no run's key."""
-    files = _gguf(recipe, "target", "draft") if "gguf" in recipe.speedup.backends else ()
-    return files if recipe.pytorch == type(recipe.pytorch)() else (*files, "pytorch")
-
-
-def _writer_settings(recipe: Recipe) -> tuple[str, ...]:
-    """The options that change what a GGUF file of the target writes; the others change rounding alone."""
-    writer = recipe.answers.writer
-    return () if writer is None or writer.gguf is None else _gguf(recipe, "target", only=CHANGES_LOGITS)
-
-
-def _teacher_settings(recipe: Recipe) -> tuple[str, ...]:
-    """The options that change the distributions of the teacher's GGUF file; the others change rounding alone."""
-    return () if recipe.teacher.gguf is None else _gguf(recipe, "target", only=CHANGES_LOGITS)
-
-
-def _search_settings(recipe: Recipe) -> tuple[str, ...]:
-    """The settings that measuring cuts depends on, beside section cut; none where no cut is measured."""
-    by_price = recipe.cut.trim is not None and recipe.cut.trim.size is None and recipe.cut.trim.by == "price"
-    if recipe.cut.search is None and not by_price:
-        return ()
-    return (
-        *("seed", "train", "sampler", "profile", "speedup.outtype", "corpus.block", "threads"),
-        *("target.dtype", "target.quantise"),
-        *_gguf(recipe, "target", "draft"),
-        *(() if recipe.pytorch.prepack else ("pytorch.prepack",)),  # the default names no run's key
-    )
-
-
-def _load_setting(recipe: Recipe) -> tuple[str, ...]:
-    """The setting that the target is not loaded, for the stages that do less then; it names no other run's key."""
-    return () if recipe.target.load else ("target.load",)
-
-
-def _question_settings(recipe: Recipe) -> tuple[str, ...]:
-    """What the target's questions depend on for some recipes only: further turns are written behind its answers."""
-    further = any(source.turns > 1 for source in recipe.corpus.asked)
-    answers = ("new_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    return (
-        *_writer_settings(recipe),
-        *(("sampler", "corpus.block", *(f"answers.{name}" for name in answers)) if further else ()),
-    )
-
-
-def _answer_settings(recipe: Recipe) -> tuple[str, ...]:
-    """Held-out answers of served traffic are kept only where the target cannot be asked itself."""
-    return *_writer_settings(recipe), *(() if recipe.answers.traffic is None else _load_setting(recipe))
-
-
-def _held_out_settings(recipe: Recipe) -> tuple[str, ...]:
-    return *_writer_settings(recipe), *_teacher_settings(recipe)
-
-
-# Settings that are part of a stage's key for some recipes only, by stage. Where a recipe has the defaults they name
-# nothing, so that keys are those of runs that had no such settings.
-CONDITIONAL: dict[str, Callable[[Recipe], tuple[str, ...]]] = {
-    "questions": _question_settings,
-    "answers": _answer_settings,
-    "teacher": _teacher_settings,
-    "validation": _held_out_settings,
-    "test": _held_out_settings,
-    "cut": _search_settings,
-    "profile": _timed_pairs,
-    "export": _load_setting,
-    "speedup": _timed_pairs,
-}
+    Options with their defaults name nothing, so that keys are those of runs that had no such options. Of llama.cpp's
+    options, those that change rounding alone are in the keys of stages that measure seconds, and in no others.
+    """
+    writer, search, trim = recipe.answers.writer, recipe.cut.search, recipe.cut.trim
+    pair = tuple(f"gguf.{role}.{name}" for role in ("target", "draft") for name in getattr(recipe.gguf, role).given())
+    logits = tuple(f"gguf.target.{name}" for name in recipe.gguf.target.given() if name in CHANGES_LOGITS)
+    written = logits if writer is not None and writer.gguf is not None else ()
+    distributions = logits if recipe.teacher.gguf is not None else ()
+    unloaded = () if recipe.target.load else ("target.load",)
+    timed = pair if "gguf" in recipe.speedup.backends else ()
+    timed += () if recipe.pytorch == PyTorch() else ("pytorch",)
+    measured_cuts: tuple[str, ...] = ()
+    if search is not None or (trim is not None and trim.size is None and trim.by == "price"):
+        measured_cuts = ("seed", "train", "sampler", "profile", "speedup.outtype", "corpus.block", "threads")
+        measured_cuts += ("target.dtype", "target.quantise", *pair)
+        measured_cuts += () if recipe.pytorch.prepack else ("pytorch.prepack",)
+    turns: tuple[str, ...] = ()
+    if any(source.turns > 1 for source in recipe.corpus.asked):  # further turns are written behind the target's answers
+        answers = ("new_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        turns = ("sampler", "corpus.block", *(f"answers.{name}" for name in answers))
+    return {
+        "questions": written + turns,
+        "answers": written + (() if recipe.answers.traffic is None else unloaded),  # which keep held-out ones then
+        "teacher": distributions,
+        "validation": written + distributions,
+        "test": written + distributions,
+        "cut": measured_cuts,
+        "profile": timed,
+        "export": unloaded,
+        "speedup": timed,
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from distill.errors import RunError
 from distill.files import digest, read_json
@@ -67,13 +67,11 @@ class Redo:
         for name in more:
             find_stage(name)
         path = run.path("stages", "redo.json")
-        found: dict[str, list[str]] = (
-            read_json(path, {"asked": [str], "started": [str]}) if path.exists() else {"asked": [], "started": []}
-        )
+        found = read_json(path, {"asked": [str], "started": [str]}) if path.exists() else {"asked": [], "started": []}
         return cls(sorted({*found["asked"], *more}), found["started"])
 
     def due(self, stage: Stage) -> bool:
-        """Whether a stage was asked for and has not begun again."""
+        """Whether --redo names a stage that has not begun again."""
         return stage.name in self.asked and stage.name not in self.started
 
 
@@ -146,7 +144,8 @@ class Planner:
             for name in {*old, *new}
             if old.get(name) != new.get(name) and not (":" in name and None in (old.get(name), new.get(name)))
         }
-        reasons = difference(_only(old, changed), _only(new, changed), self.contents)
+        before, after = ({name: value for name, value in parts.items() if name in changed} for parts in (old, new))
+        reasons = difference(before, after, self.contents)
         if stage.precious and changed:
             return self._refuse(stage, reasons)
         rests = [
@@ -169,10 +168,6 @@ class Planner:
             "(--fresh)",
         )
         return Action(stage, "refuse", tuple(reasons), error=error)
-
-
-def _only(parts: Parts, names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in parts.items() if name in names}
 
 
 def require_allowed(actions: Sequence[Action]) -> None:

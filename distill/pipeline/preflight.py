@@ -10,6 +10,7 @@ import importlib.util
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from distill.errors import DistillError, RecipeError, RunError
 from distill.machine import faster_type
@@ -87,7 +88,7 @@ def preflight(
 
 
 def check_device(recipe: Recipe) -> list[str]:
-    """The device exists, holds the target as asked, and suits the processes of this command; with a warning for each
+    """The device exists, holds the target as configured, and suits the processes of this command; a warning for each
     type that this processor has no instructions for."""
     from distill.models.hugging_face import check_placement, pick_device
     from distill.training.setup import require_processes
@@ -164,37 +165,35 @@ def check_context(recipe: Recipe) -> None:
 
 def check_draft(recipe: Recipe) -> list[str]:
     """The losses take the draft's logits and vocabulary, and its layers have the names that adapters ask for."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from distill.models.hugging_face import load_config
     from distill.training.adapters import layer_names
     from distill.training.setup import require_plain_logits
 
-    config = load_config(recipe.donor_model)
-    require_plain_logits(config)
+    require_plain_logits(load_config(recipe.donor_model))
     if recipe.train.adapter is not None:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        layer_names(model, recipe.train.adapter.targets)
+        layer_names(_without_weights(recipe.donor_model), recipe.train.adapter.targets)
     return []
 
 
 def check_static(recipe: Recipe) -> list[str]:
     """Target and donor can decode with a static cache where the recipe asks for one."""
+    from distill.models.static.static_model import require_static
+
+    if recipe.pytorch.static and "pytorch" in recipe.speedup.backends:
+        for reference in dict.fromkeys([recipe.target.model, recipe.donor_model]):
+            require_static(_without_weights(reference), reference)
+    return []
+
+
+def _without_weights(reference: str) -> Any:
+    """A model's layers and attention, without its weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from distill.models.hugging_face import load_config
 
-    if not recipe.pytorch.static or "pytorch" not in recipe.speedup.backends:
-        return []
-    from distill.models.static.static_model import require_static
-
-    for reference in dict.fromkeys([recipe.target.model, recipe.donor_model]):
-        with torch.device("meta"):  # its layers and its attention, without weights
-            require_static(AutoModelForCausalLM.from_config(load_config(reference)), reference)
-    return []
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(load_config(reference))
 
 
 def check_disk(recipe: Recipe) -> list[str]:

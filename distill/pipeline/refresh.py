@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distill.errors import DataError, RecipeError, RunError
 from distill.faults import faults_explained
 from distill.files import read_json, write_json
+from distill.recipe import Recipe, load_recipe
 from distill.run import Run, is_read
 from distill.target.traffic import PIN, begins_with, parts_of, pin_of, read_lines
-
-if TYPE_CHECKING:
-    from distill.recipe import Recipe
 
 
 def _prepared(folder: Path) -> Path:
@@ -39,8 +37,6 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
     read. Raises RecipeError or RunError for a recipe without traffic or with other cuts, an unfinished run, a rotated
     file and a file without new lines.
     """
-    from distill.recipe import load_recipe
-
     settings = recipe.answers.traffic
     if settings is None:
         raise RecipeError("--refresh needs answers.traffic, a file with new lines", "see docs/recipes.md")

@@ -1,4 +1,4 @@
-"""A rehearsal: every stage with the real models on 4 prompts and 3 steps, to know within minutes what cannot work.
+"""A rehearsal: every stage with the real models on 4 prompts and 3 steps, which finds failures within minutes.
 
 It keeps every size that peak memory depends on (blocks, batches of training, lengths of texts) and shortens what
 repeats. estimate.py says from its figures what the whole run will take.
@@ -78,8 +78,8 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
             "cut.search.heal_steps": min(STEPS, cut.search.heal_steps),
             "cut.search.outtypes": cut.search.outtypes[:1],
         }
-    found: Recipe = _with(recipe, values)
-    return found
+    short: Recipe = _with(recipe, values)
+    return short
 
 
 def _shortened_corpus(recipe: Recipe) -> Any:
@@ -88,13 +88,13 @@ def _shortened_corpus(recipe: Recipe) -> Any:
     corpus = recipe.corpus
     values: dict[str, Any] = {"tokens": min(corpus.tokens, recipe.teacher.batch * corpus.block)}
     if corpus.asked:
-        most = QUESTIONS
+        limit = QUESTIONS
         if recipe.train.replay is not None:  # refused where too few validation prompts are left to judge it
             acceptance = recipe.train.acceptance
             judged = PROMPTS + (0 if acceptance is None else acceptance.prompts)
-            most = max(most, round(2 * judged / HELD_OUT))
+            limit = max(limit, round(2 * judged / HELD_OUT))
         values["sources"] = tuple(
-            source if source.questions is None else _with(source, {"questions": min(most, source.questions)})
+            source if source.questions is None else _with(source, {"questions": min(limit, source.questions)})
             for source in corpus.sources
         )
         values |= {name: max(HELD_OUT, getattr(corpus, name)) for name in ("validation", "test")}

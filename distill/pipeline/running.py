@@ -93,34 +93,29 @@ def _carry_out(action: Action, planner: Planner) -> None:
     why = f" ({'; '.join(action.reasons)})" if action.reasons else ""
     run.say(f"{stage.name}: {STARTING[action.kind]}{why}")
     parts = action.parts
-    if action.kind == "mend":
-        _remove_damaged(run, stage)
+    if action.kind == "mend":  # the stage makes only its damaged files again
+        with faults_explained(run.folder):
+            for name in run.damaged_artifacts(run.done(stage.name) or {"artifacts": {}}):
+                run.path(name).unlink(missing_ok=True)
+            run.done_path(stage.name).unlink(missing_ok=True)
     elif action.kind != "resume":  # files without a record are of unknown origin
         _remove_all(run, stage)
-        parts = key_parts(stage, recipe, run, planner.contents)  # without a record, pins are read anew
+        parts = key_parts(stage, recipe, run, planner.contents)  # without a record, pins are read again
     if action.asked:
         planner.redo.started.append(stage.name)
         write_json(run.path("stages", "redo.json"), asdict(planner.redo))
     planner.contents.save()
     write_json(begun_path(run, stage), parts)
     started = time.time()
-    _verify_inputs(run, stage)
+    for name, pattern in stage.inputs:
+        if name != "teacher":  # whose shards are compared one at a time, when they are read
+            run.verify(name, pattern)
     if stage.together:
         agree(stage.name)
     artifacts = stage.load()(recipe, run)
     run.finish(stage.name, digest(parts), parts, artifacts, started)
     begun_path(run, stage).unlink(missing_ok=True)
     run.say(f"{stage.name}: done in {duration(time.time() - started)}")
-
-
-def _verify_inputs(run: Run, stage: Stage) -> None:
-    """Raise DataError for an artifact that the stage reads and that is not the one its stage wrote.
-
-    The shards of the teacher store are compared one at a time, when they are read.
-    """
-    for name, pattern in stage.inputs:
-        if name != "teacher":
-            run.verify(name, pattern)
 
 
 def _remove_all(run: Run, stage: Stage) -> None:
@@ -134,14 +129,6 @@ def _remove_all(run: Run, stage: Stage) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-
-
-def _remove_damaged(run: Run, stage: Stage) -> None:
-    """Remove the damaged artifacts of a precious stage and its record, so that it makes only those again."""
-    with faults_explained(run.folder):
-        for name in run.damaged_artifacts(run.done(stage.name) or {"artifacts": {}}):
-            run.path(name).unlink(missing_ok=True)
-        run.done_path(stage.name).unlink(missing_ok=True)
 
 
 def follow_main(recipe: Recipe, run: Run) -> None:

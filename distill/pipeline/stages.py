@@ -23,7 +23,7 @@ class Stage:
 
     name: as in the recipe's sections and on the command line.
     function: `module:name`.
-    settings: dotted recipe keys that are part of the key (keys.CONDITIONAL adds those of some recipes).
+    settings: dotted recipe keys that are part of the key (keys.conditional_settings adds those of some recipes).
     inputs: (stage, pattern of artifact names) whose digests are part of the key.
     writes: files and folders of the run directory.
     models: `target`, `donor`, `writer` and `gguf` (GGUF files of answers and teacher) and `sources`, whose contents are
@@ -57,20 +57,19 @@ class Stage:
         return found
 
 
+def _keys(section: str, names: str | Sequence[str]) -> tuple[str, ...]:
+    """The dotted keys of a section, from a list or from words with spaces between them."""
+    return tuple(f"{section}.{name}" for name in (names.split() if isinstance(names, str) else names))
+
+
 # Settings of a training that change rounding, speed and kept checkpoints, but nothing else.
-ROUNDING = tuple(
-    f"train.{name}" for name in ("micro_batch", "chunk", "save_every", "keep", "checkpointing", "compile", "trackers")
-)
+ROUNDING = _keys("train", "micro_batch chunk save_every keep checkpointing compile trackers")
 # How servers are reached changes none of their numbers; a GGUF file's content is part of the key.
-TEACHER_REACHING = tuple(f"teacher.server.{name}" for name in REACHING)
-WRITER_REACHING = tuple(f"answers.writer.{name}" for name in ("gguf", "missing", *REACHING))
-
-
+TEACHER_REACHING = _keys("teacher.server", REACHING)
+WRITER_REACHING = _keys("answers.writer", ("gguf", "missing", *REACHING))
 # What a held-out text does not depend on: the count and the limits of the train answers, and how they are grouped.
-TRAIN_ANSWERS = tuple(
-    f"answers.{name}"
-    for name in ("prompts", "prompt_tokens", "new_tokens", "batch", "group", "keep_truncated", "traffic")
-)
+TRAIN_ANSWERS = _keys("answers", "prompts prompt_tokens new_tokens batch group keep_truncated traffic")
+TYPES = ("target.dtype", "target.quantise")
 
 
 def _held_out(split: str, function: str, settings: tuple[str, ...]) -> Stage:
@@ -96,11 +95,10 @@ STAGES = (
         "distill.target.questions.stage:questions",
         (
             "seed",
-            *(f"corpus.sources.{name}" for name in OF_TARGET),
-            *(f"chat.{name}" for name in ("system", "thinking", "thinking_argument", "arguments", "tools")),
-            *(f"answers.{name}" for name in ("writer", "batch", "group")),
-            "target.dtype",
-            "target.quantise",
+            *_keys("corpus.sources", OF_TARGET),
+            *_keys("chat", "system thinking thinking_argument arguments tools"),
+            *_keys("answers", "writer batch group"),
+            *TYPES,
         ),
         (),
         ("questions",),
@@ -113,19 +111,10 @@ STAGES = (
         "corpus",
         "distill.corpus.stage:corpus",
         (
-            "seed",
-            "corpus",
-            "chat",
-            "answers.prompts",
-            "answers.prompt_tokens",
-            "answers.new_tokens",
-            "eval.prompts",
-            "eval.file_blocks",
-            "cut.score_blocks",
-            "train.acceptance.prompts",
-            "train.replay.judges",
-            "speedup.prompts",
-            "speedup.grown_prompts",
+            *("seed", "corpus", "chat", "cut.score_blocks", "train.acceptance.prompts", "train.replay.judges"),
+            *_keys("answers", "prompts prompt_tokens new_tokens"),
+            *_keys("eval", "prompts file_blocks"),
+            *_keys("speedup", "prompts grown_prompts"),
         ),
         (("questions", "questions/target*.jsonl"),),
         ("corpus",),
@@ -136,7 +125,7 @@ STAGES = (
     Stage(
         "answers",
         "distill.target.answers:answers",
-        ("seed", "answers", "sampler", "target.dtype", "target.quantise"),
+        ("seed", "answers", "sampler", *TYPES),
         (("corpus", "corpus/prompts-train.jsonl"),),
         ("answers",),
         ("target", "writer"),
@@ -149,7 +138,7 @@ STAGES = (
     Stage(
         "teacher",
         "distill.target.teacher:teacher",
-        ("teacher", "corpus.block", "target.dtype", "target.quantise"),
+        ("teacher", "corpus.block", *TYPES),
         (("answers", "answers/train-*"), ("corpus", "corpus/text-train.safetensors")),
         ("teacher",),
         ("target", "gguf"),
@@ -183,7 +172,7 @@ STAGES = (
     Stage(
         "profile",
         "distill.benchmark.profile:profile",
-        ("profile", "speedup.backends", "speedup.outtype", "target.dtype", "target.quantise", "threads"),
+        ("profile", "speedup.backends", "speedup.outtype", *TYPES, "threads"),
         (("cut", "cut/config.json"),),
         ("profile.json",),
         ("target",),
@@ -209,7 +198,7 @@ STAGES = (
     Stage(
         "eval",
         "distill.evaluation.stage:evaluate",
-        ("seed", "eval", "sampler", "target.dtype", "target.quantise", "answers.batch"),
+        ("seed", "eval", "sampler", *TYPES, "answers.batch"),
         (
             ("cut", "cut/*"),
             ("train", "draft/*"),
@@ -233,16 +222,8 @@ STAGES = (
         "speedup",
         "distill.benchmark.speedup:speedup",
         (
-            "speedup",
-            "sampler",
-            "seed",
-            "profile",
-            "threads",
-            "target.dtype",
-            "target.quantise",
-            "eval.resamples",
-            "eval.confidence",
-            "answers.prompt_tokens",
+            *("speedup", "sampler", "seed", "profile", "threads", *TYPES),
+            *("eval.resamples", "eval.confidence", "answers.prompt_tokens"),
         ),
         (
             ("train", "draft/*"),
@@ -265,10 +246,7 @@ STAGES = (
             ("train", "draft/*.safetensors"),
             ("train", "training.json"),
             ("test", "test/summary.json"),
-            ("profile", "*"),
-            ("eval", "*"),
-            ("export", "*"),
-            ("speedup", "*"),
+            *((name, "*") for name in ("profile", "eval", "export", "speedup")),
         ),
         ("report.html", "draft/README.md"),
     ),

@@ -1,4 +1,4 @@
-"""Checks before the first stage of what a run reads and asks: sources, conversations, served logs, writers, teachers.
+"""Checks of a run's inputs before its first stage: sources, conversations, served logs, writers, teachers.
 
 Each reads beginnings of files, configurations and tokenizers alone, and returns lines to print.
 """
@@ -27,8 +27,8 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
     """Read the beginning of each source of the corpus; lines to print, the names of sources that were not read, and
     the documents.
 
-    Raises DataError for a source that is missing, empty or without the field that it names; where all sources were read
-    to their ends, also for a corpus without a needed split.
+    Raises DataError for a source that is missing, empty or without the field that it names, and, once all sources were
+    read completely, for a corpus that lacks a split.
     """
     from distill.documents.sources import UNREAD, read_documents, require_splits
 
@@ -41,11 +41,11 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
         if source.kind == "hub" and offline:
             unread.append(f"data set {source.path}")
             continue
-        most = min(corpus.max_documents, MOST_RECORDS if source.kind == "hub" else MOST_DOCUMENTS)
-        found, left_out = read_documents(corpus.model_copy(update={"sources": (source,), "max_documents": most}), ())
-        whole = not left_out.pop(UNREAD, 0) or most == corpus.max_documents
+        limit = min(corpus.max_documents, MOST_RECORDS if source.kind == "hub" else MOST_DOCUMENTS)
+        found, left_out = read_documents(corpus.model_copy(update={"sources": (source,), "max_documents": limit}), ())
+        whole = not left_out.pop(UNREAD, 0) or limit == corpus.max_documents
         if not whole:
-            unread.append(f"{source.path} beyond its first {most} documents")
+            unread.append(f"{source.path} beyond its first {limit} documents")
         documents += found
         dropped += left_out
         rest = "".join(f", {count} dropped: {reason}" for reason, count in left_out.items())
@@ -64,14 +64,8 @@ def _few_documents(recipe: Recipe, documents: list[Document]) -> list[str]:
     shares = {"train": 1 - corpus.validation - corpus.test, "validation": corpus.validation, "test": corpus.test}
     counts = {split: float(sum(document.split == split for document in documents)) for split in shares}
     if not corpus.asked:
-        if counts["test"] >= FEW_DOCUMENTS:
-            return []
-        return [
-            Caution(
-                f"warning: the test split has {counts['test']:.0f} documents; intervals over fewer than "
-                f"{FEW_DOCUMENTS} are too narrow to be believed"
-            )
-        ]
+        few = f"warning: the test split has {counts['test']:.0f} documents; intervals over fewer than {FEW_DOCUMENTS}"
+        return [] if counts["test"] >= FEW_DOCUMENTS else [Caution(f"{few} are too narrow to be believed")]
     for source in corpus.asked:
         for split in source.keep:
             share = shares[split] if source.split == "by-name" else source.split == split
@@ -144,7 +138,7 @@ def check_traffic(recipe: Recipe) -> list[str]:
 
 def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
     """The file is a GGUF of the target, or each server answers and serves its model; lines to print, and the servers
-    that were not asked."""
+    that were not contacted."""
     settings = recipe.answers.writer
     if settings is None:
         return [], []

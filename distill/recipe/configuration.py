@@ -57,7 +57,7 @@ class Configuration(Section):
     rule: RuleName | None = Field(
         None,
         description="how many tokens to draft; null: fixed. p_min: while the largest probability is at least p_min; "
-        "p_min-after: the same of the drawn token, dropped after its draw (as llama.cpp does: lossy when sampled); "
+        "p_min-after: the same for the drawn token, dropped after its draw (as llama.cpp does: lossy when sampled); "
         "start-continue: two floors; ratio: accepted ÷ drafted; beta: counted acceptance; expected-value: measured "
         "costs and calibrated probabilities, of a lookup those of each length of match as counted in the session",
     )
@@ -155,11 +155,7 @@ class Configuration(Section):
         if self.drafter == "tree":
             kind = " of static shape" if self.ranked else " of widths" if self.widths is not None else ""
             return f"drafter tree{kind}"
-        return (
-            f"drafter {self.drafter}"
-            if self.drafter == "none"
-            else (f"drafter {self.drafter} with rule {self.length_rule}")
-        )
+        return f"drafter {self.drafter}" + (f" with rule {self.length_rule}" if self.drafts else "")
 
     @property
     def _draws(self) -> bool:
@@ -189,12 +185,12 @@ class Configuration(Section):
 
     @property
     def asks_the_draft(self) -> bool:
-        """Whether a draft of the target's vocabulary is asked."""
+        """Whether it uses a draft of the target's vocabulary."""
         return self.drafter in ("draft", "lookup+draft", *TREES)
 
     @property
     def foreign(self) -> bool:
-        """Whether it asks a draft of another vocabulary than the target's."""
+        """Whether it uses a draft of another vocabulary."""
         return self.drafter in OTHER_VOCABULARY
 
     @property
@@ -211,14 +207,14 @@ class Configuration(Section):
 
     @property
     def learns(self) -> bool:
-        """Whether it wants a calibration fitted beforehand."""
+        """Whether it needs a calibration that is fitted first."""
         grown = self.branches and not self.ranked and self.widths is None
         draft = self.rule == "expected-value" and self.drafter in ("draft", "lookup+draft")
         return (draft or grown) and self.calibrated_by != "none"
 
     @property
     def ranked(self) -> bool:
-        """Whether it wants the acceptance by rank counted beforehand."""
+        """Whether it needs the acceptance by rank, which is counted first."""
         return self.drafter == "tree" and self.shape == "static"
 
     @property
@@ -233,29 +229,26 @@ class Configuration(Section):
 
     @property
     def priced(self) -> bool:
-        """Whether it wants the measured costs of steps and rounds."""
+        """Whether it needs the measured costs of steps and rounds."""
         return self.rule == "expected-value" or self.chosen
 
     @property
     def title(self) -> str:
         """Its name in tables; different configurations have different titles."""
+        lookup = f"lookup{', expected value' if self.rule == 'expected-value' else ''}, ≤ {self.most}"
+        tree = "tree" if self.nodes is None else f"tree of {self.nodes}"
         if self.drafter == "none":
             parts = ["plain"]
         elif self.drafter == "lookup":
-            parts = [f"lookup{self._price}, ≤ {self.most}"]
+            parts = [lookup]
         elif self.widths is not None:
             parts = [f"drawn tree {'×'.join(map(str, self.widths))}"]
+        elif self.ranked:
+            parts = [f"static {tree}", f"depth ≤ {self.most}"]
         elif self.drafter == "tree":
-            size = "" if self.nodes is None else f" of {self.nodes}"
-            kind = f"static tree{size}" if self.ranked else f"tree{size}"
-            parts = [kind, f"depth ≤ {self.most}", *([] if self.ranked else [self.calibrated_by])]
+            parts = [tree, f"depth ≤ {self.most}", self.calibrated_by]
         elif self.drafter == "lookup+tree":
-            size = "" if self.nodes is None else f" of {self.nodes}"
-            parts = [
-                f"lookup{self._price}, ≤ {self.most}, + tree{size}",
-                f"depth ≤ {self.depth or DEPTH}",
-                self.calibrated_by,
-            ]
+            parts = [lookup, f"+ {tree}", f"depth ≤ {self.depth or DEPTH}", self.calibrated_by]
         elif self.length_rule == "fixed":
             parts = [self.drafter, f"γ = {self.most}"]
         else:
@@ -267,20 +260,11 @@ class Configuration(Section):
             parts.append(f"drawn from {self.draft_top_k}")
         return ", ".join(parts + (["sampled"] if self.sampler == "recipe" else []))
 
-    @property
-    def _price(self) -> str:
-        return ", expected value" if self.rule == "expected-value" else ""
-
     def _rule_settings(self) -> list[str]:
-        """What the rule reads, as the title shows it; nothing for what is off or has a default by rule."""
-        shown = {
-            "p_min": str(P_MIN if self.p_min is None else self.p_min),
-            "start": str(START if self.start is None else self.start),
-            "more": str(MORE if self.more is None else self.more),
-            "floor": "" if self.floor is None else str(self.floor),
-            "calibration": self.calibrated_by,
-        }
-        return [shown[name] for name in RULES[self.length_rule]]
+        """What the rule reads, as the title shows it; nothing for a floor that is left out."""
+        defaults = {"p_min": P_MIN, "start": START, "more": MORE, "floor": "", "calibration": CALIBRATION}
+        values = ((getattr(self, name), defaults[name]) for name in RULES[self.length_rule])
+        return [str(default if value is None else value) for value, default in values]
 
     @property
     def verified_by(self) -> VerifierName:

@@ -82,9 +82,7 @@ class Cut(Section):
         "behind it",
     )
     mlp_width: int | None = Field(
-        None,
-        ge=32,
-        description="MLP neurons to keep per layer: those that add most to the residual stream; null: all",
+        None, ge=32, description="MLP neurons to keep per layer: those that add most to the residual stream; null: all"
     )
     trim: Trim | None = Field(None, description="trim the head; null: off")
     search: Search | None = Field(None, description="search for layers and mlp_width; null: off")

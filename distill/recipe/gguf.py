@@ -18,15 +18,11 @@ DIRECT: tuple[str, ...] = get_args(Direct)
 OUTTYPES: tuple[str, ...] = get_args(OutType)
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 CACHE_TYPES: tuple[str, ...] = get_args(CacheType)
+UNQUANTISED = ("f32", "f16", "bf16")  # types of a cache; llama.cpp quantises values with flash attention alone
 NO_DEVICE = "none"
 MOST_DEVICES = 16  # llama.cpp's LLAMA_MAX_DEVICES
 # What changes logits by more than rounding; all others change speed, memory and rounding alone.
 CHANGES_LOGITS = ("flash_attn", "cache_type_k", "cache_type_v")
-
-
-def is_quantised(cache_type: str) -> bool:
-    """Whether a type of the cache stores blocks of values with a common scale."""
-    return cache_type not in ("f32", "f16", "bf16")
 
 
 class GgufOptions(Section):
@@ -87,7 +83,7 @@ class GgufOptions(Section):
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> GgufOptions:
-        if is_quantised(self.cache_type_v) and self.flash_attn == "off":
+        if self.cache_type_v not in UNQUANTISED and self.flash_attn == "off":
             raise ValueError(
                 f"cache_type_v {self.cache_type_v} needs flash attention: flash_attn on, or a type that is not "
                 "quantised (f32, f16, bf16)"
@@ -107,16 +103,16 @@ class GgufOptions(Section):
 
     def described(self) -> str:
         """Those in words, named as on a command line; empty where there are none."""
-        words = {True: "on", False: "off"}
-        shown = {
-            name: ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in value)
-            if isinstance(value, list)
-            else words[value]
-            if isinstance(value, bool)
-            else str(value)
+
+        def shown(value: Any) -> str:
+            if isinstance(value, bool):
+                return "on" if value else "off"
+            return f"{value:g}" if isinstance(value, float) else str(value)
+
+        return ", ".join(
+            f"{name.replace('_', '-')} {','.join(map(shown, value if isinstance(value, list) else [value]))}"
             for name, value in self.given().items()
-        }
-        return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in shown.items())
+        )
 
 
 ON_CPU = GgufOptions(device=(NO_DEVICE,))

@@ -61,9 +61,7 @@ class Speedup(Section):
     )
     grown_configurations: tuple[Configuration, ...] = Field((), description="the same for the grown target")
     calibration_prompts: int = Field(
-        16,
-        ge=2,
-        description="validation texts decoded to calibrate the configurations that want it, `new_tokens` each",
+        16, ge=2, description="validation texts decoded to calibrate the configurations that want it, `new_tokens` each"
     )
     allow_lossy: bool = Field(
         False, description="run configurations that change the target's distribution too, labelled LOSSY"

@@ -7,12 +7,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from distill.files import LARGEST
 from distill.machine import MOST_THREADS
 from distill.recipe.corpus import Chat, Corpus
 from distill.recipe.cut import Cut
 from distill.recipe.gguf import ON_CPU, Gguf, GgufOptions
 from distill.recipe.measuring import Evaluate, Export, Profile, Speedup
-from distill.recipe.section import LARGEST, Section
+from distill.recipe.section import Section
 from distill.recipe.target import Answers, PyTorch, SamplerSettings, Target, TeacherStore
 from distill.recipe.training import Train
 
@@ -88,10 +89,10 @@ class Recipe(Section):
                 "corpus.sources of kind target continue the beginning of a prompt, and answers.writer.api chat sends "
                 "whole messages: use api: completions"
             )
-        most = max((source.turns for source in asked), default=1)
-        if most > self.chat.turns:
+        longest = max((source.turns for source in asked), default=1)
+        if longest > self.chat.turns:
             raise ValueError(
-                f"corpus.sources: turns is {most}, and chat.turns lets the target answer {self.chat.turns}: raise "
+                f"corpus.sources: turns is {longest}, and chat.turns lets the target answer {self.chat.turns}: raise "
                 "chat.turns, or lower turns"
             )
 

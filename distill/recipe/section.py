@@ -13,8 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from distill.errors import RecipeError
-
-LARGEST = 2**63 - 1  # the largest integer that the libraries below take
+from distill.files import LARGEST
 
 
 class Section(BaseModel):

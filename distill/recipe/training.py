@@ -45,21 +45,13 @@ class Sparsity(Section):
 
     @model_validator(mode="after")
     def _wants_one_goal(self) -> Sparsity:
-        wanted, other = ("mlp_width", "share") if self.method == "group" else ("share", "mlp_width")
-        if getattr(self, wanted) is None or getattr(self, other) is not None:
-            raise ValueError(f"method {self.method} needs {wanted} and no {other}")
+        goal, other = ("mlp_width", "share") if self.method == "group" else ("share", "mlp_width")
+        if getattr(self, goal) is None or getattr(self, other) is not None:
+            raise ValueError(f"method {self.method} needs {goal} and no {other}")
         return self
 
 
-LossName = Literal[
-    "forward_kl",
-    "reverse_kl",
-    "jsd",
-    "total_variation",
-    "nla",
-    "lk_hybrid",
-    "cross_entropy",
-]
+LossName = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "nla", "lk_hybrid", "cross_entropy"]
 Loss = dict[LossName, float]
 Protocol = Literal["auto", "sampling", "match", "greedy"]
 
@@ -71,7 +63,7 @@ def _weighs_something(value: Loss | None) -> Loss | None:
 
 
 class Acceptance(Section):
-    """Decode validation prompts during training, to choose the best weights and, if asked, to end early."""
+    """Decode validation prompts during training, to choose the best weights and, with `patience`, to end early."""
 
     every: int = Field(100, ge=1, description="steps between evaluations; the end is also evaluated")
     prompts: int = Field(16, ge=2, description="validation prompts, decoded as one batch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,19 @@ def lines_of(folder: Path, name: str, text: str) -> str:
             lambda v, f: source(v, kind="jsonl", path=lines_of(f, "log.jsonl", '{"body": "text"}\n')),
             ["no text in field `text`", "body"],
         ),
+        (lambda v, f: source(v, kind="jsonl", path=lines_of(f, "none.jsonl", "")), ["none.jsonl", "empty"]),
+        (
+            lambda v, f: source(v, kind="jsonl", path=lines_of(f, "torn.jsonl", '{"text": "a"}\n{"text": torn}\n')),
+            ["torn.jsonl", "line 2"],
+        ),
+        (lambda v, f: source(v, kind="text", path=str(f / "no.txt")), ["no.txt", "does not exist"]),
+        (lambda v, f: v["target"].update(model=str(f / "nowhere")), ["nowhere", "does not exist"]),
+        (lambda v, f: v["cut"].update(donor=str(f / "nowhere")), ["nowhere", "does not exist"]),
         (lambda v, f: v["corpus"]["sources"].pop(), ["no test document"]),
+        (lambda v, f: v["corpus"].update(block=1024), ["corpus.block is 1024", "context 512"]),
+        (lambda v, f: v["cut"].update(layers=4), ["cut.layers: 4 layers", "the donor has 3", "ask for 1 to 3"]),
+        (lambda v, f: v["cut"].update(mlp_width=50), ["cut.mlp_width: ", "cannot be cut to 50", "multiple of 32"]),
+        (lambda v, f: v["cut"].update(mlp_width=256), ["cut.mlp_width: an MLP of 128", "cannot be cut to 256"]),
         (lambda v, f: v["train"].update(adapter={"targets": ["q_prog"]}), ["q_prog", "q_proj"]),
         (lambda v, f: v["train"].update(trackers=["wandb"]), ["train.trackers names wandb"]),
         (lambda v, f: traffic(v, f, {"question": "a", "answer": "b"}), ["no answer in lines 1 to 1", "question"]),
@@ -83,8 +96,6 @@ def test_refused_before_the_first_stage(
 
 def test_a_target_that_gguf_cannot_hold(world: Path, tmp_path: Path, capsys: Capture) -> None:
     """Known from tokenizer.json; training would have ended before stage export said so."""
-    import shutil
-
     shutil.copytree(world / "target", tmp_path / "target")
     path = tmp_path / "target" / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -147,8 +158,9 @@ def test_the_first_records_of_a_hub_data_set(world: Path, capsys: Capture, monke
     override = "corpus.sources=[{kind: hub, path: some/data, field: FIELD}]"
     assert tiny.call("check", world / "recipe.yaml", "--offline", override.replace("FIELD", "text")) == 0
     assert not asked and "not checked: data set some/data (--offline)" in capsys.readouterr().out
-    assert tiny.call("check", world / "recipe.yaml", override.replace("FIELD", "text")) == 2
-    assert "record 1 has no text in field `text` (it has: content)" in capsys.readouterr().err
+    assert "record 1 has no text in field `text` (it has: content)" in tiny.refused(
+        capsys, "check", world / "recipe.yaml", override.replace("FIELD", "text")
+    )
     assert tiny.call("check", world / "recipe.yaml", override.replace("FIELD", "content")) == 0
     assert "some/data: 20 documents and more" in capsys.readouterr().out
 
@@ -203,8 +215,7 @@ def test_pieces_are_the_text(text: str) -> None:
 def test_a_small_text_says_why_it_has_one_split(tmp_path: Path, world: Path, capsys: Capture) -> None:
     (tmp_path / "note.txt").write_text("A short text.")
     override = f"corpus.sources=[{{kind: text, path: {tmp_path / 'note.txt'}}}]"
-    assert tiny.call("check", world / "recipe.yaml", override) == 2
-    assert "at most 32,768 characters is one document" in capsys.readouterr().err
+    assert "at most 32,768 characters is one document" in tiny.refused(capsys, "check", world / "recipe.yaml", override)
 
 
 def test_a_draft_of_another_vocabulary_is_shown_the_way(tmp_path: Path, world: Path, capsys: Capture) -> None:

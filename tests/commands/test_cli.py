@@ -16,17 +16,12 @@ from pathlib import Path
 
 import pytest
 import tiny
-from typer.main import get_command
 
 from distill import __version__
-from distill.commands.app import app
 from distill.results.serialise import read_result
 from distill.results.training_results import TrainingSummary
 
 Capture = pytest.CaptureFixture[str]
-COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -36,16 +31,6 @@ def refuse_constant(name: str) -> float:
 
 def strict(text: str) -> object:
     return json.loads(text, parse_constant=refuse_constant)
-
-
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
-def test_help(command: list[str], capsys: Capture) -> None:
-    assert tiny.call(*command, "--help") == 0
-    assert "--help" in capsys.readouterr().out
-
-
-def test_there_are_the_commands_promised() -> None:
-    assert {"check", "train", "eval", "export-gguf", "speedup", "generate", "report", "runs"} <= set(COMMANDS)
 
 
 def test_version(capsys: Capture) -> None:
@@ -122,8 +107,7 @@ def test_until_and_dry_run(world: Path, tmp_path: Path, capsys: Capture) -> None
 
 @pytest.mark.parametrize("option", ["--until", "--redo"])
 def test_unknown_stage(world: Path, tmp_path: Path, capsys: Capture, option: str) -> None:
-    assert tiny.call("train", world / "recipe.yaml", "--runs", tmp_path, option, "trian") == 2
-    said = capsys.readouterr().err
+    said = tiny.refused(capsys, "train", world / "recipe.yaml", "--runs", tmp_path, option, "trian")
     assert "there is no stage `trian`" in said and "corpus, answers" in said
     assert not list(tmp_path.iterdir())
 
@@ -131,8 +115,7 @@ def test_unknown_stage(world: Path, tmp_path: Path, capsys: Capture, option: str
 @pytest.mark.parametrize("command", ["eval", "speedup", "runs"])
 def test_unknown_output_format(finished: Path, capsys: Capture, command: str) -> None:
     names = [] if command == "runs" else ["tiny"]
-    assert tiny.call(command, *names, "--runs", finished.parent, "-o", "xml") == 2
-    assert "`xml` is unknown" in capsys.readouterr().err
+    assert "`xml` is unknown" in tiny.refused(capsys, command, *names, "--runs", finished.parent, "-o", "xml")
 
 
 @pytest.mark.parametrize(
@@ -200,14 +183,8 @@ def test_runs_side_by_side(copied: Path, capsys: Capture) -> None:
     rows = json.loads(capsys.readouterr().out)
     found = {(row["run"], row["figure"]): row for row in rows}
     name = "acceptance, rejection sampling, answers"
-    assert found["longer", name] == {
-        "run": "longer",
-        "figure": name,
-        "value": 0.625,
-        "low": 0.5,
-        "high": 0.75,
-        "of": None,
-    }
+    figures = {"value": 0.625, "low": 0.5, "high": 0.75, "of": None}
+    assert found["longer", name] == {"run": "longer", "figure": name, **figures}
     first = json.loads((copied / "eval.json").read_text())["domains"]["answers"]["after"]["acceptance_sampling"]
     assert found["tiny", name]["value"] == first["mean"]
     speedups = [row for row in rows if row["run"] == "tiny" and row["figure"].startswith("speedup, ")]
@@ -219,10 +196,8 @@ def test_runs_side_by_side(copied: Path, capsys: Capture) -> None:
     evaluation["sampler"]["temperature"] = 0.1
     (other / "eval.json").write_text(json.dumps(evaluation))
     assert tiny.call("report", "tiny", "longer", "--runs", copied.parent) == 0
-    assert (
-        "- These runs have different samplers: a difference in acceptance may come from that."
-        in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "- These runs have different samplers: a difference in acceptance may come from that." in said
 
 
 def test_report_is_self_contained(copied: Path, capsys: Capture) -> None:
@@ -279,10 +254,12 @@ def test_eval_of_gguf_files_is_that_of_their_folders(
     assert tiny.call("eval", "--target", folders["target"], "--draft", files["draft"], *text, *more) == 0
     mixed = strict(capsys.readouterr().out)
     assert mixed["domains"] == found[0]["domains"] and mixed["positions"] == found[0]["positions"]
-    assert tiny.call("eval", "--target", folders["target"], "--draft", folders["draft"], *text, "-ngl", "1") == 2
-    assert "PyTorch runs" in capsys.readouterr().err
-    assert tiny.call("eval", "tiny", "--runs", finished.parent, "-ngl", "1") == 2
-    assert "a run is evaluated in PyTorch" in capsys.readouterr().err
+    assert "PyTorch runs" in tiny.refused(
+        capsys, "eval", "--target", folders["target"], "--draft", folders["draft"], *text, "-ngl", "1"
+    )
+    assert "a run is evaluated in PyTorch" in tiny.refused(
+        capsys, "eval", "tiny", "--runs", finished.parent, "-ngl", "1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -291,19 +268,14 @@ def test_eval_of_gguf_files_is_that_of_their_folders(
         (["--target", "TARGET", "--draft", "DRAFT"], "--text"),
         (["--target", "TARGET"], "--draft"),
         (["--target", "./nowhere", "--draft", "DRAFT", "--text", "TEXT"], "nowhere"),
-        (
-            ["--target", "TARGET", "--draft", "DRAFT", "--text", "./nothing.py"],
-            "--text nothing.py: there is no such file",
-        ),
+        (["--target", "TARGET", "--draft", "DRAFT", "--text", "./nothing.py"], "nothing.py: there is no such file"),
     ],
 )
 def test_faults_of_a_standalone_pair(
     world: Path, finished: Path, capsys: Capture, arguments: list[str], expected: str
 ) -> None:
     places = {"TARGET": world / "target", "DRAFT": finished / "draft", "TEXT": world / "corpus" / "test"}
-    assert tiny.call("eval", *(places.get(name, name) for name in arguments)) == 2
-    said = capsys.readouterr().err
-    assert expected in said and "Traceback" not in said
+    assert expected in tiny.refused(capsys, "eval", *(places.get(name, name) for name in arguments))
 
 
 def test_export_of_a_folder_and_of_a_run(world: Path, copied: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -313,8 +285,7 @@ def test_export_of_a_folder_and_of_a_run(world: Path, copied: Path, tmp_path: Pa
     assert "tensors" in capsys.readouterr().out
     assert tiny.call("export-gguf", "tiny", "--runs", copied.parent, "--outtype", "bf16") == 0
     assert (copied / "gguf" / "extra" / "draft-bf16.gguf").exists()
-    assert tiny.call("export-gguf", world / "target", "--outtype", "q2", "--to", out) == 2
-    assert "`q2` is unknown" in capsys.readouterr().err
+    assert "`q2` is unknown" in tiny.refused(capsys, "export-gguf", world / "target", "--outtype", "q2", "--to", out)
 
 
 @pytest.mark.parametrize("standalone", [False, True])
@@ -359,15 +330,12 @@ def test_threads(world: Path, finished: Path, tmp_path: Path, capsys: Capture, m
     capsys.readouterr()
     for variable in ("many", "0", "-1", "99999999999"):
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
-        assert tiny.call("generate", *prompt, *pair) == 2
-        told = capsys.readouterr().err
-        assert "OMP_NUM_THREADS" in told and "Traceback" not in told
+        assert "OMP_NUM_THREADS" in tiny.refused(capsys, "generate", *prompt, *pair)
     assert tiny.call("generate", *prompt, *pair, "--threads", 10**6) == 2
 
 
 def test_generate_from_an_empty_prompt(world: Path, finished: Path, capsys: Capture) -> None:
-    assert tiny.call("generate", "", "--run", "tiny", "--runs", finished.parent) == 2
-    assert "the prompt is empty" in capsys.readouterr().err
+    assert "the prompt is empty" in tiny.refused(capsys, "generate", "", "--run", "tiny", "--runs", finished.parent)
 
 
 def test_the_demo_without_llama_cpp(
@@ -404,8 +372,7 @@ def test_quiet_leaves_results_warnings_and_errors(world: Path, copied: Path, cap
     assert "eval: up to date" in logged and "report: done" in logged
     warning = read_result(copied / "training.json", TrainingSummary).warning
     assert (warning in shown.err) if warning else not shown.err
-    assert tiny.call("--quiet", "eval", "none", "--runs", copied.parent) == 2
-    assert "there is no run" in capsys.readouterr().err
+    assert "there is no run" in tiny.refused(capsys, "--quiet", "eval", "none", "--runs", copied.parent)
     assert tiny.call("generate", "def", "--runs", copied.parent, "--tokens", "2") == 0
     assert "tok/s" in capsys.readouterr().err
     assert tiny.call("-q", "generate", "def", "--runs", copied.parent, "--tokens", "2") == 0
@@ -426,7 +393,7 @@ def test_verbose_shows_the_traceback_of_a_bug(capsys: Capture, monkeypatch: pyte
     def broken(path: Path, overrides: list[str]) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr("distill.recipe.load_recipe", broken)
+    monkeypatch.setattr("distill.commands.check.load_recipe", broken)
     for options, shown in (([], False), (["-v"], True)):
         assert tiny.call(*options, "check", "x.yaml") == 1
         said = capsys.readouterr().err

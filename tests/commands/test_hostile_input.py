@@ -17,10 +17,10 @@ from pydantic import TypeAdapter
 from distill.commands import app as application
 from distill.commands.shared import find_run, local_reference, numbers, prepare, read_texts
 from distill.documents.sources import read_documents
-from distill.errors import DataError, DistillError, RecipeError
-from distill.files import parse_object, read_json
+from distill.errors import DataError, RecipeError
+from distill.files import parse_object
 from distill.intervals import paired_ratio_interval, ratio_interval
-from distill.recipe import Corpus, Recipe, SamplerSettings, Section, Source, Traffic, load_recipe, parse_recipe
+from distill.recipe import Corpus, Recipe, Section, Source, Traffic, load_recipe, parse_recipe
 from distill.recipe.section import WORDS
 from distill.run import Run
 from distill.sampler import Sampler
@@ -111,6 +111,11 @@ def test_a_recipe_that_is_not_utf8_names_the_line(recipe: Path) -> None:
         ("train.steps" + ".a" * 200 + "=1", "train.steps: an integer is needed"),
         ("train.steps=!!python/name:os.system x", "line 1"),
         ("train.steps=" + "[" * 3000, "nested too deeply"),
+        ("target.model=" + "a" * 5000, "too long"),
+        *(
+            (f"corpus.sources.0.pattern={pattern}", "corpus.sources.0.pattern: this is no pattern")
+            for pattern in ("''", "/etc/*", '"a\\0b"', '"' + "*" * 5000 + '"')
+        ),
     ],
 )
 def test_overrides(recipe: Path, override: str, expected: str) -> None:
@@ -132,10 +137,6 @@ def test_paths(recipe: Path, key: str, path: str, expected: str) -> None:
     assert expected in found and key in found
 
 
-def test_a_hub_name_of_5000_characters(recipe: Path) -> None:
-    assert "too long" in mistake(recipe, "target.model=" + "a" * 5000)
-
-
 @pytest.mark.parametrize(
     "read", [local_reference, lambda p: find_run(p, Path("runs")), lambda p: find_run(None, Path(p))]
 )
@@ -150,11 +151,6 @@ def test_texts_of_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\xff\n")
     with pytest.raises(DataError, match=r"a.txt is not UTF-8, in line 2"):
         read_texts([tmp_path / "a.txt"])
-
-
-@pytest.mark.parametrize("pattern", ["''", "/etc/*", '"a\\0b"', '"' + "*" * 5000 + '"'])
-def test_patterns(recipe: Path, pattern: str) -> None:
-    assert "corpus.sources.0.pattern: this is no pattern" in mistake(recipe, f"corpus.sources.0.pattern={pattern}")
 
 
 # ── numbers ──
@@ -245,7 +241,7 @@ def test_an_unknown_type_of_error_shows_no_foreign_words() -> None:
 def test_other_shapes(raw: Any) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(raw, "here")
-    assert not any(words in str(caught.value) for words in FOREIGN)
+    assert str(caught.value).startswith("here: ") and not any(words in str(caught.value) for words in FOREIGN)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -356,20 +352,11 @@ def test_parse_object_reads_what_json_reads() -> None:
 
 def test_standard_input_that_is_not_utf8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo \xff"), encoding="utf-8"))
-    assert tiny.call("generate", "-") == 2
-    assert "standard input is not UTF-8, in line 2" in capsys.readouterr().err
+    assert "standard input is not UTF-8, in line 2" in tiny.refused(capsys, "generate", "-")
 
 
-WRONG = [
-    "{}",
-    "[]",
-    "null",
-    "3",
-    '{"key": 3}',
-    "[" * 100_000,
-    "\ud800",
-    '{"key": "a", "inputs": {}, "artifacts": {"a": 1}}',
-]
+WRONG = ["{}", "[]", "null", "3", '{"key": 3}', "[" * 100_000, "\ud800"]
+WRONG += ['{"key": "a", "inputs": {}, "artifacts": {"a": 1}}']
 
 
 @pytest.mark.parametrize("text", WRONG)
@@ -378,9 +365,7 @@ def test_wrong_records(world: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     stages = tmp_path / "tiny" / "stages"
     stages.mkdir(parents=True)
     (stages / name).write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert tiny.call("train", world / "recipe.yaml", "--runs", tmp_path, "--dry-run") == 2
-    found = capsys.readouterr().err
-    assert f"{name} is damaged" in found and "Traceback" not in found and "bug in distill" not in found
+    assert f"{name} is damaged" in tiny.refused(capsys, "train", world / "recipe.yaml", "--runs", tmp_path, "--dry-run")
 
 
 @pytest.mark.parametrize("line", ["{}", "[]", "{", '{"id": "a", "ids": ["x"]}', '{"id": "a", "ids": 3}'])
@@ -398,39 +383,18 @@ def test_metrics_of_other_forms_are_left_out(recipe: Path, tmp_path: Path) -> No
     assert [line["stage"] for line in run.metrics()] == ["train"]
 
 
-def test_damaged_json_names_the_line(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"a": 1,\n"b": }\n')
-    with pytest.raises(DataError, match=r"a.json is damaged: no JSON \(line 2, character 6"):
-        read_json(tmp_path / "a.json")
-
-
 def test_a_bug_is_one_line_and_its_traceback_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(**_: Any) -> None:
-        raise KeyError("an odd\nkey \ud800")
-
-    monkeypatch.setattr(application, "app", fail)
+    """The place is a line of the package, also for a bug below a folder of its name: tests and .venv of a checkout."""
+    outside: dict[str, Any] = {}
+    program = 'def fail(**_): raise KeyError("an odd\\nkey \\ud800")'
+    exec(compile(program, str(tmp_path / "distill" / "tests" / "a.py"), "exec"), outside)
+    monkeypatch.setattr(application, "app", outside["fail"])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert tiny.call("runs") == 1
     (found,) = capsys.readouterr().err.splitlines()
     assert found.startswith("distill: this is a bug in distill: KeyError: ") and "please report it" in found
     (file,) = tmp_path.iterdir()
-    assert str(file) in found and "Traceback" in file.read_text() and "app.py:" in found
-
-
-def test_a_bug_in_a_checkout_named_distill_is_placed_in_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its tests and its .venv lie below a folder of the package's name; the place is still a line of the package."""
-    outside: dict[str, Any] = {}
-    exec(compile("def fail(**_): raise KeyError(1)", str(tmp_path / "distill" / "tests" / "a.py"), "exec"), outside)
-    monkeypatch.setattr(application, "app", outside["fail"])
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert tiny.call("runs") == 1
-    found = capsys.readouterr().err
-    assert "KeyError: 1 (app.py:" in found and "a.py" in next(tmp_path.glob("*.txt")).read_text()
-
-
-def test_distill_errors_are_never_bugs() -> None:
-    assert issubclass(RecipeError, DistillError) and SamplerSettings().temperature == 1
+    assert str(file) in found and "(app.py:" in found
+    assert "Traceback" in file.read_text() and "app.py" in file.read_text() and "a.py" in file.read_text()

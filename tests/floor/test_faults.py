@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,7 @@ from distill.faults import disk_fault, reading
 from distill.files import digest, write_atomically
 
 Capture = pytest.CaptureFixture[str]
-STEPS = (
-    "corpus/prompts-train",
-    "answers/train-00001",
-    "teacher/shard-00002",
-    "cut",
-    "step-000004",
-    "draft",
-    "eval.md",
-)
-
+STEPS = ("corpus/prompts-train", "answers/train-00001", "teacher/shard-00002", "cut", "step-000004", "draft", "eval.md")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,80 +32,15 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def message(capsys: Capture, code: int) -> str:
-    """The one message of a command that failed as it should."""
-    said = capsys.readouterr().err
-    assert code == 2, said
-    assert "Traceback" not in said and "bug in distill" not in said, said
-    assert said.count("distill: ") == 1, said
-    return said[said.index("distill: ") :]
-
-
 def train(world: Path, runs: Path, *more: object) -> int:
     return tiny.call("train", world / "recipe.yaml", "--runs", runs, *more)
 
 
-# ── recipes and inputs ──
+def refused(capsys: Capture, world: Path, runs: Path, *more: object) -> str:
+    return tiny.refused(capsys, "train", world / "recipe.yaml", "--runs", runs, *more)
 
 
-def recipe_with(world: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    values = tiny.recipe_values(world)
-    change(values)
-    return tiny.write_recipe(world / "changed.yaml", values)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (lambda v: v["train"].update(stepz=3), ["train.stepz", "`steps`"]),
-        (lambda v: v["target"].update(model="./nowhere"), ["nowhere", "does not exist"]),
-        (lambda v: v["corpus"]["sources"].append({"kind": "text", "path": "no.txt"}), ["no.txt", "does not exist"]),
-        (lambda v: v["cut"].update(donor="./nowhere"), ["nowhere", "does not exist"]),
-    ],
-)
-@pytest.mark.parametrize("command", ["check", "train"])
-def test_recipe_faults(
-    world: Path, tmp_path: Path, capsys: Capture, change: Any, expected: list[str], command: str
-) -> None:
-    recipe = recipe_with(world, change)
-    more = ["--runs", tmp_path, "--until", "cut"] if command == "train" else []
-    said = message(capsys, tiny.call(command, recipe, *more))
-    assert all(words in said for words in expected), said
-    assert not list(tmp_path.iterdir()), "refused before the run folder is made"
-
-
-@pytest.mark.parametrize("command", ["check", "train"])
-def test_missing_recipe(tmp_path: Path, capsys: Capture, command: str) -> None:
-    assert "none.yaml" in message(capsys, tiny.call(command, tmp_path / "none.yaml"))
-
-
-def test_empty_corpus(world: Path, tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "empty").mkdir()
-    source = f"corpus.sources=[{{kind: tree, path: {tmp_path / 'empty'}}}]"
-    assert "has no file that matches" in message(capsys, train(world, tmp_path, source))
-
-
-def test_no_test_split(world: Path, tmp_path: Path, capsys: Capture) -> None:
-    recipe = recipe_with(world, lambda v: v["corpus"]["sources"].pop())
-    said = message(capsys, tiny.call("train", recipe, "--runs", tmp_path))
-    assert "no test document" in said
-
-
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        ('{"text": "a b c"}\n{"text": "d e f"}\n{"text": broken}\n', ["line 3"]),
-        ('{"text": "a b c"}\n[1, 2]\n', ["line 2"]),
-        ('{"body": "a b c"}\n', ["`text`", "body"]),
-        ("", ["empty"]),
-    ],
-)
-def test_malformed_jsonl(world: Path, tmp_path: Path, capsys: Capture, lines: str, expected: list[str]) -> None:
-    path = tmp_path / "texts.jsonl"
-    path.write_text(lines)
-    source = f"corpus.sources=[{{kind: jsonl, path: {path}, split: train}}]"
-    said = message(capsys, train(world, tmp_path, source))
-    assert all(words in said for words in ["texts.jsonl", *expected]), said
+# ── changed inputs; other refusals of recipes and inputs: tests/commands/test_check.py ──
 
 
 def test_a_run_of_another_version_is_refused_with_a_reason(world: Path, copied: Path, capsys: Capture) -> None:
@@ -154,39 +79,12 @@ def test_a_changed_target_is_refused_by_the_name_of_its_file(
 def test_donor_of_another_tokenizer(world: Path, copied: Path, other: Path, tmp_path: Path, capsys: Capture) -> None:
     before = tiny.contents(copied)
     override = f"cut.donor={other}"
-    said = message(capsys, tiny.call("check", world / "recipe.yaml", override))
+    said = tiny.refused(capsys, "check", world / "recipe.yaml", override)
     assert "does not fit the target" in said and "token " in said
-    said = message(capsys, train(world, tmp_path / "new", override, "--until", "cut"))
+    said = refused(capsys, world, tmp_path / "new", override, "--until", "cut")
     assert "does not fit the target" in said
-    message(capsys, train(world, copied.parent, override))
+    refused(capsys, world, copied.parent, override)
     assert tiny.contents(copied) == before
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("cut.layers=4", ["cut.layers: 4 layers", "the donor has 3", "ask for 1 to 3"]),
-        ("cut.mlp_width=50", ["cut.mlp_width: ", "cannot be cut to 50", "multiple of 32"]),
-        ("cut.mlp_width=256", ["cut.mlp_width: an MLP of 128", "cannot be cut to 256"]),
-        ("corpus.block=1024", ["corpus.block is 1024", "context 512"]),
-    ],
-)
-def test_cuts_and_blocks_that_do_not_fit(world: Path, capsys: Capture, override: str, expected: list[str]) -> None:
-    said = message(capsys, tiny.call("check", world / "recipe.yaml", override))
-    assert all(words in said for words in expected), said
-
-
-@pytest.mark.parametrize("override", ["cut.layers=4", "cut.mlp_width=50"])
-def test_a_cut_that_does_not_fit_loses_nothing(world: Path, tmp_path: Path, capsys: Capture, override: str) -> None:
-    message(capsys, train(world, tmp_path, override, "--until", "cut"))
-    assert not list(tmp_path.glob("**/config.yaml")), "refused before any work, the run folder included"
-    assert train(world, tmp_path, "--until", "cut") == 0
-
-
-def test_prompts_too_long_for_the_context(world: Path, tmp_path: Path, capsys: Capture) -> None:
-    assert "does not fit corpus.block" in message(capsys, train(world, tmp_path, "answers.prompt_tokens=60"))
-    overrides = ("corpus.block=1024", "answers.prompt_tokens=8", "answers.new_tokens=600")
-    assert "the target's context 512" in message(capsys, train(world, tmp_path, *overrides, "--until", "answers"))
 
 
 # ── damaged artifacts ──
@@ -203,7 +101,7 @@ def test_corrupted_teacher_shard(world: Path, copied: Path, capsys: Capture) -> 
     whole = tiny.contents(copied, "README.md")
     flip(copied / "teacher" / "shard-00001.safetensors")
     before = {name: d for name, d in tiny.contents(copied).items() if name.startswith(("teacher", "answers", "draft"))}
-    said = message(capsys, train(world, copied.parent, "train.steps=10", "--redo", "train"))
+    said = refused(capsys, world, copied.parent, "train.steps=10", "--redo", "train")
     assert "shard-00001.safetensors" in said and "--redo teacher" in said
     assert before.items() <= {**tiny.contents(copied), **{n: d for n, d in before.items() if "draft" in n}}.items()
     assert train(world, copied.parent, "--redo", "teacher", "--until", "train") == 0
@@ -238,7 +136,7 @@ def test_damaged_checkpoint(world: Path, copied: Path, capsys: Capture) -> None:
     (copied / "draft" / "model.safetensors").unlink()
     newest = copied / "checkpoints" / "step-000008"
     (newest / "optimizer.pt").write_bytes((newest / "optimizer.pt").read_bytes()[:1000])
-    said = message(capsys, train(world, copied.parent, "--until", "train"))
+    said = refused(capsys, world, copied.parent, "--until", "train")
     assert "step-000008 is damaged" in said and f"delete {newest}" in said
     shutil.rmtree(newest)
     assert train(world, copied.parent, "--until", "train") == 0
@@ -254,7 +152,7 @@ def test_damaged_records(copied: Path, capsys: Capture, name: str) -> None:
         assert tiny.call("eval", "tiny", "--runs", copied.parent, "-o", "json") == 0
         json.loads(capsys.readouterr().out)
     else:
-        said = message(capsys, tiny.call("eval", "tiny", "--runs", copied.parent))
+        said = tiny.refused(capsys, "eval", "tiny", "--runs", copied.parent)
         assert Path(name).name in said
 
 
@@ -293,7 +191,7 @@ def test_full_disk_and_read_only_folder_at_every_stage(
         with monkeypatch.context() as patch:
             fault = Fault(number, part)
             patch.setattr(os, "replace", fault)
-            said = message(capsys, train(world, tmp_path, "--until", "eval"))
+            said = refused(capsys, world, tmp_path, "--until", "eval")
         assert fault.hits == 1 and part in said, (part, said)
         assert ("the disk is full" if number == errno.ENOSPC else "no permission to write") in said
         assert not [p for p in tmp_path.rglob("*.tmp") if part in p.name], part
@@ -320,7 +218,7 @@ def test_full_disk_after_training(
     with monkeypatch.context() as patch:
         fault = Fault(errno.ENOSPC, part)
         patch.setattr(os, "replace", fault)
-        said = message(capsys, train(world, copied.parent, "--redo", stage, "--until", stage))
+        said = refused(capsys, world, copied.parent, "--redo", stage, "--until", stage)
     assert fault.hits == 1 and Path(part).name in said, said
     assert train(world, copied.parent, "--redo", stage, "--until", stage) == 0
     assert tiny.digest(copied / "draft" / "model.safetensors") == weights
@@ -337,10 +235,9 @@ def test_a_write_that_really_fails(world: Path, copied: Path, capsys: Capture, s
     (copied / "provenance.json").write_text("[]")  # it grows with every start, past the limit that is meant for shards
     resource.setrlimit(resource.RLIMIT_FSIZE, (small, before[1]))
     try:
-        code = train(world, copied.parent, "--redo", stage, "--until", stage)
+        said = refused(capsys, world, copied.parent, "--redo", stage, "--until", stage)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    said = message(capsys, code)
     assert "cannot write" in said or "cannot be written" in said, said
     assert train(world, copied.parent, "--redo", stage, "--until", "train") == 0
     after = tiny.contents(copied)
@@ -352,7 +249,7 @@ def test_log_on_a_full_disk(world: Path, copied: Path, capsys: Capture) -> None:
     """A log that cannot be flushed must not hide its own message when it is closed."""
     (copied / "log.txt").unlink()
     (copied / "log.txt").symlink_to("/dev/full")
-    assert "the disk is full" in message(capsys, train(world, copied.parent))
+    assert "the disk is full" in refused(capsys, world, copied.parent)
 
 
 # ── two processes ──
@@ -363,8 +260,8 @@ def test_two_processes_on_one_run(world: Path, copied: Path, capsys: Capture, mo
     before = tiny.contents(copied)
     with open(copied / ".lock", "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        assert "another process" in message(capsys, train(world, copied.parent, *more))
-        assert "another process" in message(capsys, tiny.call("eval", "tiny", "--runs", copied.parent))
+        assert "another process" in refused(capsys, world, copied.parent, *more)
+        assert "another process" in tiny.refused(capsys, "eval", "tiny", "--runs", copied.parent)
     assert tiny.contents(copied) == before
     assert train(world, copied.parent) == 0
 

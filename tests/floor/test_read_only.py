@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -33,84 +33,51 @@ for line in sys.stdin:
 """
 
 
-class Mounted:
-    """Commands in a process that sees a folder mounted read-only."""
-
-    def __init__(self, folder: Path) -> None:
-        command = ["unshare", "--mount", sys.executable, "-c", MOUNTED, str(folder)]
-        if shutil.which("unshare") is None:
-            pytest.skip("needs unshare, to mount a folder read-only")
-        self.process = subprocess.Popen(
-            command, cwd=tiny.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def call(self, *arguments: object) -> tuple[int, str, str]:
-        """Exit status, stdout and stderr of a command."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps([str(argument) for argument in arguments]) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass
-        line = self.process.stdout.readline()
-        if not line:
-            assert self.process.stderr is not None
-            said = self.process.stderr.read()
-            if self.process.wait() == 77 or "unshare failed" in said:
-                pytest.skip(f"this user cannot mount: {said.strip()[-200:]}")
-            raise AssertionError(said)
-        code, out, err = json.loads(line)
-        return code, out, err
-
-    def close(self) -> None:
-        self.process.communicate()
+def mounted(folder: Path, commands: Iterable[tuple[object, ...]]) -> list[tuple[int, str, str]]:
+    """Exit status, stdout and stderr of commands in a process that sees a folder mounted read-only."""
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare, to mount a folder read-only")
+    lines = "".join(json.dumps([str(argument) for argument in arguments]) + "\n" for arguments in commands)
+    process = ["unshare", "--mount", sys.executable, "-c", MOUNTED, str(folder)]
+    result = subprocess.run(process, cwd=tiny.ROOT, input=lines, capture_output=True, text=True)
+    if result.returncode == 77 or "unshare failed" in result.stderr:
+        pytest.skip(f"this user cannot mount: {result.stderr.strip()[-200:]}")
+    assert result.returncode == 0, result.stderr
+    return [tuple(json.loads(line)) for line in result.stdout.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def runs(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run `tiny` and a copy `half` of it without its last stages."""
-    folder = tmp_path_factory.mktemp("disk")
-    shutil.copytree(finished, folder / "tiny")
-    shutil.copytree(finished, folder / "half")
-    (folder / "half" / "stages" / "speedup.json").unlink()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def mounted(runs: Path) -> Iterator[Mounted]:
-    found = Mounted(runs)
-    yield found
-    found.close()
-
-
-def test_what_is_finished_is_shown(world: Path, runs: Path, mounted: Mounted) -> None:
-    before = tiny.contents(runs)
-    for arguments, words in {
-        ("eval", "tiny", "--runs", runs): "acceptance",
-        ("speedup", "tiny", "--runs", runs): "speedup",
-        ("report", "tiny", "--runs", runs): "report.html",
-        ("runs", "--runs", runs): "finished",
-        ("train", world / "recipe.yaml", "--runs", runs): "report.html",
-        ("generate", "def alpha", "--run", "tiny", "--runs", runs, "--tokens", "4"): "def alpha",
-    }.items():
-        code, out, err = mounted.call(*arguments)
-        assert code == 0 and words in out, (arguments, err)
-        assert "writing to" not in err, arguments
+def test_finished_work_is_shown_and_other_work_refused_before_it_starts(
+    world: Path, finished: Path, tmp_path: Path
+) -> None:
+    """In a folder with a finished run `tiny` and a copy `half` of it without its last stages."""
+    for name in ("tiny", "half"):
+        shutil.copytree(finished, tmp_path / name)
+    (tmp_path / "half" / "stages" / "speedup.json").unlink()
+    runs = ("--runs", tmp_path)
+    shown: dict[tuple[object, ...], str] = {
+        ("eval", "tiny", *runs): "acceptance",
+        ("speedup", "tiny", *runs): "speedup",
+        ("report", "tiny", *runs): "report.html",
+        ("runs", *runs): "finished",
+        ("train", world / "recipe.yaml", *runs): "report.html",
+        ("generate", "def alpha", "--run", "tiny", *runs, "--tokens", "4"): "def alpha",
+    }
+    refused: dict[tuple[object, ...], str] = {
+        ("speedup", "half", *runs): "stage `speedup` would have to run",
+        ("speedup", "tiny", *runs, "--again"): "stage `speedup` would have to run",
+        ("train", world / "recipe.yaml", *runs, "eval.new_tokens=9"): "stage `eval` would have to run",
+        ("train", world / "recipe.yaml", *runs, "name=new"): "no permission to write",
+        ("export-gguf", "tiny", *runs, "--outtype", "f16"): "no permission to write",
+        ("runs", *runs, "--delete", "tiny", "--yes"): "no permission to write",
+        ("train", world / "recipe.yaml", *runs, "--fresh"): "no permission to write",
+    }
+    before = tiny.contents(tmp_path)
+    outcomes = mounted(tmp_path, [*shown, *refused])
+    assert len(outcomes) == len(shown) + len(refused) and tiny.contents(tmp_path) == before
+    for (arguments, words), (code, out, err) in zip(shown.items(), outcomes, strict=False):
+        assert code == 0 and words in out and "writing to" not in err, (arguments, err)
         assert ("cannot be written" in err) == (arguments[0] not in ("runs", "generate")), (arguments, err)
-    assert tiny.contents(runs) == before
-
-
-def test_what_would_have_to_be_made_is_refused_before_it_starts(world: Path, runs: Path, mounted: Mounted) -> None:
-    for arguments, words in {
-        ("speedup", "half", "--runs", runs): "stage `speedup` would have to run",
-        ("speedup", "tiny", "--runs", runs, "--again"): "stage `speedup` would have to run",
-        ("train", world / "recipe.yaml", "--runs", runs, "eval.new_tokens=9"): "stage `eval` would have to run",
-        ("train", world / "recipe.yaml", "--runs", runs, "name=new"): "no permission to write",
-        ("export-gguf", "tiny", "--runs", runs, "--outtype", "f16"): "no permission to write",
-        ("runs", "--runs", runs, "--delete", "tiny", "--yes"): "no permission to write",
-        ("train", world / "recipe.yaml", "--runs", runs, "--fresh"): "no permission to write",
-    }.items():
-        code, out, err = mounted.call(*arguments)
+    for (arguments, words), (code, out, err) in zip(refused.items(), outcomes[len(shown) :], strict=True):
         assert code == 2 and words in err and err.count("distill: ") == 1, (arguments, out, err)
         assert "Traceback" not in err and "runs again" not in err, (arguments, err)
 

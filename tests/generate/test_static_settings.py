@@ -15,7 +15,7 @@ from distill.errors import DataError, RecipeError
 from distill.generate.stream import stream
 from distill.models.loaded import load_pair
 from distill.models.static.static_model import StaticTorchModel
-from distill.pipeline.keys import CONDITIONAL
+from distill.pipeline.keys import conditional_settings
 from distill.pipeline.preflight import check_device, check_static
 from distill.recipe import PyTorch, Target, load_recipe
 from distill.speculative.costs.curve import measure_steps
@@ -95,6 +95,5 @@ def test_tables_say_how_a_pair_decodes() -> None:
 def test_only_static_runs_have_it_in_their_keys(world: Path) -> None:
     """Runs that decode with the growing cache keep the keys that they had before there was another."""
     for name in ("profile", "speedup"):
-        more = CONDITIONAL[name]
-        assert more(load_recipe(world / "recipe.yaml", ())) == ()
-        assert more(load_recipe(world / "recipe.yaml", ("pytorch.static=true",))) == ("pytorch",)
+        assert conditional_settings(load_recipe(world / "recipe.yaml", ()))[name] == ()
+        assert conditional_settings(load_recipe(world / "recipe.yaml", ("pytorch.static=true",)))[name] == ("pytorch",)

@@ -20,7 +20,7 @@ from distill.files import read_json
 from distill.models.conversion.writer import export_gguf
 from distill.models.gguf import build
 from distill.models.gguf.model import GgufModel
-from distill.pipeline.keys import CONDITIONAL, Contents, key_parts
+from distill.pipeline.keys import Contents, conditional_settings, key_parts
 from distill.pipeline.stages import find_stage
 from distill.recipe import Gguf, GgufOptions, Recipe, load_recipe
 from distill.recipe.gguf import ON_CPU, CacheType
@@ -35,7 +35,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """GGUF files by the size of a head."""
     import torch
 
-    folder, maker, found = tmp_path_factory.mktemp("gguf"), tiny._maker(), {}
+    folder, maker, found = tmp_path_factory.mktemp("gguf"), tiny.script("make_demo_models"), {}
     for size in (16, 32):
         plan = maker.Plan(4 * size, 2, 4, 2, 128, 400, "qwen2", 0, 0.0)
         tokenizer = maker.train_tokenizer(plan, [tiny.document(seed) for seed in range(10)])
@@ -325,7 +325,7 @@ def test_keys_hold_what_changes_results(stage: str, override: str, changes: bool
 def test_without_gguf_files_the_keys_name_nothing(world: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(world, "gguf.target.cache_type_k=q8_0", "speedup.backends=[pytorch]")
     for stage in ("teacher", "answers", "profile", "speedup"):
-        assert not any("gguf" in name for name in CONDITIONAL.get(stage, lambda recipe: ())(recipe))
+        assert not any("gguf" in name for name in conditional_settings(recipe)[stage])
 
 
 def test_check_names_the_build_and_refuses(world: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,8 @@ import json
 import math
 import mmap
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -25,10 +24,7 @@ from distill.run import Run
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with tiny.one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +34,15 @@ def rehearsed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     recipe = load_recipe(world / "recipe.yaml")
     short = shortened(recipe, runs)
     run = Run(runs / short.name, short)
-    patch = pytest.MonkeyPatch()
-    patch.setattr("distill.benchmark.profile.profile_entry", killed)
-    with pytest.raises(KeyboardInterrupt):
-        rehearse(recipe, short, run)
-    run.close()
-    patch.undo()
-    assert [one.stage for one in read_result(run.path(RESULT), Rehearsal).stages] == list(tiny.STAGES[:4])
-    table = rehearse(recipe, short, run)
-    run.close()
+    with tiny.one_thread():
+        with mock.patch("distill.benchmark.profile.profile_entry", side_effect=KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):
+                rehearse(recipe, short, run)
+            run.close()
+        assert [one.stage for one in read_result(run.path(RESULT), Rehearsal).stages] == list(tiny.STAGES[:4])
+        table = rehearse(recipe, short, run)
+        run.close()
     return run.folder, table
-
-
-def killed(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def test_every_stage_is_measured(rehearsed: tuple[Path, str]) -> None:
@@ -126,8 +117,9 @@ def test_another_recipe_replaces_it_and_runs_are_left_alone(world: Path, copied:
 
 def test_it_is_refused_with_options_of_a_run(world: Path, tmp_path: Path, capsys: Capture) -> None:
     for option in ("--fresh", "--dry-run", "--refresh", "--until=cut", "--redo=cut"):
-        assert tiny.call("train", world / "recipe.yaml", "--runs", tmp_path, "--rehearse", option) == 2
-        assert "--rehearse runs all stages" in capsys.readouterr().err
+        assert "--rehearse runs all stages" in tiny.refused(
+            capsys, "train", world / "recipe.yaml", "--runs", tmp_path, "--rehearse", option
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -19,10 +19,7 @@ from distill.results.serialise import read_result
 from distill.texts import read_answers, read_prompts
 
 SHARED = tiny.ROOT.parent / "shared"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not SHARED.is_dir(), reason="the shared tokenizers are not here"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not SHARED.is_dir(), reason="the shared tokenizers are not here")]
 RECIPES = tiny.ROOT / "recipes"
 
 
@@ -33,36 +30,17 @@ def questions(count: int) -> list[str]:
 
 def record(path: str, number: int, question: str) -> dict[str, Any]:
     """A row as the data set on the hub has it."""
-    asked = {"role": "user", "content": question}
+    asked, again = ({"role": "user", "content": text} for text in (question, f"And then, {number}?"))
     said = {"role": "assistant", "content": f"Answer {number}."}
-    again = {"role": "user", "content": f"And then, {number}?"}
+    chat = {"prompt": question, "prompt_id": str(number), "messages": [asked, said, again, said]}
+    maths = {"problem": question, "solution": f"It is {number}.", "answer": str(number), "problem_type": "Algebra"}
+    code = {"lang": "python", "index": number, "seed": "x", "problem": question}
+    file = {"repo_name": "a/b", "path": f"{number}.py", "size": "2000", "license": "mit"}
     return {
-        "HuggingFaceH4/ultrachat_200k": {
-            "prompt": question,
-            "prompt_id": str(number),
-            "messages": [asked, said, again, said],
-        },
-        "open-r1/OpenR1-Math-220k": {
-            "problem": question,
-            "solution": f"It is {number}.",
-            "answer": str(number),
-            "problem_type": "Algebra",
-            "messages": [asked, said],
-        },
-        "ise-uiuc/Magicoder-OSS-Instruct-75K": {
-            "lang": "python",
-            "index": number,
-            "seed": "x",
-            "problem": question,
-            "solution": f"```python\nprint({number})\n```",
-        },
-        "codeparrot/codeparrot-clean-valid": {
-            "repo_name": "a/b",
-            "path": f"{number}.py",
-            "size": "2000",
-            "content": tiny.document(number),
-            "license": "mit",
-        },
+        "HuggingFaceH4/ultrachat_200k": chat,
+        "open-r1/OpenR1-Math-220k": {**maths, "messages": [asked, said]},
+        "ise-uiuc/Magicoder-OSS-Instruct-75K": {**code, "solution": f"```python\nprint({number})\n```"},
+        "codeparrot/codeparrot-clean-valid": {**file, "content": tiny.document(number)},
     }[path]
 
 
@@ -82,16 +60,8 @@ def local_sources(recipe: Path, folder: Path) -> list[dict[str, Any]]:
 def save(folder: Path, kind: str, tokenizer: Any, rows: int, layers: int, seed: int) -> None:
     """A random model of a real vocabulary, 32 wide."""
     end = tokenizer.convert_tokens_to_ids(tokenizer.eos_token)
-    model = toy(
-        kind,
-        vocabulary=rows,
-        layers=layers,
-        seed=seed,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        eos_token_id=end,
-        initializer_range=0.02,
-    )
+    sizes = {"max_position_embeddings": 4096, "tie_word_embeddings": True, "initializer_range": 0.02}
+    model = toy(kind, vocabulary=rows, layers=layers, seed=seed, eos_token_id=end, **sizes)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
