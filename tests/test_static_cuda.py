@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_device_rounds import DRAFTS, MODELS, finished
+from test_device_rounds import DRAFTS, MODELS
 from toys import random_prompts
 
 from distill.models.static.static_model import StaticTorchModel
@@ -60,7 +60,7 @@ def test_rounds_wait_once(compiled: bool, temperature: float, draft_device: str,
         # A chain that a CPU drafted is copied to the target's device, for which CUDA waits.
         if repeat == 2 and draft_device == "cuda":
             torch.cuda.set_sync_debug_mode("error")
-        finished(rounds)
+        list(rounds)
         torch.cuda.set_sync_debug_mode("default")
         if not temperature:
             assert result.tokens == plain(TorchModel(MODELS["qwen2"]), prompt, 24).tokens

@@ -393,7 +393,7 @@ def test_verbose_shows_the_traceback_of_a_bug(capsys: Capture, monkeypatch: pyte
     def broken(path: Path, overrides: list[str]) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr("distill.commands.check.load_recipe", broken)
+    monkeypatch.setattr("distill.commands.check.read_recipe", broken)
     for options, shown in (([], False), (["-v"], True)):
         assert tiny.call(*options, "check", "x.yaml") == 1
         said = capsys.readouterr().err

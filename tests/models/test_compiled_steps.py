@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_device_rounds import DRAFTS, MODELS, finished, least_p
+from test_device_rounds import DRAFTS, MODELS, least_p
 from test_tree_cache import Mirror, close, prefill
 from toys import blurred, random_prompts, toy
 
@@ -159,7 +159,7 @@ def test_compiled_rounds_give_the_uncompiled_texts(temperature: float) -> None:
             rules = Rules(Sampler(temperature), "token" if temperature else "greedy", random=random.Random(1).random)
             result = Decoded()
             drafter = ModelDrafter(draft, Fixed(2), rules.sampler, rules.random)
-            finished(decode(target, drafter, prompt, 24, rules, result))
+            list(decode(target, drafter, prompt, 24, rules, result))
             texts.append(result.tokens)
         assert texts[0] == texts[1]
         if not temperature:
