@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from distill.benchmark.any_pair import PairRequest, measure_any_pair, pair_settings
 from distill.errors import DataError, DistillError, RecipeError
-from distill.evaluation.standalone import corpus_of, evaluate_standalone
+from distill.evaluation.standalone import corpus_of, evaluate_standalone, open_pair
 from distill.files import require_new_folder
 from distill.generate.stream import Request, begin
 from distill.models import loaded
-from distill.models.conversion.importing import Import, one_engine, read_import, write_import
+from distill.models.conversion.importing import Import, read_import, write_import
 from distill.models.conversion.writer import WrittenFile
 from distill.models.conversion.writer import export_gguf as write_gguf
 from distill.models.hugging_face import local_folder, pick_device, settled_type
@@ -153,13 +153,8 @@ def evaluate(
     for path in map(Path, texts):
         if not path.exists():
             raise DataError(f"{path}: there is no such file or folder", "correct its path")
-    require_pair(big, small)
-    big, small = one_engine(big, small)
     corpus = corpus_of([Path(path) for path in texts])
-    in_torch = not big.endswith(".gguf")
-    # The layers of the models that decode are laid out later: blocks are read without.
-    pytorch, size = (PyTorch(prepack=False), None) if in_torch else (GROWING, corpus.block)
-    with loaded.load_pair(Target(model=big), small, tokens=size, threads=threads, gguf=gguf, pytorch=pytorch) as pair:
+    with open_pair(big, small, corpus.block, threads, gguf) as pair:
         return evaluate_standalone(pair, corpus, sampler or Sampler(1.0), prompts, kl, acceptance, command)
 
 

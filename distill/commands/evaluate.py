@@ -58,8 +58,20 @@ def evaluate(
         list[str] | None,
         typer.Option("--cache-type", help="With --outtype: types of the draft's cache; f16 if left out."),
     ] = None,
-    target: shared.TargetOption = None,
-    draft: shared.DraftOption = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target",
+            help="Standalone pair: target as Hugging Face folder, hub name or GGUF file. Several: does the draft serve "
+            "each of them as well?",
+        ),
+    ] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft", help="Standalone pair: draft, of the same kind as the target. Several are compared by prompt."
+        ),
+    ] = None,
     text: shared.TextOption = None,
     temperature: Annotated[
         float, shared.number_option(min=0, max=100, help="Without a run: the sampler's temperature.")
@@ -78,12 +90,19 @@ def evaluate(
     from distill.evaluation.markdown import as_markdown
     from distill.results.evaluation_results import flat_rows
 
+    if target and draft and len(target) + len(draft) > 2:
+        if outtype or target_outtype or cache_type or by:
+            raise RecipeError(
+                "several models are compared over all positions, as they are", "give one target and draft"
+            )
+        _compare_drafts(target, draft, text, temperature, prompts, threads, gguf, output)
+        return
     if outtype or target_outtype or cache_type:
         kinds = (outtype or ["f16"], target_outtype or [], cache_type or ["f16"])
         _compare_types(run, runs, target, draft, text, kinds, temperature, prompts, threads, gguf, output)
         return
     if target or draft:
-        big, small = _named_pair(target, draft, text)
+        ((big, small),) = _named_pairs(target, draft, text)
         shared.prepare(threads)
         from distill import api
         from distill.models.conversion.importing import one_engine
@@ -138,20 +157,50 @@ def _require_measured(report: EvaluationReport, by: Sequence[str]) -> None:
         )
 
 
-def _named_pair(target: str | None, draft: str | None, text: list[Path] | None) -> tuple[str, str]:
-    """Both models of a pair without a run; RecipeError where one or the text is missing."""
-    if target is None or draft is None or not text:
+def _named_pairs(targets: list[str] | None, drafts: list[str] | None, text: list[Path] | None) -> list[tuple[str, str]]:
+    """The pairs without a run: of one target with each draft, or of each target with one draft.
+
+    RecipeError where a model or the text is missing, or several of both are given.
+    """
+    if not targets or not drafts or not text:
         raise RecipeError(
             "a pair without a run needs --target, --draft and --text", "or name a run: `distill runs` lists them"
         )
-    return shared.local_reference(target), shared.local_reference(draft)
+    if len(targets) > 1 and len(drafts) > 1:
+        raise RecipeError(
+            f"{len(targets)} targets and {len(drafts)} drafts were given", "give several of the one or of the other"
+        )
+    return [(shared.local_reference(big), shared.local_reference(small)) for big in targets for small in drafts]
+
+
+def _compare_drafts(
+    targets: list[str],
+    drafts: list[str],
+    text: list[Path] | None,
+    temperature: float,
+    count: int,
+    threads: int | None,
+    gguf: Gguf | None,
+    output: str,
+) -> None:
+    """Print the comparison of several drafts, or of one draft on several targets."""
+    shared.require_format(output)
+    pairs = _named_pairs(targets, drafts, text)
+    shared.prepare(threads)
+    from distill.evaluation.comparison import as_markdown, compare, flat_rows
+    from distill.evaluation.standalone import corpus_of
+    from distill.sampler import Sampler
+
+    command = "distill " + " ".join(sys.argv[1:])
+    found = compare(pairs, corpus_of(text or ()), Sampler(temperature), count, command, threads, gguf)
+    shared.print_table(without_nan(flat_rows(found)), as_markdown(found), as_json(found), output)
 
 
 def _compare_types(
     run: str | None,
     runs: Path,
-    target: str | None,
-    draft: str | None,
+    target: list[str] | None,
+    draft: list[str] | None,
     text: list[Path] | None,
     kinds: tuple[list[str], list[str], list[str]],
     temperature: float,
@@ -181,7 +230,7 @@ def _compare_types(
     from distill.texts import read_prompts
 
     if target or draft:
-        big, small = _named_pair(target, draft, text)
+        ((big, small),) = _named_pairs(target, draft, text)
         assert text is not None
         require_pair(big, small)
         settings, sampler, written = Evaluate(), Sampler(temperature=temperature), None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from distill.documents.prompts import cut_prompts
@@ -20,12 +21,14 @@ from distill.evaluation.measure import (
 )
 from distill.evaluation.slices import SlicedValues
 from distill.evaluation.stage import continue_all
+from distill.models.conversion.importing import one_engine
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import encode
-from distill.models.loaded import LoadedPair, growing_decoder
+from distill.models.loaded import GROWING, LoadedPair, growing_decoder, load_pair
+from distill.models.pairs import require_pair
 from distill.packing import Packed, pack
 from distill.progress import Progress
-from distill.recipe import Corpus, Evaluate, Source
+from distill.recipe import Corpus, Evaluate, Gguf, PyTorch, Source, Target
 from distill.results.evaluation_results import EvaluationReport
 from distill.sampler import Sampler
 from distill.speculative.decode import plain, room_for
@@ -50,8 +53,7 @@ def evaluate_standalone(
     """
     settings = Evaluate()
     vocabulary = min(pair.target.vocabulary_size, pair.draft.vocabulary_size)
-    gguf = pair.target if isinstance(pair.target, GgufModel) else None
-    to_ids = functools.partial(encode, pair.tokenizer) if gguf is None else gguf.tokenize
+    to_ids = tokenizer_of(pair)
     documents, _ = read_documents(corpus, needed=("test",))
     found = prompts_of(documents, to_ids, prompts, settings)
     ids = [prompt.ids for prompt in found]
@@ -68,7 +70,7 @@ def evaluate_standalone(
         domains["files"] = files.take(slice(0, settings.file_blocks))
     sliced = SlicedValues.of(domains["answers"], pair.token_bytes, pair.ends) if divergence else None
     measured = {
-        name: _measured(pair, blocks, sampler, vocabulary, name, sliced if name == "answers" else None)
+        name: measured_values(pair, blocks, sampler, vocabulary, name, sliced if name == "answers" else None)
         for name, blocks in domains.items()
     }
     rounds = {}
@@ -79,6 +81,23 @@ def evaluate_standalone(
             title = "rounds draft, prompts"
         rounds["draft"] = decode_rounds(target, draft, ids, settings, pair.ends, title)
     return as_report(measured, rounds, sampler, settings, command, sliced=sliced)
+
+
+@contextmanager
+def open_pair(target: str, draft: str, block: int, threads: int | None, gguf: Gguf | None) -> Iterator[LoadedPair]:
+    """A pair of any two models, to be measured on blocks of so many tokens; PairError where they do not fit."""
+    require_pair(target, draft)
+    target, draft = one_engine(target, draft)
+    in_torch = not target.endswith(".gguf")
+    # The layers of the models that decode are laid out later: blocks are read without.
+    pytorch, size = (PyTorch(prepack=False), None) if in_torch else (GROWING, block)
+    with load_pair(Target(model=target), draft, tokens=size, threads=threads, gguf=gguf, pytorch=pytorch) as pair:
+        yield pair
+
+
+def tokenizer_of(pair: LoadedPair) -> Callable[[str], list[int]]:
+    """What makes token ids of a text."""
+    return pair.target.tokenize if isinstance(pair.target, GgufModel) else functools.partial(encode, pair.tokenizer)
 
 
 def corpus_of(paths: Sequence[Path]) -> Corpus:
@@ -105,7 +124,7 @@ def prompts_of(
     return found
 
 
-def _measured(
+def measured_values(
     pair: LoadedPair,
     blocks: Packed,
     sampler: Sampler,

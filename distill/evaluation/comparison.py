@@ -1,0 +1,144 @@
+"""Several drafts of a target, or one draft on several targets, on the same prompts: differences paired by prompt.
+
+Which of two drafts is better? Does the draft of a model still serve its fine-tune?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from distill.documents.sources import read_documents
+from distill.evaluation.measure import METRICS, Measured
+from distill.evaluation.slices import SlicedValues
+from distill.evaluation.standalone import SEED, continued, measured_values, open_pair, prompts_of, tokenizer_of
+from distill.intervals import paired_ratio_interval
+from distill.packing import pack
+from distill.recipe import Corpus, Evaluate, Gguf, is_path
+from distill.results.comparison_results import ComparedDraft, DraftComparison, Stretch
+from distill.results.evaluation_results import MEASURES
+from distill.results.tables import markdown_table
+from distill.sampler import Sampler
+from distill.texts import prompt_seed
+
+STRETCH = 16  # tokens of a stretch
+WORST = 3  # stretches shown, each of another prompt
+
+
+def compare(
+    pairs: Sequence[tuple[str, str]],
+    corpus: Corpus,
+    sampler: Sampler,
+    prompts: int,
+    command: str,
+    threads: int | None = None,
+    gguf: Gguf | None = None,
+) -> DraftComparison:
+    """Pairs of target and draft, each on its target's own text behind the same prompts.
+
+    Raises DataError where the texts give fewer than 4 prompts, PairError for a draft of another vocabulary.
+    """
+    settings, texts = Evaluate(), dict[str, list[list[int]]]()
+    measure = "acceptance_sampling" if sampler.temperature else "acceptance_greedy"
+    column = METRICS.index(measure)
+    accuracy = settings.resamples, settings.confidence
+    documents, _ = read_documents(corpus, needed=("test",))
+    rows: list[ComparedDraft] = []
+    first: Measured | None = None
+    for target, draft in pairs:
+        with open_pair(target, draft, corpus.block, threads, gguf) as pair:
+            found = prompts_of(documents, tokenizer_of(pair), prompts, settings)
+            ids, seeds = [one.ids for one in found], [prompt_seed(SEED, one.id) for one in found]
+            size = min(pair.target.vocabulary_size, pair.draft.vocabulary_size)
+            room = min(corpus.block, pair.target.capacity, pair.draft.capacity)
+            if target not in texts:
+                limit = min(settings.new_tokens, room - max(map(len, ids)))
+                texts[target] = continued(pair, ids, sampler, limit, seeds, size)
+            own = texts[target]
+            blocks = pack(((prompt + text, len(prompt)) for prompt, text in zip(ids, own, strict=True)), room, False)
+            sliced = SlicedValues.of(blocks, pair.token_bytes, pair.ends)
+            measured = measured_values(pair, blocks, sampler, size, "answers", sliced)["draft"]
+            result = measured.divergences(*accuracy)
+            difference = None
+            if first is not None:
+                sums = [by_unit(one, column, len(ids)) for one in (first, measured)]
+                difference = paired_ratio_interval(*sums[0], *sums[1], *accuracy)
+            worst = worst_stretches(sliced, column, own, pair.token_bytes)
+        first = first or measured
+        rows.append(
+            ComparedDraft(
+                short_name(target),
+                short_name(draft),
+                result.tokens,
+                result.forward_kl,
+                result.measure(measure),
+                difference,
+                worst,
+            )
+        )
+    return DraftComparison(command, sampler.describe(), measure, len(ids), rows)
+
+
+def short_name(reference: str) -> str:
+    """A model without the folders it lies in."""
+    return Path(reference).name if is_path(reference) else reference
+
+
+def by_unit(measured: Measured, column: int, units: int) -> tuple[Any, Any]:
+    """Sums of a measure and counts [U] of all prompts, 0 for one whose text is empty."""
+    sums, counts = numpy.zeros(units), numpy.zeros(units)
+    sums[measured.units], counts[measured.units] = measured.least[:, column], measured.counts
+    return sums, counts
+
+
+def worst_stretches(
+    sliced: SlicedValues, column: int, texts: Sequence[Sequence[int]], token_bytes: Callable[[int], bytes]
+) -> list[Stretch]:
+    """The stretch of least acceptance of each prompt's text; of these the least accepted."""
+    found = []
+    for number, parts in sliced.values["draft"].items():
+        accepted = numpy.concatenate([part[:, column].numpy() for part in parts])
+        ends = range(STRETCH, len(accepted) + 1) or [len(accepted)]
+        at = min(ends, key=lambda end: accepted[max(0, end - STRETCH) : end].mean())
+        tokens = texts[number][max(0, at - STRETCH) : at]
+        text = b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
+        found.append(Stretch(text, float(accepted[max(0, at - STRETCH) : at].mean())))
+    return sorted(found, key=lambda stretch: stretch.acceptance)[:WORST]
+
+
+def as_markdown(comparison: DraftComparison) -> str:
+    """A row for each pair, then the stretches that each is accepted least on."""
+    served = ", ".join(f"{name} {value}" for name, value in comparison.sampler.items())
+    title = f"{MEASURES[comparison.measure]}, on the targets' own text behind {comparison.prompts} prompts; {served}"
+    rows = []
+    for row in comparison.rows:
+        figures = [f"{one.mean:.4f} [{one.low:.4f}, {one.high:.4f}]" for one in (row.forward_kl, row.acceptance)]
+        gap = row.difference
+        rise = "" if gap is None else f"{gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]"
+        rows.append([row.target, row.draft, str(row.tokens), *figures, rise])
+    heads = ["target", "draft", "tokens", "KL, nats", "acceptance", "difference to the first, by prompt"]
+    blocks = [title, markdown_table(heads, rows, "llr"), f"Stretches of {STRETCH} tokens that are accepted least:"]
+    blocks.append(
+        "\n".join(
+            f"- {row.draft} for {row.target}: {stretch.acceptance:.3f} in {stretch.text!r}"
+            for row in comparison.rows
+            for stretch in row.worst
+        )
+    )
+    return "\n\n".join([*blocks, f"`{comparison.command}`"]) + "\n"
+
+
+def flat_rows(comparison: DraftComparison) -> list[dict[str, Any]]:
+    """A row for each pair, for jsonl and csv."""
+    flat = []
+    for row in comparison.rows:
+        values: dict[str, Any] = {"target": row.target, "draft": row.draft, "tokens": row.tokens}
+        for name in ("forward_kl", "acceptance", "difference"):
+            interval = getattr(row, name)
+            for part in ("mean", "low", "high"):
+                values[f"{name}_{part}"] = None if interval is None else getattr(interval, part)
+        flat.append(values)
+    return flat
