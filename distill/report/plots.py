@@ -17,7 +17,7 @@ from distill.errors import DataError
 from distill.intervals import Interval, ratio_interval
 from distill.report.text import clean, known
 from distill.results.cut_results import SearchReport
-from distill.results.evaluation_results import MEASURES, PositionAcceptance
+from distill.results.evaluation_results import MEASURES, SLICES, PositionAcceptance, SliceResult
 from distill.results.profile_results import MeasuredCurve
 from distill.results.speedup_results import Measurement
 from distill.results.training_results import STORED, Evaluation, LearningCurve, TrainingStep
@@ -102,6 +102,23 @@ def acceptance_by_position(positions: Sequence[PositionAcceptance]) -> str:
             _measured(axes, 0, "draft", [row.position for row in rows], [row.rate for row in rows])
         axes.set(xlabel="position in the draft", ylabel="acceptance rate", ylim=(0, 1))
         _whole_ticks(axes)
+    return done[0]
+
+
+def acceptance_by_slice(slices: Sequence[SliceResult]) -> str:
+    """Acceptance of the trained draft on each slice of positions, as bars with intervals and counts."""
+    rows = [row for row in slices if "after" in row.acceptance and known(row.acceptance["after"].mean)]
+    with _figure("plot-slices", "Acceptance by slice of positions", 1.0 + 0.24 * len(rows)) as (axes, done):
+        names = list(dict.fromkeys(row.slice for row in rows))
+        for place, row in enumerate(rows):
+            rate, colour = row.acceptance["after"], COLOURS[names.index(row.slice) % len(COLOURS)]
+            first = place == 0 or rows[place - 1].slice != row.slice
+            axes.barh(place, rate.mean, color=colour, alpha=0.8, label=_label(SLICES[row.slice]) if first else None)
+            axes.plot([rate.low, rate.high], [place, place], color=INK, linewidth=1)
+            axes.annotate(f"{row.tokens:,}", (1.0, place), fontsize=7, ha="right", va="center")
+        axes.set_yticks(range(len(rows)), [_label(row.label) for row in rows], fontsize=7.5)
+        axes.set(xlabel="acceptance; tokens on the right", xlim=(0, 1))
+        axes.invert_yaxis()
     return done[0]
 
 
@@ -235,8 +252,11 @@ def _plain_log_scale(axes: Axes) -> None:
 
 
 @contextmanager
-def _figure(name: str, title: str) -> Iterator[tuple[Axes, list[str]]]:
-    """Axes to draw on; after the block the second value holds the finished SVG. Raises DataError without matplotlib."""
+def _figure(name: str, title: str, height: float = 3.3) -> Iterator[tuple[Axes, list[str]]]:
+    """Axes to draw on, `height` in inches; after the block the second value holds the finished SVG.
+
+    Raises DataError without matplotlib.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -265,7 +285,7 @@ def _figure(name: str, title: str) -> Iterator[tuple[Axes, list[str]]]:
     }
     done: list[str] = []
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(5.0, 3.3), layout="constrained")
+        figure = Figure(figsize=(5.0, height), layout="constrained")
         axes = figure.add_subplot()
         yield axes, done
         _legend(figure.legend, axes)

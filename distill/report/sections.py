@@ -199,7 +199,12 @@ def divergence(evaluation: EvaluationReport) -> Html:
     """Every measure by domain, before and after the training."""
     words = f"Before is the draft as cut from the donor, after is the trained draft; {evaluation.sampler_words}."
     stored = as_list(evaluation.stored.sentences) if evaluation.stored else ""
-    return Html(as_paragraph(words) + stored + as_tables(measured_tables.divergences(evaluation)))
+    tables = as_tables(measured_tables.divergences(evaluation))
+    if not evaluation.slices:
+        return Html(as_paragraph(words) + stored + tables)
+    caption = "Where the trained draft is accepted, on the target's own text; lines are intervals over prompts."
+    plot = as_plot(partial(plots.acceptance_by_slice, evaluation.slices), caption)
+    return Html(as_paragraph(words) + stored + tables + as_plots(plot))
 
 
 def cost(profile: ProfileReport) -> Html:

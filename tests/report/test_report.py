@@ -25,7 +25,7 @@ from distill.report import plots
 from distill.report.card import words as escaped
 from distill.report.text import placeless
 from distill.results.cut_results import ModelSizes
-from distill.results.evaluation_results import MEASURES, EvaluationReport
+from distill.results.evaluation_results import MEASURES, EvaluationReport, SliceResult
 from distill.results.export_results import ExportedFile, Parity
 from distill.results.profile_results import MeasuredCurve
 from distill.results.run_results import Machine, RunResults
@@ -197,6 +197,15 @@ def make_metadata() -> dict[str, Any]:
         "files": {"before": measured(0.05), "after": measured(0.48)},
     }
     sampler = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0}
+    slices = [
+        SliceResult(name, label, tokens, tokens / 5000, {"after": Interval(rate, rate - 0.04, rate + 0.03)})
+        for name, label, tokens, rate in (
+            ("repetition", "new", 13100, 0.512),
+            ("repetition", "repeated", 1900, 0.871),
+            ("language", "text", 4000, 0.633),
+            ("language", "code, python", 1000, 0.744),
+        )
+    ]
     reached = {"before": positions(0.55), "after": positions(0.78)}
     llama, versions = "LlamaForCausalLM", ("Linux-6.1-x86_64", "3.11.7", "2.9.1+cpu", "5.3.0")
     return {
@@ -211,7 +220,7 @@ def make_metadata() -> dict[str, Any]:
         "steps": [{"stage": "train", **asdict(step)} for step in steps],
         "profile": {"command": "distill train recipes/demo.yaml", "machine": {}, "curves": curves},
         "evaluation": asdict(
-            EvaluationReport("distill eval demo --kl --acceptance", sampler, 8, domains, reached, {})  # type: ignore[arg-type]
+            EvaluationReport("distill eval demo --kl --acceptance", sampler, 8, domains, reached, {}, slices=slices)  # type: ignore[arg-type]
         ),
         "export": {"command": "distill export-gguf demo", "files": files},
         "speedup": asdict(
@@ -273,7 +282,9 @@ def test_page_is_whole_fetches_nothing_and_changes_no_result() -> None:
     before = copy.deepcopy(results)
     checker = checked(pages.build_page(results))
     assert cards.build_card(results) and results == before
-    assert checker.tags["svg"] == 9  # two of training, positions, two costs and one speedup for each of two backends
+    assert (
+        checker.tags["svg"] == 10
+    )  # two of training, positions, slices, two costs and one speedup for each of two backends
     assert checker.tags["h1"] == 1 and checker.tags["h2"] == 12
 
 
@@ -357,6 +368,16 @@ def test_the_learning_curve_is_shown() -> None:
 
 
 @pytest.mark.usefixtures("without_pictures")
+def test_slices_are_bars_and_rows() -> None:
+    """A figure that repetition makes is seen as such."""
+    values = make_metadata()
+    page = build_page(values)
+    assert "plot-slices" in page and "in the text before: repeated" in page
+    assert "87.1 %" in page and page.count("13,100") == 2  # in the table, and as the bar's count
+    values["evaluation"]["slices"] = []
+    assert "plot-slices" not in build_page(values)
+
+
 def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the report, on the card, and at the end of the command."""
     best = EvaluatedWeights(0, 0.4, 2.0, 9)

@@ -23,11 +23,12 @@ from trainings import (
     trained_by_two,
 )
 
+from distill import machine
 from distill.errors import RecipeError
 from distill.recipe import Adapter, Train, parse_section
 from distill.surgery.sparsity.group_lasso import GroupLasso, zero_groups
 from distill.training.adapters import attach
-from distill.training.optimizer import make_optimizer, set_rates
+from distill.training.optimizer import make_optimizer, orthogonalised, set_rates
 from distill.training.plan import part_at, planned, protocol_of, rate_of, rate_share
 
 MUON = ("train.optimizer=muon", "train.matrix_rate=0.004")
@@ -48,9 +49,14 @@ def with_gradients(model: Any, seed: int) -> None:
 # ── steps by hand ──
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_step_is_that_of_torchs_muon_and_adamw(tied: bool) -> None:
-    """The matrices of the layers by Muon, the rest by AdamW, each with its own rate and decay, bit for bit."""
+@pytest.mark.parametrize(("tied", "features"), [(True, {"bf16"}), (False, {"bf16"}), (True, {"avx2"}), (True, None)])
+def test_a_step_is_that_of_torchs_muon_and_adamw(
+    tied: bool, features: set[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrices of the layers by Muon, the rest by AdamW, each with its own rate and decay, bit for bit; but for the
+    rounding of bfloat16, in which torch's Muon orthogonalises, where the processor has no instructions for it."""
+    monkeypatch.setattr(machine, "cpu_features", lambda: features)
+    exact = features != {"avx2"}
     settings = settings_of(rate=0.01, matrix_rate=0.03, momentum=0.9, beta1=0.8, beta2=0.7, weight_decay=0.1)
     ours, by_hand = (toys.toy("qwen2", tie_word_embeddings=tied) for _ in range(2))
     optimizer = make_optimizer(ours, settings)
@@ -77,8 +83,25 @@ def test_a_step_is_that_of_torchs_muon_and_adamw(tied: bool) -> None:
             saved = copy.deepcopy(optimizer.state_dict())
             optimizer = make_optimizer(ours, settings)
             optimizer.load_state_dict(saved)
+    start = dict(toys.toy("qwen2", tie_word_embeddings=tied).named_parameters())
     for name, parameter in ours.named_parameters():
-        assert torch.equal(parameter, named[name]), name
+        if exact or not name.endswith("_proj.weight"):
+            assert torch.equal(parameter, named[name]), name
+        else:
+            apart, learnt = (parameter - named[name]).norm(), (named[name] - start[name]).norm()
+            assert 0 < apart < 0.02 * learnt, name
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (12, 40), (40, 12)])
+def test_singular_values_are_those_of_the_iterated_polynomial(shape: tuple[int, int]) -> None:
+    """In double precision, against a singular value decomposition: s → 3.4445 s − 4.775 s³ + 2.0315 s⁵, five times."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / values.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+    found = orthogonalised(matrix, (3.4445, -4.775, 2.0315), 5, 1e-7)
+    assert torch.allclose(found, left @ values.diag() @ right, atol=1e-10)
 
 
 def test_muons_steps_are_as_large_as_adamws() -> None:
