@@ -367,7 +367,6 @@ def test_the_learning_curve_is_shown() -> None:
     assert "plot-learning" in page and "would give at most what the line shows" not in page
 
 
-@pytest.mark.usefixtures("without_pictures")
 def test_slices_are_bars_and_rows() -> None:
     """A figure that repetition makes is seen as such."""
     values = make_metadata()
@@ -378,6 +377,7 @@ def test_slices_are_bars_and_rows() -> None:
     assert "plot-slices" not in build_page(values)
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the report, on the card, and at the end of the command."""
     best = EvaluatedWeights(0, 0.4, 2.0, 9)
