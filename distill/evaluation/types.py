@@ -120,7 +120,7 @@ def with_cache(options: GgufOptions, cache: str) -> GgufOptions:
 
 
 def as_markdown(table: TypeTable) -> str:
-    """Targets, then all pairs with the fastest in bold."""
+    """Targets, then all pairs; the fastest is bold where it beats plain decoding."""
     served = ", ".join(f"{name} {value}" for name, value in table.sampler.items())
     title = f"{MEASURES[table.measure]}; {table.tokens} tokens behind {table.prompts} prompts; {served}"
     targets = [
@@ -141,7 +141,7 @@ def as_markdown(table: TypeTable) -> str:
             f"{row.speedup:.2f}",
             f"{row.tokens_per_second:.1f}",
         ]
-        rows.append([f"**{cell}**" for cell in cells] if row == table.fastest else cells)
+        rows.append([f"**{cell}**" for cell in cells] if row.length and row == table.fastest else cells)
     columns = ["target", "draft", "cache", "MB", "KL, nats", "acceptance", "D, ms", "drafted", "speedup", "tokens/s"]
     blocks = [title, markdown_table(heads, targets, "lr"), markdown_table(columns, rows, "lllr"), PREDICTED]
     return "\n\n".join([*blocks, f"`{table.command}`"]) + "\n"
