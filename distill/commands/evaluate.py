@@ -98,7 +98,7 @@ def evaluate(
         _compare_drafts(target, draft, text, temperature, prompts, threads, gguf, output)
         return
     if outtype or target_outtype or cache_type:
-        kinds = (outtype or ["f16"], target_outtype or [], cache_type or ["f16"])
+        kinds = (outtype or [], target_outtype or [], cache_type or ["f16"])
         _compare_types(run, runs, target, draft, text, kinds, temperature, prompts, threads, gguf, output)
         return
     if target or draft:
@@ -242,11 +242,12 @@ def _compare_types(
         big, small, written = recipe.target.model, str(own_run.path("draft")), own_run.path("gguf")
         settings, sampler = recipe.eval, Sampler.of(recipe.sampler)
         found = read_prompts(own_run, "test")[: settings.prompts]
-    if big.endswith(".gguf") and target_outtypes:
-        raise RecipeError(f"{big} has its types already", "leave --target-outtype out, or give the folder")
+    for model, own, name in ((big, target_outtypes, "--target-outtype"), (small, outtypes, "--outtype")):
+        if model.endswith(".gguf") and own:
+            raise RecipeError(f"{model} has its types already", f"leave {name} out, or give the folder")
     with tempfile.TemporaryDirectory() as scratch:
         targets = files_of_types(big, target_outtypes or ["f16"], Path(scratch), "target", written)
-        drafts = files_of_types(small, outtypes, Path(scratch), "draft", written)
+        drafts = files_of_types(small, outtypes or ["f16"], Path(scratch), "draft", written)
         prompts = {prompt.id: prompt.ids for prompt in found}
         command = "distill " + " ".join(sys.argv[1:])
         table = measure_types(targets, drafts, caches, prompts, sampler, settings, command, gguf, threads)

@@ -52,12 +52,14 @@ def test_types_agree_with_the_evaluation_of_the_files(
     files = [next((tmp_path / name).glob("*.gguf")) for name in ("target", "draft")]
     capsys.readouterr()
     pair = ["--target", files[0], "--draft", files[1], "--text", world / "corpus", "--prompts", 6]
-    report, table = compared(capsys, *pair, "--kl"), compared(capsys, *pair, "--outtype", "f16")
+    report, table = compared(capsys, *pair, "--kl"), compared(capsys, *pair, "--cache-type", "f16")
     (row,) = table["rows"]  # type: ignore[misc]
     own = report["domains"]["answers"]["draft"]  # type: ignore[index]
     for name, measure in (("forward_kl", "forward_kl"), ("acceptance", "acceptance_sampling")):
         assert row[name]["mean"] == pytest.approx(own[measure]["mean"], rel=1e-3)
     assert table["tokens"] == own["tokens"]
+    assert tiny.call("eval", *pair, "--outtype", "q8_0") == 2
+    assert "has its types already" in capsys.readouterr().err
 
 
 def test_a_run_in_several_types(finished: Path, capsys: Capture) -> None:
