@@ -6,7 +6,7 @@ Legend: γ or n drafted tokens of a round, T target, D draft.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from distill.run import Run
 from distill.speculative.calibration import (
     FITTED,
     Calibration,
-    Recorded,
+    Recorder,
     expected_calibration_error,
     fit_calibration,
     log_loss,
@@ -33,8 +33,7 @@ from distill.speculative.costs.curve import StepCosts
 from distill.speculative.costs.paid import DraftSteps, PaidCosts
 from distill.speculative.decode import decode_text, room_for
 from distill.speculative.draft import ModelDrafter, distribution_sampler
-from distill.speculative.lengths import Fixed
-from distill.speculative.proposal import ROOT, Features, Proposal
+from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.rules import GREEDY, Rules
 from distill.speculative.trees.shape import RankTally
 from distill.speculative.trees.tree import best_tokens
@@ -53,19 +52,6 @@ class Fit:
 
     kind: Literal["Logistic"]
     fields: Calibration
-
-
-@dataclass
-class Recorder(Fixed):
-    """Drafts a fixed length and keeps what was seen of every round, and the text's new tokens."""
-
-    reads_features = True
-    rounds: list[Recorded] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-
-    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
-        """Keep the round."""
-        self.rounds.append(Recorded(tuple(features[:drafted]), accepted))
 
 
 def record_rounds(

@@ -31,7 +31,11 @@ def evaluate(
         typer.Option("--kl", help="KL in both directions, total variation, agreement, acceptance by each verifier."),
     ] = False,
     acceptance: Annotated[
-        bool, typer.Option("--acceptance", help="Acceptance by position, from decoded rounds.")
+        bool,
+        typer.Option(
+            "--acceptance",
+            help="Acceptance by position, from decoded rounds, and whether the draft's probabilities can be trusted.",
+        ),
     ] = False,
     by: Annotated[
         list[str] | None,
@@ -41,6 +45,17 @@ def evaluate(
             help="Show acceptance by this slice alone: token, depth, repetition, part, language, or class (of "
             "prompts); may be repeated.",
         ),
+    ] = None,
+    parity: Annotated[
+        bool,
+        typer.Option(
+            "--parity",
+            help="Score the same tokens by transformers, the training's loss, our decoder, llama.cpp and a server: one "
+            "acceptance, or where the difference enters.",
+        ),
+    ] = False,
+    url: Annotated[
+        str | None, typer.Option("--url", help="With --parity: a llama-server that serves the target.")
     ] = None,
     outtype: Annotated[
         list[str] | None,
@@ -90,6 +105,12 @@ def evaluate(
     from distill.evaluation.markdown import as_markdown
     from distill.results.evaluation_results import flat_rows
 
+    if parity or url is not None:
+        if not parity or outtype or target_outtype or cache_type or by or gguf is not None:
+            what = "--parity goes with a run or a pair, --url, --text, --temperature and --threads alone"
+            raise RecipeError(what, "leave the other options out")
+        _print_parity(run, runs, target, draft, text, temperature, threads, url, output)
+        return
     if target and draft and len(target) + len(draft) > 2:
         if outtype or target_outtype or cache_type or by:
             raise RecipeError(
@@ -135,6 +156,7 @@ def evaluate(
             domains={},
             positions={},
             tokens_per_round={},
+            reliability={},
             classes=report.classes if CLASS in by else [],
             slices=[one for one in report.slices if one.slice in by],
         )
@@ -142,8 +164,38 @@ def evaluate(
         stored = None if report.stored is None else replace(report.stored, bounds={})
         report = replace(report, domains={}, stored=stored)
     if not acceptance:
-        report = replace(report, positions={}, tokens_per_round={})
+        report = replace(report, positions={}, tokens_per_round={}, reliability={})
     shared.print_table(without_nan(flat_rows(report)), as_markdown(report), as_json(report), output)
+
+
+def _print_parity(
+    run: str | None,
+    runs: Path,
+    target: list[str] | None,
+    draft: list[str] | None,
+    text: list[Path] | None,
+    temperature: float,
+    threads: int | None,
+    url: str | None,
+    output: str,
+) -> None:
+    """Print the ways in which a run's pair, or any pair, is scored."""
+    shared.require_format(output)
+    shared.prepare(threads)
+    from distill.commands.parity import measure_parity, of_models, of_run
+    from distill.evaluation.parity import as_markdown, flat_rows
+
+    if target or draft:
+        pairs = _named_pairs(target, draft, text)
+        if len(pairs) > 1:
+            raise RecipeError("--parity is of one pair", "give one target and draft")
+        pair = of_models(*pairs[0], text or (), temperature, threads)
+    else:
+        recipe, own_run = shared.find_run(run, runs)
+        shared.run_until(recipe, own_run, "train", threads=threads)
+        pair = of_run(recipe, own_run, threads)
+    table = measure_parity(pair, url)
+    shared.print_table(without_nan(flat_rows(table)), as_markdown(table), as_json(table), output)
 
 
 def _require_measured(report: EvaluationReport, by: Sequence[str]) -> None:

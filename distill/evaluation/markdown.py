@@ -10,6 +10,7 @@ from distill.results.evaluation_results import (
     CEILING,
     FEW_PROMPTS,
     MEASURES,
+    RELIABILITIES,
     SAMPLED,
     SAMPLED_MEANS,
     SLICES,
@@ -17,6 +18,7 @@ from distill.results.evaluation_results import (
     Divergences,
     EvaluationReport,
     PositionAcceptance,
+    Reliability,
     StoredMeasures,
     shown_measures,
 )
@@ -35,6 +37,8 @@ def as_markdown(report: EvaluationReport) -> str:
     blocks += _classes(report) if report.classes else []
     blocks += _slices(report) if report.slices else []
     blocks += _positions(report) if report.positions else []
+    for draft, found in report.reliability.items():
+        blocks += _reliability(draft, found)
     return "\n\n".join([*blocks, f"`{report.command}`"]) + "\n"
 
 
@@ -101,6 +105,22 @@ def _positions(report: EvaluationReport) -> list[str]:
     heads = ["position", *(f"{name} (accepted / reached)" for name in report.positions)]
     title = f"**Acceptance by draft position** (greedy, up to {report.length} drafted; given that it was reached)"
     return [title, markdown_table(heads, rows)]
+
+
+def _reliability(draft: str, found: Sequence[Reliability]) -> list[str]:
+    """What the draft promises of its tokens, and what is accepted, by bin."""
+    bins = sorted({(one.low, one.high) for part in found for one in part.bins})
+    rows = []
+    for low, high in bins:
+        own = [next((one for one in part.bins if one.low == low), None) for part in found]
+        cells = ["none" if one is None else f"{one.promised:.3f}: {_cell(one.accepted)} ({one.tokens})" for one in own]
+        rows.append([f"{low:.1f} to {high:.1f}", *cells])
+    rows.append(["all", *(f"{part.promised:.3f}: {_cell(part.accepted)} ({part.tokens})" for part in found)])
+    rows.append(
+        ["calibration error", *(f"{part.error:.3f} (chance alone: {part.error_of_chance:.3f})" for part in found)]
+    )
+    title = f"**Can the draft's probabilities be trusted?** {draft}; promised: accepted (tokens)"
+    return [title, markdown_table(["probability", *(RELIABILITIES[part.of] for part in found)], rows)]
 
 
 def _cell(figure: Interval | None) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.errors import DataError
+from distill.evaluation.reliability import reliability
 from distill.intervals import Interval, ratio_interval
 from distill.models.base import Model
 from distill.models.finite import place_of, require_finite
@@ -37,7 +38,10 @@ from distill.results.evaluation_results import (
     StoredMeasures,
 )
 from distill.sampler import Sampler
-from distill.speculative.decode import Round, room_for, speculative
+from distill.speculative.calibration import Recorded, Recorder
+from distill.speculative.decode import Round, decode_text, room_for
+from distill.speculative.draft import ModelDrafter
+from distill.speculative.rules import Rules
 
 if TYPE_CHECKING:
     from distill.evaluation.slices import SlicedValues
@@ -233,6 +237,14 @@ def tokens_per_round(rounds: Sequence[Sequence[Round]], resamples: int, confiden
     return ratio_interval(emitted, [len(own) for own in rounds], resamples, confidence)
 
 
+@dataclass(frozen=True)
+class DecodedRounds:
+    """The rounds of every prompt, and what the draft's distributions were in them."""
+
+    rounds: list[list[Round]]
+    seen: list[list[Recorded]]
+
+
 def decode_rounds(
     target: Model,
     draft: Model,
@@ -240,20 +252,22 @@ def decode_rounds(
     settings: Evaluate,
     ends: Sequence[int],
     title: str,
-) -> list[list[Round]]:
-    """Greedy speculative decoding of every prompt; the rounds of each."""
-    progress = Progress(title, len(prompts))
-    rounds = []
+) -> DecodedRounds:
+    """Greedy speculative decoding of every prompt from cold caches."""
+    progress, rules, found = Progress(title, len(prompts)), Rules(ends=ends), DecodedRounds([], [])
     for prompt in prompts:
+        recorder = Recorder(settings.length)
+        drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random)
         limit = room_for(target, draft, len(prompt), settings.new_tokens)
-        rounds.append(speculative(target, draft, prompt, limit, settings.length, ends).rounds)
+        found.rounds.append(decode_text(target, drafter, prompt, limit, rules).rounds)
+        found.seen.append(recorder.rounds)
         progress.step()
-    return rounds
+    return found
 
 
 def as_report(
     measured: Mapping[str, Mapping[str, Measured]],
-    rounds: Mapping[str, list[list[Round]]],
+    decoded: Mapping[str, DecodedRounds],
     sampler: Sampler,
     settings: Evaluate,
     command: str,
@@ -263,10 +277,11 @@ def as_report(
 ) -> EvaluationReport:
     """The report of what was measured of each draft in each domain, and of the decoded rounds of each draft.
 
-    `classes` names that of each document of domain `answers`, which are the prompts of `rounds`; none, where they are
+    `classes` names that of each document of domain `answers`, which are the prompts of `decoded`; none, where they are
     not distinguished. `sliced` has seen the values of domain `answers`.
     """
     accuracy = settings.resamples, settings.confidence
+    rounds = {name: own.rounds for name, own in decoded.items()}
     report = EvaluationReport(
         command=command,
         sampler=sampler.describe(),
@@ -277,6 +292,7 @@ def as_report(
         },
         positions={name: position_acceptance(own, settings.length, *accuracy) for name, own in rounds.items()},
         tokens_per_round={name: tokens_per_round(own, *accuracy) for name, own in rounds.items()},
+        reliability={name: reliability(own.seen, *accuracy) for name, own in decoded.items()},
         stored=stored,
     )
     if sliced is not None:

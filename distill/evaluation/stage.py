@@ -114,7 +114,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
     rounds = {"after": decode_rounds(big, small, ids, recipe.eval, ends, "rounds after, prompts")}
     classes = [prompt.kind for prompt in prompts] if all(texts) else ()
     report = as_report(measured, rounds, sampler, recipe.eval, run.command, classes, sliced=sliced)
-    write_rounds(run.path("rounds.parquet"), rounds)
+    write_rounds(run.path("rounds.parquet"), {name: own.rounds for name, own in rounds.items()})
     return [*_written(run, report), run.path("rounds.parquet")]
 
 

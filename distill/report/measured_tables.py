@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from distill.intervals import Interval
 from distill.report.text import (
@@ -22,6 +23,7 @@ from distill.results.evaluation_results import (
     FEW_PROMPTS,
     MEASURES,
     RATES,
+    RELIABILITIES,
     SAMPLED,
     SAMPLED_MEANS,
     SIDES,
@@ -31,6 +33,7 @@ from distill.results.evaluation_results import (
     Divergences,
     EvaluationReport,
     PositionAcceptance,
+    Reliability,
     StoredMeasures,
 )
 from distill.results.export_results import ExportedFile, ExportReport, Parity
@@ -53,6 +56,19 @@ def positions(rows: list[PositionAcceptance], command: str) -> Table:
         "rate": lambda one: interval(one.rate, rate=True),
     }
     return table_of(rows, columns, command)
+
+
+def reliability(found: list[Reliability], command: str) -> Table:
+    """What the draft's probabilities promise, beside what was accepted."""
+    columns: Columns[Reliability] = {
+        "probability of": lambda one: RELIABILITIES[one.of],
+        "tokens": lambda one: number(one.tokens),
+        "promised": lambda one: percent(one.promised),
+        "accepted": lambda one: interval(one.accepted, rate=True),
+        "calibration error": lambda one: f"{one.error:.3f}",
+        "by chance alone": lambda one: f"{one.error_of_chance:.3f}",
+    }
+    return replace(table_of(found, columns, command), title="the draft's own probabilities")
 
 
 def divergences(evaluation: EvaluationReport) -> list[Table]:

@@ -17,7 +17,14 @@ from distill.errors import DataError
 from distill.intervals import Interval, ratio_interval
 from distill.report.text import clean, known
 from distill.results.cut_results import SearchReport
-from distill.results.evaluation_results import MEASURES, SLICES, PositionAcceptance, SliceResult
+from distill.results.evaluation_results import (
+    MEASURES,
+    RELIABILITIES,
+    SLICES,
+    PositionAcceptance,
+    Reliability,
+    SliceResult,
+)
 from distill.results.profile_results import MeasuredCurve
 from distill.results.speedup_results import Measurement
 from distill.results.training_results import STORED, Evaluation, LearningCurve, TrainingStep
@@ -122,6 +129,17 @@ def acceptance_by_slice(slices: Sequence[SliceResult]) -> str:
     return done[0]
 
 
+def reliability(found: Sequence[Reliability]) -> str:
+    """The share accepted over the draft's own probability, with intervals; on the diagonal it keeps its promise."""
+    with _figure("plot-reliability", "Accepted share over the draft's own probability") as (axes, done):
+        axes.plot([0, 1], [0, 1], color=INK, linewidth=1, alpha=0.7, label="as promised")
+        for index, one in enumerate(found):
+            label = f"{RELIABILITIES[one.of]}, error {one.error:.3f}"
+            _measured(axes, index, label, [bin.promised for bin in one.bins], [bin.accepted for bin in one.bins])
+        axes.set(xlabel="probability that the draft gives", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
+    return done[0]
+
+
 def cost_curves(curves: Sequence[MeasuredCurve], backend: str, relative: bool = False) -> str:
     """T(m) of every model on one backend, in milliseconds or relative to T(1), with the band of repeats."""
     name, words = ("relative", "Cost relative to one token") if relative else ("cost", "Milliseconds for m tokens")
@@ -211,7 +229,7 @@ def _training_plot(name: str, title: str, unit: str, steps: Sequence[TrainingSte
     return done[0]
 
 
-def _measured(axes: Axes, index: int, label: str, x: Sequence[int], found: Sequence[Interval]) -> None:
+def _measured(axes: Axes, index: int, label: str, x: Sequence[float], found: Sequence[Interval]) -> None:
     below = [max(0.0, one.mean - one.low) if known(one.low) else 0.0 for one in found]
     above = [max(0.0, one.high - one.mean) if known(one.high) else 0.0 for one in found]
     axes.errorbar(

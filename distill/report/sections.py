@@ -191,8 +191,17 @@ def positions(evaluation: EvaluationReport) -> Html:
         "The share accepted of the tokens drafted at each position; bars are intervals. A token behind a rejected "
         "one was never reached and is not counted."
     )
-    plot = as_plot(partial(plots.acceptance_by_position, rows), caption)
-    return Html(as_plots(plot) + as_table(measured_tables.positions(rows, evaluation.command)))
+    shown = [as_plot(partial(plots.acceptance_by_position, rows), caption)]
+    tables = [measured_tables.positions(rows, evaluation.command)]
+    if found := evaluation.reliability.get("after"):
+        caption = (
+            "Can the draft's probabilities be trusted, on which rules such as p_min stop drafting? Below the diagonal "
+            "it promises too much. The running product is of a draft's probabilities up to a token, and comes "
+            "true where all of them are accepted."
+        )
+        shown.append(as_plot(partial(plots.reliability, found), caption))
+        tables.append(measured_tables.reliability(found, evaluation.command))
+    return Html(as_plots(*shown) + as_tables(tables))
 
 
 def divergence(evaluation: EvaluationReport) -> Html:

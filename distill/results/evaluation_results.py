@@ -37,6 +37,9 @@ SLICES = {
     "language": "text or code",
 }
 
+# What `Reliability` is of, and its label.
+RELIABILITIES = {"token": "drafted token", "product": "running product"}
+
 FEW_PROMPTS = 8  # an interval over fewer says nothing
 SIDES = ("before", "after")  # the drafts of a run: as cut, and as trained
 
@@ -108,6 +111,34 @@ class SliceResult:
 
 
 @dataclass(frozen=True)
+class ReliabilityBin:
+    """The tokens whose promised probability lies from `low` to `high`: its mean, and the share that was accepted."""
+
+    low: Figure
+    high: Figure
+    tokens: int
+    promised: Figure
+    accepted: Interval
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """How a draft's own probabilities compare with what was accepted, on greedily decoded rounds.
+
+    `of` is one of RELIABILITIES. `error` is the expected calibration error, `error_of_chance` what it would be on
+    average if every probability were right: so few tokens give it by chance alone.
+    """
+
+    of: str
+    tokens: int
+    promised: Figure
+    accepted: Interval
+    error: Figure
+    error_of_chance: Figure
+    bins: list[ReliabilityBin]
+
+
+@dataclass(frozen=True)
 class Bounds:
     """The least and the largest mean that a compact store allows; NaN where it gives no bound."""
 
@@ -174,9 +205,9 @@ class EvaluationReport:
     """eval.json. `length` is γ of the decoded rounds; the dictionaries without a domain are by draft.
 
     `domains` is empty where no divergences were asked for; `positions` and `tokens_per_round` where no rounds were;
-    `classes` where the prompts have no labels and modes, or all the same; `slices` of runs evaluated before they were
-    measured. `stored` where the target was not loaded;
-    `sampler` is then that of the stored distributions.
+    `classes` where the prompts have no labels and modes, or all the same; `slices` and `reliability` of runs evaluated
+    before they were measured. `stored` where the target was not loaded; `sampler` is then that of the stored
+    distributions.
     """
 
     command: str
@@ -188,6 +219,7 @@ class EvaluationReport:
     classes: list[ClassResult] = field(default_factory=list)
     stored: StoredMeasures | None = None
     slices: list[SliceResult] = field(default_factory=list)
+    reliability: dict[str, list[Reliability]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not all(self.domains.values()):
@@ -250,6 +282,11 @@ def flat_rows(report: EvaluationReport) -> list[dict[str, Any]]:
         row("rounds", draft, f"accepted at {one.position}", one.rate)
         for draft, positions in report.positions.items()
         for one in positions
+    ]
+    rows += [
+        row("rounds", draft, f"calibration error, {RELIABILITIES[one.of]}", Interval(one.error, math.nan, math.nan))
+        for draft, reliabilities in report.reliability.items()
+        for one in reliabilities
     ]
     if report.stored is None:
         return rows

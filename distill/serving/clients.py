@@ -137,6 +137,20 @@ class LlamaClient(Client):
         size = meta.get("n_vocab") if isinstance(meta, dict) else None
         return size if isinstance(size, int) else None
 
+    def likeliest(self, ids: Sequence[int], count: int) -> dict[int, float]:
+        """The log-probabilities, before any sampler, of the `count` likeliest tokens after these; ServingError where it
+        gives none."""
+        body = LLAMA_PLAIN | {"prompt": list(ids), "n_predict": 1, "n_probs": count, "temperature": 0}
+        listed = self.http.post("/completion", body).get("completion_probabilities")
+        first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
+        top = first.get("top_logprobs")
+        found = (
+            {one["id"]: one["logprob"] for one in top if {"id", "logprob"} <= {*one}} if isinstance(top, list) else {}
+        )
+        if not found:
+            raise ServingError(f"{self.url} gives no log-probabilities (n_probs)", "llama-server of this year does")
+        return found
+
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text as the server reads it, control tokens in it as such."""
         found = self.http.post("/tokenize", {"content": text, "add_special": False, "parse_special": True})

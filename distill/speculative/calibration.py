@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
 from distill.errors import DataError
+from distill.speculative.lengths import Fixed
 from distill.speculative.proposal import Features
 
 Array = NDArray[numpy.float64]
@@ -31,6 +33,19 @@ class Recorded:
     def judged(self) -> list[tuple[int, Features, bool]]:
         """(position, features, accepted) of the positions that were drafted and reached."""
         return [(j, self.features[j], j < self.accepted) for j in range(min(len(self.features), self.accepted + 1))]
+
+
+@dataclass
+class Recorder(Fixed):
+    """Drafts a fixed length and keeps what was seen of every round, and the text's new tokens."""
+
+    reads_features = True
+    rounds: list[Recorded] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
+        """Keep the round."""
+        self.rounds.append(Recorded(tuple(features[:drafted]), accepted))
 
 
 def clamp(probability: float) -> float:
@@ -136,7 +151,9 @@ def log_loss(probabilities: Sequence[float] | Array, outcomes: Sequence[bool]) -
     return float(-numpy.where(numpy.asarray(outcomes), numpy.log(p), numpy.log1p(-p)).mean())
 
 
-def expected_calibration_error(probabilities: Sequence[float], outcomes: Sequence[bool], bins: int = 10) -> float:
+def expected_calibration_error(
+    probabilities: Sequence[float] | Array, outcomes: Sequence[bool] | NDArray[Any], bins: int = 10
+) -> float:
     """Mean |predicted − observed rate| over bins of equal width, weighted by their counts (Guo et al. 2017, eq. 3)."""
     p, y = numpy.asarray(probabilities), numpy.asarray(outcomes, float)
     index = numpy.minimum((p * bins).astype(int), bins - 1)

@@ -21,7 +21,6 @@ from toys import random_prompts
 
 from distill.benchmark.calibrate import (
     RANKS,
-    Recorder,
     calibrate,
     load_texts,
     read_ranks,
@@ -49,6 +48,7 @@ from distill.recipe.measuring import fixed_length
 from distill.results.serialise import read_result
 from distill.results.speedup_results import PairMeasured, SpeedupReport
 from distill.sampler import Sampler
+from distill.speculative.calibration import Recorder
 from distill.speculative.configured import check_configurations, lossy_reason, make_drafter
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import decode_text

@@ -25,7 +25,14 @@ from distill.report import plots
 from distill.report.card import words as escaped
 from distill.report.text import placeless
 from distill.results.cut_results import ModelSizes
-from distill.results.evaluation_results import MEASURES, EvaluationReport, SliceResult
+from distill.results.evaluation_results import (
+    MEASURES,
+    RELIABILITIES,
+    EvaluationReport,
+    Reliability,
+    ReliabilityBin,
+    SliceResult,
+)
 from distill.results.export_results import ExportedFile, Parity
 from distill.results.profile_results import MeasuredCurve
 from distill.results.run_results import Machine, RunResults
@@ -207,6 +214,15 @@ def make_metadata() -> dict[str, Any]:
         )
     ]
     reached = {"before": positions(0.55), "after": positions(0.78)}
+    bins = [
+        ReliabilityBin(at / 10, at / 10 + 0.1, 321, at / 10 + 0.05, Interval(at / 12, at / 13, at / 11))
+        for at in range(10)
+    ]
+    trust = {
+        "after": [
+            Reliability(of, 3210, 0.617, Interval(0.533, 0.512, 0.551), 0.0837, 0.0191, bins) for of in RELIABILITIES
+        ]
+    }
     llama, versions = "LlamaForCausalLM", ("Linux-6.1-x86_64", "3.11.7", "2.9.1+cpu", "5.3.0")
     return {
         "name": "demo",
@@ -220,7 +236,16 @@ def make_metadata() -> dict[str, Any]:
         "steps": [{"stage": "train", **asdict(step)} for step in steps],
         "profile": {"command": "distill train recipes/demo.yaml", "machine": {}, "curves": curves},
         "evaluation": asdict(
-            EvaluationReport("distill eval demo --kl --acceptance", sampler, 8, domains, reached, {}, slices=slices)  # type: ignore[arg-type]
+            EvaluationReport(
+                "distill eval demo --kl --acceptance",
+                sampler,
+                8,
+                domains,
+                reached,
+                {},
+                slices=slices,
+                reliability=trust,
+            )  # type: ignore[arg-type]
         ),
         "export": {"command": "distill export-gguf demo", "files": files},
         "speedup": asdict(
@@ -283,8 +308,8 @@ def test_page_is_whole_fetches_nothing_and_changes_no_result() -> None:
     checker = checked(pages.build_page(results))
     assert cards.build_card(results) and results == before
     assert (
-        checker.tags["svg"] == 10
-    )  # two of training, positions, slices, two costs and one speedup for each of two backends
+        checker.tags["svg"] == 11
+    )  # two of training, positions, reliability, slices, two costs and one speedup for each of two backends
     assert checker.tags["h1"] == 1 and checker.tags["h2"] == 12
 
 
@@ -372,6 +397,7 @@ def test_slices_are_bars_and_rows() -> None:
     values = make_metadata()
     page = build_page(values)
     assert "plot-slices" in page and "in the text before: repeated" in page
+    assert "plot-reliability" in page and "running product, error 0.084" in page and "0.019" in page
     assert "87.1 %" in page and page.count("13,100") == 2  # in the table, and as the bar's count
     values["evaluation"]["slices"] = []
     assert "plot-slices" not in build_page(values)

@@ -12,7 +12,6 @@ from table_model import TableModel
 from toys import random_prompts
 
 from distill.benchmark.calibrate import (
-    Recorder,
     calibrate,
     load_calibrations,
     record_rounds,
@@ -36,7 +35,7 @@ from distill.results.speedup_results import (
     SpeedupReport,
 )
 from distill.sampler import Sampler
-from distill.speculative.calibration import FITTED, Recorded, fit_calibration
+from distill.speculative.calibration import FITTED, Recorded, Recorder, fit_calibration
 from distill.speculative.configured import check_configurations, lossy_reason
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import Decoded, decode
