@@ -37,6 +37,7 @@ COLOURS = ("#2f81d6", "#e0792b", "#2f9e77", "#a86bd1", "#d6455d", "#8a8f98", "#b
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK = "#010203"  # stands for the page's own text colour until the drawing is done
 POINTS = 400
+TICK = 34  # letters of a label beside an axis
 RESAMPLES, CONFIDENCE = 1000, 0.95  # of the bars of evaluations
 
 Figure = Callable[[TrainingStep], float]
@@ -123,7 +124,7 @@ def acceptance_by_slice(slices: Sequence[SliceResult]) -> str:
             axes.barh(place, rate.mean, color=colour, alpha=0.8, label=_label(SLICES[row.slice]) if first else None)
             axes.plot([rate.low, rate.high], [place, place], color=INK, linewidth=1)
             axes.annotate(f"{row.tokens:,}", (1.0, place), fontsize=7, ha="right", va="center")
-        axes.set_yticks(range(len(rows)), [_label(row.label) for row in rows], fontsize=7.5)
+        axes.set_yticks(range(len(rows)), [_label(row.label, TICK) for row in rows], fontsize=7.5)
         axes.set(xlabel="acceptance; tokens on the right", xlim=(0, 1))
         axes.invert_yaxis()
     return done[0]
@@ -244,10 +245,10 @@ def _measured(axes: Axes, index: int, label: str, x: Sequence[float], found: Seq
     )
 
 
-def _label(text: str) -> str:
+def _label(text: str, longest: int = 52) -> str:
     """One line, never longer than the plot; matplotlib hides a label that begins with an underscore."""
     text = clean(text).replace("\n", " ").lstrip("_") or "unnamed"
-    return text if len(text) <= 52 else text[:51] + "…"
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def _slug(text: str) -> str:
@@ -325,13 +326,18 @@ def _legend(place: Callable[..., Any], axes: Axes) -> None:
         place(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
 
 
+def _renamed(tag: str, name: str) -> str:
+    """A tag whose ids and references begin with a name; labels, between tags, stay as they are."""
+    tag = re.sub(r'\bid="', f'id="{name}-', tag)
+    return tag.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
+
+
 def _inline(drawn: str, name: str, title: str) -> str:
     """A matplotlib SVG file as an element of a page: ids of its own, the page's colour and width."""
     from html import escape
 
     svg = drawn[drawn.index("<svg") :].strip().replace(INK, "currentColor")
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = svg.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
+    svg = re.sub(r"<[^>]+>", lambda tag: _renamed(tag[0], name), svg)
     opening = re.match(r"<svg[^>]*?(viewBox=\"[^\"]*\")[^>]*>", svg)
     assert opening is not None
     head = (
