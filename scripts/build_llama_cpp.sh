@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds llama-server and llama-speculative-simple from the source package of the tested llama-cpp-python, so that
-# scripts/benchmarks/beside_llama_cpp.py and `distill serve-check` can be tried on the very llama.cpp that distill runs on.
+# Builds llama-server, llama-speculative-simple and llama-perplexity from the source package of the tested llama-cpp-python,
+# so that scripts/benchmarks/beside_llama_cpp.py, `distill serve-check` and the evaluation's KL can be tried on the very
+# llama.cpp that distill runs on.
 #
 #   bash scripts/build_llama_cpp.sh [FOLDER]      binaries in FOLDER/bin (default: build/llama.cpp); resumes where it stopped
 #   CMAKE_ARGS="-DGGML_CUDA=on" bash scripts/build_llama_cpp.sh      as for llama-cpp-python itself
@@ -26,7 +27,7 @@ done
 mkdir -p "$folder"
 source="$folder/$package/vendor/llama.cpp"
 if [[ ! -f "$source/CMakeLists.txt" ]]; then
-    "$python" -m pip download --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-binary llama-cpp-python \
+    "$python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
         --dest "$folder" "llama-cpp-python==$version" 2>/dev/null ||
         [[ -f "$folder/$package.tar.gz" ]] || fail "the source package of llama-cpp-python $version could not be downloaded"
     tar -xzf "$folder/$package.tar.gz" -C "$folder"
@@ -36,7 +37,8 @@ fi
 cmake -S "$source" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_APP=OFF \
     -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DBUILD_SHARED_LIBS=OFF ${CMAKE_ARGS:-} >"$folder/cmake.log" 2>&1 ||
     fail "cmake refused; see $folder/cmake.log"
-cmake --build "$folder/build" --target llama-server llama-speculative-simple --parallel "${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc 2>/dev/null || echo 2)}"
+programs=(llama-server llama-speculative-simple llama-perplexity)
+cmake --build "$folder/build" --target "${programs[@]}" --parallel "${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc 2>/dev/null || echo 2)}"
 mkdir -p "$folder/bin"
-cp "$folder/build/bin/llama-server" "$folder/build/bin/llama-speculative-simple" "$folder/bin/"
-echo "$folder/bin: llama-server and llama-speculative-simple of llama-cpp-python $version"
+for program in "${programs[@]}"; do cp "$folder/build/bin/$program" "$folder/bin/"; done
+echo "$folder/bin: ${programs[*]} of llama-cpp-python $version"

@@ -1,6 +1,8 @@
 """Estimated steps on a machine that a file describes: T(m) from what a step reads and computes.
 
-T(m) = max(bytes ÷ bandwidth, operations ÷ compute) + overhead. Legend: m tokens of a step of one sequence.
+T(m) = max(bytes ÷ bandwidth, operations ÷ compute) + overhead, of the step and of each layer.
+
+Legend: m tokens of a step of one sequence.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class Hardware(Section):
     memory_gb_per_s: Sourced
     compute_tflop_per_s: Sourced
     overhead_ms: Sourced
+    layer_overhead_ms: Sourced | None = None
     link_gb_per_s: Sourced | None = None
     link_share: Sourced | None = None
     link_jitter: Sourced | None = None
@@ -95,7 +98,8 @@ class StepWork:
         """T(tokens) behind `depth` cached tokens, where all weights lie in the device's own memory."""
         read = (self.weight_bytes(tokens) + depth * self.position_bytes) / hardware.memory_gb_per_s.value / 1e9
         computed = 2 * tokens * self.parameters / hardware.compute_tflop_per_s.value / 1e12
-        return max(read, computed) + hardware.overhead_ms.value / 1e3
+        layer = 0.0 if hardware.layer_overhead_ms is None else hardware.layer_overhead_ms.value
+        return max(read, computed) + (hardware.overhead_ms.value + self.layers * layer) / 1e3
 
 
 def work_of(reference: str, weight_bytes: float) -> StepWork:

@@ -20,10 +20,10 @@ from torch import Tensor
 from distill import divergences
 from distill.errors import DataError
 from distill.evaluation.reliability import reliability
+from distill.evaluation.row_logits import RowLogits
 from distill.intervals import Interval, ratio_interval
 from distill.models.base import Model
 from distill.models.finite import place_of, require_finite
-from distill.models.packed_forward import packed_inputs
 from distill.models.server_commands import DRAWN_AMONG
 from distill.models.torch_model import model_name
 from distill.packing import Packed
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from distill.evaluation.slices import SlicedValues
 
 METRICS = tuple(MEASURES)  # columns of `position_metrics`
-CHUNK = 64  # positions whose logits [64, V] are held at once of models that read single texts
+CHUNK = 64  # positions whose logits [64, V] are held at once
 Sums = NDArray[numpy.float64]
 
 
@@ -154,19 +154,21 @@ def block_values(
 ) -> Iterator[Values]:
     """Of models of transformers, which read whole blocks. DataError for logits that are not finite, and for blocks that
     do not number their documents."""
-    device = next(target.parameters()).device
+    big, small = RowLogits(target), {name: RowLogits(draft) for name, draft in drafts.items()}
     for start in range(0, len(blocks), batch):
         part = blocks.take(slice(start, start + batch))
         documents = list(scored_documents(part))
-        expected = target(**packed_inputs(target, part)).logits
-        _require_finite(expected, part, target)
-        for name, draft in drafts.items():
-            got = draft(**packed_inputs(draft, part)).logits
-            _require_finite(got, part, draft)
+        expected = big.of(part)
+        for name, draft in small.items():
+            got = draft.of(part)
             for block, number, here in documents:
-                where = here.to(device)
-                values = position_metrics(expected[block][where], got[block][where], sampler, vocabulary)
-                yield name, number, values, values, 0
+                for rows in here.nonzero()[:, 0].split(CHUNK):
+                    both = expected(block, rows), got(block, rows)
+                    lengths = (part.positions[block, rows] + 1).tolist()
+                    for model, logits in zip((target, draft.model), both, strict=True):
+                        require_finite(logits.amax(-1).tolist(), place_of(model_name(model), lengths))
+                    values = position_metrics(both[0], both[1].to(both[0].device), sampler, vocabulary)
+                    yield name, number, values, values, 0
 
 
 def text_values(
@@ -192,15 +194,6 @@ def text_values(
                 values = position_metrics(expected.full()[where], got.full()[where], sampler, vocabulary)
                 yield name, number, values, values, 0
         progress.step()
-
-
-def _require_finite(logits: Tensor, part: Packed, model: Any) -> None:
-    """Raise DataError, naming model and position, unless the largest logits [n, S] at scored positions are finite."""
-    mask = part.mask.to(logits.device)
-    largest = logits.amax(-1)[mask]
-    if not bool(largest.isfinite().all()):
-        lengths = (part.positions[part.mask] + 1).tolist()
-        require_finite(largest.tolist(), place_of(model_name(model), lengths))
 
 
 def scored_documents(part: Packed) -> Iterator[tuple[int, int, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import astuple, replace
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -24,8 +25,11 @@ from distill.evaluation.measure import (
     text_values,
     tokens_per_round,
 )
+from distill.evaluation.row_logits import RowLogits
 from distill.intervals import Interval, ratio_interval
+from distill.models.packed_forward import packed_inputs
 from distill.models.torch_model import TorchModel
+from distill.models.trimmed_head import trim_head
 from distill.packing import Packed, pack
 from distill.sampler import Sampler
 from distill.speculative.decode import Round
@@ -188,3 +192,46 @@ def test_interval_edges() -> None:
     assert ratio_interval(sums, counts, 300, 0.9, seed=3) == ratio_interval(sums, counts, 300, 0.9, seed=3)
     narrow, wide = (ratio_interval(sums, counts, 2000, c) for c in (0.6, 0.99))
     assert wide.low < narrow.low < narrow.high < wide.high
+
+
+def small(kind: str, **further: float) -> torch.nn.Module:
+    """A random model of another architecture with 61 tokens."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61, "pad_token_id": 0}
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{kind}Config")(**sizes, **further)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+class Shifted(torch.nn.Module):
+    """A model whose logits are not those of its head."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.config, self.dtype, self.base_model = model, model.config, model.dtype, model.base_model
+        self.get_input_embeddings, self.get_output_embeddings = model.get_input_embeddings, model.get_output_embeddings
+
+    def forward(self, **inputs: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.inner(**inputs).logits + torch.arange(61))
+
+
+@torch.inference_mode()
+def test_logits_of_a_few_rows_are_the_model_s_own() -> None:
+    """With a trimmed head, a soft cap and a scale; and where the head does not give them, of whole blocks."""
+    blocks = pack([(prompt, 1) for prompt in random_prompts(9, 61, seed=3)], 16, split_long=True)
+    models = {
+        "llama": (toy(seed=1), True),
+        "trimmed": (trim_head(toy(seed=1), [2, 3, 30, 60]), True),
+        "soft cap": (small("Gemma2", final_logit_softcapping=2.0), True),
+        "scale": (small("Granite", logits_scaling=3.0), True),
+        "not its head's": (Shifted(toy(seed=1)), False),
+    }
+    for name, (model, by_rows) in models.items():
+        whole, rows = model(**packed_inputs(model, blocks)).logits, RowLogits(model)
+        found = rows.of(blocks)
+        for block in range(len(blocks)):
+            here = blocks.mask[block].nonzero()[:, 0]
+            assert torch.allclose(found(block, here), whole[block][here].float(), atol=1e-5), name
+        assert rows._by_rows is by_rows, name
