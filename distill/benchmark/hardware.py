@@ -1,6 +1,7 @@
 """Estimated steps on a machine that a file describes: T(m) from what a step reads and computes.
 
-T(m) = max(bytes ÷ bandwidth, operations ÷ compute) + overhead, of the step and of each layer.
+T(m) = max(r, c) + (1 − overlap) · min(r, c) + overhead, of the step and of each layer, with r = bytes ÷ bandwidth and
+c = operations ÷ compute.
 
 Legend: m tokens of a step of one sequence.
 """
@@ -39,9 +40,19 @@ class Sourced(Section):
     source: str = Field(min_length=3)
 
 
+class Share(Section):
+    """A share and where it comes from."""
+
+    value: float = Field(ge=0, le=1)
+    source: str = Field(min_length=3)
+
+
 class Hardware(Section):
-    """A machine. With a link, the layers that do not fit into `memory_gb`, or the share `link_share` of the weights,
-    stream over it in each step (`layer_swap`). `link_jitter` is the relative spread of a transfer's time.
+    """A machine.
+
+    `overlap` is the share of the shorter of reading and computing that passes during the longer: all of it where it is
+    left out. With a link, the layers that do not fit into `memory_gb`, or the share `link_share` of the weights, stream
+    over it in each step (`layer_swap`). `link_jitter` is the relative spread of a transfer's time.
     """
 
     name: str
@@ -49,6 +60,7 @@ class Hardware(Section):
     compute_tflop_per_s: Sourced
     overhead_ms: Sourced
     layer_overhead_ms: Sourced | None = None
+    overlap: Share | None = None
     link_gb_per_s: Sourced | None = None
     link_share: Sourced | None = None
     link_jitter: Sourced | None = None
@@ -99,7 +111,10 @@ class StepWork:
         read = (self.weight_bytes(tokens) + depth * self.position_bytes) / hardware.memory_gb_per_s.value / 1e9
         computed = 2 * tokens * self.parameters / hardware.compute_tflop_per_s.value / 1e12
         layer = 0.0 if hardware.layer_overhead_ms is None else hardware.layer_overhead_ms.value
-        return max(read, computed) + (hardware.overhead_ms.value + self.layers * layer) / 1e3
+        both = max(read, computed)
+        if hardware.overlap is not None:
+            both += (1 - hardware.overlap.value) * min(read, computed)
+        return both + (hardware.overhead_ms.value + self.layers * layer) / 1e3
 
 
 def work_of(reference: str, weight_bytes: float) -> StepWork:

@@ -3,10 +3,9 @@
     python scripts/benchmarks/estimates.py --target TARGET --grown GROWN --real SmolLM2.gguf --threads 2 --out box.yaml
     python scripts/benchmarks/estimates.py --threads 2                      # a random shape of 0.5B alone
 
-The description: bandwidth from a step of one token of a model whose weights no cache holds, compute from its step of 16
-tokens, overheads from two models whose weights are nothing, of 2 and of 32 layers. With it T(1), T(2), T(4), T(8) and
-T(16) are estimated from configurations alone and compared with measured ones: the demo's target, the same grown, a real
-model, and Qwen2.5-0.5B's shape with 151,936 tokens.
+The description is that of `distill profile --describe`. With it T(1), T(2), T(4), T(8) and T(16) are estimated from
+configurations alone and compared with measured ones: the demo's target, the same grown, a real model, and
+Qwen2.5-0.5B's shape with 151,936 tokens.
 
 Steps are taken in PyTorch as `distill profile` takes them. Run it with nothing beside it.
 """
@@ -25,49 +24,24 @@ from random_training import random_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from distill.benchmark.hardware import Hardware, work_of_config
+from distill.benchmark.describe import BYTES, COUNTS, describe_machine
+from distill.benchmark.hardware import work_of_config
 from distill.machine import machine
 from distill.models.hugging_face import load_model
 from distill.models.loaded import growing_decoder
-from distill.recipe import parse_section
 from distill.speculative.costs.curve import measure_steps
 
-COUNTS = (1, 2, 4, 8, 16)
-BYTES = {"float32": 4, "bfloat16": 2}
 
-
-def measured(model: Any, options: Any, counts: tuple[int, ...] = COUNTS) -> dict[int, float]:
+def measured(model: Any, options: Any) -> dict[int, float]:
     """Median seconds of steps of so many tokens."""
     with torch.inference_mode():
         decoder = growing_decoder(model.eval())
-        found = measure_steps(decoder, counts, options.depth, options.repeats, min(model.config.vocab_size, 1000))
+        found = measure_steps(decoder, COUNTS, options.depth, options.repeats, min(model.config.vocab_size, 1000))
     return {m: median for m, (median, _, _) in found.items()}
 
 
 def made(dtype: str, *shape: Any) -> Any:
     return random_model("Llama", *shape).to(getattr(torch, dtype))
-
-
-def described(options: Any) -> Hardware:
-    """This machine by its effect on made-up models."""
-    few, many = (measured(made(options.dtype, 64, 128, layers, (2, 1), 256), options, (1,))[1] for layers in (2, 32))
-    layer = (many - few) / 30
-    step = few - 2 * layer
-    large = made(options.dtype, 2048, 5632, 4, (16, 4), 16384)
-    work = work_of_config(large.config, BYTES[options.dtype])
-    seconds = measured(large, options)
-    fixed = step + 4 * layer
-    bytes_read = work.weight_bytes(1) + options.depth * work.position_bytes
-    figures = {
-        "memory_gb_per_s": (bytes_read / (seconds[1] - fixed) / 1e9, "a step of one token of 226M made-up weights"),
-        "compute_tflop_per_s": (2 * 16 * work.parameters / (seconds[16] - fixed) / 1e12, "its step of 16 tokens"),
-        "overhead_ms": (max(step, 1e-6) * 1e3, "models of 2 and 32 layers whose weights are nothing"),
-        "layer_overhead_ms": (max(layer, 1e-6) * 1e3, "likewise"),
-    }
-    values = {key: {"value": float(f"{value:.4g}"), "source": source} for key, (value, source) in figures.items()}
-    del large
-    gc.collect()
-    return parse_section(Hardware, {"name": f"{options.threads} threads, {options.dtype}", **values}, "the description")
 
 
 def shapes(options: Any) -> dict[str, Any]:
@@ -89,14 +63,14 @@ def main() -> None:
     parser.add_argument("--target", type=Path, help="a small model's folder")
     parser.add_argument("--grown", type=Path, help="the same grown (scripts/grow_target.py)")
     parser.add_argument("--real", type=Path, help="a real model's folder or GGUF file")
-    parser.add_argument("--dtype", choices=BYTES, default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--depth", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="the description, for distill plan --hardware")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    box = described(options)
+    box = describe_machine(f"{options.threads} threads, {options.dtype}", options.dtype, torch.device("cpu"))
     text = yaml.safe_dump(box.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True)
     print(f"{text}# {machine()['cpu']}\n")
     if options.out is not None:

@@ -60,6 +60,7 @@ def main() -> None:
             if not start:  # memory, before anything else was held; kernels are compiled
                 with Peak(device) as peak:
                     evaluate(pair, part, sampler)
+                print(f"  {peak.bytes / 1e9:.2f} GB above the weights", file=sys.stderr, flush=True)
                 continue
             began = time.perf_counter()
             for model in pair:
@@ -67,7 +68,8 @@ def main() -> None:
             turned = time.perf_counter()
             evaluate(pair, part, sampler)
             bare, whole = bare + turned - began, whole + time.perf_counter() - turned
-            print(f"  {start + len(part)}/{len(blocks)} blocks", file=sys.stderr, flush=True)
+            line = f"  {start + len(part)}/{len(blocks)} blocks, {bare:.1f} s bare, {whole:.1f} s evaluated"
+            print(line, file=sys.stderr, flush=True)
     weights = sum(one.numel() * one.element_size() for model in pair for one in model.parameters())
     place = torch.cuda.get_device_name() if device.type == "cuda" else machine()["cpu"]
     print("| tokens | weights, GB | peak above them, GB | bare forward passes, s | evaluation, s | share | machine |")

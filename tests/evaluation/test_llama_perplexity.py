@@ -76,7 +76,7 @@ def test_kl_is_llama_perplexity_s(gguf_toys: tuple[Path, Path], tmp_path: Path) 
     text = tmp_path / "text.txt"
     text.write_text(Path(__file__).read_text(encoding="utf-8") * 3, encoding="utf-8")
     other, own = compared(*gguf_toys, text, 128, 12, tmp_path)
-    assert other.kl > 0.01 and own.kl == pytest.approx(other.kl, rel=0.01)
+    assert other.kl > 0.005 and own.kl == pytest.approx(other.kl, rel=0.01)
     assert own.same_top == pytest.approx(other.same_top, abs=0.005)
     same, own = compared(gguf_toys[0], gguf_toys[0], text, 128, 4, tmp_path)
     assert same.kl == pytest.approx(0, abs=1e-4) and own.kl == pytest.approx(0, abs=1e-6) and own.same_top == 1
