@@ -12,7 +12,8 @@ from typing import Any
 import numpy
 
 from distill.documents.sources import read_documents
-from distill.evaluation.measure import METRICS, Measured
+from distill.evaluation.measure import Measured
+from distill.evaluation.metrics import METRICS
 from distill.evaluation.slices import SlicedValues
 from distill.evaluation.standalone import SEED, continued, measured_values, open_pair, prompts_of, tokenizer_of
 from distill.intervals import paired_ratio_interval

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from distill import divergences
 from distill.errors import DataError
-from distill.evaluation.measure import METRICS, Measured, Values, as_report, scored_documents, sum_by_document
+from distill.evaluation.measure import Measured, Values, as_report, scored_documents, sum_by_document
+from distill.evaluation.metrics import METRICS
 from distill.intervals import ratio_interval
 from distill.models.hugging_face import load_model, pick_device
 from distill.models.packed_forward import hidden_states

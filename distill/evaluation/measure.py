@@ -17,20 +17,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill import divergences
 from distill.errors import DataError
+from distill.evaluation.metrics import METRICS, all_metrics
 from distill.evaluation.reliability import reliability
 from distill.evaluation.row_logits import RowLogits
 from distill.intervals import Interval, ratio_interval
 from distill.models.base import Model
 from distill.models.finite import place_of, require_finite
-from distill.models.server_commands import DRAWN_AMONG
 from distill.models.torch_model import model_name
 from distill.packing import Packed
 from distill.progress import Progress
 from distill.recipe import Evaluate
 from distill.results.evaluation_results import (
-    MEASURES,
     ClassResult,
     Divergences,
     EvaluationReport,
@@ -46,48 +44,9 @@ from distill.speculative.rules import Rules
 if TYPE_CHECKING:
     from distill.evaluation.slices import SlicedValues
 
-METRICS = tuple(MEASURES)  # columns of `position_metrics`
-CHUNK = 64  # positions whose logits [64, V] are held at once
+CHUNK = 64  # positions that models that read single texts take at once
+HELD = 2**26  # logits of each model that are held at once of models that read blocks: 256 MiB
 Sums = NDArray[numpy.float64]
-
-
-def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
-    """All METRICS per position [N, M] in fp32 from logits [N, V_target] and [N, V_draft].
-
-    Columns from `vocabulary` on are padding in both models and get no mass. KL and TV compare the untruncated
-    distributions at temperature 1. The acceptances of rejection sampling and of the draft's argmax use the
-    distributions after the served sampler; llama-server's probabilistic drafts are drawn from the draft's DRAWN_AMONG
-    likeliest tokens at its temperature (NaN under a greedy sampler). Greedy acceptance is that of temperature 0, which
-    is the top-1 agreement by definition. A trimmed draft has −inf at the tokens it cannot propose. The KL from the
-    target would be infinite there, so it is taken between the distributions over the tokens that the draft can propose;
-    the served target's mass on those tokens is the ceiling of its acceptance (1 for a full head).
-    """
-    target = target_logits[:, :vocabulary].float()
-    draft = draft_logits[:, :vocabulary].float()
-    log_p, log_q = target.log_softmax(-1), draft.log_softmax(-1)
-    served_p, served_q = sampler.probabilities(target), sampler.probabilities(draft)
-    absent = torch.isneginf(draft)
-    shared_p = log_p.masked_fill(absent, -torch.inf).log_softmax(-1) if bool(absent.any()) else log_p
-    agreement = divergences.acceptance_greedy(target, draft)
-    accepted = divergences.acceptance_sampling(served_p, served_q)
-    drawn = torch.full_like(accepted, torch.nan)
-    if sampler.temperature:
-        few = divergences.likeliest(draft, DRAWN_AMONG)
-        drawn = divergences.acceptance_sampling(served_p, Sampler(sampler.temperature).probabilities(few))
-    return torch.stack(
-        [
-            divergences.forward_kl(shared_p, log_q),
-            divergences.reverse_kl(log_p, log_q),
-            divergences.total_variation(log_p.exp(), log_q.exp()),
-            agreement,
-            accepted,
-            drawn,
-            divergences.acceptance_match(served_p, draft),
-            agreement,
-            served_p.masked_fill(absent, 0).sum(-1),
-        ],
-        dim=-1,
-    )
 
 
 @dataclass(frozen=True)
@@ -162,12 +121,12 @@ def block_values(
         for name, draft in small.items():
             got = draft.of(part)
             for block, number, here in documents:
-                for rows in here.nonzero()[:, 0].split(CHUNK):
+                for rows in here.nonzero()[:, 0].split(max(1, HELD // vocabulary)):
                     both = expected(block, rows), got(block, rows)
                     lengths = (part.positions[block, rows] + 1).tolist()
                     for model, logits in zip((target, draft.model), both, strict=True):
                         require_finite(logits.amax(-1).tolist(), place_of(model_name(model), lengths))
-                    values = position_metrics(both[0], both[1].to(both[0].device), sampler, vocabulary)
+                    values = all_metrics(both[0], both[1].to(both[0].device), sampler, vocabulary)
                     yield name, number, values, values, 0
 
 
@@ -191,7 +150,7 @@ def text_values(
             for name, draft in drafts.items():
                 got = draft.extend(part)
                 got.argmax()
-                values = position_metrics(expected.full()[where], got.full()[where], sampler, vocabulary)
+                values = all_metrics(expected.full()[where], got.full()[where], sampler, vocabulary)
                 yield name, number, values, values, 0
         progress.step()
 

@@ -18,7 +18,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from distill.evaluation.measure import METRICS, Values, scored_documents
+from distill.evaluation.measure import Values, scored_documents
+from distill.evaluation.metrics import METRICS
 from distill.intervals import ratio_interval
 from distill.packing import Packed
 from distill.results.evaluation_results import SLICES, SliceResult

@@ -12,7 +12,7 @@ import tiny
 import torch
 
 from distill.evaluation.comparison import STRETCH, worst_stretches
-from distill.evaluation.measure import METRICS
+from distill.evaluation.metrics import METRICS
 from distill.evaluation.slices import SlicedValues
 
 Capture = pytest.CaptureFixture[str]

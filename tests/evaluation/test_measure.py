@@ -16,15 +16,14 @@ from toys import random_prompts, toy
 
 from distill.errors import DataError
 from distill.evaluation.measure import (
-    METRICS,
     Measured,
     block_values,
     position_acceptance,
-    position_metrics,
     sum_by_document,
     text_values,
     tokens_per_round,
 )
+from distill.evaluation.metrics import METRICS, all_metrics, position_metrics
 from distill.evaluation.row_logits import RowLogits
 from distill.intervals import Interval, ratio_interval
 from distill.models.packed_forward import packed_inputs
@@ -235,3 +234,24 @@ def test_logits_of_a_few_rows_are_the_model_s_own() -> None:
             here = blocks.mask[block].nonzero()[:, 0]
             assert torch.allclose(found(block, here), whole[block][here].float(), atol=1e-5), name
         assert rows._by_rows is by_rows, name
+
+
+@pytest.mark.parametrize(
+    "sampler", [Sampler(), Sampler(0.7), Sampler(0.8, top_p=0.9), Sampler(0.6, top_k=5), Sampler(0)]
+)
+def test_fewer_passes_give_the_same_metrics(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, with ties among the likeliest, equal rows, padding, and logits that are not finite."""
+    monkeypatch.setattr("distill.evaluation.metrics.CACHED", 300)
+    generator = torch.Generator().manual_seed(2)
+    target, draft = (4 * torch.randn(40, 90, generator=generator) for _ in range(2))
+    draft[5] = target[5]
+    draft[6, :20] = 9.0  # twenty tokens are the likeliest
+    draft[7:9, 3:] = -torch.inf  # trimmed
+    target[9, :80] = -torch.inf
+    target[10], draft[10] = 1e4 * target[10], 1e-3 * draft[10]
+    draft[9, :80] = -torch.inf
+    found, expected = (metrics(target, draft, sampler, 85) for metrics in (all_metrics, position_metrics))
+    assert found.shape == expected.shape == (40, len(METRICS))
+    assert torch.allclose(found, expected, rtol=1e-4, atol=2e-5, equal_nan=True)
+    same = found[5]
+    assert same[:3] == pytest.approx(0, abs=1e-5) and same[METRICS.index("acceptance_sampling")] == pytest.approx(1)

@@ -11,7 +11,8 @@ import pytest
 import tiny
 import torch
 
-from distill.evaluation.measure import METRICS, scored_documents
+from distill.evaluation.measure import scored_documents
+from distill.evaluation.metrics import METRICS
 from distill.evaluation.slices import (
     LOOP,
     NEW,

@@ -18,7 +18,7 @@ from trainings import two_processes
 
 from distill.errors import RecipeError, RunError
 from distill.evaluation.from_store import stored_metrics
-from distill.evaluation.measure import METRICS, position_metrics
+from distill.evaluation.metrics import METRICS, position_metrics
 from distill.models import hugging_face
 from distill.models.hugging_face import load_model, load_target, load_tokenizer, text_folder
 from distill.packing import Packed

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from distill import divergences
 from distill.errors import DataError, RecipeError
-from distill.evaluation.measure import METRICS, position_metrics
+from distill.evaluation.metrics import METRICS, position_metrics
 from distill.models.hugging_face import load_model
 from distill.models.torch_model import TorchModel
 from distill.models.trimmed_head import read_kept, trim_head, write_kept

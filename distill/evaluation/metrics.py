@@ -1,0 +1,113 @@
+"""Every measure of single positions, from the logits of both models.
+
+Legend: N positions, V vocabulary, M measures.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from distill import divergences
+from distill.models.server_commands import DRAWN_AMONG
+from distill.results.evaluation_results import MEASURES
+from distill.sampler import Sampler
+
+METRICS = tuple(MEASURES)  # columns of `position_metrics`
+CACHED = 2**20  # logits that the cache of a processor holds
+
+
+def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
+    """All METRICS per position [N, M] in fp32 from logits [N, V_target] and [N, V_draft].
+
+    Columns from `vocabulary` on are padding in both models and get no mass. KL and TV compare the untruncated
+    distributions at temperature 1. The acceptances of rejection sampling and of the draft's argmax use the
+    distributions after the served sampler; llama-server's probabilistic drafts are drawn from the draft's DRAWN_AMONG
+    likeliest tokens at its temperature (NaN under a greedy sampler). Greedy acceptance is that of temperature 0, which
+    is the top-1 agreement by definition. A trimmed draft has −inf at the tokens it cannot propose. The KL from the
+    target would be infinite there, so it is taken between the distributions over the tokens that the draft can propose;
+    the served target's mass on those tokens is the ceiling of its acceptance (1 for a full head).
+    """
+    target = target_logits[:, :vocabulary].float()
+    draft = draft_logits[:, :vocabulary].float()
+    log_p, log_q = target.log_softmax(-1), draft.log_softmax(-1)
+    served_p, served_q = sampler.probabilities(target), sampler.probabilities(draft)
+    absent = torch.isneginf(draft)
+    shared_p = log_p.masked_fill(absent, -torch.inf).log_softmax(-1) if bool(absent.any()) else log_p
+    agreement = divergences.acceptance_greedy(target, draft)
+    accepted = divergences.acceptance_sampling(served_p, served_q)
+    drawn = torch.full_like(accepted, torch.nan)
+    if sampler.temperature:
+        few = divergences.likeliest(draft, DRAWN_AMONG)
+        drawn = divergences.acceptance_sampling(served_p, Sampler(sampler.temperature).probabilities(few))
+    return torch.stack(
+        [
+            divergences.forward_kl(shared_p, log_q),
+            divergences.reverse_kl(log_p, log_q),
+            divergences.total_variation(log_p.exp(), log_q.exp()),
+            agreement,
+            accepted,
+            drawn,
+            divergences.acceptance_match(served_p, draft),
+            agreement,
+            served_p.masked_fill(absent, 0).sum(-1),
+        ],
+        dim=-1,
+    )
+
+
+def all_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
+    """`position_metrics`, on a CPU in pieces that its cache holds, with fewer passes where all logits are finite."""
+    target, draft = target_logits[:, :vocabulary], draft_logits[:, :vocabulary]
+    rows = max(1, CACHED // target.shape[-1]) if target.device.type == "cpu" else max(1, len(target))
+    found = []
+    for p, q in zip(target.split(rows), draft.split(rows), strict=True):
+        big, small = p.float(), q.float()
+        ratio = big - small
+        finite = vocabulary > DRAWN_AMONG and bool(ratio.sum(-1).isfinite().all())
+        found.append(
+            _finite_metrics(big, small, ratio, sampler) if finite else position_metrics(p, q, sampler, vocabulary)
+        )
+    return torch.cat(found)
+
+
+def _finite_metrics(target: Tensor, draft: Tensor, ratio: Tensor, sampler: Sampler) -> Tensor:
+    """All METRICS of finite logits [N, V] in fp32 and their difference: log p − log q is that but for a constant."""
+    (best_p, first), (best_q, proposed) = target.max(-1), draft.max(-1)
+    p, q = target.softmax(-1), draft.softmax(-1)
+    # The log of a row's sum of exponentials, from its largest logit and that one's probability.
+    sums = [
+        best - distribution.gather(-1, place[:, None])[:, 0].log()
+        for best, place, distribution in ((best_p, first, p), (best_q, proposed, q))
+    ]
+    constant = sums[0] - sums[1]
+    accepted = torch.minimum(p, q).sum(-1)
+    served_p, served_q = p, q
+    shared = accepted
+    if sampler != Sampler():
+        served_p, served_q = sampler.probabilities(target), sampler.probabilities(draft)
+        shared = divergences.acceptance_sampling(served_p, served_q)
+    drawn = torch.full_like(accepted, torch.nan)
+    if sampler.temperature:
+        values, ids = draft.topk(DRAWN_AMONG + 1, dim=-1)
+        few = (values[:, :-1] / sampler.temperature).softmax(-1)
+        drawn = torch.minimum(served_p.gather(-1, ids[:, :-1]), few).sum(-1)
+        tied = values[:, -1] == values[:, -2]  # then more tokens are drawn among
+        if bool(tied.any()):
+            among = divergences.likeliest(draft[tied], DRAWN_AMONG)
+            drawn[tied] = torch.minimum(served_p[tied], Sampler(sampler.temperature).probabilities(among)).sum(-1)
+    agreement = (first == proposed).float()
+    return torch.stack(
+        [
+            torch.linalg.vecdot(p, ratio) - constant,
+            constant - torch.linalg.vecdot(q, ratio),
+            (1 - accepted).clamp(min=0),
+            agreement,
+            shared,
+            drawn,
+            served_p.gather(-1, proposed[:, None])[:, 0],
+            agreement,
+            served_p.sum(-1),
+        ],
+        dim=-1,
+    )
