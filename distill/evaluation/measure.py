@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -122,11 +123,10 @@ def block_values(
             got = draft.of(part)
             for block, number, here in documents:
                 for rows in here.nonzero()[:, 0].split(max(1, HELD // vocabulary)):
-                    both = expected(block, rows), got(block, rows)
+                    p, q = expected(block, rows), got(block, rows)
                     lengths = (part.positions[block, rows] + 1).tolist()
-                    for model, logits in zip((target, draft.model), both, strict=True):
-                        require_finite(logits.amax(-1).tolist(), place_of(model_name(model), lengths))
-                    values = all_metrics(both[0], both[1].to(both[0].device), sampler, vocabulary)
+                    check = partial(_require_finite, ((target, p), (draft.model, q)), lengths)
+                    values = all_metrics(p, q.to(p.device), sampler, vocabulary, check)
                     yield name, number, values, values, 0
 
 
@@ -153,6 +153,12 @@ def text_values(
                 values = all_metrics(expected.full()[where], got.full()[where], sampler, vocabulary)
                 yield name, number, values, values, 0
         progress.step()
+
+
+def _require_finite(logits: Sequence[tuple[Any, Tensor]], lengths: Sequence[int]) -> None:
+    """Raise DataError, naming model and position, unless each row [c, V] of each model has a finite largest logit."""
+    for model, rows in logits:
+        require_finite(rows.amax(-1).tolist(), place_of(model_name(model), lengths))
 
 
 def scored_documents(part: Packed) -> Iterator[tuple[int, int, Tensor]]:

@@ -5,6 +5,8 @@ Legend: N positions, V vocabulary, M measures.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -56,25 +58,37 @@ def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampl
     )
 
 
-def all_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
-    """`position_metrics`, on a CPU in pieces that its cache holds, with fewer passes where all logits are finite."""
+def all_metrics(
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    sampler: Sampler,
+    vocabulary: int,
+    unusual: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """`position_metrics`, on a CPU in pieces that its cache holds, with fewer passes where all logits are finite.
+
+    Where some are not, `unusual` is called first, which may raise.
+    """
     target, draft = target_logits[:, :vocabulary], draft_logits[:, :vocabulary]
     rows = max(1, CACHED // target.shape[-1]) if target.device.type == "cpu" else max(1, len(target))
     found = []
     for p, q in zip(target.split(rows), draft.split(rows), strict=True):
-        big, small = p.float(), q.float()
-        ratio = big - small
-        finite = vocabulary > DRAWN_AMONG and bool(ratio.sum(-1).isfinite().all())
-        found.append(
-            _finite_metrics(big, small, ratio, sampler) if finite else position_metrics(p, q, sampler, vocabulary)
-        )
+        values = _finite_metrics(p.float(), q.float(), sampler) if vocabulary > DRAWN_AMONG else None
+        if values is None:
+            unusual()
+            values = position_metrics(p, q, sampler, vocabulary)
+        found.append(values)
     return torch.cat(found)
 
 
-def _finite_metrics(target: Tensor, draft: Tensor, ratio: Tensor, sampler: Sampler) -> Tensor:
-    """All METRICS of finite logits [N, V] in fp32 and their difference: log p − log q is that but for a constant."""
+def _finite_metrics(target: Tensor, draft: Tensor, sampler: Sampler) -> Tensor | None:
+    """All METRICS of finite logits [N, V] in fp32; None where some are not."""
     (best_p, first), (best_q, proposed) = target.max(-1), draft.max(-1)
     p, q = target.softmax(-1), draft.softmax(-1)
+    ratio = target - draft  # log p − log q but for a constant of each row
+    expected = torch.stack([torch.linalg.vecdot(p, ratio), -torch.linalg.vecdot(q, ratio)], -1)
+    if not bool(expected.isfinite().all()):
+        return None
     # The log of a row's sum of exponentials, from its largest logit and that one's probability.
     sums = [
         best - distribution.gather(-1, place[:, None])[:, 0].log()
@@ -99,8 +113,8 @@ def _finite_metrics(target: Tensor, draft: Tensor, ratio: Tensor, sampler: Sampl
     agreement = (first == proposed).float()
     return torch.stack(
         [
-            torch.linalg.vecdot(p, ratio) - constant,
-            constant - torch.linalg.vecdot(q, ratio),
+            expected[:, 0] - constant,
+            expected[:, 1] + constant,
             (1 - accepted).clamp(min=0),
             agreement,
             shared,

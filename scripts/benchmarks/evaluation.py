@@ -3,7 +3,7 @@
     python scripts/benchmarks/evaluation.py --threads 2 --tokens 20480      # Qwen2.5-0.5B's shape, twice: 40 minutes
     python scripts/benchmarks/evaluation.py --threads 2 --tokens 4096 --layers 6
 
-Both models are random. Batches take turns: two blocks are read by both models alone, then by the evaluation. Memory is
+Both models are random. Turns alternate: four blocks are read by both models alone, then by the evaluation. Memory is
 the peak of the evaluation above what the process held with both models loaded.
 """
 
@@ -27,10 +27,11 @@ from distill.packing import Packed, pack
 from distill.sampler import Sampler
 
 VOCABULARY = 151_936
+BLOCKS = 4  # of a turn, read two at a time
 
 
 def evaluate(pair: list[Any], part: Packed, sampler: Sampler) -> None:
-    """The evaluation of two blocks."""
+    """The evaluation of some blocks."""
     sum_by_document(block_values(pair[0], {"draft": pair[1]}, part, sampler, VOCABULARY))
 
 
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24, help="of the draft")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--top-p", type=float, default=1.0, help="below 1, the likeliest tokens are sorted")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,19 +56,20 @@ def main() -> None:
     generator = torch.Generator().manual_seed(1)
     texts = torch.randint(0, VOCABULARY, (options.tokens // options.block, options.block), generator=generator)
     blocks = pack(((text.tolist(), 1) for text in texts), options.block, False)
-    sampler = Sampler(options.temperature, top_p=0.95)
+    sampler = Sampler(options.temperature, top_p=options.top_p)
     bare = whole = 0.0
     with torch.inference_mode():
-        for start in range(0, len(blocks), 2):
-            part = blocks.take(slice(start, start + 2))
+        for start in range(0, len(blocks), BLOCKS):
+            part = blocks.take(slice(start, start + BLOCKS))
             if not start:  # memory, before anything else was held; kernels are compiled
                 with Peak(device) as peak:
                     evaluate(pair, part, sampler)
                 print(f"  {peak.bytes / 1e9:.2f} GB above the weights", file=sys.stderr, flush=True)
                 continue
             began = time.perf_counter()
-            for model in pair:
-                model(**packed_inputs(model, part)).logits.sum().item()
+            for at in range(0, len(part), 2):
+                for model in pair:
+                    model(**packed_inputs(model, part.take(slice(at, at + 2)))).logits.sum().item()
             turned = time.perf_counter()
             evaluate(pair, part, sampler)
             bare, whole = bare + turned - began, whole + time.perf_counter() - turned
