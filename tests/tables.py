@@ -70,15 +70,15 @@ def accepted_counts(verdict: Verdict) -> Tensor:
     return torch.cat([one, hit.cumprod(-1)], -1) * torch.cat([miss, one], -1)
 
 
-def goodness(counts: Tensor, distributions: Tensor) -> float:
+def goodness(counts: Tensor, distributions: Tensor, rare: float = 5) -> float:
     """p of χ² of counts [R, cells] against distributions [R, cells] given each row's total; cells of a row that expect
-    fewer than 5 are pooled."""
+    fewer than `rare` are pooled."""
     expected = distributions * counts.sum(-1, keepdim=True)
     if bool((counts[distributions == 0] > 0).any()):
         return 0.0
     statistic, freedom = 0.0, 0
     for seen, due in zip(counts, expected, strict=True):
-        small = due < 5
+        small = due < rare
         cells = torch.cat([due[~small], due[small].sum().view(1)])
         found = torch.cat([seen[~small], seen[small].sum().view(1)])
         found, cells = found[cells > 0], cells[cells > 0]

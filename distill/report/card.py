@@ -120,7 +120,10 @@ def _acceptance(evaluation: EvaluationReport) -> str:
     parts = [f"Before is the draft as cut, after is this draft; brackets hold intervals; sampler: {sampler}."]
     if evaluation.stored is not None:
         parts.append(bullets(evaluation.stored.sentences))
-    return "\n\n".join([*parts, *map(table, measured_tables.divergences(evaluation))])
+    trust = evaluation.reliability.get("after")
+    tables = [*measured_tables.divergences(evaluation)]
+    tables += [measured_tables.reliability(trust, evaluation.command)] if trust else []
+    return "\n\n".join([*parts, *map(table, tables)])
 
 
 def _speedup(report: SpeedupReport) -> str:

@@ -242,7 +242,7 @@ def least_p(model: Any, draft: Any, verifier: str, prompt: list[int], samples: i
         logits = model(torch.tensor([[*prompt, *text] for text in texts_of_two]), use_cache=False).logits
     chances = logits[:, len(prompt) - 1 :].double().softmax(-1).view(size, size, 3, size)
     expected = chances[0, 0, 0][:, None, None] * chances[:, 0, 1][:, :, None] * chances[:, :, 2]
-    return goodness(seen.double()[None], expected.flatten()[None])
+    return goodness(seen.double()[None], expected.flatten()[None], rare=8)
 
 
 @pytest.mark.parametrize(

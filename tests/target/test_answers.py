@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tables import goodness
 from torch import Tensor
 from toys import KINDS, random_prompts, toy
 
@@ -64,14 +65,8 @@ def test_a_batch_equals_each_row_alone(kind: str) -> None:
 
 
 def p_value(counts: Tensor, distribution: Tensor) -> float:
-    """Of Pearson's chi-square, cells expected fewer than 8 times pooled."""
-    expected = distribution.double() * counts.sum()
-    small = expected < 8
-    cells = torch.cat([expected[~small], expected[small].sum().view(1)])
-    found = torch.cat([counts[~small].double(), counts[small].double().sum().view(1)])
-    cells, found = cells[cells > 0], found[cells > 0]
-    statistic = ((found - cells) ** 2 / cells).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2).double(), statistic / 2))
+    """Of Pearson's χ², cells expected fewer than 8 times pooled."""
+    return goodness(counts.double()[None], distribution.double()[None], rare=8)
 
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.7, 12), Sampler(1.2, 0, 0.8, 0.02)])
