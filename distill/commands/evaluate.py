@@ -21,10 +21,12 @@ from distill.results.evaluation_results import SLICES, EvaluationReport
 from distill.results.serialise import as_json, read_result
 
 CLASS = "class"  # of --by: of prompts rather than positions
+NOT_OF_PARITY = ("kl", "acceptance", "by", "outtype", "target_outtype", "cache_type", "prompts")
 
 
 @takes_gguf_options("target", "draft")
 def evaluate(
+    context: typer.Context,
     run: shared.RunArgument = None,
     kl: Annotated[
         bool,
@@ -106,7 +108,7 @@ def evaluate(
     from distill.results.evaluation_results import flat_rows
 
     if parity or url is not None:
-        if not parity or outtype or target_outtype or cache_type or by or gguf is not None:
+        if not parity or gguf is not None or shared.first_given(context, NOT_OF_PARITY) is not None:
             what = "--parity goes with a run or a pair, --url, --text, --temperature and --threads alone"
             raise RecipeError(what, "leave the other options out")
         _print_parity(run, runs, target, draft, text, temperature, threads, url, output)

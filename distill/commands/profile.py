@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from distill.speculative.costs.curve import CostCurve
 
 
+OF_MODEL = ("depths", "most", "repeats", "static", "compile", "prepack", "out", "output")  # not of --describe
+
+
 @takes_gguf_options("target")
 def profile(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="Hugging Face folder, hub name or GGUF file.")
     ] = None,
@@ -54,6 +58,12 @@ def profile(
     if (model is None) == (describe is None):
         raise RecipeError("give either a MODEL or --describe FILE", "distill profile --help")
     if describe is not None:
+        given = shared.first_given(context, OF_MODEL)
+        if given is not None or gguf is not None:
+            raise RecipeError(
+                f"{given or 'an option of llama.cpp'} is for a MODEL; --describe takes --dtype and --threads",
+                "leave it out",
+            )
         _describe(describe, dtype, threads)
         return
     assert model is not None
@@ -86,15 +96,18 @@ def _describe(path: Path, dtype: str, threads: int | None) -> None:
 
     from distill.benchmark.describe import BYTES, describe_machine
     from distill.machine import machine
-    from distill.models.hugging_face import pick_device
+    from distill.models.hugging_face import pick_device, settled_type
 
+    device = pick_device("auto")
+    dtype = settled_type(dtype, device)
     if dtype not in BYTES:
-        raise RecipeError(f"--dtype {dtype} is unknown", f"use one of {', '.join(BYTES)}")
+        raise RecipeError(f"--dtype {dtype} is unknown", f"use one of {', '.join(BYTES)}, auto")
     announce(path)
     shared.prepare(threads)
-    device = pick_device("auto")
     here = machine()
-    where = f"{torch.get_num_threads()} thread(s) of {here['cpu']}" if device.type == "cpu" else str(here["gpu"])
+    where = (
+        f"{torch.get_num_threads()} thread(s) of {here['cpu']}" if device.type == "cpu" else here["gpu"] or device.type
+    )
     found = describe_machine(f"{where}, {dtype}", dtype, device)
     text = yaml.safe_dump(found.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True, width=120)
     write_text(path, text)

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -217,6 +217,15 @@ def finite(value: Number) -> Number:
 def number_option(*names: str, **settings: Any) -> Any:
     """An option that takes a number, which must be finite."""
     return typer.Option(*names, callback=finite, **settings)
+
+
+def first_given(context: typer.Context, names: Iterable[str]) -> str | None:
+    """The first of these parameters that the command line gives, as it is spelt there; None where it gives none."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            return f"--{name.replace('_', '-')}"
+    return None
 
 
 def require_sampler_used(sampler: SamplerSettings) -> None:

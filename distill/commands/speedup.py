@@ -239,16 +239,14 @@ def _require_meaning(request: PairRequest) -> None:
 
 def _refuse_other_options(context: typer.Context, pair: bool) -> None:
     """Raise RecipeError where options of runs were given for a pair, or those of pairs for a run."""
-    of_pair = [one.name for one in context.command.params if getattr(one, "rich_help_panel", None) == PAIR]
+    of_pair = [str(one.name) for one in context.command.params if getattr(one, "rich_help_panel", None) == PAIR]
     of_run = ["run", "again", "verify_distribution", "samples", "runs"]
-    for name in of_run if pair else of_pair:
-        source = context.get_parameter_source(str(name))
-        if source is not None and source.name == "COMMANDLINE":
-            option = "a run" if name == "run" else "--" + str(name).replace("_", "-")
-            raise RecipeError(
-                f"{option} was given {'for' if pair else 'without'} a pair of models",
-                "a pair is --target, --draft and --prompts; without them a run is measured",
-            )
+    given = shared.first_given(context, of_run if pair else of_pair)
+    if given is not None:
+        raise RecipeError(
+            f"{'a run' if given == '--run' else given} was given {'for' if pair else 'without'} a pair of models",
+            "a pair is --target, --draft and --prompts; without them a run is measured",
+        )
 
 
 def _of_run(

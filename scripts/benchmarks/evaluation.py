@@ -1,6 +1,6 @@
 """What an evaluation costs beside the forward passes that it needs: seconds and memory of a pair of real shape.
 
-    python scripts/benchmarks/evaluation.py --threads 2 --tokens 20480      # Qwen2.5-0.5B's shape, twice: 40 minutes
+    python scripts/benchmarks/evaluation.py --threads 2 --tokens 20480      # Qwen2.5-0.5B's shape, twice: half an hour
     python scripts/benchmarks/evaluation.py --threads 2 --tokens 4096 --layers 6
 
 Both models are random. Turns alternate: four blocks are read by both models alone, then by the evaluation. Memory is

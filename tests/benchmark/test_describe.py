@@ -71,5 +71,16 @@ def test_mistakes(world: Path, tmp_path: Path, capsys: Capture) -> None:
     assert "give either a MODEL or --describe" in tiny.refused(capsys, "profile")
     both = tiny.refused(capsys, "profile", world / "target", "--describe", tmp_path / "x.yaml")
     assert "give either a MODEL or --describe" in both
+    for option in (
+        ("--depths", "64"),
+        ("--out", tmp_path / "y.json"),
+        ("--threads-draft", 1),
+        ("--cache-type-k", "q8_0"),
+    ):
+        said = tiny.call("profile", "--describe", tmp_path / "x.yaml", *option), capsys.readouterr().err
+        assert said[0] == 2 and "Traceback" not in said[1], option
+    assert "--depths is for a MODEL" in tiny.refused(
+        capsys, "profile", "--describe", tmp_path / "x.yaml", "--depths", 64
+    )
     said = tiny.refused(capsys, "profile", "--describe", tmp_path / "x.yaml", "--dtype", "int3")
     assert "--dtype int3 is unknown" in said and not (tmp_path / "x.yaml").exists()

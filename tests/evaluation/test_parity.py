@@ -143,6 +143,8 @@ def test_mistakes(finished: Path, world: Path, capsys: Capture) -> None:
     pair = ["--target", target, "--draft", target, "--text", world / "corpus"]
     for arguments, said in (
         ([finished, "--parity", "--by", "token"], "leave the other options out"),
+        ([*pair, "--parity", "--prompts", 9], "leave the other options out"),
+        ([finished, "--parity", "--kl"], "leave the other options out"),
         ([finished, "--url", "http://127.0.0.1:1"], "leave the other options out"),
         ([*pair, "--draft", finished / "draft", "--parity"], "--parity is of one pair"),
         (["--parity", "--target", target], "a pair without a run needs"),
