@@ -11,8 +11,8 @@ from distill.benchmark.batches import measure_batches, not_batched
 from distill.benchmark.calibrate import calibrate_pair
 from distill.benchmark.libraries import plain_reference
 from distill.benchmark.pair import Comparison, largest_tree, measure_pair
-from distill.benchmark.prompts import UserPrompts, read_user_prompts, sources_of
 from distill.benchmark.rounds import by_class, by_depth
+from distill.documents.user_prompts import UserPrompts, read_user_prompts, sources_of
 from distill.errors import RecipeError
 from distill.machine import machine
 from distill.models.hugging_face import pick_device, settled_type

@@ -21,6 +21,7 @@ from distill.results.evaluation_results import SLICES, EvaluationReport
 from distill.results.serialise import as_json, read_result
 
 CLASS = "class"  # of --by: of prompts rather than positions
+OF_MODELS = ("temperature", "prompts", "text")  # a run has its own
 NOT_OF_PARITY = ("kl", "acceptance", "by", "outtype", "target_outtype", "cache_type", "prompts")
 
 
@@ -107,6 +108,12 @@ def evaluate(
     from distill.evaluation.markdown import as_markdown
     from distill.results.evaluation_results import flat_rows
 
+    given = None if target or draft else shared.first_given(context, OF_MODELS)
+    if given is not None:
+        raise RecipeError(
+            f"{given} goes with --target and --draft; a run has its own sampler and test prompts",
+            "leave it out, or give the run's models as a pair: --target TARGET --draft RUN/draft --text FILE",
+        )
     if parity or url is not None:
         if not parity or gguf is not None or shared.first_given(context, NOT_OF_PARITY) is not None:
             what = "--parity goes with a run or a pair, --url, --text, --temperature and --threads alone"
@@ -275,10 +282,8 @@ def _compare_types(
         if unknown is not None:
             raise RecipeError(f"{name} {unknown} is unknown", f"use one of {', '.join(known)}")
     shared.prepare(threads)
-    from distill.documents.sources import read_documents
     from distill.evaluation.standalone import corpus_of, prompts_of
     from distill.evaluation.types import as_markdown, files_of_types, flat_rows, measure_types
-    from distill.models.loaded import encode_prompt
     from distill.models.pairs import require_pair
     from distill.sampler import Sampler
     from distill.texts import read_prompts
@@ -288,8 +293,8 @@ def _compare_types(
         assert text is not None
         require_pair(big, small)
         settings, sampler, written = Evaluate(), Sampler(temperature=temperature), None
-        documents, _ = read_documents(corpus_of(text), needed=("test",))
-        found = prompts_of(documents, lambda part: encode_prompt(big, part), count, settings)
+        corpus = corpus_of(text)
+        found = prompts_of(big, corpus, count, corpus.block).measured
     else:
         recipe, own_run = shared.find_run(run, runs)
         shared.run_until(recipe, own_run, "train", threads=threads)

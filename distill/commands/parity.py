@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from distill import divergences
-from distill.documents.sources import read_documents
 from distill.errors import DistillError
 from distill.evaluation.parity import (
     Read,
@@ -32,11 +31,10 @@ from distill.evaluation.standalone import corpus_of, prompts_of
 from distill.evaluation.types import files_of_types
 from distill.models.conversion.importing import file_type, is_gguf
 from distill.models.hugging_face import end_ids, load_model, load_target, load_tokenizer, pick_device, real_tokens
-from distill.models.loaded import encode_prompt
 from distill.models.pairs import require_pair
 from distill.models.trimmed_head import read_kept
 from distill.packing import pack
-from distill.recipe import Evaluate, Recipe, Target
+from distill.recipe import Recipe, Target
 from distill.results.parity_results import ParityTable
 from distill.run import Run
 from distill.sampler import Sampler
@@ -92,8 +90,8 @@ def of_run(recipe: Recipe, run: Run, threads: int | None) -> Scored:
 def of_models(target: str, draft: str, text: Sequence[Path], temperature: float, threads: int | None) -> Scored:
     """Any two models, on prompts cut from texts."""
     require_pair(target, draft)
-    documents, _ = read_documents(corpus_of(text), needed=("test",))
-    prompts = prompts_of(documents, lambda part: encode_prompt(target, part), TEXTS, Evaluate())
+    corpus = corpus_of(text)
+    prompts = prompts_of(target, corpus, TEXTS, corpus.block).measured
     place = pick_device("auto")
     return Scored(Target(model=target), draft, place, prompts, Sampler(temperature), 0, "float32", None, threads)
 

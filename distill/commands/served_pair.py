@@ -71,8 +71,8 @@ def conversation(target: Path | None, stack: ExitStack) -> Conversation | None:
     """How the target's own chat template writes messages; None without one."""
     if target is None:
         return None
-    from distill.benchmark.prompts import GgufTokenizer
     from distill.documents.chat_template import ChatTemplate
+    from distill.documents.user_prompts import GgufTokenizer
     from distill.serving.check import Conversation
 
     tokenizer = GgufTokenizer(str(target), stack)
@@ -101,7 +101,7 @@ Prompts = tuple["list[Prompt]", "list[Prompt]", dict[str, int]]  # measured, for
 
 def prompts_of_files(files: PairFiles, paths: list[Path], count: int, size: int, spare: int, room: int) -> Prompts:
     """Up to `count` prompts of files; texts are cut into prompts of `size` tokens."""
-    from distill.benchmark.prompts import read_user_prompts, sources_of
+    from distill.documents.user_prompts import read_user_prompts, sources_of
 
     if files.target is None:
         raise RecipeError("--prompts are encoded with the target's tokenizer", "give its GGUF file: --target")

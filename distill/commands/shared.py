@@ -32,7 +32,10 @@ DraftOption = Annotated[
     str | None, typer.Option("--draft", help="Standalone pair: draft, of the same kind as the target.")
 ]
 TextOption = Annotated[
-    list[Path] | None, typer.Option("--text", help="Standalone pair: text file or folder to take prompts from.")
+    list[Path] | None,
+    typer.Option(
+        "--text", help="Standalone pair: file or folder with prompts, read as `distill speedup --prompts` reads them."
+    ),
 ]
 ThreadsOption = Annotated[
     int | None,

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy
 
-from distill.documents.sources import read_documents
+from distill.errors import DataError
 from distill.evaluation.measure import Measured
 from distill.evaluation.metrics import METRICS
 from distill.evaluation.slices import SlicedValues
-from distill.evaluation.standalone import SEED, continued, measured_values, open_pair, prompts_of, tokenizer_of
+from distill.evaluation.standalone import SEED, continued, measured_values, open_pair, prompts_of
 from distill.intervals import paired_ratio_interval
 from distill.packing import pack
 from distill.recipe import Corpus, Evaluate, Gguf, is_path
@@ -46,15 +46,21 @@ def compare(
     measure = "acceptance_sampling" if sampler.temperature else "acceptance_greedy"
     column = METRICS.index(measure)
     accuracy = settings.resamples, settings.confidence
-    documents, _ = read_documents(corpus, needed=("test",))
+    asked: list[str] = []
     rows: list[ComparedDraft] = []
     first: Measured | None = None
     for target, draft in pairs:
         with open_pair(target, draft, corpus.block, threads, gguf) as pair:
-            found = prompts_of(documents, tokenizer_of(pair), prompts, settings)
-            ids, seeds = [one.ids for one in found], [prompt_seed(SEED, one.id) for one in found]
             size = min(pair.target.vocabulary_size, pair.draft.vocabulary_size)
             room = min(corpus.block, pair.target.capacity, pair.draft.capacity)
+            found = prompts_of(pair.reference, corpus, prompts, room).measured
+            ids, names = [one.ids for one in found], [one.id for one in found]
+            if asked and asked != names:
+                raise DataError(
+                    f"{short_name(target)} and {short_name(draft)} have room for other prompts than the models before",
+                    "give prompts that fit all of them",
+                )
+            asked, seeds = names, [prompt_seed(SEED, name) for name in names]
             if target not in texts:
                 limit = min(settings.new_tokens, room - max(map(len, ids)))
                 texts[target] = continued(pair, ids, sampler, limit, seeds, size)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from distill.evaluation.slices import SlicedValues
 
 CHUNK = 64  # positions that models that read single texts take at once
-HELD = 2**26  # logits of each model that are held at once of models that read blocks: 256 MiB
+HELD = 5 * 2**24  # logits of each model that are held at once of models that read blocks: 320 MiB, 512 rows of 152k
 Sums = NDArray[numpy.float64]
 
 
@@ -123,10 +123,11 @@ def block_values(
             got = draft.of(part)
             for block, number, here in documents:
                 for rows in here.nonzero()[:, 0].split(max(1, HELD // vocabulary)):
-                    p, q = expected(block, rows), got(block, rows)
                     lengths = (part.positions[block, rows] + 1).tolist()
+                    p, q = expected(block, rows), got(block, rows)
                     check = partial(_require_finite, ((target, p), (draft.model, q)), lengths)
                     values = all_metrics(p, q.to(p.device), sampler, vocabulary, check)
+                    del p, q, check  # before the next are made
                     yield name, number, values, values, 0
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from distill.documents.prompts import cut_prompts
-from distill.documents.sources import Document, read_documents
-from distill.errors import DataError
+from distill.documents.user_prompts import UserPrompts, read_user_prompts, sources_of
 from distill.evaluation.measure import (
     Measured,
     as_report,
@@ -28,12 +27,12 @@ from distill.models.loaded import GROWING, LoadedPair, growing_decoder, load_pai
 from distill.models.pairs import require_pair
 from distill.packing import Packed, pack
 from distill.progress import Progress
-from distill.recipe import Corpus, Evaluate, Gguf, PyTorch, Source, Target
+from distill.recipe import Chat, Corpus, Evaluate, Gguf, PyTorch, Target
 from distill.results.evaluation_results import EvaluationReport
 from distill.sampler import Sampler
 from distill.speculative.decode import plain, room_for
 from distill.speculative.rules import Rules
-from distill.texts import Prompt, prompt_seed
+from distill.texts import prompt_seed
 
 PROMPT_TOKENS, BATCH, SEED = 64, 32, 0  # tokens of a prompt, prompts continued at once, and the seed of their draws
 
@@ -47,27 +46,27 @@ def evaluate_standalone(
     acceptance: bool,
     command: str,
 ) -> EvaluationReport:
-    """The report for a loaded pair on the test documents of `corpus`.
+    """The report for a loaded pair on the test documents of `corpus`: prompts go through the target's chat template,
+    texts are cut into prompts, and measured as they are, too.
 
-    Raises DataError where the texts give fewer than 4 prompts.
+    Raises DataError for fewer than 4 prompts.
     """
     settings = Evaluate()
     vocabulary = min(pair.target.vocabulary_size, pair.draft.vocabulary_size)
-    to_ids = tokenizer_of(pair)
-    documents, _ = read_documents(corpus, needed=("test",))
-    found = prompts_of(documents, to_ids, prompts, settings)
-    ids = [prompt.ids for prompt in found]
     block = min(corpus.block, pair.target.capacity, pair.draft.capacity)
+    found = prompts_of(pair.reference, corpus, prompts, block)
+    ids = [prompt.ids for prompt in found.measured]
     domains: dict[str, Packed] = {}
     if divergence:
-        seeds = [prompt_seed(SEED, prompt.id) for prompt in found]
-        room = min(settings.new_tokens, block - PROMPT_TOKENS)
+        seeds = [prompt_seed(SEED, prompt.id) for prompt in found.measured]
+        room = min(settings.new_tokens, block - max(map(len, ids)))
         texts = continued(pair, ids, sampler, room, seeds, vocabulary)
         domains["answers"] = pack(((p + t, len(p)) for p, t in zip(ids, texts, strict=True)), block, False)
-        order = list(documents)
-        random.Random(SEED).shuffle(order)
-        files = pack(((to_ids(document.text), 1) for document in order), block, True)
-        domains["files"] = files.take(slice(0, settings.file_blocks))
+        if found.texts:
+            to_ids, order = tokenizer_of(pair), list(found.texts)
+            random.Random(SEED).shuffle(order)
+            files = pack(((to_ids(text), 1) for text in order), block, True)
+            domains["files"] = files.take(slice(0, settings.file_blocks))
     sliced = SlicedValues.of(domains["answers"], pair.token_bytes, pair.ends) if divergence else None
     measured = {
         name: measured_values(pair, blocks, sampler, vocabulary, name, sliced if name == "answers" else None)
@@ -80,7 +79,7 @@ def evaluate_standalone(
             target, draft = (growing_decoder(model, vocabulary) for model in pair.hugging_face)
             title = "rounds draft, prompts"
         rounds["draft"] = decode_rounds(target, draft, ids, settings, pair.ends, title)
-    return as_report(measured, rounds, sampler, settings, command, sliced=sliced)
+    return as_report(measured, rounds, sampler, settings, command, found.classes(), sliced=sliced)
 
 
 @contextmanager
@@ -101,26 +100,17 @@ def tokenizer_of(pair: LoadedPair) -> Callable[[str], list[int]]:
 
 
 def corpus_of(paths: Sequence[Path]) -> Corpus:
-    """Text files and folders as a corpus whose documents are all test documents."""
-    return Corpus(sources=tuple(_test_source(path) for path in paths))
+    """Files and folders as a corpus whose documents are all test documents."""
+    return Corpus(sources=sources_of(paths, "--text"))
 
 
-def _test_source(path: Path) -> Source:
-    if path.is_dir():
-        return Source(kind="tree", path=str(path.resolve()), pattern="**/*", split="test")
-    return Source(kind="text", path=str(path.resolve()), split="test")
-
-
-def prompts_of(
-    documents: list[Document], to_ids: Callable[[str], list[int]], count: int, settings: Evaluate
-) -> list[Prompt]:
-    """Prompts cut from texts; DataError where they give fewer than 4."""
-    stride = 4 * (PROMPT_TOKENS + settings.new_tokens)
-    found = cut_prompts(documents, to_ids, count, PROMPT_TOKENS, stride, SEED)
-    if len(found) < 4:
-        raise DataError(
-            f"the texts give {len(found)} prompts of {PROMPT_TOKENS} tokens", "give more or longer texts (4 at least)"
-        )
+def prompts_of(target: str, corpus: Corpus, count: int, block: int) -> UserPrompts:
+    """Prompts for a target, with room for their answers in a block; DataError for fewer than 4."""
+    answer = Evaluate().new_tokens
+    room = block - min(answer, block // 2)
+    found = read_user_prompts(target, corpus, Chat(), count, 0, PROMPT_TOKENS, room, answer=answer, least=4)
+    for reason, number in found.dropped.items():
+        print(f"{number} left out: {reason}", file=sys.stderr)
     return found
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distill.benchmark.prompts import read_user_prompts, sources_of
+from distill.documents.user_prompts import read_user_prompts, sources_of
 from distill.errors import DataError, DistillError
 from distill.files import parse_object
 from distill.intervals import speed_ratio

@@ -3,8 +3,8 @@
     python scripts/benchmarks/evaluation.py --threads 2 --tokens 20480      # Qwen2.5-0.5B's shape, twice: half an hour
     python scripts/benchmarks/evaluation.py --threads 2 --tokens 4096 --layers 6
 
-Both models are random. Turns alternate: four blocks are read by both models alone, then by the evaluation. Memory is
-the peak of the evaluation above what the process held with both models loaded.
+Both models are random. Turns alternate: two blocks are read by both models alone, then by one evaluation that goes on
+from there. Memory is the peak of another evaluation above what the process held with both models loaded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,23 @@ from random_training import Peak, random_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from distill.evaluation.measure import block_values, sum_by_document
+from distill.evaluation.measure import HELD, block_values, sum_by_document
 from distill.machine import machine
 from distill.models.packed_forward import packed_inputs
 from distill.packing import Packed, pack
 from distill.sampler import Sampler
 
 VOCABULARY = 151_936
-BLOCKS = 4  # of a turn, read two at a time
+BLOCKS = 2  # of a turn, read at once
 
 
-def evaluate(pair: list[Any], part: Packed, sampler: Sampler) -> None:
-    """The evaluation of some blocks."""
-    sum_by_document(block_values(pair[0], {"draft": pair[1]}, part, sampler, VOCABULARY))
+def evaluation(pair: list[Any], blocks: Packed, sampler: Sampler) -> Iterator[None]:
+    """The evaluation of the blocks, which stops after every BLOCKS of them."""
+    values = block_values(pair[0], {"draft": pair[1]}, blocks, sampler, VOCABULARY)
+    own = -(-blocks.ids.shape[1] // (HELD // VOCABULARY)) * BLOCKS  # of one turn, as each block is one document
+    while part := list(islice(values, own)):
+        sum_by_document(part)
+        yield
 
 
 def main() -> None:
@@ -59,21 +65,19 @@ def main() -> None:
     sampler = Sampler(options.temperature, top_p=options.top_p)
     bare = whole = 0.0
     with torch.inference_mode():
+        with Peak(device) as peak:  # memory, before anything else was held
+            next(evaluation(pair, blocks, sampler))
+        print(f"  {peak.bytes / 1e9:.2f} GB above the weights", file=sys.stderr, flush=True)
+        going = evaluation(pair, blocks, sampler)
         for start in range(0, len(blocks), BLOCKS):
-            part = blocks.take(slice(start, start + BLOCKS))
-            if not start:  # memory, before anything else was held; kernels are compiled
-                with Peak(device) as peak:
-                    evaluate(pair, part, sampler)
-                print(f"  {peak.bytes / 1e9:.2f} GB above the weights", file=sys.stderr, flush=True)
-                continue
+            inputs = blocks.take(slice(start, start + BLOCKS))
             began = time.perf_counter()
-            for at in range(0, len(part), 2):
-                for model in pair:
-                    model(**packed_inputs(model, part.take(slice(at, at + 2)))).logits.sum().item()
+            for model in pair:
+                model(**packed_inputs(model, inputs)).logits.sum().item()
             turned = time.perf_counter()
-            evaluate(pair, part, sampler)
+            next(going)
             bare, whole = bare + turned - began, whole + time.perf_counter() - turned
-            line = f"  {start + len(part)}/{len(blocks)} blocks, {bare:.1f} s bare, {whole:.1f} s evaluated"
+            line = f"  {start + len(inputs)}/{len(blocks)} blocks, {bare:.1f} s bare, {whole:.1f} s evaluated"
             print(line, file=sys.stderr, flush=True)
     weights = sum(one.numel() * one.element_size() for model in pair for one in model.parameters())
     place = torch.cuda.get_device_name() if device.type == "cuda" else machine()["cpu"]

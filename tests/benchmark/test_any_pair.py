@@ -20,9 +20,9 @@ from distill.benchmark.any_pair import PairRequest
 from distill.benchmark.compare import TimedText
 from distill.benchmark.explanations import explain
 from distill.benchmark.prepared import Prepared
-from distill.benchmark.prompts import read_user_prompts, sources_of
 from distill.benchmark.rounds import by_class, by_depth, round_figures
 from distill.benchmark.watch import Step, Watch
+from distill.documents.user_prompts import read_user_prompts, sources_of
 from distill.errors import DataError
 from distill.models.base import ROOT
 from distill.models.hugging_face import load_tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,24 +28,26 @@ SEED = 0  # of the order in which pieces of texts are taken
 
 @dataclass(frozen=True)
 class UserPrompts:
-    """Prompts that are measured, others of the same files for what has to be fitted, and what was left out and why."""
+    """Prompts that are measured, others of the same files for what has to be fitted, what was left out and why, and the
+    plain texts of the files."""
 
     measured: list[Prompt]
     others: list[Prompt]
     dropped: dict[str, int]
+    texts: list[str]
 
     def classes(self) -> list[str]:
         """The class of each measured prompt: its label, else the file that it came from."""
         return [prompt.label or prompt.source or "prompts" for prompt in self.measured]
 
 
-def sources_of(paths: list[Path]) -> tuple[Source, ...]:
+def sources_of(paths: Sequence[Path], option: str = "--prompts") -> tuple[Source, ...]:
     """Files and folders as sources of the corpus, by their endings; DataError for one that is missing or empty."""
     sources = []
     for path in paths:
-        require_path(path, "--prompts")
+        require_path(path, option)
         if not path.exists():
-            raise DataError(f"there is no file {path}", "correct --prompts")
+            raise DataError(f"there is no file {path}", f"correct {option}")
         if path.is_dir():
             sources.append(Source(kind="tree", path=str(path.resolve()), pattern="**/*", split="test"))
             continue
@@ -57,19 +59,28 @@ def sources_of(paths: list[Path]) -> tuple[Source, ...]:
 
 
 def read_user_prompts(
-    target: str, corpus: Corpus, chat: Chat, count: int, others: int, tokens: int, room: int
+    target: str,
+    corpus: Corpus,
+    chat: Chat,
+    count: int,
+    others: int,
+    tokens: int,
+    room: int,
+    *,
+    answer: int = 0,
+    least: int = 2,
 ) -> UserPrompts:
     """Up to `count` prompts, and `others` more of the same files where something has to be fitted.
 
     Conversations go through the target's chat template, up to the first question; plain texts are cut into prompts of
-    `tokens` tokens. `room` is the most tokens of a prompt. Loads no weights. Raises DataError for fewer than 2 prompts,
-    or too few others.
+    `tokens` tokens, with room for `answer` tokens between them. `room` is the most tokens of a prompt. Loads no
+    weights. Raises DataError for fewer than `least` prompts, or too few others.
     """
     try:
         documents, dropped = read_documents(corpus, needed=("test",))
     except DataError as error:
         what = error.what.replace("corpus source ", "")
-        raise DataError(what, "records need a field `text`, `prompt` or `messages`; correct --prompts") from error
+        raise DataError(what, "records need a field `text`, `prompt` or `messages`; correct them") from error
     with ExitStack() as stack:
         tokenizer: Any = load_tokenizer(target) if not is_gguf(target) else GgufTokenizer(target, stack)
         to_ids: Callable[[str], list[int]] = functools.partial(encode, tokenizer)
@@ -84,17 +95,19 @@ def read_user_prompts(
                 )
             chats = ChatPrompts(ChatTemplate(tokenizer, chat), room, SEED)
         size = min(tokens, room)
-        prompts = cut_prompts(documents, to_ids, count + others, size, 4 * size, SEED, chats)
+        prompts = cut_prompts(documents, to_ids, count + others, size, 4 * (size + answer), SEED, chats)
     for reason, number in Counter({} if chats is None else chats.dropped).items():
         dropped[reason.replace("prompts too long for corpus.block", f"prompts of more than {room} tokens")] += number
-    if len(prompts) < 2 + min(others, 2):
+    least += min(others, 2)
+    if len(prompts) < least:
         left = "".join(f"; {number} left out: {reason}" for reason, number in dropped.items())
         raise DataError(
             f"the files give {len(prompts)} prompts{left}",
-            f"give at least {2 + min(others, 2)}; plain texts are cut into prompts of {size} tokens (--prompt-tokens)",
+            f"give more or longer ones, {least} at least; plain texts are cut into prompts of {size} tokens",
         )
     spare = min(others, max(len(prompts) - count, len(prompts) // 2))
-    return UserPrompts(prompts[: min(count, len(prompts) - spare)], prompts[len(prompts) - spare :], dict(dropped))
+    measured, rest = prompts[: min(count, len(prompts) - spare)], prompts[len(prompts) - spare :]
+    return UserPrompts(measured, rest, dict(dropped), [one.text for one in documents if one.messages is None])
 
 
 class GgufTokenizer:
