@@ -12,7 +12,7 @@ from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_utf8, require_path
-from distill.recipe import Configuration, Gguf, PyTorch, Target, parse_section
+from distill.recipe import Chat, Configuration, Gguf, PyTorch, Target, parse_section
 from distill.recipe.configuration import OTHER_VOCABULARY, TREES
 from distill.run import Run
 
@@ -69,6 +69,14 @@ def generate(
         bool,
         typer.Option("--allow-lossy", help="Allow configurations that change the target's distribution; says LOSSY."),
     ] = False,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Ask the prompt as a user's message, or continue it as text. Asked if left out where the target has a "
+            "chat template.",
+        ),
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     regex: Annotated[str | None, typer.Option(help="The whole new text must match this.")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="A file; the new text is JSON that follows it.")] = None,
@@ -84,7 +92,7 @@ def generate(
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     gguf: Gguf | None = None,
 ) -> None:
-    """Continue a prompt, streamed, with the draft's accepted tokens marked (green on a terminal)."""
+    """Answer a question or continue a text, streamed, with the draft's accepted tokens marked (green on a terminal)."""
     text = _standard_input() if prompt == "-" else prompt
     levels = None if widths is None else tuple(shared.numbers(widths, "--widths", int, "3,2,1"))
     given = {"drafter": drafter, "rule": rule, "p_min": p_min, "widths": levels, "verifier": verifier}
@@ -95,27 +103,34 @@ def generate(
     settings = PyTorch()
     if target or draft:
         pair = _standalone_pair(target, draft, configuration)
-        place, device = Target(model=pair[0]), "auto"
+        place, device, asked = Target(model=pair[0]), "auto", Chat()
         model, found = pair[1], None
     else:
         recipe, found = shared.find_run(run, runs)
         if not found.path("draft", "config.json").exists():
             raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
         found.verify("train", "draft/*")
-        device, threads, settings = recipe.device, threads or recipe.threads, recipe.pytorch
+        device, threads, settings, asked = recipe.device, threads or recipe.threads, recipe.pytorch, recipe.chat
         big, model = one_engine(recipe.target.model, str(found.path("draft").resolve()))
         place = recipe.target.model_copy(update={"model": big})
     require_used(gguf, place.model, model if configuration.asks_the_draft else None)
     pytorch = shared.pytorch_settings(settings, place.model, static=static, compile=compile, draft_device=draft_device)
     shared.prepare(threads)
+    from distill.documents.user_prompts import user_message
     from distill.generate.stream import Request, stream
+    from distill.progress import note
     from distill.sampler import Sampler
 
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
     request = Request(configuration, sampler, seed, tuple(stop or ()), lossy=allow_lossy, grammar=constraint)
     if found is not None and configuration.rule == "expected-value":
         request = _with_measured(request, found)
-    stream(place, model, text, tokens, request, device, threads, gguf, pytorch)
+    message = None
+    if chat is not False and text:
+        message = user_message(place.model, text, asked, required=bool(chat))
+        if message is not None and chat is None:
+            note("asked as a user's message; --no-chat continues the text as it is")
+    stream(place, model, text, tokens, request, device, threads, gguf, pytorch, message)
 
 
 def _standard_input() -> str:

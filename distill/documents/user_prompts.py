@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,9 @@ def read_user_prompts(
     except DataError as error:
         what = error.what.replace("corpus source ", "")
         raise DataError(what, "records need a field `text`, `prompt` or `messages`; correct them") from error
-    with ExitStack() as stack:
-        tokenizer: Any = load_tokenizer(target) if not is_gguf(target) else GgufTokenizer(target, stack)
-        to_ids: Callable[[str], list[int]] = functools.partial(encode, tokenizer)
-        if isinstance(tokenizer, GgufTokenizer):
-            to_ids = tokenizer.file.tokenize
+    with open_tokenizer(target) as tokenizer:
+        plain = isinstance(tokenizer, GgufTokenizer)
+        to_ids: Callable[[str], list[int]] = tokenizer.file.tokenize if plain else functools.partial(encode, tokenizer)
         chats = None
         if any(document.messages is not None for document in documents):
             if not tokenizer.chat_template:
@@ -108,6 +106,30 @@ def read_user_prompts(
     spare = min(others, max(len(prompts) - count, len(prompts) // 2))
     measured, rest = prompts[: min(count, len(prompts) - spare)], prompts[len(prompts) - spare :]
     return UserPrompts(measured, rest, dict(dropped), [one.text for one in documents if one.messages is None])
+
+
+@contextmanager
+def open_tokenizer(target: str) -> Iterator[Any]:
+    """The tokenizer of a folder or a GGUF file, as `ChatTemplate` uses it; loads no weights."""
+    with ExitStack() as stack:
+        yield GgufTokenizer(target, stack) if is_gguf(target) else load_tokenizer(target)
+
+
+def user_message(target: str, text: str, chat: Chat, required: bool) -> list[int] | None:
+    """Token ids of a text as a user's message behind the first system prompt of `chat`, up to where the answer begins.
+
+    None for a target without a chat template, DataError where one is `required`, or refuses the message.
+    """
+    with open_tokenizer(target) as tokenizer:
+        if not tokenizer.chat_template:
+            if required:
+                raise DataError(f"{target} has no chat template", "continue the text as it is: --no-chat")
+            return None
+        system = [{"role": "system", "content": text} for text in chat.system[:1]]
+        try:
+            return ChatTemplate(tokenizer, chat).prompt([*system, {"role": "user", "content": text}])
+        except ValueError as error:
+            raise DataError(str(error), "continue the text as it is: --no-chat") from error
 
 
 class GgufTokenizer:

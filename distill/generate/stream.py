@@ -63,8 +63,10 @@ def stream(
     threads: int | None = None,
     gguf: Gguf | None = None,
     pytorch: PyTorch = GROWING,
+    message: Sequence[int] | None = None,
 ) -> None:
-    """Continue `text` by at most `limit` tokens, printing them as rounds end, and a summary on stderr.
+    """Continue `text` by at most `limit` tokens, printing them as rounds end, and a summary on stderr. Of a `message`,
+    the token ids of a conversation up to its answer, only the answer is printed.
 
     Both models are folders or hub names, decoded in PyTorch, or GGUF files, decoded in llama.cpp; `draft` may be None
     where the configuration asks no draft; `gguf` are llama.cpp's options.
@@ -78,7 +80,7 @@ def stream(
         raise DataError(
             f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders", "give two of those"
         )
-    ids = encode_prompt(target.model, text)
+    ids = encode_prompt(target.model, text) if message is None else message
     room = _room(ids, limit, context_of(target.model))
     loaded = draft if configuration.asks_the_draft else None
     nodes = configuration.drawn_nodes or configuration.nodes or 0
@@ -92,7 +94,7 @@ def stream(
         if configuration.foreign and draft is not None:
             place = pair.pytorch.draft_device or device
             reader = read_with(target, draft, place, pair.target.vocabulary_size, pair.pytorch)
-        _continue(pair, reader, request, text, ids, room)
+        _continue(pair, reader, request, text if message is None else "", ids, room)
 
 
 def _room(ids: Sequence[int], limit: int, context: int | None) -> int:

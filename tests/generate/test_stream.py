@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 from table_model import TableModel
 from toys import blurred, random_prompts, save_toy, toy, toy_tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.benchmark.compare import TimedText
 from distill.benchmark.pair import Comparison, measure_pair
@@ -97,6 +97,32 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_toy(draft, tokenizer, folder / "short")
     save_toy(toy("mistral", vocabulary=size, sliding_window=20), tokenizer, folder / "sliding")
     return folder
+
+
+def test_a_chat_model_is_asked(folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    """As transformers renders the question and goes on; without a template, or where asked to, the text is continued."""
+    shutil.copytree(folders / "target", tmp_path / "chat")
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
+    (tmp_path / "chat" / "chat_template.jinja").write_text(template)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "def f("}], return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "chat")
+    wanted = tokenizer.decode(model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :])
+
+    def said(target: Path, *options: str) -> tuple[str, str]:
+        pair = ("--target", target, "--draft", folders / "draft")
+        assert tiny.call("generate", "def f(", *pair, "--tokens", 12, "--threads", 1, *options) == 0
+        found = capsys.readouterr()
+        return found.out, found.err
+
+    for options in ((), ("--chat",)):
+        answer, notes = said(tmp_path / "chat", *options)
+        assert answer.strip() == wanted.strip()
+        assert ("asked as a user's message" in notes) == (not options)
+    continued_text = said(folders / "target")[0]
+    assert continued_text.startswith("def f(") and said(tmp_path / "chat", "--no-chat")[0] == continued_text
+    pair = ("--target", folders / "target", "--draft", folders / "draft")
+    assert "has no chat template" in tiny.refused(capsys, "generate", "def f(", *pair, "--chat")
 
 
 @pytest.mark.parametrize("text", ["def f(", PROMPT * 3])
