@@ -132,8 +132,12 @@ class Train(Section):
         description="muon: for the matrices of the layers, with AdamW for embeddings, head, norms and biases; its "
         "steps are as large as AdamW's at the same rate",
     )
-    rate: float = Field(
-        5e-5, gt=0, le=10, description="peak learning rate; a draft of few of its donor's layers wants 1e-3 or more"
+    rate: float | None = Field(
+        None,
+        gt=0,
+        le=10,
+        description="peak learning rate; null: by how much of its donor the cut leaves, from 5e-5 for a whole one to "
+        "1.5e-3 for a sixth of its layers or less",
     )
     matrix_rate: float | None = Field(
         None,

@@ -116,6 +116,20 @@ def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | N
     }
 
 
+def kept_share(recipe: Recipe, draft: Any = None) -> float:
+    """The share of the donor's layers that a cut leaves, narrower MLPs in proportion: that of the configuration of a
+    `draft`, else that of the recipe's cut, of a search the smallest candidate's."""
+    donor, cut = load_config(recipe.donor_model).get_text_config(), recipe.cut
+    layers, width = donor.num_hidden_layers, donor.intermediate_size
+    if draft is not None:
+        return float(draft.num_hidden_layers * draft.intermediate_size / (layers * width))
+    fewest = min(cut.search.layers) if cut.search else cut.layers or layers
+    if cut.drop_layers is not None:
+        fewest -= len(parse_layers(cut.drop_layers, layers))
+    narrowest = min(cut.search.mlp_width) if cut.search and cut.search.mlp_width else cut.mlp_width or width
+    return float(fewest * narrowest / (layers * width))
+
+
 def check_smaller(recipe: Recipe, target: Any, donor: Any) -> None:
     """Raise RecipeError for a draft that is in no size below its target; of a search, the smallest candidate counts."""
     full, draft = _shape(target), planned_sizes(recipe, target, donor)

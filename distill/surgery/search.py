@@ -36,12 +36,13 @@ from distill.results.serialise import as_json, read_result, write_result
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.costs.curve import measure_steps
+from distill.surgery.checks import kept_share
 from distill.surgery.divergence import TargetDistributions, scored_logits
 from distill.surgery.price import as_markdown, explain, pareto, price
 from distill.surgery.vocabulary.trim import Counts, keep, sizes_between
 from distill.teacher.source import TeacherSource, open_teacher
 from distill.training.adapters import adapted
-from distill.training.plan import planned
+from distill.training.plan import planned, with_rate
 from distill.training.step import heal
 
 ApplyCut = Callable[[Any, Cut], object]  # alters a model in place
@@ -143,8 +144,9 @@ def price_vocabulary(
 def _heal(recipe: Recipe, model: Any, source: TeacherSource, steps: int) -> None:
     """Train a cut for a few steps, with adapters where the draft will be trained with them."""
     with adapted(model, recipe.train.adapter, recipe.seed):
-        part = planned(recipe.train, recipe.sampler.temperature)[0]  # without a replay
-        heal(model, source, recipe.train, part, steps, recipe.seed)
+        settings = with_rate(recipe.train, kept_share(recipe, model.config))
+        part = planned(settings, recipe.sampler.temperature)[0]  # without a replay
+        heal(model, source, settings, part, steps, recipe.seed)
 
 
 def _pytorch_steps(recipe: Recipe, model: Any, counts: Sequence[int]) -> list[float]:

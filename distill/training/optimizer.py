@@ -82,6 +82,7 @@ def make_optimizer(
 ) -> torch.optim.AdamW | MuonAndAdamW:
     """The recipe's optimizer of the parameters that learn; `penalised` are those that a sparsity penalty shrinks."""
     betas, muon = (settings.beta1, settings.beta2), settings.optimizer == "muon"
+    assert settings.rate is not None, "see with_rate"
     scale = (settings.matrix_rate or settings.rate) / settings.rate
     groups = parameter_groups(model, settings.weight_decay, penalised, muon=muon, scale=scale)
     if muon:

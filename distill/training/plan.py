@@ -10,6 +10,7 @@ from distill.errors import RecipeError
 from distill.models.hugging_face import load_config
 from distill.recipe import Loss, Recipe, Train
 from distill.recipe.recipe import REASON
+from distill.surgery.checks import kept_share
 from distill.training.losses.settings import LossSettings
 
 Verifying = Literal["sampling", "match", "greedy"]
@@ -22,6 +23,8 @@ PROTOCOL_LOSS: dict[Verifying, Loss] = {
     "greedy": {"forward_kl": 1.0},
 }
 REPLAY = "replay"
+# Shares of the donor's layers that a draft keeps, and the best peak rates for them (docs/training.md#the-rate).
+RATES = (1 / 6, 1.5e-3), (1.0, 5e-5)
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,24 @@ def loss_settings(settings: Train, loss: Loss) -> LossSettings:
     )
 
 
+def peak_rate(kept: float) -> float:
+    """The peak learning rate, to two digits, of a draft that keeps this share of its donor's layers, 0 to 1.
+
+    Between both ends of RATES the logarithm of the rate is linear in the share.
+    """
+    (few, high), (whole, low) = RATES
+    place = min(max((kept - few) / (whole - few), 0), 1)
+    return float(f"{high * (low / high) ** place:.1e}")
+
+
+def with_rate(settings: Train, kept: float) -> Train:
+    """The settings with the rate that null stands for, in a draft that keeps this share of its donor's layers."""
+    return settings if settings.rate is not None else settings.model_copy(update={"rate": peak_rate(kept)})
+
+
 def planned(settings: Train, temperature: float) -> list[PlannedPart]:
-    """The training and, where asked for, its replay; `temperature` is the served sampler's."""
+    """The training and, where asked for, its replay; `temperature` is the served sampler's. The rate is known."""
+    assert settings.rate is not None, "see with_rate"
     default, replay = PROTOCOL_LOSS[protocol_of(settings, temperature)], settings.replay
     parts = [PlannedPart("align", 0, settings.steps, settings.rate, loss_settings(settings, settings.loss or default))]
     if replay is not None:
@@ -133,7 +152,7 @@ def check_hidden_states(settings: Train, kind: str, draft: int, target: int) -> 
 
 def check_training(recipe: Recipe) -> list[str]:
     """The plan of the recipe's training as lines to print; RecipeError for settings that exclude each other."""
-    settings, teacher = recipe.train, recipe.teacher
+    settings, teacher = with_rate(recipe.train, kept_share(recipe)), recipe.teacher
     parts = planned(settings, recipe.sampler.temperature)
     lacking = {1.0, settings.temperature} - set(teacher.temperatures)
     if teacher.kind == "compact" and lacking:
@@ -152,6 +171,7 @@ def check_training(recipe: Recipe) -> list[str]:
         for part in parts
     ]
     if settings.optimizer == "muon":
+        assert settings.rate is not None
         scale = (settings.matrix_rate or settings.rate) / settings.rate
         lines.append("train: the layers' matrices learn by Muon" + (f", at {scale:g} times the rate" * (scale != 1)))
     if settings.hidden_states is not None:

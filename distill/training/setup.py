@@ -19,6 +19,7 @@ from distill.packing import Packed
 from distill.processes import process_count
 from distill.recipe import Recipe, Train
 from distill.run import Run
+from distill.surgery.checks import kept_share
 from distill.surgery.sparsity.group_lasso import GroupLasso
 from distill.surgery.sparsity.ramp import Penalty
 from distill.surgery.sparsity.unstructured import UnstructuredL1
@@ -29,7 +30,7 @@ from distill.texts import read_prompts
 from distill.training.adapters import attach, load_base
 from distill.training.checkpoint import plain
 from distill.training.optimizer import make_optimizer
-from distill.training.plan import REPLAY, PlannedPart, check_hidden_states, planned
+from distill.training.plan import REPLAY, PlannedPart, check_hidden_states, planned, with_rate
 from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
 
@@ -204,12 +205,13 @@ def set_up(recipe: Recipe, run: Run) -> Training:
 
     Raises DataError for a teacher of another target or recipe, RecipeError for settings that exclude each other.
     """
-    settings = recipe.train
+    config = load_config(str(run.path("cut")))
+    settings = with_rate(recipe.train, kept_share(recipe, config))
+    recipe = recipe.model_copy(update={"train": settings})
     accelerator = make_accelerator(recipe, run)
     device = accelerator.device
     parts = planned(settings, recipe.sampler.temperature)
     manifest, trim = read_manifest(run.path("teacher")), read_kept(run.path("cut"))
-    config = load_config(str(run.path("cut")))
     require_fit(manifest, recipe, config)
     width = load_config(recipe.target.model).get_text_config().hidden_size
     check_hidden_states(settings, manifest["kind"], config.hidden_size, width)

@@ -100,7 +100,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_chat_model_is_asked(folders: Path, tmp_path: Path, capsys: Capture) -> None:
-    """As transformers renders the question and goes on; without a template, or where asked to, the text is continued."""
+    """As transformers renders the question and goes on. Without a template, or where asked to, a text is continued."""
     shutil.copytree(folders / "target", tmp_path / "chat")
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
     (tmp_path / "chat" / "chat_template.jinja").write_text(template)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import toys
 from safetensors.torch import load_file
@@ -25,11 +26,13 @@ from trainings import (
 
 from distill import machine
 from distill.errors import RecipeError
-from distill.recipe import Adapter, Train, parse_section
+from distill.models.hugging_face import load_config
+from distill.recipe import Adapter, Train, load_recipe, parse_section
+from distill.surgery.checks import kept_share
 from distill.surgery.sparsity.group_lasso import GroupLasso, zero_groups
 from distill.training.adapters import attach
 from distill.training.optimizer import make_optimizer, orthogonalised, set_rates
-from distill.training.plan import part_at, planned, protocol_of, rate_of, rate_share
+from distill.training.plan import part_at, peak_rate, planned, protocol_of, rate_of, rate_share, with_rate
 
 MUON = ("train.optimizer=muon", "train.matrix_rate=0.004")
 TEN = (MIXED, "train.steps=10")
@@ -128,7 +131,7 @@ def test_adapters_are_matrices_too() -> None:
     """Without anything for AdamW: both matrices of each adapter learn, each orthogonalised, and nothing else moves."""
     model = attach(toys.toy("qwen2"), Adapter(rank=4), seed=0)
     before = copy.deepcopy(model.state_dict())
-    optimizer = make_optimizer(model, settings_of())
+    optimizer = make_optimizer(model, settings_of(rate=0.1))
     with_gradients(model, 0)
     set_rates(optimizer, 0.1, 0.1)
     optimizer.step()
@@ -166,6 +169,29 @@ def test_the_lasso_reaches_its_width_under_muon(momentum: float) -> None:
 
 
 # ── schedules ──
+
+
+def test_the_rate_follows_what_the_cut_leaves(
+    world: Path, ready: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Named by `check`, taken by the training of that very cut, and of a search by the size that was chosen."""
+    shares = (0.05, 1 / 6, 0.4, 0.7, 1.0)
+    rates = [peak_rate(share) for share in shares]
+    assert rates[:2] == [1.5e-3, 1.5e-3] and rates[-1] == 5e-5 and rates == sorted(rates, reverse=True)
+    assert peak_rate(7 / 12) == pytest.approx((1.5e-3 * 5e-5) ** 0.5, rel=0.05)  # halfway, the geometric mean
+    settings = settings_of()
+    assert with_rate(settings, 0.4).rate == peak_rate(0.4) and with_rate(settings_of(rate=0.2), 0.4).rate == 0.2
+    recipe = load_recipe(world / "recipe.yaml", ["train.rate=null"])
+    donor = load_config(recipe.donor_model)
+    left = 2 * 64 / (donor.num_hidden_layers * donor.intermediate_size)
+    assert kept_share(recipe) == kept_share(recipe, load_config(str(ready / "cut"))) == pytest.approx(left)
+    dropped = load_recipe(world / "recipe.yaml", ["cut.layers=null", "cut.mlp_width=null", "cut.drop_layers=1"])
+    assert kept_share(dropped) == pytest.approx(1 - 1 / donor.num_hidden_layers)
+    assert tiny.call("check", world / "recipe.yaml", "train.rate=null") == 0
+    assert f"at up to {peak_rate(left):g}: " in capsys.readouterr().out
+    run = trained(world, ready, tmp_path, "train.rate=null", "train.steps=2", "train.acceptance=null")
+    (part,) = json.loads((run / "training.json").read_text())["parts"]
+    assert part["rate"] == peak_rate(left)
 
 
 def test_a_replay_has_a_schedule_of_its_own() -> None:

@@ -127,7 +127,7 @@ def test_processes_have_as_many_micro_batches_as_each_other(
     batch: int, share: float, ranks: int, size: int | None
 ) -> None:
     replay = {"replay": {"steps": 2, "share": share}} if share else {}
-    settings = parse_section(Train, {"steps": 3, "batch": batch, "micro_batch": size, **replay})
+    settings = parse_section(Train, {"steps": 3, "batch": batch, "rate": 1e-3, "micro_batch": size, **replay})
     parts = planned(settings, 1.0)
     source, replayed = SimpleNamespace(blocks=5), SimpleNamespace(blocks=3)
     recipe = SimpleNamespace(train=settings, seed=0)
