@@ -10,6 +10,11 @@ def main() -> None:
         from distill.commands.app import main as run
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    except ModuleNotFoundError as error:  # not even `distill doctor` can be run
+        if error.name is None or error.name.partition(".")[0] == "distill":
+            raise
+        print(f"distill: the package {error.name} is not installed\n  install distill again with pip", file=sys.stderr)
+        sys.exit(2)
     try:
         run()
     finally:

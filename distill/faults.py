@@ -12,7 +12,9 @@ from pathlib import Path
 from distill.errors import DataError, DistillError, RunError
 
 # Errors of the disk itself, or of its connection, which say nothing about the content of a file.
-_DISK_FAULTS = {errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO}
+# Not every system has a number for each of them: macOS and Windows lack EREMOTEIO.
+_NAMES = ("EIO", "ESTALE", "ENXIO", "ENODEV", "ETIMEDOUT", "ENOTCONN", "EREMOTEIO")
+_DISK_FAULTS = {getattr(errno, name) for name in _NAMES if hasattr(errno, name)}
 _TORCH_WRITES = ("inline_container", "PytorchStreamWriter", "iostream error")
 _DISK_HINT = "the disk or its connection has failed: see `dmesg`; when it works, run the same command again"
 

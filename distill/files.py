@@ -133,7 +133,9 @@ def _replacing(path: Path, temporary: Path) -> Iterator[None]:
 
 def _fsync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # it flushes only what can be written
     try:
         os.fsync(descriptor)
     finally:
@@ -275,13 +277,17 @@ def reference_digest(reference: str) -> str:
 
 
 def file_digests(reference: str) -> dict[str, str] | None:
-    """The digest of each file of a local model or source, by name (empty for a single file); None for a hub name."""
+    """The digest of each file of a local model or source, by name (empty for a single file); None for a hub name.
+
+    What Python compiled from files beside it (`__pycache__`) is no content: it differs between installations.
+    """
     path = Path(reference)
     with reading(path):
         if not path.exists():
             return None
         files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    return {str(file.relative_to(path)) if file != path else "": _quick_digest(file) for file in files}
+    named = {file.relative_to(path).as_posix() if file != path else "": file for file in files}
+    return {name: _quick_digest(file) for name, file in named.items() if "__pycache__" not in name.split("/")}
 
 
 def joint_digest(files: Mapping[str, str]) -> str:

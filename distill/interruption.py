@@ -82,7 +82,10 @@ def _send_again() -> None:
     if _state.number is not None:
         _state.again = True
         _state.echoes += 1
-        signal.pthread_kill(threading.main_thread().ident or 0, _state.number)
+        if hasattr(signal, "pthread_kill"):
+            signal.pthread_kill(threading.main_thread().ident or 0, _state.number)
+        else:  # Windows, where Python's main thread calls the handler whichever thread raises the signal
+            signal.raise_signal(_state.number)
 
 
 def _watch(reader: int) -> None:
@@ -119,7 +122,8 @@ def handled() -> Iterator[None]:
         return
     _state = _State()
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    if hasattr(signal, "pthread_kill"):  # Windows takes a pipe that blocks
+        os.set_blocking(writer, False)
     hook = sys.unraisablehook
 
     def unraisable(dropped: Any) -> None:
@@ -181,4 +185,5 @@ def _in_child() -> None:
         signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_in_child)
+if hasattr(os, "register_at_fork"):  # Windows cannot fork
+    os.register_at_fork(after_in_child=_in_child)

@@ -50,6 +50,14 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
+def core_limit() -> float | None:
+    """The cores' worth of time that a container's quota leaves this process, on Linux; None without one."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return float(quota) / float(period)  # ValueError for `max`
+    return None
+
+
 def thread_count(threads: int | None = None) -> int:
     """CPU threads of the models: `threads`, else OMP_NUM_THREADS where it is set, else all usable cores.
 
@@ -68,7 +76,7 @@ def thread_count(threads: int | None = None) -> int:
 def _described(*names: str) -> str | None:
     """What /proc/cpuinfo says of the first processor under one of these names; None where it does not."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
             if name.strip() in names:
                 return value.strip()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import fcntl
 import json
 import os
 import subprocess
@@ -25,6 +24,11 @@ from distill.machine import machine
 from distill.progress import announce, note, warn
 from distill.recipe import Recipe, dump_recipe
 
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
 PARENT = {"generation": int, "run": str, "digest": str, "files": {...: str}}  # the form of parent.json
 READ = {"path": str, "bytes": int, "lines": int, "sha256": str}  # the form of a part of a traffic file
 WRITE_AGAIN = "delete it and run `distill train` on the recipe again, which makes it again, or copy the run again"
@@ -42,9 +46,13 @@ def is_read(value: Any) -> bool:
 
 
 def _git_revision() -> str | None:
+    """The checkout's revision; None for an installation, which may lie in a repository of the user's own."""
+    checkout = Path(__file__).parent.parent
+    if not (checkout / ".git").exists():
+        return None
     try:
         result = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"],
+            ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"],
             capture_output=True,
             text=True,
             timeout=5,
@@ -52,6 +60,18 @@ def _git_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None
+
+
+def _locked(file: IO[str]) -> bool:
+    """Whether this process has, from now on, the lock of an open file; it goes when the file is closed."""
+    try:
+        if sys.platform == "win32":
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # Linux and macOS; Windows
+        return False
+    return True
 
 
 def now() -> str:
@@ -77,13 +97,9 @@ class Run:
 
     def _take_lock(self) -> None:
         self._lock = open(self.folder / ".lock", "w")  # noqa: SIM115 - held for the life of the run
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(self._lock):
             self.close()
-            raise RunError(
-                f"another process is working in {self.folder}", "wait for it, or use another run (name=…)"
-            ) from None
+            raise RunError(f"another process is working in {self.folder}", "wait for it, or use another run (name=…)")
 
     def can_be_written(self) -> bool:
         """Whether files can be made and the lock can be opened, as the operating system says; it may not know before

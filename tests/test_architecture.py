@@ -24,7 +24,8 @@ LAYERS = (
     {"speculative", "grammar"},
     {"models", "vocabulary", "sampler", "divergences", "packing", "texts", "documents", "teacher"}
     | {"progress", "intervals", "processes"}
-    | {"recipe", "results", "files", "run", "machine", "errors", "faults", "interruption"},
+    | {"recipe", "results", "files", "run", "machine", "packages", "shipped"}
+    | {"errors", "faults", "interruption"},
     {"distill"},  # the package itself: its version
 )
 HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}

@@ -16,12 +16,14 @@ import typer
 import distill
 from distill.commands.check import check
 from distill.commands.cut import cut
+from distill.commands.doctor import doctor
 from distill.commands.evaluate import evaluate
 from distill.commands.export import export_gguf
 from distill.commands.generate import generate
 from distill.commands.import_gguf import import_gguf
 from distill.commands.plan import plan
 from distill.commands.profile import profile
+from distill.commands.recipes import recipes
 from distill.commands.record import record
 from distill.commands.report import report
 from distill.commands.runs import list_runs
@@ -29,7 +31,7 @@ from distill.commands.serve_check import serve_check
 from distill.commands.speedup import speedup
 from distill.commands.train import train
 from distill.commands.transplant import transplant
-from distill.errors import DistillError, RecipeError
+from distill.errors import DistillError, RecipeError, RunError
 from distill.faults import disk_fault
 from distill.files import is_utf8
 from distill.interruption import farewell, handled, signalled
@@ -45,6 +47,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 COMMANDS: dict[str, Callable[..., None]] = {
+    "doctor": doctor,
+    "recipes": recipes,
     "check": check,
     "plan": plan,
     "train": train,
@@ -143,12 +147,21 @@ def _explain(error: Exception) -> int:
         _reword(error)
         error.show()
         return 2
-    found = disk_fault(error) or error
+    found = disk_fault(error) or _missing_package(error) or error
     if not isinstance(found, DistillError):
         print(_bug(error), file=sys.stderr)
         return 1
     print(f"distill: {found}", file=sys.stderr)
     return 2
+
+
+def _missing_package(error: Exception) -> DistillError | None:
+    """The message for a package that cannot be imported because it is not there; None for any other error."""
+    if not isinstance(error, ModuleNotFoundError) or (error.name or "distill").partition(".")[0] == "distill":
+        return None
+    return RunError(
+        f"the package {error.name} is not installed", "`distill doctor` says how to install what is missing"
+    )
 
 
 def _reword(error: Any) -> None:

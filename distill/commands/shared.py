@@ -141,12 +141,12 @@ def require_format(output: str) -> None:
         raise RecipeError(f"output format `{output}` is unknown", "use -o md, json, jsonl or csv")
 
 
-def require_place(to: Path | None) -> None:
-    """Raise an error for a file of --to that cannot be written, before hours of measuring."""
+def require_place(to: Path | None, where: str = "--to") -> None:
+    """Raise an error, which names `where`, for a file that cannot be written, before hours of measuring."""
     if to is not None:
-        require_path(to, "--to")
+        require_path(to, where)
         if not to.resolve().parent.is_dir():
-            raise DataError(f"there is no folder {to.resolve().parent}", "make it, or correct --to")
+            raise DataError(f"there is no folder {to.resolve().parent}", f"make it, or correct {where}")
 
 
 def print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: str) -> None:

@@ -221,19 +221,21 @@ def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise RecipeError(f"no recipe at {path}", "recipes/ has examples") from None
+        raise RecipeError(f"no recipe at {path}", "`distill recipes` lists examples") from None
     except IsADirectoryError:
         raise RecipeError(
             f"{path} is a folder, not a recipe", "give a .yaml file, or a pair of models with --target and --draft"
         ) from None
     except OSError as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error.strerror}", "recipes/ has examples") from error
+        raise RecipeError(
+            f"cannot read the recipe {path}: {error.strerror}", "`distill recipes` lists examples"
+        ) from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise RecipeError(f"cannot read the recipe {path}: line {line} is not UTF-8", "save it as UTF-8") from error
     raw = read_yaml(text, str(path))
     if raw is None:
-        raise RecipeError(f"{path} is empty", "recipes/ has examples")
+        raise RecipeError(f"{path} is empty", "`distill recipes` lists examples")
     if isinstance(raw, dict):
         for override in overrides:
             _apply_override(raw, override)

@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import random
-import resource
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -234,10 +233,19 @@ def record(settings: Recording, ready: Callable[[int], None]) -> Counter[str]:
         with noting(lambda number: loop.call_soon_threadsafe(stop.set)):
             await proxy.run(stop, ready)
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection takes two
+    _allow_connections()
+    asyncio.run(serve())
+    return proxy.counts
+
+
+def _allow_connections() -> None:
+    """Allow this process as many open files as it may have: each connection takes two."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(
             resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_OPEN_FILES)) if hard > 0 else MAX_OPEN_FILES, hard)
         )
-    asyncio.run(serve())
-    return proxy.counts

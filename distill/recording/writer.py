@@ -27,6 +27,7 @@ from distill.recording.exchanges import read_exchange, redacted
 
 TAKEN, KEPT, BYTES, FILES, DELETED = "exchanges", "kept", "bytes", "files", "deleted files"
 FAILED = "a failed write"
+BINARY = getattr(os, "O_BINARY", 0)  # on Windows, or each newline becomes two characters
 
 
 class Writer:
@@ -84,7 +85,7 @@ class Writer:
         self.close()
         moment = datetime.datetime.now(datetime.UTC)
         self._path = self.folder / f"traffic-{moment:%Y%m%dT%H%M%S.%f}Z.jsonl"
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | BINARY, 0o600)
         self._size = 0
         self.counts[FILES] += 1
         for old in sorted(self.folder.glob("traffic-*.jsonl"))[: -self.keep]:
@@ -110,7 +111,7 @@ def main() -> None:
     """Write the exchanges that stdin brings, behind a line of JSON with the arguments of Writer."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a group: the proxy ends this process, by its stdin
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # Windows has no such call
         os.nice(5)  # the server comes first
     settings = json.loads(sys.stdin.buffer.readline())
     writer = Writer(Path(settings.pop("folder")), **settings)

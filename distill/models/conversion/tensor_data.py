@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 F16_MAX = 65504.0
 PART_VALUES = 2**21  # converted at a time, when written by each thread
 REPORTED_VALUES = 2**28  # below, a file is written too fast for lines of progress
+_SEEKING = threading.Lock()
 EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80}  # all set: infinity or NaN
 
 
@@ -128,8 +130,17 @@ def _write_part(part: _Part) -> None:
         data = (_converted(tensor.name, place.kind, floats()) if halves is None else halves).data.cast("B")
         at = place.first_byte
         while data:
-            written = os.pwrite(place.descriptor, data, at)
+            written = _write_at(place.descriptor, data, at)
             data, at = data[written:], at + written
+
+
+def _write_at(descriptor: int, data: memoryview, at: int) -> int:
+    """The bytes written of those given, from byte `at` of a file that several threads write to."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, data, at)
+    with _SEEKING:  # Windows writes only where the file stands
+        os.lseek(descriptor, at, os.SEEK_SET)
+        return os.write(descriptor, data)
 
 
 def _halves(

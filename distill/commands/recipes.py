@@ -1,0 +1,48 @@
+"""`distill recipes`: lists the recipes that come with the package, or copies one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distill.commands.shared import FormatOption, print_table, require_place
+from distill.errors import RecipeError
+from distill.files import write_text
+from distill.progress import note
+from distill.results.tables import markdown_table
+from distill.shipped import recipe_text
+from distill.shipped import recipes as shipped_recipes
+
+
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Copy this recipe; without it, list all.")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Argument(metavar="[TO]", help="File or folder of the copy; by default NAME.yaml, here.")
+    ] = None,
+    output: FormatOption = "md",
+) -> None:
+    """List the recipes that come with distill, or copy one, to run or to change.
+
+    The paths in a copy are absolute; a file that exists is never overwritten.
+    """
+    if name is None:
+        rows = [{"recipe": key, "purpose": purpose} for key, purpose in shipped_recipes().items()]
+        shown = [[row["recipe"], row["purpose"]] for row in rows]
+        print_table(rows, markdown_table(["recipe", "purpose"], shown), rows, output)
+        note("copy one into this folder: distill recipes NAME")
+        return
+    names = shipped_recipes()
+    if name not in names:
+        raise RecipeError(f"there is no recipe `{name}`", f"the recipes are {', '.join(names)}")
+    place = Path() if to is None else to
+    path = place / f"{name}.yaml" if place.is_dir() else place
+    require_place(path, "TO")
+    if path.exists() or path.is_symlink():
+        raise RecipeError(f"{path} exists; nothing was written", f"name another file: distill recipes {name} TO.yaml")
+    write_text(path, recipe_text(name, path.name))
+    print(path)
+    note(f"next: distill check {path}, distill train {path} --rehearse, distill train {path}")
