@@ -17,6 +17,7 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.intervals import Interval
+from distill.progress import duration
 from distill.results.tables import markdown_table
 from distill.speculative.costs.curve import tokens_per_round
 from distill.speculative.costs.paid import DraftSteps, PaidCosts
@@ -82,13 +83,29 @@ class Outlook:
 
 
 @dataclass(frozen=True)
+class PlannedStage:
+    """A stage of a planned run: the tokens that it writes, reads or learns from, seconds, and bytes on disk."""
+
+    stage: str
+    tokens: int
+    seconds: float
+    disk_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
-    """All outlooks, each by its own costs, and llama.cpp's settings where a curve and an acceptance were given."""
+    """All outlooks, each by its own costs, and llama.cpp's settings where a curve and an acceptance were given.
+
+    `run` are the stages of the recipe's run on the machine `run_on`; none without a recipe and a described machine.
+    """
 
     command: str
     machine: dict[str, Any]
     outlooks: list[Outlook]
     settings: list[str] = field(default_factory=list)
+    run: list[PlannedStage] = field(default_factory=list)
+    run_on: str = ""
 
 
 def step_costs(target: Sequence[float], draft: float, draft_two: float, lengths: Sequence[int]) -> PaidCosts:
@@ -258,7 +275,23 @@ def as_markdown(plan: Plan) -> str:
             for row, found in zip(rows, one.scenarios, strict=True):
                 row.append(f"{max(speed.mean for speed in found.speedups):.2f} (n = {found.best or 'none'})")
         blocks.append(markdown_table(["acceptance", *(one.title for one in plan.outlooks)], rows, "lr"))
+    if plan.run:
+        blocks += [f"**The run on {plan.run_on}, estimated**: its loops alone, every text as long as it may get"]
+        blocks += [_run_table(plan.run)]
     return "\n\n".join([*blocks, *(["\n".join(plan.settings)] if plan.settings else [])]) + "\n"
+
+
+def _run_table(run: Sequence[PlannedStage]) -> str:
+    """Tokens, time and disk of each stage and of all."""
+    rows = [[one.stage, f"{one.tokens:,}", duration(one.seconds), _disk(one.disk_bytes), one.note] for one in run]
+    seconds, disk = sum(one.seconds for one in run), sum(one.disk_bytes for one in run)
+    return markdown_table(
+        ["stage", "tokens", "time", "disk", ""], [*rows, ["all", "", duration(seconds), _disk(disk), ""]], "lrrr"
+    )
+
+
+def _disk(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count else ""
 
 
 def flat_rows(plan: Plan) -> list[dict[str, Any]]:

@@ -82,8 +82,9 @@ def plan(
     from distill.benchmark.batched_bench import import_curve
     from distill.benchmark.batched_bench import settings as llama_settings
     from distill.benchmark.hardware import read_hardware
-    from distill.benchmark.plan import Case, Plan, as_markdown, by_position, flat_rows, outlook
+    from distill.benchmark.plan import Case, Plan, PlannedStage, as_markdown, by_position, flat_rows, outlook
     from distill.benchmark.planned import PlanRequest, curve_case, estimated_case, measured_cases
+    from distill.benchmark.planned_run import planned_stages
     from distill.speculative.costs.curve import load_cost_curve
 
     if recipe is not None:
@@ -111,14 +112,19 @@ def plan(
             curve = load_cost_curve(target_curve)
         small_curve = None if draft_curve is None else load_cost_curve(draft_curve)
         cases.append(curve_case(curve, small_curve, request, model is not None))
-    if hardware is not None:
-        cases.append(estimated_case(read_hardware(hardware), request))
+    run: list[PlannedStage] = []
+    described = None if hardware is None else read_hardware(hardware)
+    if described is not None:
+        cases.append(estimated_case(described, request))
+        run = [] if recipe is None else planned_stages(recipe, described)
     settings: list[str] = []
     if curve is not None and given:
         costs = cases[0].timings[0]
         rates = by_position(next(iter(given.values())), max(drafted))
         settings = llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)
+    settings += [] if sister is None else _sisters_curve(sister)
     found = Plan(shlex.join(["distill", *sys.argv[1:]]), machine(), [outlook(one, given) for one in cases], settings)
+    found = replace(found, run=run, run_on="" if described is None else described.name)
     shared.print_table(flat_rows(found), as_markdown(found), as_json(found), output)
 
 
@@ -137,6 +143,15 @@ def _given(acceptance: str | None, sister: Path | None) -> dict[str, list[float]
             raise DataError(f"{sister}/eval.json holds no acceptance by position", "give a run that decoded rounds")
         found[f"--sister {sister.name}"] = [one.rate.mean for one in counted]
     return found
+
+
+def _sisters_curve(sister: Path) -> list[str]:
+    """What twice the tokens of a sister's training would be worth, where it measured its learning curve."""
+    from distill.results.training_results import TrainingSummary
+
+    path = sister / "training.json"
+    curve = read_result(path, TrainingSummary).curve if path.is_file() else None
+    return [] if curve is None else [f"- {sister.name}: {curve.sentence}"]
 
 
 def _recipe(model: str | None, overrides: Sequence[str], given_otherwise: tuple[object, ...]) -> Recipe | None:

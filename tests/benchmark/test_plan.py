@@ -17,15 +17,19 @@ import tiny
 import yaml
 from test_cost import enumerated
 from toys import toy
+from transformers import AutoModelForCausalLM
 
 from distill.benchmark.hardware import Hardware, StepWork, read_hardware, work_of, work_of_config
 from distill.benchmark.plan import ALL, RATES, Case, Plan, as_markdown, by_position, outlook, step_costs
 from distill.benchmark.planned import planned_config
+from distill.benchmark.planned_run import planned_stages
 from distill.errors import DataError, RecipeError
 from distill.intervals import Interval
+from distill.models.hugging_face import load_config
 from distill.recipe import load_recipe
 from distill.results.evaluation_results import EvaluationReport, PositionAcceptance
 from distill.results.serialise import write_result
+from distill.results.training_results import CurvePoint, LearningCurve, TrainingSummary
 from distill.speculative.costs.curve import CostCurve, load_cost_curve, save_cost_curve
 from distill.speculative.costs.paid import DraftSteps
 
@@ -226,7 +230,11 @@ def test_the_acceptance_of_a_sister(tmp_path: Path, capsys: Capture) -> None:
     rates = [PositionAcceptance(n, 10, 5, Interval(rate, 0.0, 1.0)) for n, rate in ((1, 0.62), (2, 0.55))]
     write_result(tmp_path / "eval.json", EvaluationReport("x", {}, 2, {}, {"after": rates}, {}))
     target = saved(tmp_path / "t.json", [1.0, 1.1, 1.2])
-    (one,) = planned(capsys, "--target-curve", target, "--sister", tmp_path)["outlooks"]
+    curve = LearningCurve(0.9, [CurvePoint(9, Interval(0.5, 0.4, 0.6))], doubled=Interval(0.6, 0.55, 0.65))
+    write_result(tmp_path / "training.json", TrainingSummary(5, 1, [], None, None, curve))
+    found = planned(capsys, "--target-curve", target, "--sister", tmp_path)
+    assert found["settings"] == [f"- {tmp_path.name}: {curve.sentence}"] and "0.650" in curve.sentence
+    (one,) = found["outlooks"]
     assert one["scenarios"][-1]["acceptance"] == [0.62, 0.55] and tmp_path.name in one["sentences"][-1]
     assert one["draft_cost"] == 0  # no draft was named
 
@@ -257,6 +265,45 @@ def test_a_recipe(world: Path, capsys: Capture) -> None:
     (one,) = planned(capsys, world / "recipe.yaml", *changes, "--lengths", "1,2")["outlooks"]
     assert one["title"] == "this machine, measured, pytorch" and one["prompt"] == 16 and one["new"] == 8
     assert one["draft_cost"] > 0 and one["scenarios"][0]["layers"] is not None
+
+
+def test_hours_and_disk_of_the_run(world: Path, tmp_path: Path, capsys: Capture) -> None:
+    """By hand, from the parameters of the models as transformers builds them; of what others compute, nothing."""
+    (tmp_path / "box.yaml").write_text(yaml.safe_dump(MACHINE))
+    options = ("--no-measure", "--hardware", tmp_path / "box.yaml", "--lengths", "1")
+    found = planned(capsys, world / "recipe.yaml", *options)
+    stages = {one["stage"]: one for one in found["run"]}
+    assert found["run_on"] == "a box" and [*stages] == ["answers", "teacher", "train"]
+    recipe = load_recipe(world / "recipe.yaml")
+    models = [
+        AutoModelForCausalLM.from_config(one) for one in (load_config(recipe.target.model), planned_config(recipe))
+    ]
+    big, small = (sum(one.numel() for one in model.parameters()) for model in models)
+    cached = 2 * 3 * 2 * 16 * 2  # bytes: keys and values of 3 layers, 2 heads of 16, in 16 bits
+    assert models[0].config.num_hidden_layers == 3 and models[0].config.num_key_value_heads * 16 == 32
+
+    def forward(parameters: int, tokens: int, depth: int) -> float:
+        return max((4 * parameters + depth * cached) / 100e9, 2 * tokens * parameters / 2e12) + 1e-3
+
+    # 12 texts, 2 at a time, 24 tokens each behind 8: 6 batches of 24 steps.
+    assert stages["answers"]["seconds"] == pytest.approx(6 * 24 * forward(big, 2, 2 * (8 + 12)))
+    positions, block = 1500 + 12 * (8 + 24), recipe.teacher.batch * 64
+    assert stages["teacher"]["tokens"] == positions
+    assert stages["teacher"]["seconds"] == pytest.approx(positions / block * forward(big, block, 0))
+    assert stages["teacher"]["disk_bytes"] > positions * 8 * 6
+    assert stages["train"]["seconds"] == pytest.approx(8 * 3 * forward(small, 4 * 64, 0))
+    assert stages["train"]["disk_bytes"] == 3 * 12 * small
+    changes = ("teacher.kind=online", "answers.writer={gguf: x.gguf}")
+    other = {one.stage: one for one in planned_stages(load_recipe(world / "recipe.yaml", changes), box(tmp_path))}
+    assert other["answers"].seconds == other["teacher"].seconds == 0 and "gguf" not in other["teacher"].note
+    assert other["train"].seconds == pytest.approx(stages["train"]["seconds"] + 8 * forward(big, 4 * 64, 0))
+    exact = planned_stages(load_recipe(world / "recipe.yaml", ["teacher.kind=exact"]), box(tmp_path))[-1]
+    rows, hidden = models[0].lm_head.weight.shape
+    assert exact.seconds == pytest.approx(stages["train"]["seconds"] + 8 * 2 * 4 * 64 * rows * hidden / 2e12)
+
+
+def box(folder: Path) -> Hardware:
+    return read_hardware(folder / "box.yaml")
 
 
 def test_a_training_that_must_pay(world: Path, tmp_path: Path, capsys: Capture) -> None:
