@@ -233,7 +233,7 @@ def test_the_acceptance_of_a_sister(tmp_path: Path, capsys: Capture) -> None:
     curve = LearningCurve(0.9, [CurvePoint(9, Interval(0.5, 0.4, 0.6))], doubled=Interval(0.6, 0.55, 0.65))
     write_result(tmp_path / "training.json", TrainingSummary(5, 1, [], None, None, curve))
     found = planned(capsys, "--target-curve", target, "--sister", tmp_path)
-    assert found["settings"] == [f"- {tmp_path.name}: {curve.sentence}"] and "0.650" in curve.sentence
+    assert found["settings"][-1] == f"- {tmp_path.name}: {curve.sentence}" and "0.650" in curve.sentence
     (one,) = found["outlooks"]
     assert one["scenarios"][-1]["acceptance"] == [0.62, 0.55] and tmp_path.name in one["sentences"][-1]
     assert one["draft_cost"] == 0  # no draft was named
