@@ -43,10 +43,10 @@ if [[ -z "${WITHOUT_LLAMA:-}" ]]; then
         llama=yes
     fi
 fi
-settings=()
+settings=('speedup.grown=null' 'speedup.lengths=[2,4]') # the grown target and more lengths take most of a rehearsal's time
 if [[ -z "$llama" ]]; then
     echo "release: llama-cpp-python is left out: PyTorch alone. Not tried: GGUF files."
-    settings=('speedup.backends=[pytorch]' 'export.outtypes=[]')
+    settings+=('speedup.backends=[pytorch]' 'export.outtypes=[]')
 fi
 
 echo "release: installing the wheel into an empty environment"
@@ -66,8 +66,8 @@ done
 distill doctor
 distill recipes
 distill recipes demo
-distill check demo.yaml ${settings[@]+"${settings[@]}"}
-distill train demo.yaml --rehearse ${settings[@]+"${settings[@]}"}
+distill check demo.yaml "${settings[@]}"
+distill train demo.yaml --rehearse "${settings[@]}"
 
 cd "$checkout"
 rm -rf dist
