@@ -64,7 +64,8 @@ def recipe_text(name: str, file: str) -> str:
         text = STAND_IN.sub(lambda found: f"{found[1]}{_quoted(model)}   # of the package {SMOLLM2}", text)
         text = _BY_HAND.sub("", text)
     text = text.replace(f"recipes/{name}.yaml", file)
-    text = text.replace("recipes/accelerate/", (place / "recipes" / "accelerate").as_posix() + "/")
+    for beside in ("accelerate", "hardware"):
+        text = text.replace(f"recipes/{beside}/", (place / "recipes" / beside).as_posix() + "/")
     return (
         text + f"\n# A copy of the recipe {name} of distill {__version__}; its paths are those of that installation.\n"
     )

@@ -17,6 +17,7 @@ from unloaded_worlds import AnsweringServer
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.serialise import read_result
 from distill.texts import read_answers, read_prompts
+from distill.training.plan import peak_rate
 
 SHARED = tiny.ROOT.parent / "shared"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not SHARED.is_dir(), reason="the shared tokenizers are not here")]
@@ -131,6 +132,23 @@ def test_qwen_3(tmp_path: Path) -> None:
     run = run_whole(RECIPES / "qwen3-32b.yaml", tmp_path)
     require_whole(run, 152064, {"chat", "math", "code"}, {"thinking", "no thinking"})
     assert list((run / "gguf").glob("*.gguf"))
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.3-70b"])
+def test_llama_on_one_machine(name: str, tmp_path: Path) -> None:
+    """The smaller target's donor is cut, the larger one's whole; 4 bits are left out, which need a GPU."""
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "llama-3")
+    tokenizer.chat_template = LLAMA_3.replace("{G}", "").replace("{E}", "")
+    tokenizer.eos_token = "<|eot_id|>"
+    save(tmp_path / "target", "llama", tokenizer, 128256, 20, 0)
+    save(tmp_path / "donor", "llama", tokenizer, 128256, 8, 1)
+    run = run_whole(RECIPES / f"{name}.yaml", tmp_path, "target.quantise=null")
+    require_whole(run, 128256, {"chat", "code"}, {""})
+    layers = json.loads((run / "draft" / "config.json").read_text())["num_hidden_layers"]
+    assert layers == (6 if name == "llama-3.1-8b" else 8)
+    (part,) = json.loads((run / "training.json").read_text())["parts"]
+    assert part["rate"] == (peak_rate(6 / 8) if name == "llama-3.1-8b" else 1e-4)
+    assert list((run / "gguf").glob("draft*.gguf"))
 
 
 def test_llama_behind_a_server(tmp_path: Path) -> None:
