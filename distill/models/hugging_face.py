@@ -251,15 +251,15 @@ def end_ids(model_config: Any, tokenizer: Any) -> list[int]:
 
 def real_tokens(config: Any, tokenizer: Any) -> int:
     """How many ids stand for tokens; rows of the embeddings beyond them are padding and in no distribution."""
-    return min(int(config.vocab_size), max(tokenizer.get_vocab().values()) + 1)
+    return min(int(config.get_text_config().vocab_size), max(tokenizer.get_vocab().values()) + 1)
 
 
 def describe_model(reference: str, model: Any) -> ModelSizes:
     """Sizes of a loaded model, for tables: parameters, layers, widths, vocabulary, bytes."""
-    config = model.config
+    config = model.config.get_text_config()
     return ModelSizes(
         path=reference,
-        architecture=config.model_type,
+        architecture=model.config.model_type,
         parameters=sum(p.numel() for p in model.parameters()),
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,

@@ -119,11 +119,18 @@ def check_stages(recipe: Recipe) -> list[str]:
     from distill.surgery.checks import check_cut, check_smaller
     from distill.training.plan import check_training
 
+    target = load_config(recipe.target.model)
+    if recipe.target.load and not hasattr(target, "vocab_size"):
+        raise RecipeError(
+            f"{recipe.target.model} is a {target.model_type}, whose language model is one part beside others: it "
+            "cannot be loaded as a target",
+            "leave it on a server (target.load: false), or name a folder or GGUF file of the language model alone",
+        )
     lines = check_cut(recipe) + check_training(recipe)
     lines += map(Caution, check_configurations(recipe))  # what it names is lossy
     check_trees(recipe, recipe.donor_model)
     if not recipe.cut.allow_full_size:
-        check_smaller(recipe, load_config(recipe.target.model), load_config(recipe.donor_model))
+        check_smaller(recipe, target, load_config(recipe.donor_model))
     return lines
 
 

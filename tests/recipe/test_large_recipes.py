@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import tiny
 import yaml
-from chat_templates import LLAMA_3, QWEN_3
+from chat_templates import GEMMA, LLAMA_3, QWEN_3, R1
 from toys import toy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config
 from unloaded_worlds import AnsweringServer
 
+from distill.recipe import load_recipe
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.serialise import read_result
 from distill.texts import read_answers, read_prompts
-from distill.training.plan import peak_rate
 
 SHARED = tiny.ROOT.parent / "shared"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not SHARED.is_dir(), reason="the shared tokenizers are not here")]
@@ -134,23 +134,6 @@ def test_qwen_3(tmp_path: Path) -> None:
     assert list((run / "gguf").glob("*.gguf"))
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.3-70b"])
-def test_llama_on_one_machine(name: str, tmp_path: Path) -> None:
-    """The smaller target's donor is cut, the larger one's whole; 4 bits are left out, which need a GPU."""
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "llama-3")
-    tokenizer.chat_template = LLAMA_3.replace("{G}", "").replace("{E}", "")
-    tokenizer.eos_token = "<|eot_id|>"
-    save(tmp_path / "target", "llama", tokenizer, 128256, 20, 0)
-    save(tmp_path / "donor", "llama", tokenizer, 128256, 8, 1)
-    run = run_whole(RECIPES / f"{name}.yaml", tmp_path, "target.quantise=null")
-    require_whole(run, 128256, {"chat", "code"}, {""})
-    layers = json.loads((run / "draft" / "config.json").read_text())["num_hidden_layers"]
-    assert layers == (6 if name == "llama-3.1-8b" else 8)
-    (part,) = json.loads((run / "training.json").read_text())["parts"]
-    assert part["rate"] == (peak_rate(6 / 8) if name == "llama-3.1-8b" else 1e-4)
-    assert list((run / "gguf").glob("draft*.gguf"))
-
-
 def test_llama_behind_a_server(tmp_path: Path) -> None:
     """The target is nowhere here: a server answers and gives distributions; three turns of conversations."""
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "llama-3")
@@ -168,3 +151,36 @@ def test_llama_behind_a_server(tmp_path: Path) -> None:
     require_whole(run, 128256, {"chat", "code"}, {""})
     assert [path.name for path in (run / "gguf").glob("*.gguf")] == ["draft-f16.gguf"]
     assert json.loads((run / "eval.json").read_text())["tokens_per_round"] == {}
+
+
+@pytest.mark.parametrize("recipe", ["gemma-3-27b", "deepseek-v3-server"])
+def test_a_transplant_behind_a_server(recipe: str, tmp_path: Path) -> None:
+    """Targets of families that are never cut, behind a server: Qwen2.5's real vocabulary gives way to another one. The
+    Gemma's config.json describes a model that reads images, too, as the published one does."""
+    gemma = recipe.startswith("gemma")
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / ("llama-2" if gemma else "deepseek-llm"))
+    markers = ["<start_of_turn>", "<end_of_turn>"] if gemma else ["<｜User｜>", "<｜Assistant｜>"]
+    tokenizer.add_tokens(markers, special_tokens=True)
+    template = GEMMA if gemma else R1.replace("<|User|>", markers[0]).replace("<|Assistant|>", markers[1])
+    tokenizer.chat_template = template.replace("{G}", "").replace("{E}", "")
+    if gemma:
+        tokenizer.eos_token = "<end_of_turn>"
+    rows = len(tokenizer) + 62
+    save(tmp_path / "target", "gemma3" if gemma else "llama", tokenizer, rows, 2, 0)
+    save(tmp_path / "donor", "qwen2", qwen(None), 151936, 24, 1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").unlink()
+    if gemma:
+        Gemma3Config(text_config=model.config.to_dict(), eos_token_id=model.config.eos_token_id).save_pretrained(
+            tmp_path / "target"
+        )
+    name = load_recipe(RECIPES / f"{recipe}.yaml").target.model
+    with AnsweringServer(model, name=name, tokenizer=tokenizer, max_logprobs=300).running() as server:
+        urls = [f"answers.writer.urls=[{server.url}]", f"teacher.server.urls=[{server.url}]"]
+        settings = [*urls, "answers.writer.concurrency=4", "teacher.server.concurrency=4", "train.embedding_steps=1"]
+        settings.append("cut.allow_full_size=true")  # beside a target of two layers
+        run = run_whole(RECIPES / f"{recipe}.yaml", tmp_path, *settings)
+    require_whole(run, rows, {"chat", "code"} | (set() if gemma else {"math"}), {""})
+    assert [path.name for path in (run / "gguf").glob("*.gguf")] == ["draft-f16.gguf"]
+    changes = json.loads((run / "cut" / "surgery.json").read_text())["changes"]
+    assert changes[0]["after"]["vocabulary"] == rows

@@ -1,0 +1,319 @@
+"""The recipes of real models: the figures that they open with, and their cuts, a training step and the export at small
+width."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+import shlex
+import struct
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from test_vocabulary import byte_level, save, sentencepiece
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from distill.benchmark.hardware import read_hardware
+from distill.benchmark.plan import outlook
+from distill.benchmark.planned import PlanRequest, estimated_case
+from distill.errors import DataError, RecipeError
+from distill.models.conversion.writer import export_gguf
+from distill.models.gguf.file_head import open_head
+from distill.models.hugging_face import load_config, load_tokenizer, real_tokens, text_folder
+from distill.models.model_files import copy_tokenizer
+from distill.packing import Packed
+from distill.pipeline.preflight import check_stages
+from distill.recipe import Recipe, load_recipe
+from distill.surgery.checks import check_cut, check_smaller
+from distill.surgery.cutter import cut_model
+from distill.surgery.divergence import TargetDistributions
+from distill.surgery.stage import load_donor
+from distill.teacher.source import OnlineTarget
+from distill.training.plan import check_training, planned
+from distill.training.step import Columns, Learner, heal
+from distill.vocabulary import Vocabulary
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+RECIPES = tiny.ROOT / "recipes"
+OTHERS = {
+    "demo",
+    "demo-transplant",
+    "smollm2",
+    "smollm2-demo",
+}  # of models that are here, and whose figures are measured
+REAL = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem not in OTHERS)
+COMMAND = re.compile(r"distill plan recipes/(\S+) (--hardware .*)")
+GAINS = re.compile(
+    r"([\d.]+) times plain decoding at an acceptance of \.60 \((\d) drafted\), ([\d.]+) at \.75 \((\d)\), "
+    r"([\d.]+) at \.90 \((\d)\)\. A draft step costs (\.\d\d) T\(1\), and pays from (\.\d\d) on"
+)
+
+
+def sizes(
+    kind: str, hidden: int, layers: int, heads: int, keys: int, mlp: int, rows: int, **more: Any
+) -> dict[str, Any]:
+    """The keys of config.json that a step's cost depends on."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    found = dict(zip(names, (hidden, layers, heads, keys, mlp), strict=True))
+    return (
+        {"model_type": kind, "vocab_size": rows, "max_position_embeddings": 32768, "tie_word_embeddings": False}
+        | found
+        | more
+    )
+
+
+GEMMA = sizes(
+    "gemma3_text", 5376, 62, 32, 16, 21504, 262208, head_dim=128, sliding_window=1024, tie_word_embeddings=True
+)
+EXPERTS = {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048}
+LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+TIED = {"tie_word_embeddings": True}
+# As published.
+CONFIGURATIONS = {
+    "Qwen/Qwen2.5-Coder-14B-Instruct": sizes("qwen2", 5120, 48, 40, 8, 13824, 152064),
+    "Qwen/Qwen2.5-Coder-32B-Instruct": sizes("qwen2", 5120, 64, 40, 8, 27648, 152064),
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": sizes("qwen2", 896, 24, 14, 2, 4864, 151936, **TIED),
+    "Qwen/Qwen2.5-0.5B-Instruct": sizes("qwen2", 896, 24, 14, 2, 4864, 151936, **TIED),
+    "Qwen/Qwen3-32B": sizes("qwen3", 5120, 64, 64, 8, 25600, 151936, head_dim=128),
+    "Qwen/Qwen3-0.6B": sizes("qwen3", 1024, 28, 16, 8, 3072, 151936, head_dim=128, **TIED),
+    "meta-llama/Llama-3.3-70B-Instruct": sizes("llama", 8192, 80, 64, 8, 28672, 128256),
+    "meta-llama/Llama-3.1-8B-Instruct": sizes("llama", 4096, 32, 32, 8, 14336, 128256),
+    "meta-llama/Llama-3.2-1B-Instruct": sizes("llama", 2048, 16, 32, 8, 8192, 128256, head_dim=64, **TIED),
+    "mistralai/Mistral-Large-Instruct-2407": sizes("mistral", 12288, 88, 96, 8, 28672, 32768, head_dim=128),
+    "google/gemma-3-27b-it": {
+        "model_type": "gemma3",
+        "text_config": GEMMA,
+        "vision_config": {
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+        }
+        | {"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14},
+        "eos_token_id": [1, 106],
+    },
+    "deepseek-ai/DeepSeek-V3-0324": sizes(
+        "deepseek_v3",
+        7168,
+        61,
+        128,
+        128,
+        18432,
+        129280,
+        first_k_dense_replace=3,
+        n_group=8,
+        topk_group=4,
+        **EXPERTS,
+        **LATENT,
+    ),
+}
+SENTENCEPIECE = ("mistralai", "google")
+MARKERS = {  # tokens that overrides name, or whose roles meet
+    "Qwen": ["<|im_start|>", "<|im_end|>"],
+    "meta-llama": ["<|eot_id|>"],
+    "mistralai": ["[INST]", "[/INST]"],
+    "google": ["<start_of_turn>", "<end_of_turn>"],
+    "deepseek-ai": ["<｜User｜>", "<｜Assistant｜>"],
+}
+
+
+def opening(name: str) -> str:
+    """The comment that a recipe begins with, as one line."""
+    text = (RECIPES / f"{name}.yaml").read_text()
+    return re.sub(r"\s+", " ", re.sub(r"\n#", "\n", "\n" + text[: text.index(f"\nname: {name}")]))
+
+
+def tokenizer(folder: Path, hub: str) -> None:
+    """A small tokenizer of the model's kind, with its markers."""
+    maker = hub.split("/")[0]
+    of_pieces = maker in SENTENCEPIECE
+    made = sentencepiece(["▁", "a", "b", "▁a", "ab"], [("▁", "a"), ("a", "b")]) if of_pieces else byte_level()
+    made.add_special_tokens(["<end>", *MARKERS[maker]])
+    save(made, folder, eos_token="<end>")
+
+
+def folders(recipe: Path, place: Path, configurations: dict[str, dict[str, Any]]) -> tuple[dict[str, Path], list[str]]:
+    """Folders of the recipe's target and donor, with config.json and tokenizer alone; the overrides that name them."""
+    written = load_recipe(recipe)
+    found = {"target": place / "target", "donor": place / "donor"}
+    for role, hub in (("target", written.target.model), ("donor", written.donor_model)):
+        tokenizer(found[role], hub)
+        (found[role] / "config.json").write_text(json.dumps(configurations[hub]))
+    return found, [f"target.model={found['target']}", f"cut.donor={found['donor']}"]
+
+
+def pretended_weights(folder: Path) -> None:
+    """A safetensors file with the names and shapes of the model's tensors, whose data are a hole in the file."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    header, end = {}, 0
+    for name, tensor in model.named_parameters():
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [end, end + 2 * tensor.numel()]}
+        end += 2 * tensor.numel()
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_figures_are_those_of_distill_plan(name: str, tmp_path: Path) -> None:
+    """The command in the opening, with published configurations in place of hub names, gives the gains beside it."""
+    said = opening(name)
+    for word in (
+        "Commands",
+        f"distill check recipes/{name}.yaml",
+        "predicted",
+        " hardware ",
+        " hours ",
+        " disk ",
+        " gain ",
+    ):
+        assert word in said, word
+    assert "has NOT been run" in said
+    places, overrides = folders(RECIPES / f"{name}.yaml", tmp_path, CONFIGURATIONS)
+    pretended_weights(places["donor"])
+    command = COMMAND.search((RECIPES / f"{name}.yaml").read_text().replace("\\\n#", ""))
+    assert command is not None and command[1] == f"{name}.yaml"
+    words = shlex.split(command[2].split("   #")[0])
+    options = dict(itertools.pairwise(words))
+    planned_recipe = load_recipe(RECIPES / f"{name}.yaml", [*overrides, *(word for word in words if "=" in word)])
+    check_smaller(planned_recipe, load_config(planned_recipe.target.model), load_config(planned_recipe.donor_model))
+    lengths = [int(length) for length in options["--lengths"].split(",")]
+    request = replace(PlanRequest.of(planned_recipe), lengths=lengths)
+    case = estimated_case(read_hardware(tiny.ROOT / options["--hardware"]), request)
+    found = outlook(case, {rate: [float(rate)] for rate in (".60", ".75", ".90")})
+    speedups = []
+    for asked in found.scenarios[-3:]:
+        gain = asked.speedups[lengths.index(asked.best)].mean
+        speedups += [f"{gain:.2f}", str(asked.best)]
+    pays = min(one.break_even for one in found.lengths if one.break_even is not None)
+    costs = [f"{value:.2f}".lstrip("0") for value in (found.draft_cost, pays)]
+    written = GAINS.search(said)
+    assert written is not None and [*written.groups()] == [*speedups, *costs]
+
+
+def small(hub: str) -> dict[str, Any]:
+    """The configuration 32 wide, with the published layers; of a target that no stage cuts, four."""
+    config = copy.deepcopy(CONFIGURATIONS[hub])
+    inner = config.get("text_config", config)
+    inner |= {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    inner |= {
+        "vocab_size": {151936: 288, 152064: 320}.get(inner["vocab_size"], 300)
+    }  # padding rows differ as published
+    if inner["num_hidden_layers"] > 28:
+        inner |= {"num_hidden_layers": 4}
+    if inner["model_type"] == "deepseek_v3":
+        inner |= {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        }
+        inner |= {"n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16}
+        inner |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    return config
+
+
+def random_model(config: dict[str, Any], seed: int) -> Any:
+    """A language model of this configuration, far from uniform; of one that reads images too, its language model."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.get("text_config", config)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.2)
+    return model.float().eval()
+
+
+def packed(vocabulary: int) -> Packed:
+    """Four blocks of 32 made-up tokens, a document each."""
+    ids = torch.randint(0, vocabulary, (4, 32), generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(32).expand(4, 32)
+    return Packed(ids, torch.zeros_like(ids), positions, positions < 31)
+
+
+def loss_of(model: Any, source: OnlineTarget, recipe: Recipe) -> float:
+    """The mean over all blocks of the loss that the recipe trains with."""
+    learner = Learner(model, Columns(source.vocabulary, None, CPU), recipe.train.chunk)
+    part = planned(recipe.train, recipe.sampler.temperature)[0]
+    with torch.no_grad():
+        total, sums = learner(source.packed, source.teacher(torch.arange(source.blocks), CPU), part)
+    return float(total / sums["positions"])
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_cut_step_and_export_at_small_width(name: str, tmp_path: Path) -> None:
+    """The recipe's checks; its cut of a donor of the published family and depth, which then has the target's rows; a
+    step by its section train, which lowers its loss; a GGUF file of the donor's architecture, the target's tokens."""
+    path = RECIPES / f"{name}.yaml"
+    written = load_recipe(path)
+    configurations = {hub: small(hub) for hub in (written.target.model, written.donor_model)}
+    found, overrides = folders(path, tmp_path, configurations)
+    recipe = load_recipe(path, [*overrides, "cut.layer_rule=influence", "train.batch=4", "train.rate=1e-3"])
+    donor = configurations[written.donor_model]
+    random_model(donor, 1).save_pretrained(found["donor"])
+    target_config = load_config(recipe.target.model)
+    assert check_cut(recipe) and check_training(recipe)
+
+    target = random_model(configurations[written.target.model], 2)
+    vocabulary = real_tokens(target_config, load_tokenizer(recipe.target.model))
+    blocks = packed(vocabulary)
+    distributions = TargetDistributions.measure(target, blocks, vocabulary)
+    run: Any = SimpleNamespace(path=lambda *parts: tmp_path.joinpath(*parts))
+    model, before, changes = load_donor(recipe, run, CPU, distributions)
+    changes += cut_model(model, recipe.cut, blocks.take(slice(0, 2)), distributions, own=False)
+    layers = written.cut.layers or before.layers
+    assert model.config.num_hidden_layers == len(model.model.layers) == layers < 28
+    assert model.get_output_embeddings().weight.shape[0] == target_config.get_text_config().vocab_size
+    assert before.layers == donor["num_hidden_layers"] and bool(changes) == (
+        recipe.cut.transplant is not None or before.layers > layers or before.vocabulary != model.config.vocab_size
+    )
+
+    source = OnlineTarget(target, blocks, {"vocabulary": vocabulary}, batch=4)
+    loss = loss_of(model, source, recipe)
+    heal(model, source, recipe.train, planned(recipe.train, recipe.sampler.temperature)[0], 1, 0)
+    assert loss_of(model, source, recipe) < loss
+
+    draft, outtype = tmp_path / "draft", (*recipe.export.outtypes, "q8_0")[0]
+    model.save_pretrained(draft)
+    copy_tokenizer(text_folder(recipe.target.model), draft)
+    export_gguf(draft, tmp_path / "draft.gguf", outtype)
+    head = open_head(tmp_path / "draft.gguf")
+    assert head.architecture == donor["model_type"] and head.count("block_count") == layers
+    assert Vocabulary.read(draft).tokens == Vocabulary.read(found["target"]).tokens
+
+
+def test_a_gemma_as_donor_is_refused(tmp_path: Path) -> None:
+    """As the recipe says up front: even a smaller one with the target's vocabulary, whole, before any work."""
+    places, overrides = folders(RECIPES / "gemma-3-27b.yaml", tmp_path, CONFIGURATIONS)
+    tokenizer(places["donor"], "google/gemma-3-1b-it")
+    (places["donor"] / "config.json").write_text(json.dumps(GEMMA | {"num_hidden_layers": 26, "hidden_size": 1152}))
+    recipe = load_recipe(RECIPES / "gemma-3-27b.yaml", [*overrides, "cut.transplant=null"])
+    with pytest.raises(DataError, match="surgery on architecture `gemma3_text` is not supported"):
+        check_cut(recipe)
+
+
+def test_a_gemma_that_reads_images_is_never_loaded(tmp_path: Path) -> None:
+    recipe = RECIPES / "gemma-3-27b.yaml"
+    places, overrides = folders(recipe, tmp_path, CONFIGURATIONS)
+    pretended_weights(places["donor"])
+    assert check_stages(load_recipe(recipe, overrides))
+    loaded = load_recipe(recipe, [*overrides, "target.load=true", "export.outtypes=[]", "speedup.backends=[pytorch]"])
+    with pytest.raises(RecipeError, match="is a gemma3, whose language model is one part beside others"):
+        check_stages(loaded)
