@@ -70,8 +70,8 @@ def test_places_of_a_copy(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -
         assert "exists; nothing was written" in tiny.refused(capsys, "recipes", "demo", to)
     assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == text
     assert "there is no folder" in tiny.refused(capsys, "recipes", "demo", "none/demo.yaml")
-    assert "the recipes are demo," in tiny.refused(capsys, "recipes", "none")
-    assert "the recipes are demo," in tiny.refused(capsys, "recipes", "../recipes/demo")
+    assert f"the recipes are {', '.join(NAMES)}" in tiny.refused(capsys, "recipes", "none")
+    assert f"the recipes are {', '.join(NAMES)}" in tiny.refused(capsys, "recipes", "../recipes/demo")
 
 
 def test_without_smollm2_the_command_is_named(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
