@@ -209,7 +209,7 @@ def load_tokenizer(reference: str) -> Any:
     require_tables(Path(reference) / "tokenizer.json")
     try:
         with without_panic(f"the tokenizer of {reference}"):
-            tokenizer = AutoTokenizer.from_pretrained(reference)
+            tokenizer = AutoTokenizer.from_pretrained(reference, trust_remote_code=False)
             encode(tokenizer, "a")  # some settings of a wrong kind are noticed only in use
     except DistillError:
         raise
@@ -227,7 +227,7 @@ def load_config(reference: str) -> Any:
     if is_path(reference):
         read_config(Path(reference))
     try:
-        config = AutoConfig.from_pretrained(reference)
+        config = AutoConfig.from_pretrained(reference, trust_remote_code=False)
         inner = config.get_text_config()
     except Exception as error:  # transformers and huggingface_hub raise many kinds; each means a faulty config.json
         raise _explained(reference, error) from error

@@ -317,3 +317,18 @@ def test_a_gemma_that_reads_images_is_never_loaded(tmp_path: Path) -> None:
     loaded = load_recipe(recipe, [*overrides, "target.load=true", "export.outtypes=[]", "speedup.backends=[pytorch]"])
     with pytest.raises(RecipeError, match="is a gemma3, whose language model is one part beside others"):
         check_stages(loaded)
+
+
+@pytest.mark.parametrize("load", [load_config, load_tokenizer])
+def test_a_folder_that_needs_code_of_its_own(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Kimi K2's, with a type of model that only its code knows: refused, where transformers would ask whether to run
+    that code."""
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "y")
+    code = {"AutoConfig": "configuration_kimi.KimiConfig", "AutoTokenizer": ["tokenization_kimi.Kimi", None]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_k2", "auto_map": code}))
+    settings = {"tokenizer_class": "Kimi", "auto_map": {"AutoTokenizer": code["AutoTokenizer"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(DataError, match="contains custom code"):
+        load(str(tmp_path))
+    assert asked == []
