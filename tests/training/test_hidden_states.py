@@ -108,7 +108,7 @@ def test_a_process_without_blocks_has_no_states() -> None:
 
 
 def test_its_weight_falls_in_a_line_to_nothing() -> None:
-    values = {"steps": 100, "replay": {"steps": 10}, "hidden_states": {"weight": 0.4, "end": 0.5}}
+    values = {"steps": 100, "rate": 1e-3, "replay": {"steps": 10}, "hidden_states": {"weight": 0.4, "end": 0.5}}
     settings = parse_section(Train, values)
     found = planned(settings, 0.8)
     pulls = [states_weight(part_at(found, step), step, settings) for step in range(110)]
