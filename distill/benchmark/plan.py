@@ -84,11 +84,12 @@ class Outlook:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage of a planned run: the tokens that it writes, reads or learns from, seconds, and bytes on disk."""
+    """A stage of a planned run: the tokens that it writes, reads or learns from, seconds (None where something else
+    computes, which `note` names), and bytes on disk."""
 
     stage: str
     tokens: int
-    seconds: float
+    seconds: float | None
     disk_bytes: int
     note: str = ""
 
@@ -283,11 +284,19 @@ def as_markdown(plan: Plan) -> str:
 
 def _run_table(run: Sequence[PlannedStage]) -> str:
     """Tokens, time and disk of each stage and of all."""
-    rows = [[one.stage, f"{one.tokens:,}", duration(one.seconds), _disk(one.disk_bytes), one.note] for one in run]
-    seconds, disk = sum(one.seconds for one in run), sum(one.disk_bytes for one in run)
-    return markdown_table(
-        ["stage", "tokens", "time", "disk", ""], [*rows, ["all", "", duration(seconds), _disk(disk), ""]], "lrrr"
-    )
+    rows = [
+        [
+            one.stage,
+            f"{one.tokens:,}",
+            "" if one.seconds is None else duration(one.seconds),
+            _disk(one.disk_bytes),
+            one.note,
+        ]
+        for one in run
+    ]
+    seconds, disk = sum(one.seconds or 0 for one in run), sum(one.disk_bytes for one in run)
+    all_of_them = ["all that is computed here", "", duration(seconds), _disk(disk), ""]
+    return markdown_table(["stage", "tokens", "time", "disk", ""], [*rows, all_of_them], "lrrr")
 
 
 def _disk(count: int) -> str:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
-from distill.benchmark.hardware import Hardware
+from distill.benchmark.hardware import Hardware, StepWork
 from distill.benchmark.plan import PlannedStage
 from distill.benchmark.planned import PlanRequest, planned_config
 from distill.models.hugging_face import load_config
@@ -23,13 +22,18 @@ MOMENTS = 12  # bytes a parameter of a checkpoint: float32 weights and two momen
 
 
 def planned_stages(recipe: Recipe, hardware: Hardware) -> list[PlannedStage]:
-    """Of each loop its tokens, seconds and bytes on disk; stages whose work others do are named with 0 seconds."""
-    return [*_written(recipe, hardware), _teacher(recipe, hardware), _training(recipe, hardware)]
+    """Of each loop its tokens, seconds (None where others compute, as the note says) and bytes on disk."""
+    big, small = PlanRequest.of(recipe).works()
+    assert small is not None  # that of the recipe's cut
+    return [
+        *_written(recipe, hardware, big),
+        _teacher(recipe, hardware, big),
+        _training(recipe, hardware, big, small),
+    ]
 
 
-def _written(recipe: Recipe, hardware: Hardware) -> Iterator[PlannedStage]:
+def _written(recipe: Recipe, hardware: Hardware, big: StepWork) -> Iterator[PlannedStage]:
     """Questions and answers, every text as long as it may get."""
-    big, _ = PlanRequest.of(recipe).works()
     batch, answers = recipe.answers.batch, recipe.answers
     asked = [(round((source.questions or 0) / USABLE), source.tokens or 0) for source in recipe.corpus.asked]
     for stage, texts in (("questions", asked), ("answers", [(answers.prompts, answers.new_tokens)])):
@@ -37,7 +41,7 @@ def _written(recipe: Recipe, hardware: Hardware) -> Iterator[PlannedStage]:
         if not tokens:
             continue
         if answers.writer is not None:
-            yield PlannedStage(stage, tokens, 0.0, 0, "written by the file or servers of answers.writer")
+            yield PlannedStage(stage, tokens, None, 0, "written by the file or servers of answers.writer")
             continue
         # The mean depth of a text, of as many texts as are written at once.
         seconds = sum(
@@ -49,41 +53,30 @@ def _written(recipe: Recipe, hardware: Hardware) -> Iterator[PlannedStage]:
         yield PlannedStage(stage, tokens, seconds, 4 * tokens)
 
 
-def _teacher(recipe: Recipe, hardware: Hardware) -> PlannedStage:
+def _teacher(recipe: Recipe, hardware: Hardware, big: StepWork) -> PlannedStage:
     answers, settings = recipe.answers, recipe.teacher
     positions = recipe.corpus.tokens + answers.prompts * (answers.prompt_tokens + answers.new_tokens)
+    if settings.kind == "online":
+        return PlannedStage("teacher", positions, None, 0, "computed in every training step")
     hidden = load_config(recipe.target.model).get_text_config().hidden_size
     disk = positions * bytes_per_position(settings, hidden, recipe.target.dtype)
-    if settings.kind == "online":
-        return PlannedStage("teacher", positions, 0.0, 0, "computed in every training step")
     if settings.server is not None or settings.gguf is not None:
-        return PlannedStage("teacher", positions, 0.0, disk, "computed by teacher.gguf or teacher.server")
+        return PlannedStage("teacher", positions, None, disk, "computed by teacher.gguf or teacher.server")
     size = settings.batch * recipe.corpus.block
-    big, _ = PlanRequest.of(recipe).works()
     return PlannedStage("teacher", positions, positions / size * big.seconds(size, 0, hardware), disk)
 
 
-def _training(recipe: Recipe, hardware: Hardware) -> PlannedStage:
-    train, config = recipe.train, planned_config(recipe)
-    big, small = PlanRequest.of(recipe).works()
-    assert small is not None  # that of the recipe's cut
+def _training(recipe: Recipe, hardware: Hardware, big: StepWork, small: StepWork) -> PlannedStage:
+    train, config, trim = recipe.train, planned_config(recipe), recipe.cut.trim
+    rows = config.vocab_size if trim is None or trim.size is None else trim.size
     positions = train.batch * recipe.corpus.block
     step = 3 * small.seconds(positions, 0, hardware)
     if recipe.teacher.kind == "online":
         step += big.seconds(positions, 0, hardware)
     elif recipe.teacher.kind == "exact":
-        step += 2 * positions * _head_parameters(recipe) / hardware.compute_tflop_per_s.value / 1e12
-    whole = PlanRequest.of(recipe.model_copy(update={"cut": recipe.cut.model_copy(update={"trim": None})})).works()[1]
-    assert whole is not None
-    parameters = whole.parameters + (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
-    return PlannedStage(
-        "train", train.steps * positions, train.steps * step, round((train.keep + 1) * MOMENTS * parameters)
-    )
-
-
-def _head_parameters(recipe: Recipe) -> float:
-    """Those of the target's head, in as many rows as the draft's has."""
-    target: Any = load_config(recipe.target.model).get_text_config()
-    trim = recipe.cut.trim
-    rows = trim.size if trim is not None and trim.size is not None else target.vocab_size
-    return float(rows * target.hidden_size)
+        hidden = load_config(recipe.target.model).get_text_config().hidden_size
+        step += 2 * positions * rows * hidden / hardware.compute_tflop_per_s.value / 1e12
+    # A step leaves out the rows that a trimmed head drops, and an input embedding beside a head of its own.
+    left_out = config.vocab_size - rows + (0 if config.tie_word_embeddings else config.vocab_size)
+    disk = (train.keep + 1) * MOMENTS * (small.parameters + left_out * config.hidden_size)  # one is being written
+    return PlannedStage("train", train.steps * positions, train.steps * step, round(disk))

@@ -295,7 +295,10 @@ def test_hours_and_disk_of_the_run(world: Path, tmp_path: Path, capsys: Capture)
     assert stages["train"]["disk_bytes"] == 3 * 12 * small
     changes = ("teacher.kind=online", "answers.writer={gguf: x.gguf}")
     other = {one.stage: one for one in planned_stages(load_recipe(world / "recipe.yaml", changes), box(tmp_path))}
-    assert other["answers"].seconds == other["teacher"].seconds == 0 and "gguf" not in other["teacher"].note
+    assert other["answers"].seconds is other["teacher"].seconds is None and "gguf" not in other["teacher"].note
+    assert "| answers | 288 |  |  | written by the file or servers" in as_markdown(
+        Plan("x", {}, [], run=[*other.values()], run_on="a box")
+    )
     assert other["train"].seconds == pytest.approx(stages["train"]["seconds"] + 8 * forward(big, 4 * 64, 0))
     exact = planned_stages(load_recipe(world / "recipe.yaml", ["teacher.kind=exact"]), box(tmp_path))[-1]
     rows, hidden = models[0].lm_head.weight.shape
