@@ -23,7 +23,8 @@ PROTOCOL_LOSS: dict[Verifying, Loss] = {
     "greedy": {"forward_kl": 1.0},
 }
 REPLAY = "replay"
-# Shares of the donor's layers that a draft keeps, and the best peak rates for them (docs/training.md#the-rate).
+# Shares of the donor's layers that a draft keeps, and peak rates: the first measured, the second as published for whole
+# donors (docs/training.md#the-rate).
 RATES = (1 / 6, 1.5e-3), (1.0, 5e-5)
 
 
@@ -165,7 +166,10 @@ def check_training(recipe: Recipe) -> list[str]:
         target, donor = (load_config(name).get_text_config() for name in (recipe.target.model, recipe.donor_model))
         check_hidden_states(settings, teacher.kind, donor.hidden_size, target.hidden_size)
     positions = settings.batch * recipe.corpus.block
-    lines = [
+    lines = []
+    if recipe.train.rate is None and recipe.cut.search is not None:
+        lines.append("train: the rate follows the cut that the search chooses; below is that of its smallest")
+    lines += [
         f"train: {part.name}, {part.steps} steps of {positions} positions at up to {part.rate:g}: "
         + ", ".join(f"{weight:g} {name}" for name, weight in part.loss.losses.items())
         for part in parts

@@ -189,6 +189,10 @@ def test_the_rate_follows_what_the_cut_leaves(
     assert kept_share(dropped) == pytest.approx(1 - 1 / donor.num_hidden_layers)
     assert tiny.call("check", world / "recipe.yaml", "train.rate=null") == 0
     assert f"at up to {peak_rate(left):g}: " in capsys.readouterr().out
+    searched = ("train.rate=null", "cut.layers=null", "cut.mlp_width=null", "cut.search={layers: [1, 2]}")
+    assert tiny.call("check", world / "recipe.yaml", *searched) == 0
+    said = capsys.readouterr().out
+    assert "the search chooses" in said and f"at up to {peak_rate(1 / donor.num_hidden_layers):g}: " in said
     run = trained(world, ready, tmp_path, "train.rate=null", "train.steps=2", "train.acceptance=null")
     (part,) = json.loads((run / "training.json").read_text())["parts"]
     assert part["rate"] == peak_rate(left)
