@@ -101,7 +101,8 @@ def read_user_prompts(
         left = "".join(f"; {number} left out: {reason}" for reason, number in dropped.items())
         raise DataError(
             f"the files give {len(prompts)} prompts{left}",
-            f"give more or longer ones, {least} at least; plain texts are cut into prompts of {size} tokens",
+            f"give more or longer ones, {least} at least; plain texts are cut into prompts of {size} tokens "
+            "(--prompt-tokens, where the command has it)",
         )
     spare = min(others, max(len(prompts) - count, len(prompts) // 2))
     measured, rest = prompts[: min(count, len(prompts) - spare)], prompts[len(prompts) - spare :]
@@ -125,7 +126,7 @@ def user_message(target: str, text: str, chat: Chat, required: bool) -> list[int
             if required:
                 raise DataError(f"{target} has no chat template", "continue the text as it is: --no-chat")
             return None
-        system = [{"role": "system", "content": text} for text in chat.system[:1]]
+        system = [{"role": "system", "content": one} for one in chat.system[:1]]
         try:
             return ChatTemplate(tokenizer, chat).prompt([*system, {"role": "user", "content": text}])
         except ValueError as error:

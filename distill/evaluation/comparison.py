@@ -23,7 +23,7 @@ from distill.results.comparison_results import ComparedDraft, DraftComparison, S
 from distill.results.evaluation_results import MEASURES
 from distill.results.tables import markdown_table
 from distill.sampler import Sampler
-from distill.texts import prompt_seed
+from distill.texts import Prompt, prompt_seed
 
 STRETCH = 16  # tokens of a stretch
 WORST = 3  # stretches shown, each of another prompt
@@ -46,6 +46,7 @@ def compare(
     measure = "acceptance_sampling" if sampler.temperature else "acceptance_greedy"
     column = METRICS.index(measure)
     accuracy = settings.resamples, settings.confidence
+    read: dict[tuple[str, int], list[Prompt]] = {}
     asked: list[str] = []
     rows: list[ComparedDraft] = []
     first: Measured | None = None
@@ -53,7 +54,9 @@ def compare(
         with open_pair(target, draft, corpus.block, threads, gguf) as pair:
             size = min(pair.target.vocabulary_size, pair.draft.vocabulary_size)
             room = min(corpus.block, pair.target.capacity, pair.draft.capacity)
-            found = prompts_of(pair.reference, corpus, prompts, room).measured
+            if (pair.reference, room) not in read:
+                read[pair.reference, room] = prompts_of(pair.reference, corpus, prompts, room).measured
+            found = read[pair.reference, room]
             ids, names = [one.ids for one in found], [one.id for one in found]
             if asked and asked != names:
                 raise DataError(
