@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from distill.speculative.costs.curve import CostCurve
 
 REPEATS = 5  # of a curve's steps
+REPLY_SECONDS = 600.0  # that a server may take for one
 
 
 @takes_gguf_options("target", "draft")
@@ -41,6 +42,14 @@ def plan(
     ] = None,
     draft_curve: Annotated[Path | None, typer.Option(help="The same of the draft.")] = None,
     batched_bench: Annotated[Path | None, typer.Option(help="The target's curve: a llama-batched-bench log.")] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The target's curve: measured on a llama-server or vLLM that does not draft."),
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="--server: environment variable that holds its key.")] = None,
+    served_model: Annotated[
+        str | None, typer.Option("--model", help="--server: the model's name, where vLLM serves several.")
+    ] = None,
     acceptance: Annotated[
         str | None, typer.Option(help="Acceptance by position, separated by commas; the last holds behind it.")
     ] = None,
@@ -66,20 +75,18 @@ def plan(
     By draft length and acceptance: what pays, from which acceptance on, and how much a draft step may cost.
     """
     shared.require_format(output)
-    if [model, target_curve, batched_bench].count(None) != 2:
-        raise RecipeError("expected a target, a recipe, --target-curve or --batched-bench", "give one of them")
-    if sum(one is not None for one in (draft, draft_cost, draft_curve)) > 1:
-        raise RecipeError("--draft, --draft-cost and --draft-curve were given together", "give one of them")
-    if not measure and (hardware is None or model is None):
-        raise RecipeError("--no-measure leaves nothing but an estimate", "give the model and --hardware FILE")
-    if hardware is not None and model is None:
-        raise RecipeError("--hardware needs the model's sizes, and a curve has none", "give the target or a recipe")
+    _require_one_source(
+        model, (target_curve, batched_bench, server), (draft, draft_cost, draft_curve), (key, served_model)
+    )
+    if model is None:
+        _require_curve_alone(draft, hardware, measure)
+    elif not measure and hardware is None:
+        raise RecipeError("--no-measure leaves nothing but an estimate", "give --hardware FILE")
     drafted = sorted(set(shared.numbers(lengths, "--lengths", int, "1,2,4")))
     if not all(1 <= n <= 63 for n in drafted):
         raise RecipeError(f"--lengths {lengths}: draft lengths run from 1 to 63", "for instance --lengths 1,2,4,8")
     given = _given(acceptance, sister)
     recipe = _recipe(model, overrides or [], given_otherwise=(draft, draft_cost, draft_curve, gguf, threads, dtype))
-    from distill.benchmark.batched_bench import import_curve
     from distill.benchmark.batched_bench import settings as llama_settings
     from distill.benchmark.hardware import read_hardware
     from distill.benchmark.plan import Case, Plan, PlannedStage, as_markdown, by_position, flat_rows, outlook
@@ -105,11 +112,10 @@ def plan(
     elif measure:
         if model is not None:
             curve = measured_curve(request.target, [depth], max(drafted) + 1, REPEATS, threads, gguf, PyTorch())
-        elif batched_bench is not None:
-            curve = import_curve(batched_bench)
+        elif server is not None:
+            curve = _served_curve(server, key, served_model, depth, tokens, max(drafted) + 1)
         else:
-            assert target_curve is not None
-            curve = load_cost_curve(target_curve)
+            curve = _stored_curve(target_curve, batched_bench)
         small_curve = None if draft_curve is None else load_cost_curve(draft_curve)
         cases.append(curve_case(curve, small_curve, request, model is not None))
     run: list[PlannedStage] = []
@@ -118,7 +124,7 @@ def plan(
         cases.append(estimated_case(described, request))
         run = [] if recipe is None else planned_stages(recipe, described)
     settings: list[str] = []
-    if curve is not None and given:
+    if curve is not None and given and curve.backend != "vllm":
         costs = cases[0].timings[0]
         rates = by_position(next(iter(given.values())), max(drafted))
         settings = llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)
@@ -126,6 +132,53 @@ def plan(
     found = Plan(shlex.join(["distill", *sys.argv[1:]]), machine(), [outlook(one, given) for one in cases], settings)
     found = replace(found, run=run, run_on="" if described is None else described.name)
     shared.print_table(flat_rows(found), as_markdown(found), as_json(found), output)
+
+
+def _require_one_source(
+    model: str | None, curves: Sequence[object], drafts: Sequence[object], of_server: Sequence[object]
+) -> None:
+    """Refuse no target or several, several drafts, and a server's options without a server, the last of `curves`."""
+    if [model, *curves].count(None) != len(curves):
+        raise RecipeError(
+            "expected a target, a recipe, --target-curve, --batched-bench or --server", "give one of them"
+        )
+    if drafts.count(None) < len(drafts) - 1:
+        raise RecipeError("--draft, --draft-cost and --draft-curve were given together", "give one of them")
+    if curves[-1] is None and of_server.count(None) < len(of_server):
+        raise RecipeError("--key and --model are for --server", "leave them out, or give the server's address")
+
+
+def _require_curve_alone(draft: str | None, hardware: Path | None, measure: bool) -> None:
+    """Refuse what needs the target's model where a curve stands for it."""
+    if draft is not None:
+        raise RecipeError("--draft is measured beside its target, and a curve stands for that", "give --draft-curve")
+    if hardware is not None:
+        raise RecipeError("--hardware needs the model's sizes, and a curve has none", "give the target or a recipe")
+    if not measure:
+        raise RecipeError("--no-measure leaves nothing but an estimate", "give the model and --hardware FILE")
+
+
+def _stored_curve(saved: Path | None, log: Path | None) -> CostCurve:
+    """The curve of a file of `distill profile`, or of a log of llama-batched-bench."""
+    from distill.benchmark.batched_bench import import_curve
+    from distill.speculative.costs.curve import load_cost_curve
+
+    if log is not None:
+        return import_curve(log)
+    assert saved is not None
+    return load_cost_curve(saved)
+
+
+def _served_curve(url: str, key: str | None, name: str | None, depth: int, tokens: int, limit: int) -> CostCurve:
+    """The curve of a server that runs, at requests of `depth` and `tokens`."""
+    from contextlib import closing
+
+    from distill.serving.clients import client_of
+    from distill.serving.curve import served_curve
+    from distill.serving.http import Http
+
+    with closing(Http(url, REPLY_SECONDS, key)) as http:
+        return served_curve(client_of(http, model=name), depth, tokens, limit)
 
 
 def _given(acceptance: str | None, sister: Path | None) -> dict[str, list[float]]:

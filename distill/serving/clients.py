@@ -59,18 +59,19 @@ class Reply(Text):
 class Client(ABC):
     """A server that continues token ids under `sampler`; threads may share it once `alone` is false.
 
-    While `alone` is true, requests come one at a time.
+    While `alone` is true, requests come one at a time. With `ignores_end` texts run to the limit.
     """
 
     kind: str
     prefix: str  # of its metrics
 
     def __init__(self, http: Http, sampler: SamplerSettings = GREEDY) -> None:
-        self.http, self.url, self.sampler, self.alone = http, http.url, sampler, True
+        self.http, self.url, self.sampler = http, http.url, sampler
+        self.alone, self.ignores_end = True, False
 
     def sampling(self, seed: int) -> dict[str, Any]:
-        """The sampler's settings and a seed, as both kinds of server name them."""
-        return self.sampler.model_dump() | {"seed": seed}
+        """The sampler's settings, a seed and `ignore_eos`, as both kinds of server name them."""
+        return self.sampler.model_dump() | {"seed": seed} | ({"ignore_eos": True} if self.ignores_end else {})
 
     @abstractmethod
     def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
@@ -130,6 +131,11 @@ class LlamaClient(Client):
         if isinstance(found, list) and found and isinstance(found[0], dict) and "speculative" in found[0]:
             return any(slot.get("speculative") is True for slot in found if isinstance(slot, dict))
         return None
+
+    def slots(self) -> int | None:
+        """How many requests it decodes at once; None where it does not say."""
+        found = self.http.object("/props").get("total_slots")
+        return found if isinstance(found, int) else None
 
     def vocabulary_size(self) -> int | None:
         """Tokens of its model; None where it does not say."""
@@ -223,6 +229,15 @@ class VllmClient(Client):
     def drafts(self) -> bool:
         """Whether it speculates: its counters exist then alone."""
         return self.totals() is not None
+
+
+def client_of(
+    http: Http, sampler: SamplerSettings = GREEDY, kind: str | None = None, model: str | None = None
+) -> Client:
+    """The client of a server that runs, of the kind that it is found to be unless one is named."""
+    if (kind or kind_of_server(http)) == "vllm":
+        return VllmClient(http, sampler, model)
+    return LlamaClient(http, sampler)
 
 
 def kind_of_server(http: Http) -> str:

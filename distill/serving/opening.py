@@ -11,7 +11,7 @@ from pathlib import Path
 from distill.errors import ServingError
 from distill.models.pairs import compare_pair
 from distill.recipe import SamplerSettings
-from distill.serving.clients import GREEDY, Client, LlamaClient, VllmClient, kind_of_server
+from distill.serving.clients import GREEDY, Client, LlamaClient, client_of
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, Running, started
 
@@ -71,8 +71,7 @@ def connected(places: Addresses, seconds: float, stack: ExitStack, sampler: Samp
     for name, url in ((PLAIN, places.plain), (DRAFT, places.url)):
         if url is not None:
             http = stack.enter_context(contextlib.closing(Http(url, seconds, places.key)))
-            vllm = (places.kind or kind_of_server(http)) == "vllm"
-            clients[name] = VllmClient(http, sampler, places.model) if vllm else LlamaClient(http, sampler)
+            clients[name] = client_of(http, sampler, places.kind, places.model)
     for name, client in clients.items():
         drafts = client.drafts()
         if name == PLAIN and drafts:

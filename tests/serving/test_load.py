@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -20,9 +20,10 @@ import pytest
 from distill.errors import DataError, RecipeError, ServingError
 from distill.results.serving_results import ServedSpeed
 from distill.serving.arrivals import Load, arrivals
-from distill.serving.clients import Reply
+from distill.serving.clients import Client, Reply
 from distill.serving.counts import TextCounts, acceptance, counts_of
 from distill.serving.crossing import RoundModel, conditional, crossing, load_table
+from distill.serving.curve import served_curve
 from distill.serving.load import Request, Served, percentiles, send, speeds_under, step_seconds
 from distill.serving.replaying import Replayed
 
@@ -115,6 +116,43 @@ def behind(before: Sequence[Request], replay: Sequence[Request]) -> list[Request
     """A replay, later than others on the same clock."""
     later = max((one.reply.end for one in before), default=0.0) + 1e4
     return [request(one.prompt, one.due + later, [moment + later for moment in one.reply.times]) for one in replay]
+
+
+class Simulated:
+    """A server whose replays of each load, in the order of `loads`, are those of `simulate`."""
+
+    def __init__(self, law: Law, loads: Sequence[int], drafts: bool | None = None) -> None:
+        self.url, self.kind, self.alone, self.ignores_end = "http://simulated", "vllm", True, False
+        self.drafting, self.prompts, self.lock = drafts, list[tuple[int, ...]](), threading.Lock()
+        replay = list[Request]()
+        for together in loads:
+            replay += behind(replay, simulate(Load(together), law, prompt_seconds=1.0)[: 2 * together])
+        self.replies = iter([one.reply for one in replay])
+
+    def drafts(self) -> bool | None:
+        return self.drafting
+
+    def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
+        with self.lock:
+            self.prompts.append(tuple(ids))
+            return next(self.replies)
+
+
+def test_the_curve_of_a_server_is_its_law() -> None:
+    client = Simulated(plainly, [1, 2, 3, 4, 4, 3, 2, 1, 1, 2, 3, 4])
+    found = served_curve(cast("Client", client), 16, 61, 4)
+    assert found.seconds == (tuple(pytest.approx(steps(m)) for m in range(1, 5)),)
+    assert (found.depths, found.unit, found.backend) == ((32,), "seconds", "vllm") and "ends at" not in found.note
+    assert client.ignores_end and not client.alone
+    assert len(set(client.prompts)) == 30 and all(len(ids) == 16 for ids in client.prompts)  # B of every load
+
+
+def test_a_server_without_steady_steps_has_no_curve() -> None:
+    with pytest.raises(ServingError, match="drafts, so that"):
+        served_curve(cast("Client", Simulated(plainly, [], drafts=True)), 16, 61, 4)
+    one_at_a_time = Simulated(plainly, [1] * 30)
+    with pytest.raises(ServingError, match=r"never seen decoding 2 request\(s\) at once"):
+        served_curve(cast("Client", one_at_a_time), 16, 61, 2)
 
 
 def alone(law: Law, prompt_seconds: float) -> Replayed:

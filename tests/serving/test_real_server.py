@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from distill.serving.arrivals import Load
 from distill.serving.check import CheckSettings, Conversation, check_started
 from distill.serving.choose import Trials, choose, grid
 from distill.serving.clients import LlamaClient
+from distill.serving.curve import served_curve
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, started
 from distill.serving.opening import opened
@@ -109,6 +111,20 @@ def test_the_server_accepts_what_our_decoder_accepts(settings: LlamaServer, prom
     arrived = found.speeds[4:]
     assert [one.requests for one in arrived] == [16, 16] and all(one.in_flight > 0.1 for one in arrived)
     assert all(one.token_seconds[0] <= one.token_seconds[1] for one in found.speeds)
+
+
+def test_the_cost_curve_of_a_server(settings: LlamaServer) -> None:
+    plain = replace(settings, draft=None, parallel=3)
+    with opened(plain, (60.0, 120.0)) as client:
+        curve = served_curve(client, 64, 32, 5)
+        alone = [client.complete(range(100 + place, 164 + place), 33) for place in range(5)]
+    (steps,) = curve.seconds
+    assert len(steps) == 3 and "it has 3 slots" in curve.note and curve.depths == (80,)
+    by_its_clock = statistics.median(reply.later_seconds / 32 for reply in alone if reply.later_seconds)
+    assert 0.5 < steps[0] / by_its_clock < 2
+    assert steps[0] < steps[2] < 8 * steps[0]
+    with opened(settings, (60.0, 120.0)) as client, pytest.raises(ServingError, match="drafts, so that"):
+        served_curve(client, 64, 32, 5)
 
 
 def test_a_quantised_cache_of_the_draft_is_named(
