@@ -124,8 +124,11 @@ def work_of(reference: str, weight_bytes: float) -> StepWork:
     head = open_head(Path(reference))
     sizes = [(name, math.prod(one), tensor_bytes(one, head.kinds[name])) for name, one in head.shapes.items()]
     heads = head.count("attention.head_count")
-    width = head.count("attention.key_length", max(1, head.count("embedding_length") // heads))
-    cached = 2 * head.count("attention.head_count_kv", heads) * width * CACHED_BYTES
+    keys = head.count("attention.key_length", max(1, head.count("embedding_length") // heads))
+    # A latent attention of one cached head holds keys and values in the same numbers (files of llama.cpp since 2025).
+    shared = head.size("attention.kv_lora_rank", 0, 2**20) and head.count("attention.head_count_kv", heads) == 1
+    values = 0 if shared else head.count("attention.value_length", keys)
+    cached = head.count("attention.head_count_kv", heads) * (keys + values) * CACHED_BYTES
     experts = head.size("expert_count", 0, 2**20) or 0
     used = (head.size("expert_used_count", 1, 2**20) or 1) / experts if experts else 1.0
     return _work(sizes, head.count("block_count"), used, cached)
@@ -141,8 +144,11 @@ def work_of_config(config: Any, weight_bytes: float) -> StepWork:
     sizes = [(name, one.numel(), one.numel() * weight_bytes) for name, one in model.named_parameters()]
     config = config.get_text_config()
     heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    cached = 2 * (getattr(config, "num_key_value_heads", None) or heads) * width * CACHED_BYTES
+    if latent := getattr(config, "kv_lora_rank", None):  # what servers cache; transformers caches the heads made of it
+        cached = (latent + config.qk_rope_head_dim) * CACHED_BYTES
+    else:
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        cached = 2 * (getattr(config, "num_key_value_heads", None) or heads) * width * CACHED_BYTES
     experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 0)
     used = config.num_experts_per_tok / experts if experts else 1.0
     return _work(sizes, config.num_hidden_layers, used, cached)

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy
 import pytest
 import tiny
 import yaml
@@ -158,6 +160,38 @@ def test_work_of_a_mixture_of_experts() -> None:
     work = work_of_config(config, 2)
     assert work.expert_bytes == 2 * 2 * 4 * 3 * 16 * 24 and work.used == 0.5
     assert work.parameters == pytest.approx(work.weight_bytes(1) / 2)
+
+
+def test_a_latent_attention_caches_its_latents() -> None:
+    """DeepSeek-V3 caches 512 + 64 numbers of a position in each layer (arXiv 2412.19437, 2.1.1), not 128 heads."""
+    from transformers import DeepseekV3Config
+
+    config = DeepseekV3Config(
+        vocab_size=50, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2,
+        topk_group=1, q_lora_rank=8, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=8, v_head_dim=8,
+        first_k_dense_replace=1,
+    )  # fmt: skip
+    assert work_of_config(config, 2).position_bytes == 2 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize(("heads", "numbers"), [(1, 576), (4, 4 * (576 + 512))])
+def test_latents_of_a_gguf_file(heads: int, numbers: int, tmp_path: Path) -> None:
+    """With one cached head keys and values are the same numbers; files of before cache all heads."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "deepseek2")
+    writer.add_block_count(2)
+    writer.add_embedding_length(16)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(heads)
+    writer.add_key_length(576)
+    writer.add_value_length(512)
+    writer.add_kv_lora_rank(512)
+    writer.add_tensor("token_embd.weight", numpy.zeros((50, 16), numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert work_of(str(tmp_path / "m.gguf"), 2).position_bytes == 2 * numbers * 2
 
 
 def test_work_of_a_gguf_file_is_that_of_its_folder(tmp_path: Path) -> None:
