@@ -20,6 +20,7 @@ LARGEST_ID = 2**31 - 1  # token ids are stored as int32
 # The forms of the lines of prompts-SPLIT.jsonl and of answers.
 PROMPT = {"id": str, "ids": [int]}
 CHAT = {"messages": [{"role": str, "content": str}], "turns": [str]}  # of a prompt that has a conversation
+LACKING = 0.25  # see lacking_classes
 ANSWER = {"id": str, "prompt": [int], "answer": [int], "looping": bool}
 # Fields that a line may lack, as those of older versions do.
 FURTHER = {**dict.fromkeys(("source", "label", "mode", "dropped"), str), "ended": bool, "number": int | None}
@@ -139,6 +140,19 @@ def count_texts(texts: Iterable[tuple[str, str, int]]) -> list[dict[str, Any]]:
         {"label": label, "mode": mode, "texts": count, "tokens": sums[label, mode]}
         for (label, mode), count in counts.items()
     ]
+
+
+def lacking_classes(learnt: Mapping[str, int], asked: Mapping[str, int]) -> list[str]:
+    """Classes of the prompts that are `asked` whose share of what is `learnt` is below LACKING of their share there.
+
+    Counts by label, of whatever unit. What has no label says nothing of any class: without labels on one of the sides,
+    none is lacking.
+    """
+    total, wanted = sum(learnt.values()), {label: count for label, count in asked.items() if label and count}
+    if not any(label and count for label, count in learnt.items()):
+        return []
+    every = sum(wanted.values())
+    return [label for label, count in wanted.items() if learnt.get(label, 0) / total < LACKING * count / every]
 
 
 def listed(counts: Mapping[str, int], sign: str = " ") -> str:

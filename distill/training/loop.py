@@ -28,7 +28,7 @@ from distill.training.memory import loading, memory_explained, stepping, writing
 from distill.training.optimizer import set_rates
 from distill.training.plan import REPLAY, PlannedPart, body_share, part_at, rate_of, states_weight
 from distill.training.replay import decide_on_replay, enter_replay, is_replayed
-from distill.training.setup import Training, set_up
+from distill.training.setup import Training, say_what_lacks, set_up
 from distill.training.step import STATES, scored_blocks
 from distill.training.trackers import tracked
 from distill.training.validation import evaluate_weights, evaluation_due, part_ended, take_best
@@ -43,6 +43,8 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     with memory_explained(loading, recipe):
         work = set_up(recipe, run)
         resumed = resume(work)
+    if work.is_main and not resumed:
+        say_what_lacks(run)
     settings, state = work.settings, work.state
     if not resumed and settings.acceptance is not None:
         evaluate_weights(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken

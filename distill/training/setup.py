@@ -6,6 +6,7 @@ Legend: b blocks of a step.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError, RecipeError, RunError
+from distill.files import read_json
 from distill.models.hugging_face import load_config, load_model, load_target, pick_device, recompute_activations
 from distill.models.trimmed_head import read_kept
 from distill.packing import Packed
@@ -26,7 +28,7 @@ from distill.surgery.sparsity.unstructured import UnstructuredL1
 from distill.teacher.distributions import LogitForm, logit_form
 from distill.teacher.source import OnlineTarget, TeacherSource, open_teacher, require_fit
 from distill.teacher.store import read_manifest
-from distill.texts import read_prompts
+from distill.texts import lacking_classes, read_prompts
 from distill.training.adapters import attach, load_base
 from distill.training.checkpoint import plain
 from distill.training.optimizer import make_optimizer
@@ -198,6 +200,26 @@ def penalty_of(model: Any, settings: Train) -> Penalty | None:
         return GroupLasso(model, sparsity.mlp_width, settings.steps, start=start, ramp=sparsity.ramp)
     assert sparsity.share is not None
     return UnstructuredL1(model, settings.steps, sparsity=sparsity.share, start=start, ramp=sparsity.ramp)
+
+
+def say_what_lacks(run: Run) -> None:
+    """Warn of classes of prompts that acceptance is measured on and the answers hardly have."""
+    classes = read_json(run.path("answers", "manifest.json"), {}).get("by_class", [])  # absent in runs of before
+    learnt: Counter[str] = Counter()
+    for one in classes:
+        learnt[one["label"]] += one["tokens"]
+    asked = Counter(prompt.label for split in ("validation", "test") for prompt in read_prompts(run, split))
+    if lacking := lacking_classes(learnt, asked):
+        shares = (
+            f"{label} ({asked[label] / asked.total():.0%} of the held-out prompts, "
+            f"{learnt[label] / max(1, learnt.total()):.0%} of the answers' tokens)"
+            for label in lacking
+        )
+        run.say(
+            f"  the draft learns little of {', '.join(shares)}: sources or questions of these classes in "
+            "corpus.sources would help it there",
+            warning=True,
+        )
 
 
 def set_up(recipe: Recipe, run: Run) -> Training:

@@ -44,7 +44,7 @@ from distill.packing import pack
 from distill.recipe import Replay, Train, parse_recipe, parse_section
 from distill.sampler import Sampler
 from distill.teacher.distributions import Head
-from distill.texts import Prompt
+from distill.texts import Prompt, lacking_classes
 from distill.training import checkpoint, loop, replay, validation
 from distill.training import finish as finish_module
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
@@ -765,3 +765,30 @@ def test_every_kind_of_teacher_trains(train: Trainer, tmp_path: Path, kind: str)
         run = train(*overrides, "--redo", "teacher", "train.steps=4", folder=tmp_path / name)
         losses[name] = [line["loss"] for line in metrics(run)]
     assert losses[kind] == pytest.approx(losses["compact"], rel=2e-3)  # fp16 in the store
+
+
+@pytest.mark.parametrize(
+    ("learnt", "asked", "lacking"),
+    [
+        ({"code": 90, "chat": 10}, {"code": 5, "chat": 5}, ["chat"]),
+        ({"code": 85, "chat": 15}, {"code": 5, "chat": 5}, []),  # more than a quarter of its share
+        ({"code": 100}, {"code": 9, "translation": 1, "": 10}, ["translation"]),
+        ({"": 100}, {"code": 9}, []),  # nothing is known of what has no label
+        ({"code": 100}, {"": 9}, []),
+        ({}, {"code": 9}, []),
+    ],
+)
+def test_classes_that_answers_lack(learnt: dict[str, int], asked: dict[str, int], lacking: list[str]) -> None:
+    assert lacking_classes(learnt, asked) == lacking
+
+
+def test_a_training_says_what_its_answers_lack(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted = {"by_class": [{"label": "code", "mode": "", "texts": 3, "tokens": 99}]}
+    prompts = [Prompt(f"t@{place}", [1, 2], label="code" if place else "sums") for place in range(4)]
+    monkeypatch.setattr("distill.training.setup.read_json", lambda *_: counted)
+    monkeypatch.setattr("distill.training.setup.read_prompts", lambda *_: prompts)
+    train("train.steps=1")
+    said = capsys.readouterr().err
+    assert "learns little of sums (25% of the held-out prompts, 0% of the answers' tokens)" in said
