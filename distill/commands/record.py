@@ -31,8 +31,7 @@ def record(
     ] = None,
     sample: Annotated[float, shared.number_option(min=0, max=1, help="Share of the exchanges to keep.")] = 1.0,
     rotate_mb: Annotated[
-        float,
-        shared.number_option(min=0.001, max=1e6, help="Size in MB of a full file, after which the next begins."),
+        float, shared.number_option(min=0.001, max=1e6, help="Size in MB of a full file, after which the next begins.")
     ] = 64.0,
     keep: Annotated[int, typer.Option(min=1, max=10**6, help="Files to keep; older ones are deleted.")] = 16,
 ) -> None:
