@@ -28,7 +28,7 @@ def check(
     draft: Annotated[
         str | None, typer.Option(help="Standalone pair: draft as Hugging Face folder, hub name or GGUF.")
     ] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Standalone pair: tokens of context to be served.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Standalone pair: tokens of context to serve.")] = None,
 ) -> None:
     """Check a recipe, or a target and a draft, in seconds.
 

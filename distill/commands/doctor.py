@@ -54,9 +54,9 @@ class Finding:
 
 
 def doctor(runs: RunsOption = DEFAULT_RUNS, output: FormatOption = "md") -> None:
-    """Look at what is installed and at this machine: each line is fine or says what to do.
+    """Check the installation and this machine: each line is fine or says what to do.
 
-    Exit status 2 where something is missing, or too old, without which distill does not work.
+    Exit status 2 if something that distill needs is missing or too old.
     """
     require_format(output)
     require_path(runs, "--runs")

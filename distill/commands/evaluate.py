@@ -45,7 +45,7 @@ def evaluate(
         typer.Option(
             "--by",
             metavar="SLICE",
-            help="Show acceptance by this slice alone: token, depth, repetition, part, language, or class (of "
+            help="Show only acceptance by this slice: token, depth, repetition, part, language, or class (of "
             "prompts); may be repeated.",
         ),
     ] = None,
@@ -53,8 +53,8 @@ def evaluate(
         bool,
         typer.Option(
             "--parity",
-            help="Score the same tokens by transformers, the training's loss, our decoder, llama.cpp and a server: one "
-            "acceptance, or where the difference enters.",
+            help="Score the same tokens in transformers, the training's loss, our decoder, llama.cpp and a server: one "
+            "acceptance, or where it starts to differ.",
         ),
     ] = False,
     url: Annotated[

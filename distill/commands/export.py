@@ -37,14 +37,14 @@ def export_gguf(
         list[str] | None, typer.Option(help="PATTERN=TYPE, such as token_embd=q4_0: another type for some tensors.")
     ] = None,
     imatrix: Annotated[
-        Path | None, typer.Option(help="Importance matrix of llama-imatrix (GGUF), or a text to measure one on.")
+        Path | None, typer.Option(help="Importance matrix from llama-imatrix (GGUF), or a text to measure one on.")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Check on this text instead of built-in ones.")] = None,
     target: Annotated[
-        Path | None, typer.Option(help="The target's GGUF file, by which the draft will be served.")
+        Path | None, typer.Option(help="The target's GGUF file, which the draft will serve with.")
     ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare each file with its source.")] = True,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
 ) -> None:
     """Write GGUF files of a run's draft and target, or of any folder of a supported family (docs/export.md)."""

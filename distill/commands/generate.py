@@ -32,7 +32,7 @@ def generate(
     draft: Annotated[str | None, typer.Option(help="Without a run: a draft of the same kind as the target.")] = None,
     length: Annotated[
         int | None,
-        typer.Option(min=0, max=63, help=f"Tokens drafted a round, at most; 0 decodes plainly. {LENGTH} if left out."),
+        typer.Option(min=0, max=63, help=f"Maximum tokens drafted per round; 0 decodes plainly; default {LENGTH}."),
     ] = None,
     tokens: Annotated[int, shared.number_option(min=1, help="New tokens at most.")] = 128,
     temperature: Annotated[float, shared.number_option(min=0, max=100, help="0 is greedy.")] = 0.0,
@@ -42,7 +42,7 @@ def generate(
     repetition_penalty: Annotated[float, shared.number_option(min=0.01, max=100, help="1: off.")] = 1.0,
     seed: Annotated[int, shared.number_option(min=0, help="Seed of the sampler.")] = 0,
     verifier: Annotated[
-        str | None, typer.Option(help="greedy, match, token, block, or for drawn trees distinct.")
+        str | None, typer.Option(help="greedy, match, token, block or, for drawn trees, distinct.")
     ] = None,
     drafter: Annotated[
         str | None,
@@ -67,13 +67,13 @@ def generate(
     ] = None,
     allow_lossy: Annotated[
         bool,
-        typer.Option("--allow-lossy", help="Allow configurations that change the target's distribution; says LOSSY."),
+        typer.Option("--allow-lossy", help="Allow configurations that change the target's distribution (LOSSY)."),
     ] = False,
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Ask the prompt as a user's message, or continue it as text. Asked if left out where the target has a "
+            help="Ask the prompt as a user's message, or continue it as text. By default asked if the target has a "
             "chat template.",
         ),
     ] = None,

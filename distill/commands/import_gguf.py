@@ -27,7 +27,7 @@ def import_gguf(
 ) -> None:
     """Write a GGUF file as a Hugging Face folder: dequantised weights, config.json, tokenizer, chat template.
 
-    Commands and recipes also take the file itself as a model, and import it by themselves.
+    Commands and recipes also take the file itself as a model and import it.
     """
     if dtype is not None and dtype not in DTYPES:
         raise RecipeError(f"--dtype {dtype} is unknown", f"use one of {', '.join(DTYPES)}")

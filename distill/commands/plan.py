@@ -40,7 +40,7 @@ def plan(
     target_curve: Annotated[
         Path | None, typer.Option(help="Instead of measuring: what `distill profile --out` saved.")
     ] = None,
-    draft_curve: Annotated[Path | None, typer.Option(help="The same of the draft.")] = None,
+    draft_curve: Annotated[Path | None, typer.Option(help="The same for the draft.")] = None,
     batched_bench: Annotated[Path | None, typer.Option(help="The target's curve: a llama-batched-bench log.")] = None,
     server: Annotated[
         str | None,
@@ -51,28 +51,28 @@ def plan(
         str | None, typer.Option("--model", help="--server: the model's name, where vLLM serves several.")
     ] = None,
     acceptance: Annotated[
-        str | None, typer.Option(help="Acceptance by position, separated by commas; the last holds behind it.")
+        str | None, typer.Option(help="Acceptance by position, separated by commas; the last holds for all later ones.")
     ] = None,
     sister: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Folder of a run: the acceptance that it measured.")
+        Path | None, typer.Option(metavar="RUN", help="Folder of a run, whose measured acceptance is added.")
     ] = None,
     hardware: Annotated[
-        Path | None, typer.Option(help="YAML file with a machine that is not here (docs/plan.md): estimate it, too.")
+        Path | None, typer.Option(help="YAML file that describes another machine (docs/plan.md): also estimate for it.")
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Measure on this machine; else estimate alone.")
+        bool, typer.Option("--measure/--no-measure", help="Measure on this machine, or only estimate.")
     ] = True,
     lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "1,2,3,4,6,8",
-    depth: Annotated[int, typer.Option(min=1, max=2**20, help="Tokens of the prompt.")] = 128,
+    depth: Annotated[int, typer.Option(min=1, max=2**20, help="Prompt length, in tokens.")] = 128,
     tokens: Annotated[int, typer.Option(min=8, max=2**20, help="New tokens after it.")] = 96,
     dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
     threads: shared.ThreadsOption = None,
     output: shared.FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
-    """Predict the speedup of a draft before it is made, from measured or described costs; a minute or two.
+    """Predict a draft's speedup before it is made, from measured or described costs; a minute or two.
 
-    By draft length and acceptance: what pays, from which acceptance on, and how much a draft step may cost.
+    By draft length and acceptance: what pays, from which acceptance, and how much a draft step may cost.
     """
     shared.require_format(output)
     _require_one_source(

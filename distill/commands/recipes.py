@@ -25,9 +25,9 @@ def recipes(
     ] = None,
     output: FormatOption = "md",
 ) -> None:
-    """List the recipes that come with distill, or copy one, to run or to change.
+    """List the recipes that come with distill, or copy one to run or change.
 
-    The paths in a copy are absolute; a file that exists is never overwritten.
+    Paths in a copy are absolute; an existing file is never overwritten.
     """
     if name is None:
         rows = [{"recipe": key, "purpose": purpose} for key, purpose in shipped_recipes().items()]

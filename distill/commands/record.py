@@ -31,11 +31,11 @@ def record(
     ] = None,
     sample: Annotated[float, shared.number_option(min=0, max=1, help="Share of the exchanges to keep.")] = 1.0,
     rotate_mb: Annotated[
-        float, shared.number_option(min=0.001, max=1e6, help="A file of so many MB is full: the next one begins.")
+        float, shared.number_option(min=0.001, max=1e6, help="Size in MB of a full file, after which the next begins.")
     ] = 64.0,
     keep: Annotated[int, typer.Option(min=1, max=10**6, help="Files to keep; older ones are deleted.")] = 16,
 ) -> None:
-    """Record what your server is asked and answers, as a proxy in front of it, for answers.traffic and --refresh.
+    """Record your server's requests and answers through a proxy, for answers.traffic and --refresh.
 
     Everything passes unchanged. Headers and keys are never recorded, nor requests with `X-Distill-Record: no`.
     """

@@ -23,9 +23,9 @@ def report(
     runs: RunsOption = DEFAULT_RUNS,
     output: FormatOption = "md",
 ) -> None:
-    """Write a run's report.html and model card again, from the measurements made so far.
+    """Rebuild a run's report.html and model card from the measurements made so far.
 
-    Of several runs, print instead what each draft is, how much of it is accepted, and what it gains.
+    With several runs, compare their drafts instead: sizes, acceptance and gains.
     """
     require_format(output)
     if names is not None and len(names) > 1:

@@ -52,7 +52,7 @@ def serve_check(
     ] = None,
     n_max: Annotated[
         int | None,
-        typer.Option(min=1, max=64, help="Tokens drafted a round, at most; by default 4, or what a server says."),
+        typer.Option(min=1, max=64, help="Maximum tokens drafted per round; by default 4, or the server's."),
     ] = None,
     p_min: Annotated[
         float | None, shared.number_option(min=0, max=1, help="Least probability of a drafted token.")
@@ -65,7 +65,7 @@ def serve_check(
         str | None,
         typer.Option(
             help="greedy: drafts are the draft's best tokens; probabilistic: drawn from it; by default probabilistic "
-            "with --temperature where the server can. With --url: how it was started."
+            "with --temperature if the server can. With --url: how it was started."
         ),
     ] = None,
     choose: Annotated[
@@ -80,29 +80,29 @@ def serve_check(
             "--whole-grid", help="Then measure all settings on the held-out prompts too, and the fastest again."
         ),
     ] = False,
-    count: Annotated[int, shared.number_option(min=2, help="Prompts, at most.")] = 12,
-    tokens: Annotated[int, shared.number_option(min=8, help="New tokens after each prompt, at most.")] = 96,
+    count: Annotated[int, shared.number_option(min=2, help="Maximum number of prompts.")] = 12,
+    tokens: Annotated[int, shared.number_option(min=8, help="Maximum new tokens after each prompt.")] = 96,
     concurrency: Annotated[
         str,
         typer.Option(
-            help="Requests at once, separated by commas; 1 is always measured. The load from which drafts stop paying "
-            "lies among them: 1,2,4,8,16,32 finds it closer."
+            help="Requests at once, separated by commas; 1 is always measured. More values locate the load from which "
+            "drafts stop paying, such as 1,2,4,8,16,32."
         ),
     ] = "1,4,16",
     load: Annotated[
         str | None,
         typer.Option(
-            help="Also requests that arrive at random (Poisson), so many a second in the mean, separated by commas; or "
-            "the file of a trace: JSON lines with `timestamp`, in seconds."
+            help="Also requests that arrive at random (Poisson), this many a second on average, separated by commas; "
+            "or a trace file: JSON lines with `timestamp`, in seconds."
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, max=100, help="Times that every prompt is replayed.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, max=100, help="Replays of every prompt.")] = 3,
     outtype: Annotated[str | None, typer.Option(help="Of a run's files; by default the first written.")] = None,
     server_option: Annotated[
         list[str] | None, typer.Option(help="Further arguments of llama-server, such as '-ub 256'; or after --.")
     ] = None,
-    start_seconds: Annotated[float, shared.number_option(min=1, help="A server is healthy by then.")] = 300.0,
-    reply_seconds: Annotated[float, shared.number_option(min=1, help="A reply is complete by then.")] = 300.0,
+    start_seconds: Annotated[float, shared.number_option(min=1, help="Longest wait for a healthy server.")] = 300.0,
+    reply_seconds: Annotated[float, shared.number_option(min=1, help="Longest wait for a reply.")] = 300.0,
     target: Annotated[Path | None, pair_option(help="The target's GGUF file.")] = None,
     draft: Annotated[Path | None, pair_option(help="The draft's GGUF file.")] = None,
     prompts: Annotated[
@@ -113,16 +113,16 @@ def serve_check(
     ] = 64,
     url: Annotated[str | None, served_option(help="The server with the draft, such as http://127.0.0.1:8080.")] = None,
     plain_url: Annotated[str | None, served_option(help="The same without the draft.")] = None,
-    kind: Annotated[str | None, served_option(help="llama-server or vllm; by default the server is asked.")] = None,
+    kind: Annotated[str | None, served_option(help="llama-server or vllm; detected by default.")] = None,
     key: Annotated[str | None, served_option(help="Environment variable that holds the servers' key.")] = None,
-    model: Annotated[str | None, served_option(help="vLLM: the model's name, where it serves several.")] = None,
+    model: Annotated[str | None, served_option(help="vLLM: the model's name, if it serves several.")] = None,
     to: Annotated[Path | None, typer.Option(help="Also write all figures to this file, as JSON.")] = None,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
-    """Test a pair on your own llama-server or vLLM: speed, acceptance by the server's counts, and what explains it."""
+    """Test a pair on your llama-server or vLLM: speed, acceptance by the server's counts, and causes of a shortfall."""
     shared.require_format(output)
     if (server is None) == (url is None):
         raise RecipeError(

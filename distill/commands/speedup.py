@@ -63,18 +63,18 @@ def speedup(
             "prompt or messages, which go through the target's chat template; other files: text, cut into prompts."
         ),
     ] = None,
-    count: Annotated[int, pair_number(min=2, help="Prompts, at most.")] = 12,
+    count: Annotated[int, pair_number(min=2, help="Maximum number of prompts.")] = 12,
     prompt_tokens: Annotated[int, pair_number(min=2, help="Tokens of a prompt that is cut from text.")] = 64,
-    tokens: Annotated[int, pair_number(min=8, help="New tokens after each prompt, at most.")] = 96,
-    lengths: Annotated[str, pair_option(help="Draft lengths swept, separated by commas; 0: none.")] = "1,2,4,8",
+    tokens: Annotated[int, pair_number(min=8, help="Maximum new tokens after each prompt.")] = 96,
+    lengths: Annotated[str, pair_option(help="Fixed draft lengths, separated by commas; 0: none.")] = "1,2,4,8",
     drafter: Annotated[
         str,
         pair_option(
-            help="Who drafts in the sweep: draft, lookup, lookup+draft; of another vocabulary: intersection, string."
+            help="For the fixed lengths: draft, lookup, lookup+draft; of another vocabulary: intersection, string."
         ),
     ] = "draft",
     verifier: Annotated[
-        str | None, pair_option(help="Of the sweep: greedy; with --temperature match, token or block.")
+        str | None, pair_option(help="For the fixed lengths: greedy; with --temperature match, token or block.")
     ] = None,
     configuration: Annotated[
         list[str] | None,
@@ -83,17 +83,17 @@ def speedup(
             "'{rule: expected-value, length: 8}' or '{drafter: tree, nodes: 12, calibration: none}'; may be repeated."
         ),
     ] = None,
-    temperature: Annotated[float, pair_number(min=0, max=100, help="Above 0: the sweep is sampled.")] = 0.0,
+    temperature: Annotated[float, pair_number(min=0, max=100, help="Above 0: the fixed lengths are sampled.")] = 0.0,
     top_k: Annotated[int, pair_number(min=0, help="0: off.")] = 0,
     top_p: Annotated[float, pair_number(min=0.0001, max=1, help="1: off.")] = 1.0,
     min_p: Annotated[float, pair_number(min=0, max=0.9999, help="0: off.")] = 0.0,
     batch: Annotated[
-        str | None, pair_option(help="Also so many texts at once, separated by commas; folders only.")
+        str | None, pair_option(help="Also decode this many texts at once, separated by commas; folders only.")
     ] = None,
     synthetic_acceptance: Annotated[
         str | None,
         pair_option(
-            help="Test the costs alone: accept drafted tokens at this rate, or at these rates by position (0.8,0.7), "
+            help="Test only the costs: accept drafted tokens at this rate, or at these rates by position (0.8,0.7), "
             "whatever the target says."
         ),
     ] = None,

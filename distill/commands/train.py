@@ -27,7 +27,7 @@ def train(
     runs: RunsOption = DEFAULT_RUNS,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     redo: Annotated[
-        list[str] | None, typer.Option(help="Run this stage, and the stages that depend on it, again.")
+        list[str] | None, typer.Option(help="Run this stage again, and the stages that depend on it.")
     ] = None,
     fresh: Annotated[
         bool,
@@ -36,7 +36,7 @@ def train(
         ),
     ] = False,
     refresh: Annotated[
-        bool, typer.Option("--refresh", help="Continue from a finished run's draft, on new lines of its traffic file.")
+        bool, typer.Option("--refresh", help="Continue from a finished run's draft, on new lines of its served logs.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print which stages would run, and why; change nothing.")
@@ -45,14 +45,14 @@ def train(
         bool,
         typer.Option(
             "--rehearse",
-            help="Run every stage with the real models on 4 prompts and 3 steps, as the run NAME-rehearsal, and print "
-            "the time, memory and disk to expect.",
+            help="Run every stage with the real models on 4 prompts and 3 steps, as the run NAME-rehearsal, and "
+            "estimate time, memory and disk.",
         ),
     ] = False,
     must_pay: Annotated[
         float | None,
         number_option(
-            "--must-pay", min=0, max=1, help="First plan, a minute: refuse where a draft of this acceptance cannot pay."
+            "--must-pay", min=0, max=1, help="First plan, a minute: refuse if a draft of this acceptance cannot pay."
         ),
     ] = None,
 ) -> None:
