@@ -56,8 +56,32 @@ def test_recipes_parse(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    for place in re.findall(r"[^!]\[[^]]*\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
-        assert place.startswith("http") or (path.parent / place).exists(), f"{path.name}: {place}"
+    for link in re.findall(r"[^!]\[[^]]*\]\(([^)]+)\)", path.read_text(encoding="utf-8")):
+        place, _, anchor = link.partition("#")
+        if place.startswith("http"):
+            continue
+        found = path.parent / place if place else path
+        assert found.exists(), f"{path.name}: {place}"
+        assert not anchor or anchor in anchors(found), f"{path.name}: {link}"
+
+
+def anchors(path: Path) -> set[str]:
+    """What GitHub makes of a document's headings."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = [re.sub(r"\]\([^)]*\)", "", line) for line in re.findall(r"^#+ +(.*)$", text, flags=re.M)]
+    return {re.sub(r"[^\w\- ]", "", line.strip().lower()).replace(" ", "-") for line in headings}
+
+
+def test_places_in_documents_that_recipes_and_messages_name() -> None:
+    files = [path for name in ("recipes", "distill", "scripts") for path in (tiny.ROOT / name).rglob("*.*")]
+    for path in [*files, tiny.ROOT / "CONTRIBUTING.md", tiny.ROOT / "CHANGELOG.md"]:
+        if path.suffix not in (".yaml", ".py", ".sh", ".md"):
+            continue
+        for name, anchor in re.findall(
+            r"(?<!ggml's )(docs/[\w/-]+\.md)(?:#([\w-]+))?", path.read_text(encoding="utf-8")
+        ):
+            assert (tiny.ROOT / name).exists(), f"{path}: {name}"
+            assert not anchor or anchor in anchors(tiny.ROOT / name), f"{path}: {name}#{anchor}"
 
 
 def measured(grown: bool, speedup: float) -> SpeedupPart:
