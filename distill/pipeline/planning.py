@@ -9,7 +9,7 @@ from typing import Literal
 from distill.errors import RunError
 from distill.files import digest, read_json
 from distill.pipeline.keys import Contents, Parts, begun_path, difference, key_parts, recorded_parts
-from distill.pipeline.stages import NAMES, STAGES, Stage, consumers, find_stage, require_part
+from distill.pipeline.stages import NAMES, STAGES, Stage, consumers, require_part
 from distill.recipe import Recipe
 from distill.recipe.recipe import left_out, not_run
 from distill.run import Run
@@ -63,9 +63,7 @@ class Redo:
 
     @classmethod
     def read(cls, run: Run, more: Sequence[str] = ()) -> Redo:
-        """Those that stages/redo.json remembers, and `more`; raises RunError for one that does not exist."""
-        for name in more:
-            find_stage(name)
+        """Those that stages/redo.json remembers, and `more`."""
         path = run.path("stages", "redo.json")
         found = read_json(path, {"asked": [str], "started": [str]}) if path.exists() else {"asked": [], "started": []}
         return cls(sorted({*found["asked"], *more}), found["started"])

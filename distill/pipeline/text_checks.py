@@ -143,7 +143,7 @@ def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
     if settings is None:
         return [], []
     if settings.gguf is not None:
-        from distill.target.writers.writing import require_gguf
+        from distill.target.writers.local import require_gguf
 
         require_gguf(recipe.target.model, settings.gguf, "answers.writer.gguf")
         return [f"answers: written by {settings.gguf}, which has the target's tokens"], []
@@ -159,7 +159,7 @@ def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
     """The teacher's GGUF file has the target's tokens, or its servers answer with log-probabilities of prompts."""
     settings = recipe.teacher
     if settings.gguf is not None:
-        from distill.target.logprobs.gguf_reader import require_teacher_file
+        from distill.target.logprobs.readers import require_teacher_file
 
         return [require_teacher_file(settings.gguf, recipe.target.model, recipe.corpus.block)]
     if settings.server is None:

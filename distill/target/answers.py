@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from distill import processes
-from distill.documents.chat_template import ChatTemplate, next_prompt
+from distill.documents.chat_template import ChatTemplate
 from distill.files import write_json
 from distill.models.hugging_face import load_tokenizer
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.groups import NextPrompt, rules_of, write_answers
+from distill.target.groups import rules_of, write_answers
 from distill.target.traffic import write_traffic
 from distill.teacher.source import target_metadata
-from distill.texts import Prompt, count_texts, drop_reason, read_answers, read_prompts
+from distill.texts import count_texts, drop_reason, read_answers, read_prompts
 
 
 def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
@@ -34,27 +33,13 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     groups = 0
     if recipe.answers.prompts:
         prompts = read_prompts(run, "train")
-        rules = rules_of(recipe, tokenizer, _further_turns(recipe, tokenizer, prompts))
+        turns = any(prompt.chat and prompt.chat["turns"] for prompt in prompts)
+        rules = rules_of(recipe, tokenizer, ChatTemplate(tokenizer, recipe.chat) if turns else None)
         groups = write_answers(recipe, run, prompts, rules, share)
     processes.barrier()
     if share[0] == 0:
         _write_manifest(recipe, run, groups)
     return [run.path("answers")]
-
-
-def _further_turns(recipe: Recipe, tokenizer: Any, prompts: Sequence[Prompt]) -> NextPrompt | None:
-    """The function that renders the further turns of conversations; None where no prompt has any."""
-    if not any(prompt.chat and prompt.chat["turns"] for prompt in prompts):
-        return None
-    template = ChatTemplate(tokenizer, recipe.chat)
-
-    def following(prompt: Prompt, texts: list[str]) -> list[int] | None:
-        try:
-            return None if prompt.chat is None else next_prompt(template, prompt.chat, texts)
-        except ValueError:  # the template refuses what the target wrote: the conversation is over
-            return None
-
-    return following
 
 
 def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:

@@ -156,14 +156,10 @@ class Endpoint:
             key = self.settings.key
             hint = f"correct the key in {key}" if key else f"name the variable that holds its key: {section}.key"
             return EndpointError(f"{place} refuses this client (status {status}): {message}", hint)
-        if status < 400:
-            return EndpointError(
-                f"{place} points elsewhere (status {status})", f"give the URL that it points to in {section}.urls"
-            )
-        if status in (404, 405):
+        if status < 400 or status in (404, 405):
             return EndpointError(
                 f"{place} gives no completions (status {status}): {message}",
-                f"correct {section}.urls (most end with /v1) and {section}.model",
+                f"correct {section}.urls (most end with /v1; of a redirect, where it leads to) and {section}.model",
             )
         return Refused(f"status {status}", message)
 
@@ -240,12 +236,11 @@ class Endpoint:
             if models is None:
                 models = {} if model is None else {model: {}}
             names = ", ".join(name[:80] for name in list(models)[:5]) + (", …" if len(models) > 5 else "") or "none"
-            if model is None and len(models) != 1:
-                raise EndpointError(f"{url} serves {len(models)} models: {names}", f"name one: {self.section}.model")
-            if model is not None and model not in models:
-                raise EndpointError(
-                    f"{url} does not serve {model}, but {names}", f"correct {self.section}.model or urls"
+            if model not in models and (model is not None or len(models) != 1):
+                what = (
+                    f"serves {len(models)} models: {names}" if model is None else f"does not serve {model}, but {names}"
                 )
+                raise EndpointError(f"{url} {what}", f"name one of them in {self.section}.model, or correct its urls")
             name = model or next(iter(models))
             served.append((url, name, models[name]))
         if len({name for _, name, _ in served}) > 1:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distill import processes
-from distill.documents.chat_template import messages_after
+from distill.documents.chat_template import ChatTemplate, messages_after, next_prompt
 from distill.errors import DataError, EndpointError
 from distill.faults import faults_explained
 from distill.files import has_form, parse_object
@@ -24,23 +24,11 @@ from distill.models.hugging_face import end_ids, load_config, load_tokenizer
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.writers.writing import Writer
-from distill.texts import (
-    Answer,
-    Prompt,
-    Reply,
-    Request,
-    drop_reason,
-    is_looping,
-    listed,
-    prompt_seed,
-    write_lines,
-)
+from distill.target.writers.local import GgufWriter, TorchWriter, Writer
+from distill.target.writers.server import ServerWriter
+from distill.texts import Answer, Prompt, Reply, Request, drop_reason, is_looping, listed, prompt_seed, write_lines
 
 REPLY = {"id": str, "ids": [int], "ended": bool, "dropped": str}  # the form of a line of a journal
-
-# The next prompt of a conversation, from its first prompt and the texts of the answers so far; None where it is over.
-NextPrompt = Callable[[Prompt, list[str]], list[int] | None]
 
 
 @dataclass(frozen=True)
@@ -48,6 +36,7 @@ class Rules:
     """The recipe's seed and limits for requests and answers, and how texts are decoded.
 
     `room` is the most tokens of a prompt with its answer. `text_of` decodes the ids of an answer without its end token.
+    `template` renders the further turns of conversations; None where no prompt has any.
     """
 
     seed: int
@@ -55,7 +44,7 @@ class Rules:
     room: int
     keep_truncated: bool
     text_of: Callable[[Sequence[int]], str]
-    next_prompt: NextPrompt | None = None
+    template: ChatTemplate | None = None
 
     def request(self, name: str, prompt: Prompt, ids: list[int], texts: list[str]) -> Request | None:
         """The next request after answers with these texts; None where the block has no room left for it."""
@@ -66,8 +55,17 @@ class Rules:
         arguments = (prompt.chat or {}).get("arguments") or {}
         return Request(name, ids, prompt_seed(self.seed, name), limit, messages, arguments)
 
+    def next_prompt(self, prompt: Prompt, texts: list[str]) -> list[int] | None:
+        """The next prompt of a conversation after answers with these texts; None where it is over."""
+        try:
+            return (
+                None if self.template is None or prompt.chat is None else next_prompt(self.template, prompt.chat, texts)
+            )
+        except ValueError:  # the template refuses what the target wrote
+            return None
 
-def rules_of(recipe: Recipe, tokenizer: Any, next_prompt: NextPrompt | None = None) -> Rules:
+
+def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = None) -> Rules:
     """The rules of requests and answers; DataError where the target's context is too short for the recipe."""
     config = load_config(recipe.target.model)
     context: int = config.get_text_config().max_position_embeddings
@@ -86,7 +84,7 @@ def rules_of(recipe: Recipe, tokenizer: Any, next_prompt: NextPrompt | None = No
         return text
 
     room = min(recipe.corpus.block, context)
-    return Rules(recipe.seed, settings.new_tokens, room, settings.keep_truncated, text_of, next_prompt)
+    return Rules(recipe.seed, settings.new_tokens, room, settings.keep_truncated, text_of, template)
 
 
 @dataclass
@@ -113,7 +111,7 @@ class Conversation:
         assert self.request is not None
         answer = self._add(self.request.id, self.request.ids, reply, rules)
         self.request = None
-        if rules.next_prompt is None or not answer.ended or drop_reason(answer):
+        if not answer.ended or drop_reason(answer):
             return  # a user would not go on after such an answer
         self.texts.append(rules.text_of(answer.answer))
         ids = rules.next_prompt(self.prompt, list(self.texts))
@@ -223,7 +221,7 @@ class _Work:
 
     def __init__(self, recipe: Recipe, run: Run, rules: Rules, what: str, groups: Sequence[Group]) -> None:
         self.run, self.rules, self.what = run, rules, what
-        self.writer = open_writer(recipe, load_tokenizer(recipe.target.model), load_config(recipe.target.model))
+        self.writer = open_writer(recipe)
         self.allowed = 0.0 if recipe.answers.writer is None else recipe.answers.writer.missing
         self.total = sum(len(group.prompts) for group in groups)
         self.unanswered: list[tuple[Conversation, Reply]] = []
@@ -292,20 +290,13 @@ class _Work:
             self._take(conversation, reply)
 
 
-def open_writer(recipe: Recipe, tokenizer: Any, config: Any) -> Writer:
+def open_writer(recipe: Recipe) -> Writer:
     """The writer of a recipe's answers, ready to write.
 
-    `config` is the target's. Raises DataError or PairError for a model that cannot be used, EndpointError for a server.
+    Raises DataError or PairError for a model that cannot be used, EndpointError for a server.
     """
-    settings = recipe.answers.writer
+    settings, tokenizer = recipe.answers.writer, load_tokenizer(recipe.target.model)
     if settings is None:
-        from distill.target.writers.local import TorchWriter
-
         return TorchWriter(recipe, tokenizer)
-    if settings.gguf is not None:
-        from distill.target.writers.local import GgufWriter
-
-        return GgufWriter(recipe, tokenizer, config)
-    from distill.target.writers.server import ServerWriter
-
-    return ServerWriter(recipe, tokenizer, config)
+    writer = ServerWriter if settings.gguf is None else GgufWriter
+    return writer(recipe, tokenizer, load_config(recipe.target.model))

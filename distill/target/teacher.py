@@ -18,20 +18,14 @@ from torch import Tensor
 from distill import processes
 from distill.errors import DataError, RunError
 from distill.files import file_digest, read_json, write_atomically, write_json
-from distill.models.hugging_face import (
-    DTYPES,
-    load_config,
-    load_target,
-    load_tokenizer,
-    pick_device,
-    real_tokens,
-)
+from distill.models.hugging_face import DTYPES, load_config, load_target, load_tokenizer, pick_device, real_tokens
 from distill.models.packed_forward import hidden_states
 from distill.packing import Packed, concatenate, fitted_order, pack
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.logprobs.entries import ModelReader, Reader, compact_distributions, mean_masses
+from distill.target.logprobs.readers import GgufReader, ModelReader, Reader, compact_distributions, mean_masses
+from distill.target.logprobs.server_reader import ServerReader
 from distill.teacher.distributions import Head, require_head
 from distill.teacher.source import target_metadata
 from distill.teacher.store import FORMAT, block_tensors, bytes_per_position, head_path, shard_path
@@ -48,7 +42,6 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
     answers = read_answers(run, "train")
     kept = [answer for answer in answers if not drop_reason(answer)]
     reasons = Counter(filter(None, map(drop_reason, answers)))
-    dropped = f"{reasons.total()} of {len(answers)} answers dropped: {listed(reasons)}" if reasons else ""
     order = fitted_order([len(a.prompt) + len(a.answer) for a in kept], recipe.corpus.block)
     texts = [(kept[index].prompt + kept[index].answer, len(kept[index].prompt)) for index in order]
     own = pack(texts, recipe.corpus.block, split_long=False)
@@ -56,7 +49,7 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
     blocks = concatenate([part for part in (own, text) if len(part)])
     if not int(blocks.mask.sum()):
         raise DataError("no answer and no corpus text is left to learn from", "raise corpus.tokens")
-    return blocks, dropped
+    return blocks, f"{reasons.total()} of {len(answers)} answers dropped: {listed(reasons)}" if reasons else ""
 
 
 def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
@@ -151,12 +144,7 @@ def _maker(
     mass = None if all_entries else settings.mass
     if mass is not None:
         k = _entries(recipe, run, reader, blocks, k, mass, main)
-    metadata = {
-        "k": k,
-        "mass": mass,
-        "temperatures": list(temperatures),
-        "origin": reader.origin,
-    }
+    metadata = {"k": k, "mass": mass, "temperatures": list(temperatures), "origin": reader.origin}
     return blocks, metadata, lambda part: compact_distributions(reader, part, k, temperatures)
 
 
@@ -166,15 +154,11 @@ def _open_reader(
     """The target as the recipe's teacher reads it, and the blocks that it can score."""
     settings = recipe.teacher
     if settings.gguf is not None:
-        from distill.target.logprobs.gguf_reader import GgufReader
-
         run.say(f"  distributions from {settings.gguf}")
         options = recipe.gguf_options("target")
         return GgufReader(settings.gguf, recipe.target.model, blocks.ids.shape[1], vocabulary, options), blocks
     if settings.server is None:
         return ModelReader(load_target(recipe.target, pick_device(recipe.device)), vocabulary), blocks
-    from distill.target.logprobs.server_reader import ServerReader
-
     reader = ServerReader(recipe)
     opened.callback(lambda: run.say(f"  server: {reader.endpoint.summary()}"))
     blocks, left_out = reader.scorable(blocks)
@@ -250,8 +234,7 @@ def _receipt(path: Path) -> str | None:
 
 def _is_whole(path: Path) -> bool:
     """Whether a file exists with the checksum of its receipt."""
-    checksum = _receipt(path)
-    return checksum is not None and checksum == file_digest(path)
+    return path.exists() and _receipt(path) == file_digest(path)
 
 
 def _checksum(path: Path) -> str:

@@ -160,20 +160,19 @@ def read_lines(settings: Traffic, pin: dict[str, Any]) -> Iterator[Line | str]:
 
 def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
     """A line's content, or its fault."""
-    record = parse_object(raw)
+    record: Any = parse_object(raw)
     if isinstance(record, str):
         return record
     ended = record.get("finish_reason") in (None, "stop")
     if "messages" in record:
         messages = record["messages"]
-        if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, dict) for m in messages):
-            return "`messages` must be a list of at least a question and an answer"
-        if not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
-            return "every message needs a `role` and a `content`, both text"
+        if not has_form(messages, [{"role": str, "content": str}]) or len(messages) < 2:
+            return (
+                "`messages` must be a list of at least a question and an answer, with `role` and `content`, both text"
+            )
         if messages[-1]["role"] != "assistant":
             return f"the last message is the {messages[-1]['role']}'s, not the assistant's"
-        prompt: Any = messages[:-1]
-        answer: Any = messages[-1]["content"]
+        prompt, answer = messages[:-1], messages[-1]["content"]
     else:
         prompt, answer = record.get(settings.prompt_field), record.get(settings.answer_field)
         for name, value in ((settings.prompt_field, prompt), (settings.answer_field, answer)):

@@ -28,11 +28,8 @@ from distill.target.questions.asking import TEXTS_PER_QUESTION, Asking, Conversa
 from distill.target.questions.usable import ALIKE, EQUAL, WORDLESS, distinct, fault, lengths, repeats, words
 from distill.texts import Answer, Prompt, drop_reason, listed, read_answers, write_lines
 
-EXPECTED, LOWEST_EXPECTED, SPARE = (
-    0.8,
-    1 / TEXTS_PER_QUESTION,
-    1.1,
-)  # share of usable texts; more are asked for, to be sure
+EXPECTED, LOWEST_EXPECTED = 0.8, 1 / TEXTS_PER_QUESTION  # share of usable texts
+SPARE = 1.1  # more are asked for, to be sure
 EXAMPLES, SHOWN_CHARACTERS = 3, 500  # of each
 SUMMARY = "summary.json"
 
@@ -84,7 +81,10 @@ class _Questions:
                 one.add(text)
                 reasons.append(reason)
             begun += fresh
-            usable, repeated = _new(begun, reasons)
+            sound = [one for one, reason in zip(begun, reasons, strict=True) if not reason]
+            verdicts = repeats([one.texts[0] for one in sound])
+            usable = [one for one, verdict in zip(sound, verdicts, strict=True) if not verdict]
+            repeated = Counter(filter(None, verdicts))
         dropped = Counter(filter(None, reasons)) + repeated
         if not usable:
             raise DataError(
@@ -140,8 +140,7 @@ class _Questions:
 
         The others stay as they were, and are counted in `dropped`.
         """
-        asking = self.asking
-        template = asking.template
+        asking, template = self.asking, self.asking.template
         prompts = [
             Prompt(f"{one.id}/{len(one.texts)}/answer", template.prompt(one.messages, one.thinking), "target")
             for one in conversations
@@ -177,14 +176,6 @@ def _next(batch: int, goal: int, usable: int, asked: int) -> int:
     rate = max(LOWEST_EXPECTED, usable / asked) if asked else EXPECTED
     count = math.ceil(SPARE * (goal - usable) / rate / batch) * batch
     return min(count, TEXTS_PER_QUESTION * goal - asked)
-
-
-def _new(begun: Sequence[Conversation], reasons: Sequence[str]) -> tuple[list[Conversation], Counter[str]]:
-    """The conversations whose question is usable and repeats none before it; those that do, by reason."""
-    sound = [one for one, reason in zip(begun, reasons, strict=True) if not reason]
-    verdicts = repeats([one.texts[0] for one in sound])
-    usable = [one for one, verdict in zip(sound, verdicts, strict=True) if not verdict]
-    return usable, Counter(filter(None, verdicts))
 
 
 def _summary(

@@ -56,7 +56,7 @@ class ServerWriter:
     # ── the loop ──
 
     def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
-        """See `distill.target.writers.writing.Writer`. Raises EndpointError where no reply can be used.
+        """See `distill.target.writers.local.Writer`. Raises EndpointError where no reply can be used.
 
         Until there is an answer, faults are held back: a server that refuses the first requests is set up wrongly, and
         these are asked again by the next command.
