@@ -145,9 +145,9 @@ def serve_check(
     length = n_max or USUAL_LENGTH
     shared.prepare(threads)
     from distill.serving.check import CheckSettings, check_addresses, check_started
+    from distill.serving.clients import Addresses
     from distill.serving.llama_server import LlamaServer, require_binary
     from distill.serving.markdown import as_markdown, flat_rows
-    from distill.serving.opening import Addresses
 
     with ExitStack() as stack:
         room = served_pair.room(files, tokens + 2 * length + 2)

@@ -30,13 +30,12 @@ from distill.sampler import Sampler
 from distill.serving import differences
 from distill.serving.arrivals import Load
 from distill.serving.choose import Trials, choose, grid
-from distill.serving.clients import GREEDY, Client, LlamaClient
+from distill.serving.clients import DRAFT, GREEDY, PLAIN, Addresses, Client, LlamaClient, connected, opened
 from distill.serving.counts import Text, TextCounts, acceptance, counts_of, rise_of_tokens
 from distill.serving.crossing import load_table
 from distill.serving.llama_server import LlamaServer
 from distill.serving.load import speeds_under
 from distill.serving.markdown import Reference, sentences
-from distill.serving.opening import DRAFT, PLAIN, Addresses, connected, opened, require_vocabulary
 from distill.serving.replaying import Replayed, ServerRules, by_class, interleaved, warm
 from distill.serving.wheel_server import WHEEL, wheel_version
 from distill.texts import Prompt
@@ -145,8 +144,7 @@ def check_started(settings: CheckSettings, server: LlamaServer) -> ServeReport:
 def check_addresses(settings: CheckSettings, places: Addresses) -> ServeReport:
     """Compare servers that run; ServingError for one that does not answer, refuses, or does not draft."""
     with ExitStack() as stack:
-        clients = connected(places, settings.seconds[1], stack, settings.sampler)
-        require_vocabulary(clients, settings.ids)
+        clients = connected(places, settings.seconds[1], stack, settings.sampler, settings.ids)
         kind = clients[DRAFT].kind
         target, draft = places.files or (Path(places.model or places.url), Path("?"))
         server = LlamaServer(
@@ -240,8 +238,8 @@ def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], findings: Fi
 
     def refer_to(which: str, pair: tuple[Path, Path]) -> list[list[Text]]:
         texts = _decoded(settings, findings, which, pair, rules)
-        counts = counts_of(texts)
-        findings.reference = Reference(which, findings.acceptance[-1], counts, rise_of_tokens(findings.texts, counts))
+        short = rise_of_tokens(findings.texts, counts_of(texts))
+        findings.reference = Reference(which, findings.acceptance[-1], short)
         return texts
 
     served = refer_to("the same files", files)
@@ -293,14 +291,15 @@ def _compare_template(settings: CheckSettings, client: LlamaClient, findings: Fi
     except (ServingError, ValueError):
         findings.notes.append("the server renders no conversation, so templates were not compared")
         return
-    difference, parts = differences.template_difference(ours, theirs), differences.template_parts(ours)
-    if difference is None or parts is None:
+    difference = differences.template_difference(ours, theirs)
+    before, there, behind = ours.partition(differences.PROBE)
+    if difference is None or not there:
         return
     conversations = {}  # the user's message of each prompt that is a conversation of one, by the prompt's place
     for place, prompt in enumerate(settings.prompts):
         text = settings.conversation.text(prompt.ids)
-        if text.startswith(parts[0]) and text.endswith(parts[1]) and len(text) > sum(map(len, parts)):
-            conversations[place] = text[len(parts[0]) : len(text) - len(parts[1])]
+        if text.startswith(before) and text.endswith(behind) and len(text) > len(before) + len(behind):
+            conversations[place] = text[len(before) : len(text) - len(behind)]
     if not conversations:
         findings.notes.append("no prompt is a conversation of one message, so the template's cost was not measured")
         findings.differences.append(difference)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +20,6 @@ import numpy
 from numpy.typing import NDArray
 
 from distill.intervals import Interval, percentiles
-from distill.models.server_commands import llama_server, option_arguments
 from distill.progress import Progress
 from distill.results.serving_results import ChosenSettings, ConfirmedSettings, TriedSettings
 from distill.serving.clients import Client, Reply
@@ -245,8 +245,4 @@ def _ratio(found: Interval) -> str:
 def _command(server: LlamaServer, settings: Settings) -> str:
     """The command that serves with these settings, with the user's own options."""
     one = with_settings(server, settings)
-    drafts = one.draft is not None
-    further = [*option_arguments(one.gguf, drafts), *one.further]
-    if not drafts:
-        return llama_server(str(one.target), None, 0, None, further)
-    return llama_server(str(one.target), str(one.draft), one.n_max, one.p_min or None, further, one.probabilistic)
+    return shlex.join(["llama-server", *replace(one, p_min=one.p_min or None).served])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import re
 import shlex
 import shutil
@@ -157,14 +156,12 @@ def require_binary(binary: Path) -> Path:
         if wheel_version() is None:
             raise RecipeError(f"--server {WHEEL}: the package is not installed", f"pip install {WHEEL}")
         return Path(WHEEL)
-    found = shutil.which(str(binary)) if binary.name == str(binary) else str(binary)
-    if found is None or not Path(found).exists():
+    found = shutil.which(binary)
+    if found is None:
         raise RecipeError(
-            f"--server {binary}: there is no such program",
+            f"--server {binary}: there is no such program, or it is none that can be run",
             f"give the path of llama-server (scripts/build_llama_cpp.sh builds one), or {WHEEL}, the package",
         )
-    if Path(found).is_dir() or not os.access(found, os.X_OK):
-        raise RecipeError(f"--server {binary} is not a program that can be run", "give the path of llama-server")
     return Path(found)
 
 

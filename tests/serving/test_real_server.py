@@ -32,10 +32,9 @@ from distill.recipe import Gguf, SamplerSettings, Traffic, parse_section
 from distill.serving.arrivals import Load
 from distill.serving.check import CheckSettings, Conversation, check_started
 from distill.serving.choose import Trials, choose, grid
-from distill.serving.clients import LlamaClient
+from distill.serving.clients import LlamaClient, opened
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, started
-from distill.serving.opening import opened
 from distill.serving.wheel_server import WHEEL, wheel_version
 from distill.target.traffic import Line, pin_of, read_lines
 from distill.texts import Prompt

@@ -29,13 +29,12 @@ from distill.results.serving_results import ServeReport
 from distill.serving.arrivals import Load
 from distill.serving.check import CheckSettings, Conversation, check_addresses, check_started
 from distill.serving.choose import PLAIN, Settings, Trials, choose, grid, settings_of, with_settings
-from distill.serving.clients import LlamaClient, Reply, VllmClient, kind_of_server
+from distill.serving.clients import Addresses, LlamaClient, Reply, VllmClient, kind_of_server
 from distill.serving.counts import Text, TextCounts, Totals, acceptance, counts_of, rise_of_tokens, totals_of
 from distill.serving.differences import option_differences
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, free_port, require_binary, started
 from distill.serving.markdown import Reference, as_markdown, flat_rows, sentences, shown
-from distill.serving.opening import Addresses
 from distill.serving.replaying import ServerRules, by_class, vllm_text
 from distill.speculative.decode import Decoded, Round
 from distill.texts import Prompt
@@ -363,7 +362,7 @@ def test_what_costs_nothing_is_no_cause_and_the_rest_is_named(settings: LlamaSer
     found = check_started(wanted(concurrency=(1,)), replace(settings, further=("--cache-type-k", "q8_0")))
     assert found.sentences[1].startswith("No cause: the type of the target's cached keys is q8_0")
     worse = replace(found, differences=[])
-    reference = Reference("the same files", found.acceptance[1], [], Interval(1.0, 0.8, 1.2))
+    reference = Reference("the same files", found.acceptance[1], Interval(1.0, 0.8, 1.2))
     assert any("are not explained" in one and "b1-0c1e570" in one for one in sentences(worse, reference))
 
 
