@@ -460,7 +460,7 @@ def test_the_fastest_settings_are_found(settings: LlamaServer, best: Settings, w
         far = 3 * abs(own.n_max - best.n_max) + 4 * abs(own.p_min - best.p_min)
         yield Paced(100.0 - far - 8 * (own.probabilistic != best.probabilistic))
 
-    further = ("--spec-draft-n-max", "5", "-ub", "64", "--draft-p-min", "0.3")
+    further = ("--spec-draft-n-max", "5", "-ub", "64", "--draft-p-min", "0.3", "-ctkd", "q8_0")
     server = replace(settings, further=further)
     found = choose(server, Trials(PROMPTS, 8), Trials(PROMPTS[::-1], 8, 2), paced, grid(draws), whole)  # type: ignore[arg-type]
     size = 49 if draws else 25
@@ -473,7 +473,8 @@ def test_the_fastest_settings_are_found(settings: LlamaServer, best: Settings, w
     assert all(one.against.mean >= 1.0 for one in found.confirmed)
     assert all("--draft-p-min" not in one.served and one.parallel == 1 for one in visited)
     if best == PLAIN:
-        assert "without the draft" in found.sentence and "-md" not in found.command
+        assert "without the draft" in found.sentence and "-ub 64" in found.command
+        assert "-md" not in found.command and "-ctkd" not in found.command, "no option of a draft that is not there"
     else:
         assert f"--spec-draft-n-max {best[0]}" in found.command and "-ub 64" in found.command
         assert ("--spec-draft-p-min" in found.command) == (best[1] > 0)
