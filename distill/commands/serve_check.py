@@ -169,7 +169,7 @@ def serve_check(
             whole_grid=whole_grid,
             made=files.made,
             predicted=served_pair.predicted_acceptance(files.run, n_max if url is not None else length),
-            conversation=served_pair.conversation(files.target, stack),
+            template=served_pair.template_of(files.target, stack),
             seconds=(start_seconds, reply_seconds),
             left_out=left_out,
             command=shlex.join(["distill", *sys.argv[1:]]),

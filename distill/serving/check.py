@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from distill.documents.chat_template import ChatTemplate
 from distill.errors import ServingError
 from distill.intervals import UNKNOWN, Interval
 from distill.machine import machine
@@ -42,20 +43,13 @@ from distill.texts import Prompt
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """How the pair's own chat template writes messages, and the text of ids."""
-
-    render: Callable[[list[dict[str, str]]], str]
-    text: Callable[[Sequence[int]], str]
-
-
-@dataclass(frozen=True)
 class CheckSettings:
     """What is checked: the prompts, up to `limit` new tokens after each, `repeats` times.
 
     Under a sampler that is not greedy, each repeat of a prompt is a text of its own. `made` are the run's own target
     and draft, where there is a run; `predicted` is its greedy acceptance at this draft length. Settings are chosen on
-    the validation prompts `choosing`; without any, none are chosen. `seconds` limit a server's start and a reply.
+    the validation prompts `choosing`; without any, none are chosen. `template` is the pair's own. `seconds` limit a
+    server's start and a reply.
     """
 
     prompts: Sequence[Prompt]
@@ -68,7 +62,7 @@ class CheckSettings:
     whole_grid: bool = False
     made: tuple[Path, Path] | None = None
     predicted: float = math.nan
-    conversation: Conversation | None = None
+    template: ChatTemplate | None = None
     seconds: tuple[float, float] = (300.0, 300.0)
     left_out: dict[str, int] = field(default_factory=dict)
     command: str = ""
@@ -283,11 +277,11 @@ def _other_drafts(settings: CheckSettings, server: LlamaServer, findings: Findin
 
 def _compare_template(settings: CheckSettings, client: LlamaClient, findings: Findings) -> None:
     """Add the difference of the server's chat template from the pair's own, and what it costs on conversations."""
-    if settings.conversation is None:
+    if settings.template is None:
         return
     messages = [{"role": "user", "content": differences.PROBE}]
     try:
-        ours, theirs = settings.conversation.render(messages), client.rendered(messages)
+        ours, theirs = settings.template.text(messages), client.rendered(messages)
     except (ServingError, ValueError):
         findings.notes.append("the server renders no conversation, so templates were not compared")
         return
@@ -297,7 +291,7 @@ def _compare_template(settings: CheckSettings, client: LlamaClient, findings: Fi
         return
     conversations = {}  # the user's message of each prompt that is a conversation of one, by the prompt's place
     for place, prompt in enumerate(settings.prompts):
-        text = settings.conversation.text(prompt.ids)
+        text = settings.template.tokenizer.decode(prompt.ids)
         if text.startswith(before) and text.endswith(behind) and len(text) > len(before) + len(behind):
             conversations[place] = text[len(before) : len(text) - len(behind)]
     if not conversations:

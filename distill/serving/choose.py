@@ -24,7 +24,7 @@ from distill.progress import Progress
 from distill.results.serving_results import ChosenSettings, ConfirmedSettings, TriedSettings
 from distill.serving.clients import Client, Reply
 from distill.serving.counts import CONFIDENCE, RESAMPLES
-from distill.serving.llama_server import LlamaServer
+from distill.serving.llama_server import LlamaServer, without_options
 from distill.serving.replaying import warm
 
 N_MAX = range(1, 9)
@@ -114,8 +114,7 @@ def grid(draws: bool = False) -> list[Settings]:
 def with_settings(server: LlamaServer, settings: Settings) -> LlamaServer:
     """The server for one request at a time with these settings, those among the user's own arguments left out."""
     n_max, p_min, probabilistic = settings
-    drop = {place + step for place, one in enumerate(server.further) if one in OF_SETTINGS for step in (0, 1)}
-    further = tuple(one for place, one in enumerate(server.further) if place not in drop)
+    further = without_options(server.further, OF_SETTINGS.__contains__)
     one = replace(server, n_max=n_max, p_min=p_min, probabilistic=probabilistic, parallel=1, further=further)
     return one.plain if settings == PLAIN else one
 

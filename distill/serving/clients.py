@@ -175,15 +175,12 @@ class VllmClient(Client):
 
     def __init__(self, http: Http, sampler: SamplerSettings = GREEDY, model: str | None = None) -> None:
         super().__init__(http, sampler)
-        self.model = model or self._only_model()
-
-    def _only_model(self) -> str:
-        names = [str(one["id"]) for one in self.models() if "id" in one]
+        names = [model] if model else [str(one["id"]) for one in self.models() if "id" in one]
         if len(names) != 1:
             raise ServingError(
                 f"{self.url} serves {len(names)} models: {', '.join(names)[:200]}", "name one: --model NAME"
             )
-        return names[0]
+        self.model = names[0]
 
     def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
         """Up to `limit` tokens; a salt of its own keeps the request out of the prefix cache."""

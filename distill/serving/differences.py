@@ -101,7 +101,7 @@ def measured(difference: Difference, loss: Interval) -> Difference:
 # ── files ──
 
 
-def said(path: Path, key: str) -> str | None:
+def head_text(path: Path, key: str) -> str | None:
     """What a GGUF file says about where it comes from: distill.recipe, general.name; None where it does not."""
     value = open_head(path).values.get(key)
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else None
@@ -132,7 +132,7 @@ def in_pair(files: tuple[Path, Path], ask_recipes: bool) -> list[Difference]:
     """Where target and draft do not belong together: by the recipes that wrote them, where no run is known
     (`ask_recipes`), and by their vocabularies."""
     found = []
-    target, draft = (said(path, "distill.recipe") for path in files)
+    target, draft = (head_text(path, "distill.recipe") for path in files)
     if ask_recipes and target and draft and target != draft:
         found.append(
             Difference(
@@ -150,7 +150,7 @@ def in_pair(files: tuple[Path, Path], ask_recipes: bool) -> list[Difference]:
 
 
 def _named(path: Path) -> str:
-    return said(path, "general.name") or "no name"
+    return head_text(path, "general.name") or "no name"
 
 
 # ── what a server says ──

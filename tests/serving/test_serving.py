@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_llama_server
@@ -27,7 +28,7 @@ from distill.recipe import SamplerSettings
 from distill.results.serialise import read_result
 from distill.results.serving_results import ServeReport
 from distill.serving.arrivals import Load
-from distill.serving.check import CheckSettings, Conversation, check_addresses, check_started
+from distill.serving.check import CheckSettings, check_addresses, check_started
 from distill.serving.choose import PLAIN, Settings, Trials, choose, grid, settings_of, with_settings
 from distill.serving.clients import Addresses, LlamaClient, Reply, VllmClient, kind_of_server
 from distill.serving.counts import Text, TextCounts, Totals, acceptance, counts_of, rise_of_tokens, totals_of
@@ -378,22 +379,22 @@ def test_the_environment_and_aliases_set_options_too(settings: LlamaServer) -> N
 @pytest.mark.usefixtures("ours")
 def test_another_template_is_measured(settings: LlamaServer) -> None:
     before, behind = fake_llama_server.TEMPLATES["chatml"]
-    conversation = Conversation(
-        lambda messages: before + messages[0]["content"] + behind,
-        lambda ids: before + "ask " + "".join(map(chr, [97 + one % 26 for one in ids])) + behind,
+    tokenizer = SimpleNamespace(
+        decode=lambda ids: before + "ask " + "".join(map(chr, [97 + one % 26 for one in ids])) + behind
     )
-    same = check_started(wanted(concurrency=(1,), conversation=conversation), settings)
+    template = SimpleNamespace(text=lambda messages: before + messages[0]["content"] + behind, tokenizer=tokenizer)
+    same = check_started(wanted(concurrency=(1,), template=template), settings)
     assert not same.differences and len(same.acceptance) == 2
     other = replace(settings, further=("--chat-template", "llama2"))
-    found = check_started(wanted(concurrency=(1,), conversation=conversation), other)
+    found = check_started(wanted(concurrency=(1,), template=template), other)
     assert (
         found.acceptance[1].source == "distill, the same files"
         and "through its own template" in found.acceptance[2].source
     )
     assert [one.what for one in found.differences] == ["the chat template"]
     assert "[INST]" in found.differences[0].found and found.differences[0].explains
-    plain_texts = replace(conversation, text=lambda ids: "def f(x):")
-    unmeasured = check_started(wanted(concurrency=(1,), conversation=plain_texts), other)
+    tokenizer.decode = lambda ids: "def f(x):"
+    unmeasured = check_started(wanted(concurrency=(1,), template=template), other)
     assert math.isnan(unmeasured.differences[0].loss.mean) and "was not measured" in unmeasured.notes[0]
 
 
