@@ -97,11 +97,22 @@ class Endpoint:
         """The JSON object that a server replies with; requests begin at each URL in turn, further attempts at the next.
 
         Raises Refused, Unanswered after `retries` further attempts, and EndpointError where no request can succeed: a
-        wrong key, an address without this API.
+        wrong key, an address without this API, a server of another model than `body` names.
         """
+
+        def checked(reply: dict[str, Any]) -> None:
+            model = reply.get("model") or body["model"]
+            if model != body["model"]:
+                raise EndpointError(
+                    f"a server answers for the model {str(model)[:80]}, and {body['model']} was asked",
+                    f"all servers of {self.section}.urls must hold the same target under one name",
+                )
+            if check is not None:
+                check(reply)
+
         start, urls = next(self._turns), self.settings.urls
         places = [f"{urls[(start + number) % len(urls)]}/{path}" for number in range(len(urls))]
-        return self._repeated(places, lambda place: self._client.post(place, json=body), check)
+        return self._repeated(places, lambda place: self._client.post(place, json=body), checked)
 
     def _repeated(
         self, places: Sequence[str], send: Callable[[str], httpx2.Response], check: Check = None, optional: bool = False

@@ -24,11 +24,16 @@ from distill.models.hugging_face import end_ids, load_config, load_tokenizer
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.writers.local import GgufWriter, TorchWriter, Writer
+from distill.target.endpoint import Endpoint
+from distill.target.writers.local import GgufWriter, TorchWriter, require_gguf
 from distill.target.writers.server import ServerWriter
 from distill.texts import Answer, Prompt, Reply, Request, drop_reason, is_looping, listed, prompt_seed, write_lines
 
 REPLY = {"id": str, "ids": [int], "ended": bool, "dropped": str}  # the form of a line of a journal
+
+# Continues prompts as the target does. `by_prompt`: a reply does not depend on other requests, so each is kept as it
+# comes. Else requests that are written together affect each other through rounding, and a group is written whole.
+Writer = TorchWriter | GgufWriter | ServerWriter
 
 
 @dataclass(frozen=True)
@@ -57,25 +62,18 @@ class Rules:
 
     def next_prompt(self, prompt: Prompt, texts: list[str]) -> list[int] | None:
         """The next prompt of a conversation after answers with these texts; None where it is over."""
+        if self.template is None or prompt.chat is None:
+            return None
         try:
-            return (
-                None if self.template is None or prompt.chat is None else next_prompt(self.template, prompt.chat, texts)
-            )
+            return next_prompt(self.template, prompt.chat, texts)
         except ValueError:  # the template refuses what the target wrote
             return None
 
 
 def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = None) -> Rules:
-    """The rules of requests and answers; DataError where the target's context is too short for the recipe."""
+    """The rules of requests and answers."""
     config = load_config(recipe.target.model)
     context: int = config.get_text_config().max_position_embeddings
-    settings = recipe.answers
-    if settings.new_tokens > context - settings.prompt_tokens:
-        raise DataError(
-            f"the target's context leaves {context - settings.prompt_tokens} tokens after a prompt of "
-            f"{settings.prompt_tokens}",
-            "lower answers.new_tokens",
-        )
     ends = set(end_ids(config, tokenizer))
 
     def text_of(ids: Sequence[int]) -> str:
@@ -84,7 +82,7 @@ def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = Non
         return text
 
     room = min(recipe.corpus.block, context)
-    return Rules(recipe.seed, settings.new_tokens, room, settings.keep_truncated, text_of, template)
+    return Rules(recipe.seed, recipe.answers.new_tokens, room, recipe.answers.keep_truncated, text_of, template)
 
 
 @dataclass
@@ -300,3 +298,18 @@ def open_writer(recipe: Recipe) -> Writer:
         return TorchWriter(recipe, tokenizer)
     writer = ServerWriter if settings.gguf is None else GgufWriter
     return writer(recipe, tokenizer, load_config(recipe.target.model))
+
+
+def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
+    """The file is a GGUF of the target, or each server answers and serves its model; lines to print, and the servers
+    that were not contacted."""
+    settings = recipe.answers.writer
+    if settings is None:
+        return [], []
+    if settings.gguf is not None:
+        require_gguf(recipe.target.model, settings.gguf, "answers.writer.gguf")
+        return [f"answers: written by {settings.gguf}, which has the target's tokens"], []
+    if offline:
+        return [], [f"server {url}" for url in settings.urls]
+    with closing(Endpoint(settings.model_copy(update={"retries": 0}), "answers.writer")) as endpoint:
+        return [f"answers: {url} serves {model}" for url, model, _ in endpoint.served()], []

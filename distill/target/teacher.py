@@ -5,9 +5,9 @@ Legend: n blocks, S positions, N scored positions, K stored entries, V vocabular
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,14 @@ from distill.packing import Packed, concatenate, fitted_order, pack
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.logprobs.readers import GgufReader, ModelReader, Reader, compact_distributions, mean_masses
+from distill.target.logprobs.readers import (
+    GgufReader,
+    ModelReader,
+    Reader,
+    compact_distributions,
+    mean_masses,
+    require_teacher_file,
+)
 from distill.target.logprobs.server_reader import ServerReader
 from distill.teacher.distributions import Head, require_head
 from distill.teacher.source import target_metadata
@@ -80,7 +87,7 @@ def write_store(
     mine = processes.share_of(parts, share, "teacher shards", "teacher.shard_blocks")
     # A server is sent a whole shard at once, so that it always has requests waiting.
     batch = settings.batch if settings.server is None else size
-    with contextlib.ExitStack() as opened:
+    with ExitStack() as opened:
         blocks, metadata, distributions = _maker(recipe, run, blocks, vocabulary, main, all_entries, opened)
         if main:
             hidden = config.get_text_config().hidden_size
@@ -114,13 +121,7 @@ def write_store(
 
 
 def _maker(
-    recipe: Recipe,
-    run: Run,
-    blocks: Packed,
-    vocabulary: int,
-    main: bool,
-    all_entries: bool,
-    opened: contextlib.ExitStack,
+    recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, main: bool, all_entries: bool, opened: ExitStack
 ) -> tuple[Packed, dict[str, Any], Distributions]:
     """The blocks that can be scored, the manifest's entries for a kind of store, and the function from blocks to the
     tensors of their shard."""
@@ -148,9 +149,7 @@ def _maker(
     return blocks, metadata, lambda part: compact_distributions(reader, part, k, temperatures)
 
 
-def _open_reader(
-    recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, opened: contextlib.ExitStack
-) -> tuple[Reader, Packed]:
+def _open_reader(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, opened: ExitStack) -> tuple[Reader, Packed]:
     """The target as the recipe's teacher reads it, and the blocks that it can score."""
     settings = recipe.teacher
     if settings.gguf is not None:
@@ -243,3 +242,20 @@ def _checksum(path: Path) -> str:
     if checksum is None:
         raise RunError(f"{path} was not written by the process it was assigned to", "run the same command again")
     return checksum
+
+
+def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
+    """The teacher's GGUF file has the target's tokens, or its servers answer with log-probabilities of prompts."""
+    settings = recipe.teacher
+    if settings.gguf is not None:
+        return [require_teacher_file(settings.gguf, recipe.target.model, recipe.corpus.block)]
+    if settings.server is None:
+        return []
+    at_one = "its distributions hold at temperature 1, whatever sampler it serves with"
+    if offline:
+        return [f"teacher: {settings.server.model} on {len(settings.server.urls)} server(s), not asked; {at_one}"]
+    with closing(ServerReader(recipe)) as reader:
+        return [
+            f"teacher: {settings.server.model} answers on {len(settings.server.urls)} server(s), with "
+            f"{reader.largest_request} log-probabilities a token; {at_one}"
+        ]

@@ -236,7 +236,7 @@ def test_faults_that_pass_lose_nothing(target: Path, model: Any, tmp_path: Path,
 
 
 REFUSED = {
-    "another model": "answered for another-model",
+    "another model": "answers for the model another-model",
     "other ids": r"its ids are not those of the target's tokenizer",
     "a bos": r"its ids are not those of the target's tokenizer",
     "no logprobs": r"no log-probabilities of prompts[\s\S]*llama-server[\s\S]*answers alone",

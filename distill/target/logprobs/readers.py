@@ -60,20 +60,18 @@ class Reader(Protocol):
 def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int, temperatures: tuple[float, ...]) -> Entries:
     """The entries of distributions given as logits [c, V], part by part."""
     parts = []
-    for logits in (piece for part in rows for piece in _cached(part)):
-        chunk = compress(logits, k, vocabulary)
-        assert chunk.ids is not None
-        tails = [
-            chunk.log_tail if value == 1 else log_tail_at(logits, chunk.ids, value, vocabulary)
-            for value in temperatures
-        ]
-        parts.append(Entries(chunk.ids.cpu(), chunk.log_probabilities.cpu(), torch.stack(tails, -1).cpu()))
+    for part in rows:
+        # A processor takes pieces that its cache holds, several times quicker.
+        size = CACHED // part.shape[-1] if part.device.type == "cpu" else len(part)
+        for logits in part.split(max(1, size)):
+            chunk = compress(logits, k, vocabulary)
+            assert chunk.ids is not None
+            tails = [
+                chunk.log_tail if value == 1 else log_tail_at(logits, chunk.ids, value, vocabulary)
+                for value in temperatures
+            ]
+            parts.append(Entries(chunk.ids.cpu(), chunk.log_probabilities.cpu(), torch.stack(tails, -1).cpu()))
     return Entries.join(parts, k, len(temperatures))
-
-
-def _cached(logits: Tensor) -> tuple[Tensor, ...]:
-    """Logits [c, V] in pieces that a processor's cache holds, several times quicker; on other devices whole."""
-    return logits.split(max(1, CACHED // logits.shape[-1])) if logits.device.type == "cpu" else (logits,)
 
 
 class ModelReader:

@@ -1,4 +1,4 @@
-"""The protocol of a writer, and those on this machine: the target in transformers, a GGUF file of it in llama.cpp."""
+"""Writers on this machine: the target in transformers, and a GGUF file of it in llama.cpp."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from distill.errors import DataError, PairError
 from distill.models.base import Model
@@ -22,24 +22,6 @@ from distill.speculative.sample import continue_prompts, refill
 from distill.speculative.stop_strings import Stop, stop_before, token_bytes
 from distill.texts import Reply, Request
 from distill.vocabulary import Vocabulary
-
-
-class Writer(Protocol):
-    """Continues prompts as the target does.
-
-    `by_prompt`: a reply does not depend on other requests, so each is kept as it comes. Else requests that are written
-    together affect each other through rounding, and a group is written whole.
-    """
-
-    by_prompt: bool
-
-    def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
-        """A reply to each request, in any order; requests appended to `waiting` between replies are answered too."""
-        ...
-
-    def close(self) -> list[str]:
-        """Free models and connections; lines about what went wrong and was mended."""
-        ...
 
 
 def require_gguf(target: str, path: str, setting: str) -> VocabularyMetadata:
@@ -60,7 +42,7 @@ def require_gguf(target: str, path: str, setting: str) -> VocabularyMetadata:
 
 
 class _LocalWriter:
-    """A model whose rows finished texts leave to waiting prompts.
+    """A model whose rows finished texts leave to waiting prompts; see `distill.target.groups.Writer`.
 
     The sampler is the served one with the penalty of the answers. Without `engine`, subclasses write otherwise.
     """
@@ -77,13 +59,13 @@ class _LocalWriter:
         self.notes: list[str] = []
 
     def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
-        """See `Writer`."""
+        """A reply to each request, in any order; requests appended to `waiting` between replies are answered too."""
         assert self.engine is not None
         self.engine.rollback([0] * self.engine.rows)
         yield from refill(self.engine, waiting, self.sampler, self.ends, self.vocabulary, self.stop)
 
     def close(self) -> list[str]:
-        """Free the cache."""
+        """Free the cache; lines about what went wrong and was mended."""
         if self.engine is not None:
             self.engine.close()
         return self.notes
@@ -92,19 +74,16 @@ class _LocalWriter:
 class TorchWriter(_LocalWriter):
     """The target in transformers, `answers.batch` texts at a time.
 
-    A model whose attention takes no rows of different lengths, or any without `refilled`, is asked batch by batch: each
-    ends with its longest text.
+    A model whose attention takes no rows of different lengths is asked batch by batch: each ends with its longest text.
     """
 
     by_prompt = False
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, refilled: bool = True) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
         self.model = load_target(recipe.target, pick_device(recipe.device))
         config = self.model.config
         super().__init__(recipe, end_ids(config, tokenizer), real_tokens(config, tokenizer))
         self.batch = recipe.answers.batch
-        if not refilled:
-            return
         try:
             fast, reason = prepacked(self.model) if recipe.pytorch.prepack else (self.model, "")
             self.notes += filter(None, [reason])
@@ -118,7 +97,7 @@ class TorchWriter(_LocalWriter):
             self.notes.append(f"batches were not refilled: {error}")
 
     def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
-        """See `Writer`."""
+        """See `_LocalWriter`."""
         if self.engine is not None:
             yield from super().write(waiting)
         while waiting:
