@@ -90,6 +90,6 @@ def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
 
 def _coloured(line: str) -> str:
     """On a terminal, the tokens that are scored in green."""
-    from distill.pipeline.text_checks import SCORED
+    from distill.corpus.stage import SCORED
 
     return line.replace(SCORED[0], "\x1b[32m" + SCORED[0]).replace(SCORED[1], SCORED[1] + "\x1b[0m")

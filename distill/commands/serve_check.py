@@ -145,9 +145,9 @@ def serve_check(
     length = n_max or USUAL_LENGTH
     shared.prepare(threads)
     from distill.serving.check import CheckSettings, check_addresses, check_started
+    from distill.serving.clients import Addresses
     from distill.serving.llama_server import LlamaServer, require_binary
     from distill.serving.markdown import as_markdown, flat_rows
-    from distill.serving.opening import Addresses
 
     with ExitStack() as stack:
         room = served_pair.room(files, tokens + 2 * length + 2)
@@ -169,7 +169,7 @@ def serve_check(
             whole_grid=whole_grid,
             made=files.made,
             predicted=served_pair.predicted_acceptance(files.run, n_max if url is not None else length),
-            conversation=served_pair.conversation(files.target, stack),
+            template=served_pair.template_of(files.target, stack),
             seconds=(start_seconds, reply_seconds),
             left_out=left_out,
             command=shlex.join(["distill", *sys.argv[1:]]),

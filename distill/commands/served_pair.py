@@ -15,7 +15,7 @@ from distill.results.serialise import read_result
 from distill.run import Run
 
 if TYPE_CHECKING:
-    from distill.serving.check import Conversation
+    from distill.documents.chat_template import ChatTemplate
     from distill.texts import Prompt
 
 LEAST = 2  # prompts
@@ -67,22 +67,15 @@ def _gguf(path: Path) -> str:
     return reference
 
 
-def conversation(target: Path | None, stack: ExitStack) -> Conversation | None:
-    """How the target's own chat template writes messages; None without one."""
+def template_of(target: Path | None, stack: ExitStack) -> ChatTemplate | None:
+    """The target's own chat template; None without one."""
     if target is None:
         return None
     from distill.documents.chat_template import ChatTemplate
     from distill.documents.user_prompts import GgufTokenizer
-    from distill.serving.check import Conversation
 
     tokenizer = GgufTokenizer(str(target), stack)
-    if not tokenizer.chat_template:
-        return None
-    template = ChatTemplate(tokenizer, Chat())
-    return Conversation(
-        lambda messages: template.text(messages, None),
-        lambda ids: tokenizer.file.detokenize(list(ids)).decode("utf-8", "replace"),
-    )
+    return ChatTemplate(tokenizer, Chat()) if tokenizer.chat_template else None
 
 
 def room(files: PairFiles, behind: int) -> int:

@@ -60,10 +60,9 @@ def train(
 
     Finished stages are skipped. After an interruption the same command resumes.
     """
-    from distill.pipeline.planning import require_allowed
     from distill.pipeline.refresh import finish_refresh, plan_refresh
     from distill.pipeline.refresh import refresh as start_refresh
-    from distill.pipeline.running import follow_main, plan_run, run_pipeline
+    from distill.pipeline.running import follow_main, plan_run, require_allowed, run_pipeline
     from distill.pipeline.stages import find_stage
 
     begun = None if fresh else runs / load_recipe(recipe, overrides or []).name / "config.yaml"

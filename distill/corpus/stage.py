@@ -1,4 +1,4 @@
-"""Stage `corpus`: read the sources, split them, pack their text and cut prompts."""
+"""Stage `corpus`: read the sources, split them, pack their text, cut prompts; and checks of the sources before it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from typing import Any
 
 from distill.documents.chat_template import ChatTemplate
 from distill.documents.prompts import ChatPrompts, cut_prompts
-from distill.documents.sources import SPLITS, Document, Split, read_documents, with_questions
+from distill.documents.sources import SPLITS, UNREAD, Document, Split, read_documents, require_splits, with_questions
 from distill.errors import DataError
 from distill.files import write_atomically, write_json
 from distill.models.hugging_face import encode, end_ids, load_config, load_tokenizer
 from distill.packing import Packed, concatenate, pack
+from distill.progress import Caution
 from distill.recipe import Corpus, Recipe
 from distill.run import Run
 from distill.texts import Prompt, count_texts, write_lines
 
 TOO_LONG = "given answers whose prompts fill corpus.block"
+MOST_DOCUMENTS, MOST_RECORDS = 1000, 20  # that a check reads of a local source and of a hub data set
+SCORED = "⟦", "⟧"  # around the tokens that a draft learns from
+FEW_DOCUMENTS = 8  # an interval over fewer is too narrow
 
 
 def corpus(recipe: Recipe, run: Run) -> list[Path]:
@@ -152,3 +156,86 @@ def pack_given(
             count["answer"] += len(answer)
     parts = [pack(texts, block, split_long=True), pack(samples, block, split_long=False)]
     return concatenate([part for part in parts if len(part)] or parts[:1]), {k: v for k, v in counts.items() if v}
+
+
+# ── before the first stage ──
+
+
+def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], list[Document]]:
+    """Read the beginning of each source of the corpus; lines to print, the names of sources that were not read, and
+    the documents.
+
+    Raises DataError for a source that is missing, empty or without the field that it names, and, once all sources were
+    read completely, for a corpus that lacks a split.
+    """
+    corpus, lines, unread = recipe.corpus, [], []
+    documents: list[Document] = []
+    dropped: Counter[str] = Counter()
+    for source in corpus.sources:
+        if source.kind == "target":
+            continue  # see target/questions/asking.py
+        if source.kind == "hub" and offline:
+            unread.append(f"data set {source.path}")
+            continue
+        limit = min(corpus.max_documents, MOST_RECORDS if source.kind == "hub" else MOST_DOCUMENTS)
+        found, left_out = read_documents(corpus.model_copy(update={"sources": (source,), "max_documents": limit}), ())
+        whole = not left_out.pop(UNREAD, 0) or limit == corpus.max_documents
+        if not whole:
+            unread.append(f"{source.path} beyond its first {limit} documents")
+        documents += found
+        dropped += left_out
+        rest = "".join(f", {count} dropped: {reason}" for reason, count in left_out.items())
+        lines.append(f"corpus source {source.path}: {len(found)} documents{'' if whole else ' and more'}{rest}")
+    if not unread and not corpus.asked:
+        require_splits(documents, dropped)
+    if recipe.answers.traffic is None and (corpus.asked or not unread):
+        lines += _few_documents(recipe, documents)
+    return lines, unread, documents
+
+
+def _few_documents(recipe: Recipe, documents: list[Document]) -> list[str]:
+    """A warning for each split with too few documents; those from the target's questions, which a hash divides, are
+    estimated."""
+    corpus = recipe.corpus
+    shares = {"train": 1 - corpus.validation - corpus.test, "validation": corpus.validation, "test": corpus.test}
+    counts = {split: float(sum(document.split == split for document in documents)) for split in shares}
+    if not corpus.asked:
+        few = f"warning: the test split has {counts['test']:.0f} documents; intervals over fewer than {FEW_DOCUMENTS}"
+        return [] if counts["test"] >= FEW_DOCUMENTS else [Caution(f"{few} are too narrow to be believed")]
+    for source in corpus.asked:
+        for split in source.keep:
+            share = shares[split] if source.split == "by-name" else source.split == split
+            counts[split] += (source.questions or 0) * share
+    return [
+        Caution(
+            f"warning: about {counts[split]:.1f} documents go to the {split} split; raise questions"
+            + (f", or corpus.{split}" if split != "train" else "")
+        )
+        for split in shares
+        if counts[split] < FEW_DOCUMENTS
+    ]
+
+
+def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
+    """The target's template takes the conversations; the first one as it is rendered, its scored answer marked.
+
+    Raises DataError or RecipeError where it takes none of them.
+    """
+    chat = chat_prompts(recipe, load_tokenizer(recipe.target.model), documents)
+    if chat is None:
+        return []
+    for document in documents:
+        prompt = None if document.messages is None else chat.prompt(document)
+        if prompt is None:
+            continue
+        decode = chat.template.tokenizer.decode
+        lines = [f"a prompt, as the target's template writes it ({len(prompt.ids)} tokens):", decode(prompt.ids)]
+        given = next(chat.given(document), None)
+        if given is not None:
+            lines += [
+                f"its last given answer, {len(given[1])} tokens that are scored between ⟦ and ⟧:",
+                f"{decode(given[0])}{SCORED[0]}{decode(given[1])}{SCORED[1]}",
+            ]
+        return lines
+    reasons = ", ".join(f"{count} {reason}" for reason, count in chat.dropped.items())
+    raise DataError(f"no conversation of the corpus can be asked: {reasons}", "correct the sources, or section chat")

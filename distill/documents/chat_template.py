@@ -42,8 +42,9 @@ class ChatTemplate:
         self.tokenizer, self.settings = tokenizer, settings
         if not tokenizer.chat_template:
             raise DataError(
-                "the corpus has conversations, and the target's tokenizer no chat template",
-                "take an instruct model as target, or give its folder a chat_template.jinja",
+                "conversations need the target's chat template, and its tokenizer has none",
+                "take an instruct model, give its folder a chat_template.jinja, or use plain texts: text files, or "
+                "records with the field `text`",
             )
         names = [*settings.arguments, *([settings.thinking_argument] if settings.thinking is not None else [])]
         source = str(tokenizer.chat_template)  # a mapping where it has several
@@ -86,11 +87,7 @@ class ChatTemplate:
         return added | set(self.tokenizer.all_special_ids)
 
     def user_header(
-        self,
-        before: Sequence[Message],
-        ends: Sequence[int],
-        thinking: bool | None = None,
-        opening: str = "",
+        self, before: Sequence[Message], ends: Sequence[int], thinking: bool | None = None, opening: str = ""
     ) -> UserHeader:
         """The beginning of a user's message after these messages: a model that continues it writes a user's message.
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from distill.documents.conversations import Messages, fingerprint, form_of, questions, read_conversation
-from distill.documents.records import read_records
+from distill.documents.records import Messages, fingerprint, form_of, questions, read_conversation, read_records
 from distill.errors import DataError
 from distill.files import names_of, read_utf8
 from distill.recipe import Corpus, Source
@@ -64,10 +63,9 @@ def source_path(source: Source) -> Path:
     path = Path(source.path)
     if not path.exists():
         raise DataError(f"corpus source {path} does not exist", "correct corpus.sources in the recipe")
-    if source.kind == "tree" and not path.is_dir():
-        raise DataError(f"corpus source {path} is a file, but its kind is tree", "use kind: text or kind: jsonl")
-    if source.kind != "tree" and path.is_dir():
-        raise DataError(f"corpus source {path} is a folder, but its kind is {source.kind}", "use kind: tree")
+    if path.is_dir() != (source.kind == "tree"):
+        what = f"{'a folder' if path.is_dir() else 'a file'}, but its kind is {source.kind}"
+        raise DataError(f"corpus source {path} is {what}", "use kind: tree for a folder, text or jsonl for a file")
     return path
 
 

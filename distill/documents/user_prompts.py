@@ -86,11 +86,6 @@ def read_user_prompts(
         to_ids: Callable[[str], list[int]] = tokenizer.file.tokenize if plain else functools.partial(encode, tokenizer)
         chats = None
         if any(document.messages is not None for document in documents):
-            if not tokenizer.chat_template:
-                raise DataError(
-                    f"the files hold prompts or conversations, and {target} has no chat template",
-                    "give an instruct model, or plain texts: records with the field `text`, or text files",
-                )
             chats = ChatPrompts(ChatTemplate(tokenizer, chat), room, SEED)
         size = min(tokens, room)
         prompts = cut_prompts(documents, to_ids, count + others, size, 4 * (size + answer), SEED, chats)
@@ -142,11 +137,14 @@ class GgufTokenizer:
         self.chat_template = template.decode("utf-8", "replace") if isinstance(template, bytes) else ""
         self.file = GgufFile(Path(reference), vocabulary_only=True)
         stack.callback(self.file.close)
-        self._special = {name: self._text(values.get(f"tokenizer.ggml.{name}_token_id")) for name in ("bos", "eos")}
+        self._special = {name: self._piece(values.get(f"tokenizer.ggml.{name}_token_id")) for name in ("bos", "eos")}
 
-    def _text(self, token: Any) -> str:
-        known = isinstance(token, int) and 0 <= token < self.file.head_rows
-        return self.file.detokenize([token]).decode("utf-8", "replace") if known else ""
+    def _piece(self, token: Any) -> str:
+        return self.decode([token]) if isinstance(token, int) and 0 <= token < self.file.head_rows else ""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return self.file.detokenize(list(ids)).decode("utf-8", "replace")
 
     def apply_chat_template(
         self, messages: list[Any], *, tokenize: bool, add_generation_prompt: bool, tools: Any, **arguments: Any

@@ -31,10 +31,11 @@ def expect(recipe: Recipe, short: Recipe, run: Run, measured: Sequence[Rehearsed
 
 def _expected(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Expected:
     fixed, loop = stage.seconds - stage.loop_seconds, stage.loop_seconds
+    counts = _count(stage.stage, recipe, run), _count(stage.stage, short, run)
     if stage.stage == "train":
         low = high = _training(stage, recipe, run)
     else:
-        low, high = (outside * fixed + inside * loop for outside, inside in _growth(stage.stage, recipe, short, run))
+        low, high = (outside * fixed + inside * loop for outside, inside in _growth(stage.stage, recipe, short, counts))
     memory, device = stage.memory_bytes, stage.device_bytes
     rows = {
         "answers": min(recipe.answers.batch, recipe.answers.prompts) - short.answers.prompts,
@@ -47,16 +48,18 @@ def _expected(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Expe
         disk = stage.disk_bytes * (1 + recipe.train.keep) // 2
     else:
         counted = stage.stage in ("questions", "corpus", "answers", "teacher")
-        growth = _ratio(*(_count(stage.stage, each, run) for each in (recipe, short))) if counted else 1.0
+        growth = _ratio(*counts) if counted else 1.0
         disk = round(max(1.0, growth) * stage.disk_bytes)
     return Expected(stage.stage, low, high, memory, device, disk)
 
 
-def _growth(stage: str, recipe: Recipe, short: Recipe, run: Run) -> tuple[tuple[float, float], tuple[float, float]]:
+def _growth(
+    stage: str, recipe: Recipe, short: Recipe, counts: tuple[float, float]
+) -> tuple[tuple[float, float], tuple[float, float]]:
     """By which a stage's seconds outside and inside its loops are multiplied: of the low bound, and of the high one."""
-    more = _ratio(*(_count(stage, each, run) for each in (recipe, short)))
+    more = _ratio(*counts)
     if stage in ("questions", "answers"):
-        low, high = _written(recipe, *(int(_count(stage, each, run)) for each in (recipe, short)))
+        low, high = _written(recipe, *map(int, counts))
         return (1, low), (1, high)
     if stage in ("teacher", "test"):
         return (1, more), (1, more)

@@ -12,20 +12,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
+
+from distill.corpus.stage import check_chat, check_corpus
 from distill.errors import DistillError, RecipeError, RunError
 from distill.machine import faster_type
+from distill.models.conversion.model_shape import read_shape
+from distill.models.conversion.tokenizer import read_tokenizer
+from distill.models.gguf.build import describe_build, require_build, require_cache_types
+from distill.models.hugging_face import check_placement, load_config, local_snapshot, pick_device, text_folder
+from distill.models.loaded import context_of
+from distill.models.pairs import compare_pair
+from distill.models.static.static_model import require_static
+from distill.models.weight_check import check_weights
 from distill.pipeline.stages import NAMES, require_part
-from distill.pipeline.text_checks import (
-    check_chat,
-    check_corpus,
-    check_questions,
-    check_teacher,
-    check_traffic,
-    check_writer,
-)
 from distill.progress import Caution
 from distill.recipe import Recipe, is_path
 from distill.recipe.recipe import REASON, not_run
+from distill.speculative.configured import check_configurations, check_trees
+from distill.surgery.checks import check_cut, check_smaller
+from distill.surgery.grow import check_growth
+from distill.target.groups import check_writer
+from distill.target.questions.asking import check_questions
+from distill.target.teacher import check_teacher
+from distill.target.traffic import check_traffic
+from distill.teacher.store import bytes_per_position
+from distill.training.adapters import layer_names, require_quantisation
+from distill.training.plan import check_training
+from distill.training.setup import require_plain_logits, require_processes
+from distill.training.trackers import require_trackers
 
 
 @dataclass
@@ -61,8 +77,6 @@ def preflight(
             found.lines += lines
             found.skipped += unasked
     if "train" in ahead:
-        from distill.training.trackers import require_trackers
-
         require_trackers(recipe.train.trackers)
     found.lines += check_device(recipe)
     if not recipe.target.load:
@@ -90,17 +104,12 @@ def preflight(
 def check_device(recipe: Recipe) -> list[str]:
     """The device exists, holds the target as configured, and suits the processes of this command; a warning for each
     type that this processor has no instructions for."""
-    from distill.models.hugging_face import check_placement, pick_device
-    from distill.training.setup import require_processes
-
     device = pick_device(recipe.device)
     if recipe.pytorch.draft_device is not None:
         pick_device(recipe.pytorch.draft_device)
     check_placement(recipe.target.quantise, device, recipe.target.shard)
     require_processes(recipe, device)
     if recipe.train.adapter is not None and recipe.train.adapter.base is not None:
-        from distill.training.adapters import require_quantisation
-
         require_quantisation(device, recipe.train.adapter.base)
     lines = [f"device: {device}; the target in {recipe.target.dtype}, training in {recipe.train.dtype}"]
     for key, dtype in (("target.dtype", recipe.target.dtype), ("train.dtype", recipe.train.dtype)):
@@ -114,11 +123,6 @@ def check_device(recipe: Recipe) -> list[str]:
 def check_stages(recipe: Recipe) -> list[str]:
     """The settings of cut, training and speedup are possible with these models, and the draft costs less than its
     target or is allowed to cost as much."""
-    from distill.models.hugging_face import load_config
-    from distill.speculative.configured import check_configurations, check_trees
-    from distill.surgery.checks import check_cut, check_smaller
-    from distill.training.plan import check_training
-
     target = load_config(recipe.target.model)
     if recipe.target.load and not hasattr(target, "vocab_size"):
         raise RecipeError(
@@ -139,8 +143,6 @@ def check_pair(recipe: Recipe) -> list[str]:
 
     A transplanted draft has the target's own vocabulary and rows: only the context remains to be compared.
     """
-    from distill.models.pairs import compare_pair
-
     pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=recipe.cut.vocabulary_rows == "target")
     if recipe.cut.transplant is not None:
         return [f"context: {pair.context or 'fits'}"]
@@ -151,31 +153,18 @@ def check_pair(recipe: Recipe) -> list[str]:
 def check_weights_of_models(recipe: Recipe) -> list[str]:
     """The weights of target and donor hold the tensors that their config.json asks for; a target that is not loaded
     needs none. A block of the corpus fits the target's context."""
-    from distill.models.weight_check import check_weights
-
     read = dict.fromkeys([*([recipe.target.model] if recipe.target.load else []), recipe.donor_model])
     lines = [check_weights(model) for model in read]
-    check_context(recipe)
-    return lines
-
-
-def check_context(recipe: Recipe) -> None:
-    """Raise RecipeError where a block of the corpus does not fit the target's context."""
-    from distill.models.loaded import context_of
-
     context = context_of(recipe.target.model)
     if context is not None and recipe.corpus.block > context:
         raise RecipeError(
             f"corpus.block is {recipe.corpus.block}, the target's context {context}", "lower corpus.block"
         )
+    return lines
 
 
 def check_draft(recipe: Recipe) -> list[str]:
     """The losses take the draft's logits and vocabulary, and its layers have the names that adapters ask for."""
-    from distill.models.hugging_face import load_config
-    from distill.training.adapters import layer_names
-    from distill.training.setup import require_plain_logits
-
     require_plain_logits(load_config(recipe.donor_model))
     if recipe.train.adapter is not None:
         layer_names(_without_weights(recipe.donor_model), recipe.train.adapter.targets)
@@ -184,8 +173,6 @@ def check_draft(recipe: Recipe) -> list[str]:
 
 def check_static(recipe: Recipe) -> list[str]:
     """Target and donor can decode with a static cache where the recipe asks for one."""
-    from distill.models.static.static_model import require_static
-
     if recipe.pytorch.static and "pytorch" in recipe.speedup.backends:
         for reference in dict.fromkeys([recipe.target.model, recipe.donor_model]):
             require_static(_without_weights(reference), reference)
@@ -194,20 +181,12 @@ def check_static(recipe: Recipe) -> list[str]:
 
 def _without_weights(reference: str) -> Any:
     """A model's layers and attention, without its weights."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from distill.models.hugging_face import load_config
-
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(load_config(reference))
 
 
 def check_disk(recipe: Recipe) -> list[str]:
     """The teacher's distributions fit the disk."""
-    from distill.models.hugging_face import load_config
-    from distill.teacher.store import bytes_per_position
-
     hidden = load_config(recipe.target.model).get_text_config().hidden_size
     answers, acceptance, test = recipe.answers, recipe.train.acceptance, recipe.eval
     positions = recipe.corpus.tokens + answers.prompts * (answers.prompt_tokens + answers.new_tokens)
@@ -227,11 +206,6 @@ def check_disk(recipe: Recipe) -> list[str]:
 
 def check_export(recipe: Recipe) -> list[str]:
     """Target and draft can be written as GGUF, and llama.cpp is here to read them, where the recipe asks for files."""
-    from distill.models.conversion.model_shape import read_shape
-    from distill.models.conversion.tokenizer import read_tokenizer
-    from distill.models.hugging_face import load_config, local_snapshot, text_folder
-    from distill.surgery.grow import check_growth
-
     load = recipe.target.load
     if load and recipe.speedup.grown is not None:
         check_growth(load_config(recipe.target.model), recipe.speedup.grown.layers)
@@ -276,9 +250,6 @@ def check_gguf(recipe: Recipe) -> list[str]:
             )
     if not target or importlib.util.find_spec("llama_cpp") is None:
         return []  # stages that need the library say so
-    from distill.models.gguf.build import describe_build, require_build, require_cache_types
-    from distill.models.hugging_face import load_config
-
     for role, model in (("target", recipe.target.model), ("draft", recipe.donor_model)):
         options = recipe.gguf_options("target" if role == "target" else "draft")
         require_build(options, f"gguf.{role}")

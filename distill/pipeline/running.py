@@ -1,29 +1,184 @@
-"""Carries out the plan of a run, stage by stage, in one process or in several together."""
+"""The plan of a run: for each stage, whether it is skipped, runs, resumes or is refused, and why; and what carries the
+plan out, stage by stage, in one process or in several together.
+
+Planning changes nothing.
+"""
 
 from __future__ import annotations
 
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, field
+from typing import Literal
 
 from distill.errors import RunError
 from distill.faults import faults_explained
-from distill.files import digest, write_json
-from distill.pipeline.keys import begun_path, key_parts
-from distill.pipeline.planning import Action, Kind, Planner, Redo, require_allowed
-from distill.pipeline.stages import LAST_TOGETHER, NAMES, Stage, find_stage
+from distill.files import digest, read_json, write_json
+from distill.pipeline.keys import Contents, Parts, begun_path, difference, key_parts, recorded_parts
+from distill.pipeline.stages import LAST_TOGETHER, NAMES, STAGES, Stage, consumers, find_stage, require_part
 from distill.processes import agree, process_count
 from distill.progress import duration
 from distill.recipe import Recipe
+from distill.recipe.recipe import left_out, not_run
 from distill.run import Run
 
-STARTING: dict[Kind, str] = {
-    "run": "runs",
-    "resume": "resumes",
-    "redo": "runs again",
-    "mend": "makes its damaged files again",
+Kind = Literal["skip", "run", "resume", "redo", "mend", "wait", "refuse", "leave"]
+WORDS: dict[Kind, tuple[str, str]] = {  # of an action in a plan, and as it begins
+    "skip": ("up to date", "up to date"),
+    "run": ("would run", "runs"),
+    "resume": ("would resume", "resumes"),
+    "redo": ("would run again", "runs again"),
+    "mend": ("would make its damaged files again", "makes its damaged files again"),
+    "wait": ("depends on the result of", ""),
+    "refuse": ("refused", ""),
+    "leave": ("not run", ""),
 }
+
+
+@dataclass(frozen=True)
+class Action:
+    """One stage and its part in a run.
+
+    skip: finished with the same key. run: never ran. resume: interrupted. redo: it runs again, its files removed first.
+    mend: finished with the same key, but files are damaged; it makes those again. wait: decided after the stages in
+    `reasons` have run. refuse: it would supersede precious work; `error` has the message. leave: the recipe's run has
+    no such stage.
+    """
+
+    stage: Stage
+    kind: Kind
+    reasons: tuple[str, ...] = ()
+    parts: Parts = field(default_factory=dict)  # the key parts; empty for redo on request, wait and refuse
+    asked: bool = False  # for redo: with --redo
+    error: RunError | None = None
+
+    def line(self) -> str:
+        """The line that `--dry-run` prints."""
+        planned = f"{self.stage.name}: {WORDS[self.kind][0]}"
+        if self.kind == "wait":
+            return f"{planned} {', '.join(self.reasons)}"
+        if self.kind == "leave":
+            return f"{planned}: {self.reasons[0]}"
+        if self.kind == "run":
+            return f"{planned} (new)"
+        return planned if self.kind == "refuse" else planned + self.why
+
+    @property
+    def why(self) -> str:
+        """The reasons in brackets, for a message."""
+        return f" ({'; '.join(self.reasons)})" if self.reasons else ""
+
+
+class Planner:
+    """What the decisions about one command share.
+
+    `asked` are the stages that `--redo` names, those of an interrupted command included; `started` of them have begun
+    again.
+    """
+
+    def __init__(self, recipe: Recipe, run: Run, redo: Sequence[str] = ()) -> None:
+        self.recipe, self.run, self.contents = recipe, run, Contents(run)
+        path = run.path("stages", "redo.json")
+        found = read_json(path, {"asked": [str], "started": [str]}) if path.exists() else {"asked": [], "started": []}
+        self.asked: list[str] = sorted({*found["asked"], *redo})
+        self.started: list[str] = found["started"]
+
+    def redo_due(self, stage: Stage) -> bool:
+        """Whether --redo names a stage that has not begun again."""
+        return stage.name in self.asked and stage.name not in self.started
+
+    def plan(self, until: str | None = None) -> list[Action]:
+        """An action for each stage up to `until`; a refusal is the last."""
+        require_part(self.recipe, [*([until] if until else []), *self.asked])
+        last = NAMES.index(until) if until else len(STAGES) - 1
+        absent = left_out(self.recipe)
+        actions: list[Action] = []
+        for stage in STAGES[: last + 1]:
+            if stage.name in absent:
+                if stage.name in not_run(self.recipe):  # a run that has all usual stages need not hear of others
+                    actions.append(Action(stage, "leave", (absent[stage.name],)))
+                continue
+            action = self._look_ahead(stage) or self._decide_or_wait(stage, actions)
+            actions.append(action)
+            if action.kind == "refuse":
+                break
+        return actions
+
+    def decide(self, stage: Stage) -> Action:
+        """The action for a stage whose inputs are written."""
+        if self.redo_due(stage):
+            return Action(stage, "redo", ("asked for with --redo",), asked=True)
+        parts = key_parts(stage, self.recipe, self.run, self.contents)
+        record, begun = self.run.done(stage.name), begun_path(self.run, stage)
+        if record is not None and record["key"] == digest(parts):
+            faults = tuple(self.run.damaged_artifacts(record).values())
+            return Action(stage, ("mend" if stage.precious else "redo") if faults else "skip", faults, parts)
+        if record is None and not begun.exists():
+            return Action(stage, "run", (), parts)
+        old = record["inputs"] if record is not None else read_json(begun, {})
+        if record is None and old == parts:
+            return Action(stage, "resume", (), parts)
+        reasons = tuple(difference(old, parts, self.contents))
+        if stage.precious and stage.name not in consumers(self.asked):
+            return self._refuse(stage, reasons)
+        return Action(stage, "redo", reasons, parts)
+
+    def _decide_or_wait(self, stage: Stage, before: Sequence[Action]) -> Action:
+        """The action for a stage, or `wait` where a stage that it reads from has yet to write."""
+        unsettled = {action.stage.name for action in before if action.kind not in ("skip", "leave")}
+        read = tuple(dict.fromkeys(name for name, _ in stage.inputs if name in unsettled))
+        return Action(stage, "wait", read) if read and not self.redo_due(stage) else self.decide(stage)
+
+    def _look_ahead(self, stage: Stage) -> Action | None:
+        """The refusal of a stage that would supersede precious work, its own or that of a consumer; else None.
+
+        An input that has yet to be written cannot be compared and counts as unchanged.
+        """
+        allowed = consumers(self.asked)
+        old = recorded_parts(self.run, stage)
+        if stage.name in allowed or old is None:
+            return None
+        new = key_parts(stage, self.recipe, self.run, self.contents)
+        changed = {
+            name
+            for name in {*old, *new}
+            if old.get(name) != new.get(name) and not (":" in name and None in (old.get(name), new.get(name)))
+        }
+        before, after = ({name: value for name, value in parts.items() if name in changed} for parts in (old, new))
+        reasons = difference(before, after, self.contents)
+        if stage.precious and changed:
+            return self._refuse(stage, reasons)
+        rests = [
+            other.name
+            for other in STAGES
+            if other.precious
+            and other.name in consumers([stage.name])
+            and other.name not in allowed
+            and recorded_parts(self.run, other) is not None
+        ]
+        if rests and any(not name.startswith(stage.passing) for name in changed):
+            return self._refuse(stage, reasons, f", and {', '.join(rests)} rest on it")
+        return None
+
+    def _refuse(self, stage: Stage, reasons: Sequence[str], kept: str = "") -> Action:
+        error = RunError(
+            f"stage `{stage.name}` of {self.run.folder} was made with other settings{kept}:\n    "
+            + "\n    ".join(reasons),
+            f"keep it and use another run (name=…), or replace it (--redo {stage.name}), or move the whole run aside "
+            "(--fresh)",
+        )
+        return Action(stage, "refuse", tuple(reasons), error=error)
+
+
+def require_allowed(actions: Sequence[Action]) -> None:
+    """Raise the RunError of a plan that would supersede precious work."""
+    for action in actions:
+        if action.error is not None:
+            raise action.error
+
+
+# ── the plan carried out ──
 
 
 def plan_run(recipe: Recipe, run: Run, until: str | None = None, redo: Sequence[str] = ()) -> list[Action]:
@@ -31,7 +186,7 @@ def plan_run(recipe: Recipe, run: Run, until: str | None = None, redo: Sequence[
 
     Raises RunError for a stage that does not exist. `redo` names stages to run again with their consumers.
     """
-    return Planner(recipe, run, Redo.read(run, redo)).plan(until)
+    return Planner(recipe, run, redo).plan(until)
 
 
 def run_pipeline(
@@ -47,7 +202,7 @@ def run_pipeline(
     for the stages after it. Raises RunError, before touching anything, when finished or begun work of a precious stage
     would be superseded.
     """
-    planner = Planner(recipe, run, Redo.read(run, redo))
+    planner = Planner(recipe, run, redo)
     actions = planner.plan(until)
     require_allowed(actions)
     if run.read_only:
@@ -75,9 +230,8 @@ def require_finished(run: Run, actions: Sequence[Action]) -> None:
     """Raise RunError for the first stage that would have to write into a directory that cannot be written."""
     for action in actions:
         if action.kind not in ("skip", "leave"):
-            why = f" ({'; '.join(action.reasons)})" if action.reasons else ""
             raise RunError(
-                f"{run.folder} cannot be written, and stage `{action.stage.name}` would have to run{why}",
+                f"{run.folder} cannot be written, and stage `{action.stage.name}` would have to run{action.why}",
                 "make the folder writable, or copy it to a disk that is, and name that one",
             )
 
@@ -85,13 +239,11 @@ def require_finished(run: Run, actions: Sequence[Action]) -> None:
 def _carry_out(action: Action, planner: Planner) -> None:
     """Skip a stage, or remove what it must not keep, run it and record it as finished."""
     stage, run, recipe = action.stage, planner.run, planner.recipe
+    run.say(f"{stage.name}: {WORDS[action.kind][1]}{action.why}")
     if action.kind == "skip":
         if not run.read_only:
             begun_path(run, stage).unlink(missing_ok=True)  # a kill right after the record leaves it
-        run.say(f"{stage.name}: up to date")
         return
-    why = f" ({'; '.join(action.reasons)})" if action.reasons else ""
-    run.say(f"{stage.name}: {STARTING[action.kind]}{why}")
     parts = action.parts
     if action.kind == "mend":  # the stage makes only its damaged files again
         with faults_explained(run.folder):
@@ -102,8 +254,8 @@ def _carry_out(action: Action, planner: Planner) -> None:
         _remove_all(run, stage)
         parts = key_parts(stage, recipe, run, planner.contents)  # without a record, pins are read again
     if action.asked:
-        planner.redo.started.append(stage.name)
-        write_json(run.path("stages", "redo.json"), asdict(planner.redo))
+        planner.started.append(stage.name)
+        write_json(run.path("stages", "redo.json"), {"asked": planner.asked, "started": planner.started})
     planner.contents.save()
     write_json(begun_path(run, stage), parts)
     started = time.time()

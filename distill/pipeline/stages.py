@@ -1,4 +1,4 @@
-"""The stages, in order, with the inputs and outputs of each. planning.py decides when a stage runs."""
+"""The stages, in order, with the inputs and outputs of each. running.py decides when a stage runs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _held_out(split: str, function: str, settings: tuple[str, ...]) -> Stage:
     """A stage that lets whatever holds the target answer the prompts of a split and give its distributions there."""
     return Stage(
         split,
-        f"distill.target.held_out:{function}",
+        f"distill.target.answers:{function}",
         ("seed", "answers", "sampler", "teacher", "corpus.block", "target.dtype", *settings),
         (
             ("corpus", f"corpus/prompts-{split}.jsonl"),

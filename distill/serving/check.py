@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from distill.documents.chat_template import ChatTemplate
 from distill.errors import ServingError
 from distill.intervals import UNKNOWN, Interval
 from distill.machine import machine
@@ -30,24 +31,15 @@ from distill.sampler import Sampler
 from distill.serving import differences
 from distill.serving.arrivals import Load
 from distill.serving.choose import Trials, choose, grid
-from distill.serving.clients import GREEDY, Client, LlamaClient
+from distill.serving.clients import DRAFT, GREEDY, PLAIN, Addresses, Client, LlamaClient, connected, opened
 from distill.serving.counts import Text, TextCounts, acceptance, counts_of, rise_of_tokens
 from distill.serving.crossing import load_table
 from distill.serving.llama_server import LlamaServer
 from distill.serving.load import speeds_under
 from distill.serving.markdown import Reference, sentences
-from distill.serving.opening import DRAFT, PLAIN, Addresses, connected, opened, require_vocabulary
 from distill.serving.replaying import Replayed, ServerRules, by_class, interleaved, warm
 from distill.serving.wheel_server import WHEEL, wheel_version
 from distill.texts import Prompt
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """How the pair's own chat template writes messages, and the text of ids."""
-
-    render: Callable[[list[dict[str, str]]], str]
-    text: Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,8 @@ class CheckSettings:
 
     Under a sampler that is not greedy, each repeat of a prompt is a text of its own. `made` are the run's own target
     and draft, where there is a run; `predicted` is its greedy acceptance at this draft length. Settings are chosen on
-    the validation prompts `choosing`; without any, none are chosen. `seconds` limit a server's start and a reply.
+    the validation prompts `choosing`; without any, none are chosen. `template` is the pair's own. `seconds` limit a
+    server's start and a reply.
     """
 
     prompts: Sequence[Prompt]
@@ -69,7 +62,7 @@ class CheckSettings:
     whole_grid: bool = False
     made: tuple[Path, Path] | None = None
     predicted: float = math.nan
-    conversation: Conversation | None = None
+    template: ChatTemplate | None = None
     seconds: tuple[float, float] = (300.0, 300.0)
     left_out: dict[str, int] = field(default_factory=dict)
     command: str = ""
@@ -145,8 +138,7 @@ def check_started(settings: CheckSettings, server: LlamaServer) -> ServeReport:
 def check_addresses(settings: CheckSettings, places: Addresses) -> ServeReport:
     """Compare servers that run; ServingError for one that does not answer, refuses, or does not draft."""
     with ExitStack() as stack:
-        clients = connected(places, settings.seconds[1], stack, settings.sampler)
-        require_vocabulary(clients, settings.ids)
+        clients = connected(places, settings.seconds[1], stack, settings.sampler, settings.ids)
         kind = clients[DRAFT].kind
         target, draft = places.files or (Path(places.model or places.url), Path("?"))
         server = LlamaServer(
@@ -240,8 +232,8 @@ def _decode_ours(settings: CheckSettings, files: tuple[Path, Path], findings: Fi
 
     def refer_to(which: str, pair: tuple[Path, Path]) -> list[list[Text]]:
         texts = _decoded(settings, findings, which, pair, rules)
-        counts = counts_of(texts)
-        findings.reference = Reference(which, findings.acceptance[-1], counts, rise_of_tokens(findings.texts, counts))
+        short = rise_of_tokens(findings.texts, counts_of(texts))
+        findings.reference = Reference(which, findings.acceptance[-1], short)
         return texts
 
     served = refer_to("the same files", files)
@@ -285,22 +277,23 @@ def _other_drafts(settings: CheckSettings, server: LlamaServer, findings: Findin
 
 def _compare_template(settings: CheckSettings, client: LlamaClient, findings: Findings) -> None:
     """Add the difference of the server's chat template from the pair's own, and what it costs on conversations."""
-    if settings.conversation is None:
+    if settings.template is None:
         return
     messages = [{"role": "user", "content": differences.PROBE}]
     try:
-        ours, theirs = settings.conversation.render(messages), client.rendered(messages)
+        ours, theirs = settings.template.text(messages), client.rendered(messages)
     except (ServingError, ValueError):
         findings.notes.append("the server renders no conversation, so templates were not compared")
         return
-    difference, parts = differences.template_difference(ours, theirs), differences.template_parts(ours)
-    if difference is None or parts is None:
+    difference = differences.template_difference(ours, theirs)
+    before, there, behind = ours.partition(differences.PROBE)
+    if difference is None or not there:
         return
     conversations = {}  # the user's message of each prompt that is a conversation of one, by the prompt's place
     for place, prompt in enumerate(settings.prompts):
-        text = settings.conversation.text(prompt.ids)
-        if text.startswith(parts[0]) and text.endswith(parts[1]) and len(text) > sum(map(len, parts)):
-            conversations[place] = text[len(parts[0]) : len(text) - len(parts[1])]
+        text = settings.template.tokenizer.decode(prompt.ids)
+        if text.startswith(before) and text.endswith(behind) and len(text) > len(before) + len(behind):
+            conversations[place] = text[len(before) : len(text) - len(behind)]
     if not conversations:
         findings.notes.append("no prompt is a conversation of one message, so the template's cost was not measured")
         findings.differences.append(difference)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -19,12 +20,11 @@ import numpy
 from numpy.typing import NDArray
 
 from distill.intervals import Interval, percentiles
-from distill.models.server_commands import llama_server, option_arguments
 from distill.progress import Progress
 from distill.results.serving_results import ChosenSettings, ConfirmedSettings, TriedSettings
 from distill.serving.clients import Client, Reply
 from distill.serving.counts import CONFIDENCE, RESAMPLES
-from distill.serving.llama_server import LlamaServer
+from distill.serving.llama_server import LlamaServer, without_options
 from distill.serving.replaying import warm
 
 N_MAX = range(1, 9)
@@ -114,8 +114,7 @@ def grid(draws: bool = False) -> list[Settings]:
 def with_settings(server: LlamaServer, settings: Settings) -> LlamaServer:
     """The server for one request at a time with these settings, those among the user's own arguments left out."""
     n_max, p_min, probabilistic = settings
-    drop = {place + step for place, one in enumerate(server.further) if one in OF_SETTINGS for step in (0, 1)}
-    further = tuple(one for place, one in enumerate(server.further) if place not in drop)
+    further = without_options(server.further, OF_SETTINGS.__contains__)
     one = replace(server, n_max=n_max, p_min=p_min, probabilistic=probabilistic, parallel=1, further=further)
     return one.plain if settings == PLAIN else one
 
@@ -245,8 +244,4 @@ def _ratio(found: Interval) -> str:
 def _command(server: LlamaServer, settings: Settings) -> str:
     """The command that serves with these settings, with the user's own options."""
     one = with_settings(server, settings)
-    drafts = one.draft is not None
-    further = [*option_arguments(one.gguf, drafts), *one.further]
-    if not drafts:
-        return llama_server(str(one.target), None, 0, None, further)
-    return llama_server(str(one.target), str(one.draft), one.n_max, one.p_min or None, further, one.probabilistic)
+    return shlex.join(["llama-server", *replace(one, p_min=one.p_min or None).served])

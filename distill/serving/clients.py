@@ -1,21 +1,28 @@
-"""Servers under test: completions of token ids, with llama-server's own counts, or vLLM's from its /metrics.
+"""Servers under test, started here or running: completions of token ids, with llama-server's own counts, or vLLM's from
+its /metrics.
 
 vLLM's formats are those of the version in server_commands.VLLM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from distill.errors import ServingError
+from distill.files import has_form
+from distill.models.pairs import compare_pair
 from distill.recipe import SamplerSettings
 from distill.serving.counts import Text, TextCounts, Totals, totals_of
 from distill.serving.http import Http
+from distill.serving.llama_server import LlamaServer, Running, started
 
 # Whatever else could shape a distribution is switched off: a server has defaults of its own, vLLM's from the model's
 # generation_config.json. llama-server's samplers come in the order of this list, which is the order of ours.
@@ -29,6 +36,7 @@ LLAMA_PLAIN: dict[str, Any] = {
 }
 VLLM_PLAIN: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 GREEDY = SamplerSettings(temperature=0)
+PLAIN, DRAFT = "plain", "draft"  # names of the two servers
 SETTLED_SECONDS, PATIENCE_SECONDS = 0.05, 2.0  # vLLM's counters are written by another task of it than replies
 
 
@@ -148,14 +156,9 @@ class LlamaClient(Client):
         gives none."""
         body = LLAMA_PLAIN | {"prompt": list(ids), "n_predict": 1, "n_probs": count, "temperature": 0}
         listed = self.http.post("/completion", body).get("completion_probabilities")
-        first = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], dict) else {}
-        top = first.get("top_logprobs")
-        found = (
-            {one["id"]: one["logprob"] for one in top if {"id", "logprob"} <= {*one}} if isinstance(top, list) else {}
-        )
-        if not found:
+        if not listed or not has_form(listed, [{"top_logprobs": [{"id": int, "logprob": float | int}]}]):
             raise ServingError(f"{self.url} gives no log-probabilities (n_probs)", "llama-server of this year does")
-        return found
+        return {one["id"]: one["logprob"] for one in listed[0]["top_logprobs"]}
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text as the server reads it, control tokens in it as such."""
@@ -178,15 +181,12 @@ class VllmClient(Client):
 
     def __init__(self, http: Http, sampler: SamplerSettings = GREEDY, model: str | None = None) -> None:
         super().__init__(http, sampler)
-        self.model = model or self._only_model()
-
-    def _only_model(self) -> str:
-        names = [str(one["id"]) for one in self.models() if "id" in one]
+        names = [model] if model else [str(one["id"]) for one in self.models() if "id" in one]
         if len(names) != 1:
             raise ServingError(
                 f"{self.url} serves {len(names)} models: {', '.join(names)[:200]}", "name one: --model NAME"
             )
-        return names[0]
+        self.model = names[0]
 
     def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
         """Up to `limit` tokens; a salt of its own keeps the request out of the prefix cache."""
@@ -248,3 +248,82 @@ def kind_of_server(http: Http) -> str:
     raise ServingError(
         f"{http.url} is neither llama-server nor vLLM, by /props and /version", "name it: --kind, or correct --url"
     )
+
+
+# ── opened ──
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where servers run; `kind` None: asked of the server. `files` are target and draft as GGUF, for our decoder,
+    `n_max` the draft length that the server was started with, None: found in its counters; `probabilistic`: it draws
+    its drafts."""
+
+    url: str
+    plain: str | None = None
+    kind: str | None = None
+    key: str | None = None
+    model: str | None = None
+    files: tuple[Path, Path] | None = None
+    n_max: int | None = None
+    probabilistic: bool = False
+    threads: int | None = None
+
+
+@contextmanager
+def opened(
+    server: LlamaServer, seconds: tuple[float, float], sampler: SamplerSettings = GREEDY
+) -> Iterator[LlamaClient]:
+    """A client of a llama-server that runs within the block; ServingError where it has a draft and leaves it unused."""
+    with started(server, seconds[0]) as running:
+
+        def death() -> str | None:
+            found = running.death()
+            return None if found is None else f"{server.binary} ended ({found}); its last lines:\n{running.tail()}"
+
+        with contextlib.closing(Http(running.url, seconds[1], death=death)) as http:
+            client = LlamaClient(http, sampler)
+            if server.draft is not None and client.drafts() is False:
+                raise _unused(server, running)
+            yield client
+
+
+def _unused(server: LlamaServer, running: Running) -> ServingError:
+    """Why a server runs without the draft that it was given: llama-server says so in its log alone."""
+    reason = compare_pair(str(server.target), str(server.draft)).llama_cpp
+    words = ("draft", "specul", "vocab")
+    lines = [line for line in running.text().splitlines() if " I " not in line and any(word in line for word in words)]
+    shown = "".join(f"\n    {line[:200]}" for line in lines[-4:])
+    return ServingError(
+        f"{server.binary} serves {server.target} without its draft{f': {reason}' if reason else ''}{shown}",
+        "transplant the target's vocabulary into the draft (`distill transplant`)" if reason else "see its whole log",
+    )
+
+
+def connected(
+    places: Addresses, seconds: float, stack: ExitStack, sampler: SamplerSettings, prompts: Sequence[Sequence[int]]
+) -> dict[str, Client]:
+    """Clients of the servers that run; ServingError for one in the other's place, or whose model lacks an id of the
+    prompts: it would answer with the text of another."""
+    largest = max(map(max, prompts))
+    clients: dict[str, Client] = {}
+    for name, url in ((PLAIN, places.plain), (DRAFT, places.url)):
+        if url is not None:
+            http = stack.enter_context(contextlib.closing(Http(url, seconds, places.key)))
+            clients[name] = client_of(http, sampler, places.kind, places.model)
+    for name, client in clients.items():
+        drafts = client.drafts()
+        if name == PLAIN and drafts:
+            raise ServingError(f"{client.url} drafts, and was given as the plain server", "correct --plain-url")
+        if name != PLAIN and drafts is False:
+            raise ServingError(
+                f"{client.url} serves without a draft: it says so itself",
+                "start it with the draft; llama-server drops one whose vocabulary does not fit and only logs it",
+            )
+        size = client.vocabulary_size() if isinstance(client, LlamaClient) else None
+        if size is not None and largest >= size:
+            raise ServingError(
+                f"{client.url} serves a model of {size} tokens, and the prompts have token {largest}",
+                "it is another model than the prompts are for: correct --url, or the run",
+            )
+    return clients

@@ -22,7 +22,7 @@ import numpy
 
 from distill.intervals import Interval
 from distill.results.serving_results import LoadRow, LoadTable, ServedAcceptance, ServedSpeed
-from distill.serving.opening import DRAFT, PLAIN
+from distill.serving.clients import DRAFT, PLAIN
 from distill.speculative.costs.curve import predicted_speedups, tokens_per_round
 
 MIN_SHARE = 0.1  # of the verification's plain step: noise may ask for less

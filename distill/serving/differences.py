@@ -6,6 +6,7 @@ counts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,15 +73,6 @@ OPTIONS = (
 )
 
 
-def option_value(arguments: list[str], environment: Mapping[str, str], option: Option) -> str:
-    """The value that the server takes: the last one given, else the environment's, else its default."""
-    found = environment.get(option.variable, option.default)
-    for place, argument in enumerate(arguments[:-1]):
-        if argument in option.flags:
-            found = arguments[place + 1]
-    return found
-
-
 def _same(option: Option, value: str) -> bool:
     try:
         return float(value) == float(option.default)
@@ -92,7 +84,9 @@ def option_differences(settings: LlamaServer, environment: Mapping[str, str]) ->
     """Each option that differs from the server's default, with the server that lacks this difference alone."""
     found = []
     for option in OPTIONS:
-        value = option_value(settings.served, environment, option)
+        # The server takes the last value that was given, else the environment's, else its default.
+        given = [value for name, value in itertools.pairwise(settings.served) if name in option.flags]
+        value = given[-1] if given else environment.get(option.variable, option.default)
         if not _same(option, value):
             undone = replace(settings, further=(*settings.further, option.flags[0], option.default))
             found.append((Difference(option.what, value, option.default, option.advice), undone))
@@ -107,11 +101,10 @@ def measured(difference: Difference, loss: Interval) -> Difference:
 # ── files ──
 
 
-def origin_of(path: Path) -> dict[str, str]:
-    """What a GGUF file says about where it comes from: recipe, name, base model."""
-    values = open_head(path).values
-    keys = ("distill.recipe", "general.name", "general.base_model.0.repo_url")
-    return {key: values[key].decode("utf-8", "replace") for key in keys if isinstance(values.get(key), bytes)}
+def head_text(path: Path, key: str) -> str | None:
+    """What a GGUF file says about where it comes from: distill.recipe, general.name; None where it does not."""
+    value = open_head(path).values.get(key)
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else None
 
 
 def from_run(files: tuple[Path, Path], made: tuple[Path, Path] | None) -> list[Difference]:
@@ -139,7 +132,7 @@ def in_pair(files: tuple[Path, Path], ask_recipes: bool) -> list[Difference]:
     """Where target and draft do not belong together: by the recipes that wrote them, where no run is known
     (`ask_recipes`), and by their vocabularies."""
     found = []
-    target, draft = (origin_of(path).get("distill.recipe") for path in files)
+    target, draft = (head_text(path, "distill.recipe") for path in files)
     if ask_recipes and target and draft and target != draft:
         found.append(
             Difference(
@@ -157,18 +150,12 @@ def in_pair(files: tuple[Path, Path], ask_recipes: bool) -> list[Difference]:
 
 
 def _named(path: Path) -> str:
-    return origin_of(path).get("general.name") or "no name"
+    return head_text(path, "general.name") or "no name"
 
 
 # ── what a server says ──
 
 PROBE = "distill asks"
-
-
-def template_parts(rendered: str) -> tuple[str, str] | None:
-    """What a template writes before and behind a user's message, from the rendered PROBE; None without it."""
-    before, found, behind = rendered.partition(PROBE)
-    return (before, behind) if found else None
 
 
 def template_difference(ours: str, theirs: str) -> Difference | None:

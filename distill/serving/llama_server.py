@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import re
 import shlex
 import shutil
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -93,7 +92,8 @@ class LlamaServer:
         drafts = self.draft is not None
         draft = str(self.draft) if drafts else None
         pair = pair_arguments(str(self.target), draft, self.n_max, self.p_min, self.probabilistic)
-        return [*pair, *option_arguments(self.gguf, drafts), *_for_plain(self.further, drafts)]
+        further = self.further if drafts else without_options(self.further, is_of_draft)
+        return [*pair, *option_arguments(self.gguf, drafts), *further]
 
     def command(self, port: int) -> list[str]:
         """The whole command line."""
@@ -104,23 +104,24 @@ class LlamaServer:
         return [*self.program, *own, *self.served]
 
 
-def _for_plain(further: tuple[str, ...], drafts: bool) -> list[str]:
-    """The user's own arguments, those of a draft left out where there is none: the server would load it."""
-    if drafts:
-        return list(further)
-    found, skip = [], False
-    for place, argument in enumerate(further):
-        if skip:
-            skip = False
-        elif argument.startswith("--spec-") or argument.endswith("-draft") or argument in OF_DRAFT_SHORT:
-            following = further[place + 1 : place + 2]
-            skip = bool(following) and not re.match(r"-[a-zA-Z-]", following[0])
-        else:
-            found.append(argument)
-    return found
-
-
 OF_DRAFT_SHORT = {"-md", "-ctkd", "-ctvd", "-ngld", "-devd", "-td", "-tbd", "-otd", "-cmoed", "-ncmoed"}
+
+
+def is_of_draft(option: str) -> bool:
+    """Whether an option of llama-server is of the draft: without one, the server would load it all the same."""
+    return option.startswith("--spec-") or option.endswith("-draft") or option in OF_DRAFT_SHORT
+
+
+def without_options(arguments: Sequence[str], dropped: Callable[[str], bool]) -> tuple[str, ...]:
+    """The user's own arguments without some options and their values."""
+    kept, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not dropped(argument):
+            kept.append(argument)
+        elif rest and not re.match(r"-[a-zA-Z-]", rest[0]):
+            rest.pop(0)
+    return tuple(kept)
 
 
 @dataclass(frozen=True)
@@ -157,14 +158,12 @@ def require_binary(binary: Path) -> Path:
         if wheel_version() is None:
             raise RecipeError(f"--server {WHEEL}: the package is not installed", f"pip install {WHEEL}")
         return Path(WHEEL)
-    found = shutil.which(str(binary)) if binary.name == str(binary) else str(binary)
-    if found is None or not Path(found).exists():
+    found = shutil.which(binary)
+    if found is None:
         raise RecipeError(
-            f"--server {binary}: there is no such program",
+            f"--server {binary}: there is no such program, or it is none that can be run",
             f"give the path of llama-server (scripts/build_llama_cpp.sh builds one), or {WHEEL}, the package",
         )
-    if Path(found).is_dir() or not os.access(found, os.X_OK):
-        raise RecipeError(f"--server {binary} is not a program that can be run", "give the path of llama-server")
     return Path(found)
 
 

@@ -20,10 +20,9 @@ from distill.intervals import UNKNOWN, Numbers, speed_ratio
 from distill.progress import Progress
 from distill.results.serving_results import ServedSpeed
 from distill.serving.arrivals import Load
-from distill.serving.clients import Client, Reply
+from distill.serving.clients import PLAIN, Client, Reply
 from distill.serving.counts import CONFIDENCE, RESAMPLES
 from distill.serving.http import CONNECTIONS
-from distill.serving.opening import PLAIN
 from distill.serving.replaying import Replayed, sums_of
 
 MIN_STEPS = 4  # of a text with so many others

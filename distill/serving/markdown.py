@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from distill.intervals import Interval
 from distill.results.serving_results import Difference, LoadTable, ServedAcceptance, ServedSpeed, ServeReport
 from distill.results.tables import markdown_table
 from distill.serving.choose import settings_of
-from distill.serving.counts import TextCounts
 from distill.serving.differences import SMALLEST
 
 LARGE = 0.5  # of a shortfall: differences that explain less leave something to look for
@@ -25,7 +24,6 @@ class Reference:
 
     files: str
     acceptance: ServedAcceptance
-    counts: Sequence[TextCounts]
     short: Interval
 
 

@@ -18,9 +18,8 @@ from distill.progress import Progress
 from distill.recipe import Target, parse_section
 from distill.results.serving_results import ServedClass
 from distill.sampler import Sampler
-from distill.serving.clients import Client, Reply
+from distill.serving.clients import DRAFT, PLAIN, Client, Reply
 from distill.serving.counts import CONFIDENCE, RESAMPLES, Text, TextCounts, acceptance
-from distill.serving.opening import DRAFT, PLAIN
 from distill.speculative.decode import Decoded, decode
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed
@@ -120,13 +119,7 @@ class ServerRules:
     vllm: bool = False
 
     def decode_files(
-        self,
-        target: Path,
-        draft: Path,
-        prompts: Sequence[Sequence[int]],
-        limit: int,
-        samples: int,
-        threads: int | None,
+        self, target: Path, draft: Path, prompts: Sequence[Sequence[int]], limit: int, samples: int, threads: int | None
     ) -> list[list[Text]]:
         """Our decoder's `samples` texts behind each prompt, from cold caches."""
         place = parse_section(Target, {"model": str(target)})

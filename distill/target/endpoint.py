@@ -97,11 +97,22 @@ class Endpoint:
         """The JSON object that a server replies with; requests begin at each URL in turn, further attempts at the next.
 
         Raises Refused, Unanswered after `retries` further attempts, and EndpointError where no request can succeed: a
-        wrong key, an address without this API.
+        wrong key, an address without this API, a server of another model than `body` names.
         """
+
+        def checked(reply: dict[str, Any]) -> None:
+            model = reply.get("model") or body["model"]
+            if model != body["model"]:
+                raise EndpointError(
+                    f"a server answers for the model {str(model)[:80]}, and {body['model']} was asked",
+                    f"all servers of {self.section}.urls must hold the same target under one name",
+                )
+            if check is not None:
+                check(reply)
+
         start, urls = next(self._turns), self.settings.urls
         places = [f"{urls[(start + number) % len(urls)]}/{path}" for number in range(len(urls))]
-        return self._repeated(places, lambda place: self._client.post(place, json=body), check)
+        return self._repeated(places, lambda place: self._client.post(place, json=body), checked)
 
     def _repeated(
         self, places: Sequence[str], send: Callable[[str], httpx2.Response], check: Check = None, optional: bool = False
@@ -156,14 +167,10 @@ class Endpoint:
             key = self.settings.key
             hint = f"correct the key in {key}" if key else f"name the variable that holds its key: {section}.key"
             return EndpointError(f"{place} refuses this client (status {status}): {message}", hint)
-        if status < 400:
-            return EndpointError(
-                f"{place} points elsewhere (status {status})", f"give the URL that it points to in {section}.urls"
-            )
-        if status in (404, 405):
+        if status < 400 or status in (404, 405):
             return EndpointError(
                 f"{place} gives no completions (status {status}): {message}",
-                f"correct {section}.urls (most end with /v1) and {section}.model",
+                f"correct {section}.urls (most end with /v1; of a redirect, where it leads to) and {section}.model",
             )
         return Refused(f"status {status}", message)
 
@@ -240,12 +247,11 @@ class Endpoint:
             if models is None:
                 models = {} if model is None else {model: {}}
             names = ", ".join(name[:80] for name in list(models)[:5]) + (", …" if len(models) > 5 else "") or "none"
-            if model is None and len(models) != 1:
-                raise EndpointError(f"{url} serves {len(models)} models: {names}", f"name one: {self.section}.model")
-            if model is not None and model not in models:
-                raise EndpointError(
-                    f"{url} does not serve {model}, but {names}", f"correct {self.section}.model or urls"
+            if model not in models and (model is not None or len(models) != 1):
+                what = (
+                    f"serves {len(models)} models: {names}" if model is None else f"does not serve {model}, but {names}"
                 )
+                raise EndpointError(f"{url} {what}", f"name one of them in {self.section}.model, or correct its urls")
             name = model or next(iter(models))
             served.append((url, name, models[name]))
         if len({name for _, name, _ in served}) > 1:

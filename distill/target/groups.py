@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distill import processes
-from distill.documents.chat_template import messages_after
+from distill.documents.chat_template import ChatTemplate, messages_after, next_prompt
 from distill.errors import DataError, EndpointError
 from distill.faults import faults_explained
 from distill.files import has_form, parse_object
@@ -24,23 +24,16 @@ from distill.models.hugging_face import end_ids, load_config, load_tokenizer
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.writers.writing import Writer
-from distill.texts import (
-    Answer,
-    Prompt,
-    Reply,
-    Request,
-    drop_reason,
-    is_looping,
-    listed,
-    prompt_seed,
-    write_lines,
-)
+from distill.target.endpoint import Endpoint
+from distill.target.writers.local import GgufWriter, TorchWriter, require_gguf
+from distill.target.writers.server import ServerWriter
+from distill.texts import Answer, Prompt, Reply, Request, drop_reason, is_looping, listed, prompt_seed, write_lines
 
 REPLY = {"id": str, "ids": [int], "ended": bool, "dropped": str}  # the form of a line of a journal
 
-# The next prompt of a conversation, from its first prompt and the texts of the answers so far; None where it is over.
-NextPrompt = Callable[[Prompt, list[str]], list[int] | None]
+# Continues prompts as the target does. `by_prompt`: a reply does not depend on other requests, so each is kept as it
+# comes. Else requests that are written together affect each other through rounding, and a group is written whole.
+Writer = TorchWriter | GgufWriter | ServerWriter
 
 
 @dataclass(frozen=True)
@@ -48,6 +41,7 @@ class Rules:
     """The recipe's seed and limits for requests and answers, and how texts are decoded.
 
     `room` is the most tokens of a prompt with its answer. `text_of` decodes the ids of an answer without its end token.
+    `template` renders the further turns of conversations; None where no prompt has any.
     """
 
     seed: int
@@ -55,7 +49,7 @@ class Rules:
     room: int
     keep_truncated: bool
     text_of: Callable[[Sequence[int]], str]
-    next_prompt: NextPrompt | None = None
+    template: ChatTemplate | None = None
 
     def request(self, name: str, prompt: Prompt, ids: list[int], texts: list[str]) -> Request | None:
         """The next request after answers with these texts; None where the block has no room left for it."""
@@ -66,18 +60,20 @@ class Rules:
         arguments = (prompt.chat or {}).get("arguments") or {}
         return Request(name, ids, prompt_seed(self.seed, name), limit, messages, arguments)
 
+    def next_prompt(self, prompt: Prompt, texts: list[str]) -> list[int] | None:
+        """The next prompt of a conversation after answers with these texts; None where it is over."""
+        if self.template is None or prompt.chat is None:
+            return None
+        try:
+            return next_prompt(self.template, prompt.chat, texts)
+        except ValueError:  # the template refuses what the target wrote
+            return None
 
-def rules_of(recipe: Recipe, tokenizer: Any, next_prompt: NextPrompt | None = None) -> Rules:
-    """The rules of requests and answers; DataError where the target's context is too short for the recipe."""
+
+def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = None) -> Rules:
+    """The rules of requests and answers."""
     config = load_config(recipe.target.model)
     context: int = config.get_text_config().max_position_embeddings
-    settings = recipe.answers
-    if settings.new_tokens > context - settings.prompt_tokens:
-        raise DataError(
-            f"the target's context leaves {context - settings.prompt_tokens} tokens after a prompt of "
-            f"{settings.prompt_tokens}",
-            "lower answers.new_tokens",
-        )
     ends = set(end_ids(config, tokenizer))
 
     def text_of(ids: Sequence[int]) -> str:
@@ -86,7 +82,7 @@ def rules_of(recipe: Recipe, tokenizer: Any, next_prompt: NextPrompt | None = No
         return text
 
     room = min(recipe.corpus.block, context)
-    return Rules(recipe.seed, settings.new_tokens, room, settings.keep_truncated, text_of, next_prompt)
+    return Rules(recipe.seed, recipe.answers.new_tokens, room, recipe.answers.keep_truncated, text_of, template)
 
 
 @dataclass
@@ -113,7 +109,7 @@ class Conversation:
         assert self.request is not None
         answer = self._add(self.request.id, self.request.ids, reply, rules)
         self.request = None
-        if rules.next_prompt is None or not answer.ended or drop_reason(answer):
+        if not answer.ended or drop_reason(answer):
             return  # a user would not go on after such an answer
         self.texts.append(rules.text_of(answer.answer))
         ids = rules.next_prompt(self.prompt, list(self.texts))
@@ -223,7 +219,7 @@ class _Work:
 
     def __init__(self, recipe: Recipe, run: Run, rules: Rules, what: str, groups: Sequence[Group]) -> None:
         self.run, self.rules, self.what = run, rules, what
-        self.writer = open_writer(recipe, load_tokenizer(recipe.target.model), load_config(recipe.target.model))
+        self.writer = open_writer(recipe)
         self.allowed = 0.0 if recipe.answers.writer is None else recipe.answers.writer.missing
         self.total = sum(len(group.prompts) for group in groups)
         self.unanswered: list[tuple[Conversation, Reply]] = []
@@ -292,20 +288,28 @@ class _Work:
             self._take(conversation, reply)
 
 
-def open_writer(recipe: Recipe, tokenizer: Any, config: Any) -> Writer:
+def open_writer(recipe: Recipe) -> Writer:
     """The writer of a recipe's answers, ready to write.
 
-    `config` is the target's. Raises DataError or PairError for a model that cannot be used, EndpointError for a server.
+    Raises DataError or PairError for a model that cannot be used, EndpointError for a server.
     """
+    settings, tokenizer = recipe.answers.writer, load_tokenizer(recipe.target.model)
+    if settings is None:
+        return TorchWriter(recipe, tokenizer)
+    writer = ServerWriter if settings.gguf is None else GgufWriter
+    return writer(recipe, tokenizer, load_config(recipe.target.model))
+
+
+def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
+    """The file is a GGUF of the target, or each server answers and serves its model; lines to print, and the servers
+    that were not contacted."""
     settings = recipe.answers.writer
     if settings is None:
-        from distill.target.writers.local import TorchWriter
-
-        return TorchWriter(recipe, tokenizer)
+        return [], []
     if settings.gguf is not None:
-        from distill.target.writers.local import GgufWriter
-
-        return GgufWriter(recipe, tokenizer, config)
-    from distill.target.writers.server import ServerWriter
-
-    return ServerWriter(recipe, tokenizer, config)
+        require_gguf(recipe.target.model, settings.gguf, "answers.writer.gguf")
+        return [f"answers: written by {settings.gguf}, which has the target's tokens"], []
+    if offline:
+        return [], [f"server {url}" for url in settings.urls]
+    with closing(Endpoint(settings.model_copy(update={"retries": 0}), "answers.writer")) as endpoint:
+        return [f"answers: {url} serves {model}" for url, model, _ in endpoint.served()], []

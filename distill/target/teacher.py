@@ -5,9 +5,9 @@ Legend: n blocks, S positions, N scored positions, K stored entries, V vocabular
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,21 @@ from torch import Tensor
 from distill import processes
 from distill.errors import DataError, RunError
 from distill.files import file_digest, read_json, write_atomically, write_json
-from distill.models.hugging_face import (
-    DTYPES,
-    load_config,
-    load_target,
-    load_tokenizer,
-    pick_device,
-    real_tokens,
-)
+from distill.models.hugging_face import DTYPES, load_config, load_target, load_tokenizer, pick_device, real_tokens
 from distill.models.packed_forward import hidden_states
 from distill.packing import Packed, concatenate, fitted_order, pack
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.target.logprobs.entries import ModelReader, Reader, compact_distributions, mean_masses
+from distill.target.logprobs.readers import (
+    GgufReader,
+    ModelReader,
+    Reader,
+    compact_distributions,
+    mean_masses,
+    require_teacher_file,
+)
+from distill.target.logprobs.server_reader import ServerReader
 from distill.teacher.distributions import Head, require_head
 from distill.teacher.source import target_metadata
 from distill.teacher.store import FORMAT, block_tensors, bytes_per_position, head_path, shard_path
@@ -48,7 +49,6 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
     answers = read_answers(run, "train")
     kept = [answer for answer in answers if not drop_reason(answer)]
     reasons = Counter(filter(None, map(drop_reason, answers)))
-    dropped = f"{reasons.total()} of {len(answers)} answers dropped: {listed(reasons)}" if reasons else ""
     order = fitted_order([len(a.prompt) + len(a.answer) for a in kept], recipe.corpus.block)
     texts = [(kept[index].prompt + kept[index].answer, len(kept[index].prompt)) for index in order]
     own = pack(texts, recipe.corpus.block, split_long=False)
@@ -56,7 +56,7 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
     blocks = concatenate([part for part in (own, text) if len(part)])
     if not int(blocks.mask.sum()):
         raise DataError("no answer and no corpus text is left to learn from", "raise corpus.tokens")
-    return blocks, dropped
+    return blocks, f"{reasons.total()} of {len(answers)} answers dropped: {listed(reasons)}" if reasons else ""
 
 
 def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
@@ -87,7 +87,7 @@ def write_store(
     mine = processes.share_of(parts, share, "teacher shards", "teacher.shard_blocks")
     # A server is sent a whole shard at once, so that it always has requests waiting.
     batch = settings.batch if settings.server is None else size
-    with contextlib.ExitStack() as opened:
+    with ExitStack() as opened:
         blocks, metadata, distributions = _maker(recipe, run, blocks, vocabulary, main, all_entries, opened)
         if main:
             hidden = config.get_text_config().hidden_size
@@ -121,13 +121,7 @@ def write_store(
 
 
 def _maker(
-    recipe: Recipe,
-    run: Run,
-    blocks: Packed,
-    vocabulary: int,
-    main: bool,
-    all_entries: bool,
-    opened: contextlib.ExitStack,
+    recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, main: bool, all_entries: bool, opened: ExitStack
 ) -> tuple[Packed, dict[str, Any], Distributions]:
     """The blocks that can be scored, the manifest's entries for a kind of store, and the function from blocks to the
     tensors of their shard."""
@@ -151,30 +145,19 @@ def _maker(
     mass = None if all_entries else settings.mass
     if mass is not None:
         k = _entries(recipe, run, reader, blocks, k, mass, main)
-    metadata = {
-        "k": k,
-        "mass": mass,
-        "temperatures": list(temperatures),
-        "origin": reader.origin,
-    }
+    metadata = {"k": k, "mass": mass, "temperatures": list(temperatures), "origin": reader.origin}
     return blocks, metadata, lambda part: compact_distributions(reader, part, k, temperatures)
 
 
-def _open_reader(
-    recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, opened: contextlib.ExitStack
-) -> tuple[Reader, Packed]:
+def _open_reader(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, opened: ExitStack) -> tuple[Reader, Packed]:
     """The target as the recipe's teacher reads it, and the blocks that it can score."""
     settings = recipe.teacher
     if settings.gguf is not None:
-        from distill.target.logprobs.gguf_reader import GgufReader
-
         run.say(f"  distributions from {settings.gguf}")
         options = recipe.gguf_options("target")
         return GgufReader(settings.gguf, recipe.target.model, blocks.ids.shape[1], vocabulary, options), blocks
     if settings.server is None:
         return ModelReader(load_target(recipe.target, pick_device(recipe.device)), vocabulary), blocks
-    from distill.target.logprobs.server_reader import ServerReader
-
     reader = ServerReader(recipe)
     opened.callback(lambda: run.say(f"  server: {reader.endpoint.summary()}"))
     blocks, left_out = reader.scorable(blocks)
@@ -250,8 +233,7 @@ def _receipt(path: Path) -> str | None:
 
 def _is_whole(path: Path) -> bool:
     """Whether a file exists with the checksum of its receipt."""
-    checksum = _receipt(path)
-    return checksum is not None and checksum == file_digest(path)
+    return path.exists() and _receipt(path) == file_digest(path)
 
 
 def _checksum(path: Path) -> str:
@@ -260,3 +242,20 @@ def _checksum(path: Path) -> str:
     if checksum is None:
         raise RunError(f"{path} was not written by the process it was assigned to", "run the same command again")
     return checksum
+
+
+def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
+    """The teacher's GGUF file has the target's tokens, or its servers answer with log-probabilities of prompts."""
+    settings = recipe.teacher
+    if settings.gguf is not None:
+        return [require_teacher_file(settings.gguf, recipe.target.model, recipe.corpus.block)]
+    if settings.server is None:
+        return []
+    at_one = "its distributions hold at temperature 1, whatever sampler it serves with"
+    if offline:
+        return [f"teacher: {settings.server.model} on {len(settings.server.urls)} server(s), not asked; {at_one}"]
+    with closing(ServerReader(recipe)) as reader:
+        return [
+            f"teacher: {settings.server.model} answers on {len(settings.server.urls)} server(s), with "
+            f"{reader.largest_request} log-probabilities a token; {at_one}"
+        ]

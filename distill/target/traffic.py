@@ -29,6 +29,7 @@ PIN = "traffic (content)"  # the entry in the answers stage's key that identifie
 SOURCE = "traffic"
 PINNED = {"path": str, "bytes": int, "lines": int, "sha256": str, "start": int, "start_line": int}  # form of a pin
 LINES_PER_FILE = 2048
+MOST_LINES = 1000  # that a check reads
 
 
 @dataclass(frozen=True)
@@ -160,20 +161,19 @@ def read_lines(settings: Traffic, pin: dict[str, Any]) -> Iterator[Line | str]:
 
 def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
     """A line's content, or its fault."""
-    record = parse_object(raw)
+    record: Any = parse_object(raw)
     if isinstance(record, str):
         return record
     ended = record.get("finish_reason") in (None, "stop")
     if "messages" in record:
         messages = record["messages"]
-        if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, dict) for m in messages):
-            return "`messages` must be a list of at least a question and an answer"
-        if not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
-            return "every message needs a `role` and a `content`, both text"
+        if not has_form(messages, [{"role": str, "content": str}]) or len(messages) < 2:
+            return (
+                "`messages` must be a list of at least a question and an answer, with `role` and `content`, both text"
+            )
         if messages[-1]["role"] != "assistant":
             return f"the last message is the {messages[-1]['role']}'s, not the assistant's"
-        prompt: Any = messages[:-1]
-        answer: Any = messages[-1]["content"]
+        prompt, answer = messages[:-1], messages[-1]["content"]
     else:
         prompt, answer = record.get(settings.prompt_field), record.get(settings.answer_field)
         for name, value in ((settings.prompt_field, prompt), (settings.answer_field, answer)):
@@ -213,8 +213,7 @@ class Sorted:
     """The lines of a file, sorted: answers to learn from, held-out prompts, faults, and counts of cut lines."""
 
     train: list[Answer] = field(default_factory=list)
-    validation: HeldOut = field(default_factory=dict)
-    test: HeldOut = field(default_factory=dict)
+    held_out: dict[str, HeldOut] = field(default_factory=lambda: {"validation": {}, "test": {}})  # by split
     bad: list[str] = field(default_factory=list)
     too_long: int = 0
     cut: int = 0
@@ -250,10 +249,9 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
             answer = answer[:room]
             found.train.append(Answer(f"{line.name}@{line.number}", prompt, answer, is_looping(answer), SOURCE))
         else:  # a prompt that is served often is measured once
-            held_out = found.validation if split == "validation" else found.test
             ended = line.ended and len(answer) <= room
             first = Answer(line.name, prompt, answer[:room], is_looping(answer), SOURCE, ended)
-            held_out.setdefault(line.name, (Prompt(line.name, prompt, SOURCE), first))
+            found.held_out[split].setdefault(line.name, (Prompt(line.name, prompt, SOURCE), first))
     return found
 
 
@@ -282,22 +280,22 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
     found = sort_lines(recipe, read_lines(settings, pin), tokenizer)
     if not found.train:  # only then is the pin deleted
         require_answers(found, pin, _unpin(run))
-    held_out = {"validation": found.validation.values(), "test": found.test.values()}
     files: dict[str, Sequence[Answer | Prompt]] = {
-        f"prompts-{split}.jsonl": [prompt for prompt, _ in pairs] for split, pairs in held_out.items()
+        f"prompts-{split}.jsonl": [prompt for prompt, _ in own.values()] for split, own in found.held_out.items()
     }
     for number, start in enumerate(range(0, len(found.train), LINES_PER_FILE)):
         files[f"train-traffic-{number:05d}.jsonl"] = found.train[start : start + LINES_PER_FILE]
     if not recipe.target.load:  # what the target has answered need not be asked again
-        files |= {f"traffic-{split}-00000.jsonl": [answer for _, answer in pairs] for split, pairs in held_out.items()}
+        for split, own in found.held_out.items():
+            files[f"traffic-{split}-00000.jsonl"] = [answer for _, answer in own.values()]
     for name, rows in files.items():
         write_lines(folder / name, map(asdict, rows))
-    counts = {"train": len(found.train), "validation": len(found.validation), "test": len(found.test)}
+    counts = {"train": len(found.train), **{split: len(own) for split, own in found.held_out.items()}}
     counts |= {"bad": len(found.bad), "too_long": found.too_long, "cut": found.cut}
     write_json(path, {**pin, **counts, "files": list(files)})
     run.say(
         f"  traffic, lines {pin['start_line'] + 1} to {pin['lines']}: {len(found.train)} answers to learn from, "
-        f"{len(found.validation)} validation and {len(found.test)} test prompts"
+        f"{counts['validation']} validation and {counts['test']} test prompts"
     )
     if found.too_long or found.cut:
         run.say(f"  traffic: {found.too_long} prompts left out and {found.cut} answers cut to fit corpus.block")
@@ -315,7 +313,7 @@ def require_answers(found: Sorted, pin: dict[str, Any], again: str) -> None:
     raise DataError(
         f"{pin['path']} has no answer in lines {pin['start_line'] + 1} to {pin['lines']}: {len(found.bad)} bad "
         f"lines{found.first_fault}; {found.too_long} too long for corpus.block; "
-        f"{len(found.validation) + len(found.test)} prompts of other splits{unfinished}",
+        f"{sum(map(len, found.held_out.values()))} prompts of other splits{unfinished}",
         f"correct the file, or set answers.traffic.prompt_field and answer_field; then {again} reads it again",
     )
 
@@ -326,3 +324,21 @@ def _unpin(run: Run) -> str:
         return "`distill train RECIPE --redo answers`"
     run.path("stages", "answers.begun.json").unlink()
     return "the same command"
+
+
+def check_traffic(recipe: Recipe) -> list[str]:
+    """Sort the first lines of the traffic file; raises DataError where none of a whole file can be learnt from."""
+    from distill.models.hugging_face import load_tokenizer
+
+    settings = recipe.answers.traffic
+    if settings is None:
+        return []
+    pin = pin_of(Path(settings.path))
+    found = sort_lines(recipe, islice(read_lines(settings, pin), MOST_LINES), load_tokenizer(recipe.target.model))
+    if pin["lines"] <= MOST_LINES:
+        require_answers(found, pin, "the same command")
+    return [
+        f"traffic {settings.path}: {pin['lines']} lines; of the first {min(MOST_LINES, pin['lines'])}, "
+        f"{len(found.train)} answers to learn from, {len(found.bad)} bad lines{found.first_fault}, "
+        f"{found.too_long} too long"
+    ]

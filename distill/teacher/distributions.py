@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,27 +40,6 @@ class TeacherChunk:
     log_tail: Tensor
 
 
-class Teacher(Protocol):
-    """The distributions of N scored positions over C columns."""
-
-    @property
-    def columns(self) -> int:
-        """C."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
-        """The distributions of some positions, of softmax(logits / temperature); DataError for one that is not
-        stored."""
-        ...
-
-    def restrict(self, kept: Tensor) -> Teacher:
-        """The same distributions over the columns of the kept ids [C], ascending, alone; the others' mass is in the
-        tail."""
-        ...
-
-
 @dataclass(frozen=True)
 class CompactTeacher:
     """Distributions from a compact store: ids [N, K], log p [N, K] at temperature 1, and per temperature T the log of
@@ -79,7 +58,8 @@ class CompactTeacher:
         return len(self.ids)
 
     def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
-        """See `Teacher`."""
+        """The distributions of some positions, of softmax(logits / temperature); DataError for one that is not
+        stored."""
         if temperature not in self.log_tails:
             stored = ", ".join(f"{value:g}" for value in self.log_tails)
             raise DataError(
@@ -100,7 +80,10 @@ class CompactTeacher:
         return TeacherChunk(ids, logs, tail)
 
     def restrict(self, kept: Tensor) -> CompactTeacher:
-        """See `Teacher`. Trimmed ids get column C, which the head does not have, without mass."""
+        """The same distributions over the columns of the kept ids [C], ascending, alone.
+
+        The others' mass is in the tail. Trimmed ids get column C, which the head does not have, without mass.
+        """
         assert self.place is None, "these distributions are trimmed already"
         kept = kept.to(self.ids.device)
         place = torch.full((self.columns,), len(kept), dtype=torch.long, device=kept.device)
@@ -193,7 +176,7 @@ class DenseTeacher:
 
     @torch.no_grad()
     def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
-        """See `Teacher`; any temperature."""
+        """As of CompactTeacher; any temperature."""
         if self.kept is not None and self.log_sums is not None and temperature == 1:
             logs = self.head.logits(self.hidden[rows], self.kept) - self.log_sums()[rows].unsqueeze(-1)
             others = torch.log1p(-logs.exp().sum(-1).clamp(max=1))
@@ -207,8 +190,11 @@ class DenseTeacher:
         return TeacherChunk(None, kept, logs.logsumexp(-1).clamp(min=EMPTY))
 
     def restrict(self, kept: Tensor) -> DenseTeacher:
-        """See `Teacher`."""
+        """As of CompactTeacher."""
         return replace(self, kept=kept.to(self.head.weight.device))
+
+
+Teacher = CompactTeacher | DenseTeacher  # the distributions of N scored positions over C columns
 
 
 @torch.no_grad()

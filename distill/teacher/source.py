@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +18,6 @@ from distill.teacher.distributions import Head, Teacher, require_head
 from distill.teacher.store import TeacherStore
 
 REDO = "make it again with `distill train RECIPE --redo teacher`, or go back to the recipe that it was made with"
-
-
-class TeacherSource(Protocol):
-    """Packed blocks and the target's distributions on them."""
-
-    packed: Packed
-    blocks: int
-    vocabulary: int
-    manifest: dict[str, Any]
-
-    def teacher(self, index: Tensor, device: torch.device) -> Teacher:
-        """The distributions of the N positions that packed.mask scores in the blocks at `index` [b], block by block."""
-        ...
 
 
 class OnlineTarget:
@@ -56,6 +43,10 @@ class OnlineTarget:
             states.append(found[part.mask.to(found.device)].to(device))
         self._head = self._head.to(device)
         return self._head.teacher(torch.cat(states))
+
+
+# Packed blocks, and the target's distributions on them.
+TeacherSource = TeacherStore | OnlineTarget
 
 
 def open_teacher(run: Run, recipe: Recipe, device: torch.device, model: Any = None) -> TeacherSource:

@@ -26,7 +26,7 @@ from writing_worlds import llama_server  # noqa: E402
 
 from distill.machine import machine, thread_count  # noqa: E402
 from distill.models.conversion.writer import export_gguf  # noqa: E402
-from distill.models.hugging_face import encode, load_config, load_tokenizer  # noqa: E402
+from distill.models.hugging_face import encode, load_tokenizer  # noqa: E402
 from distill.recipe import Recipe, parse_recipe  # noqa: E402
 from distill.target.groups import open_writer  # noqa: E402
 from distill.target.writers.local import TorchWriter  # noqa: E402
@@ -62,8 +62,9 @@ def requests(tokenizer: Any, count: int, longest: int) -> list[Request]:
 
 def timed(recipe: Recipe, asked: list[Request], fixed: bool = False) -> tuple[int, float]:
     """Tokens and seconds; `fixed`: a batch ends before the next begins."""
-    config, tokenizer = load_config(str(TARGET)), load_tokenizer(str(TARGET))
-    writer = TorchWriter(recipe, tokenizer, refilled=False) if fixed else open_writer(recipe, tokenizer, config)
+    writer = open_writer(recipe)
+    if fixed and isinstance(writer, TorchWriter):
+        writer.engine = None  # which writes batch by batch
     started, tokens = time.perf_counter(), 0
     for reply in writer.write(deque(asked)):
         assert not reply.dropped, reply

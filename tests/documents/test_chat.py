@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from distill.corpus.stage import pack_given
 from distill.documents.chat_template import ChatTemplate, next_prompt
-from distill.documents.conversations import form_of, read_conversation
 from distill.documents.prompts import ChatPrompts, cut_prompts
+from distill.documents.records import form_of, read_conversation
 from distill.documents.sources import Document, read_documents
 from distill.errors import DataError, RecipeError
 from distill.models.hugging_face import encode, load_tokenizer
@@ -233,7 +233,7 @@ def test_tools(plain: Any) -> None:
 
 
 def test_a_template_that_cannot_do_it_is_refused(plain: Any) -> None:
-    with pytest.raises(DataError, match="no chat template"):
+    with pytest.raises(DataError, match="chat template, and its tokenizer has none"):
         ChatTemplate(copy.deepcopy(plain), Chat())
     with pytest.raises(RecipeError, match="does not read enable_thinking"):
         ChatTemplate(dressed(plain, "gemma"), Chat(thinking=0.5))

@@ -7,8 +7,7 @@ from collections import Counter
 
 import tiny
 
-from distill.documents.conversations import form_of, questions, read_conversation
-from distill.documents.records import read_records
+from distill.documents.records import form_of, questions, read_conversation, read_records
 from distill.files import file_digest
 from distill.recipe import Source
 

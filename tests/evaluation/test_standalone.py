@@ -61,7 +61,7 @@ def test_a_target_without_a_template_is_refused(place: Path, capsys: pytest.Capt
     said = tiny.refused(
         capsys, "eval", "--target", place / "draft", "--draft", place / "draft", "--text", place / "chat.jsonl"
     )
-    assert "has no chat template" in said
+    assert "need the target's chat template, and its tokenizer has none" in said
 
 
 @pytest.mark.parametrize("option", [("--temperature", 1), ("--prompts", 8), ("--text", "a.txt")])

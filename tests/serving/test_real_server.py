@@ -26,18 +26,18 @@ import tiny
 
 from distill.benchmark.distribution_test import homogeneity
 from distill.commands import served_pair
+from distill.documents.chat_template import ChatTemplate
 from distill.errors import ServingError
 from distill.models.gguf.model import GgufModel
 from distill.models.server_commands import OF_DRAFT, OF_TARGET, llama_server, option_arguments, pair_arguments
 from distill.recipe import Gguf, SamplerSettings, Traffic, parse_section
 from distill.serving.arrivals import Load
-from distill.serving.check import CheckSettings, Conversation, check_started
+from distill.serving.check import CheckSettings, check_started
 from distill.serving.choose import Trials, choose, grid
-from distill.serving.clients import LlamaClient
+from distill.serving.clients import LlamaClient, opened
 from distill.serving.curve import served_curve
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, started
-from distill.serving.opening import opened
 from distill.serving.wheel_server import WHEEL, wheel_version
 from distill.target.traffic import Line, pin_of, read_lines
 from distill.texts import Prompt
@@ -72,18 +72,18 @@ def settings(pairs: dict[str, Path], program: Path) -> LlamaServer:
 
 
 @pytest.fixture(scope="module")
-def conversation(pairs: dict[str, Path]) -> Iterator[Conversation]:
+def template(pairs: dict[str, Path]) -> Iterator[ChatTemplate]:
     with ExitStack() as stack:
-        found = served_pair.conversation(pairs["target"], stack)
+        found = served_pair.template_of(pairs["target"], stack)
         assert found is not None
         yield found
 
 
 @pytest.fixture(scope="module")
-def prompts(pairs: dict[str, Path], conversation: Conversation) -> list[Prompt]:
+def prompts(pairs: dict[str, Path], template: ChatTemplate) -> list[Prompt]:
     """Conversations about code of the test split."""
     return served_pairs.prompts(
-        pairs["target"], 160, render=lambda text: conversation.render([{"role": "user", "content": text}])
+        pairs["target"], 160, render=lambda text: template.text([{"role": "user", "content": text}])
     )
 
 
@@ -153,10 +153,10 @@ def test_a_draft_of_another_target_is_named(
 
 
 def test_another_template_is_named(
-    settings: LlamaServer, pairs: dict[str, Path], prompts: list[Prompt], conversation: Conversation
+    settings: LlamaServer, pairs: dict[str, Path], prompts: list[Prompt], template: ChatTemplate
 ) -> None:
     chat = replace(settings, draft=pairs["chat"])
-    asked = wanted(prompts, conversation=conversation)
+    asked = wanted(prompts, template=template)
     assert not check_started(asked, chat).differences
     found = check_started(asked, replace(chat, further=("--chat-template", served_pairs.OTHER_TEMPLATE)))
     assert explained(found) == ["the chat template"]

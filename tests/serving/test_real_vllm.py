@@ -23,9 +23,8 @@ from distill.errors import ServingError
 from distill.models.server_commands import vllm
 from distill.recipe import SamplerSettings
 from distill.serving.check import CheckSettings, check_addresses
-from distill.serving.clients import GREEDY, kind_of_server
+from distill.serving.clients import GREEDY, Addresses, kind_of_server
 from distill.serving.http import Http
-from distill.serving.opening import Addresses
 from distill.texts import Prompt
 
 PROGRAM = os.environ.get("DISTILL_VLLM", "")

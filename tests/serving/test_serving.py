@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_llama_server
@@ -27,15 +28,14 @@ from distill.recipe import SamplerSettings
 from distill.results.serialise import read_result
 from distill.results.serving_results import ServeReport
 from distill.serving.arrivals import Load
-from distill.serving.check import CheckSettings, Conversation, check_addresses, check_started
+from distill.serving.check import CheckSettings, check_addresses, check_started
 from distill.serving.choose import PLAIN, Settings, Trials, choose, grid, settings_of, with_settings
-from distill.serving.clients import LlamaClient, Reply, VllmClient, kind_of_server
+from distill.serving.clients import Addresses, LlamaClient, Reply, VllmClient, kind_of_server
 from distill.serving.counts import Text, TextCounts, Totals, acceptance, counts_of, rise_of_tokens, totals_of
 from distill.serving.differences import option_differences
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, free_port, require_binary, started
 from distill.serving.markdown import Reference, as_markdown, flat_rows, sentences, shown
-from distill.serving.opening import Addresses
 from distill.serving.replaying import ServerRules, by_class, vllm_text
 from distill.speculative.decode import Decoded, Round
 from distill.texts import Prompt
@@ -363,7 +363,7 @@ def test_what_costs_nothing_is_no_cause_and_the_rest_is_named(settings: LlamaSer
     found = check_started(wanted(concurrency=(1,)), replace(settings, further=("--cache-type-k", "q8_0")))
     assert found.sentences[1].startswith("No cause: the type of the target's cached keys is q8_0")
     worse = replace(found, differences=[])
-    reference = Reference("the same files", found.acceptance[1], [], Interval(1.0, 0.8, 1.2))
+    reference = Reference("the same files", found.acceptance[1], Interval(1.0, 0.8, 1.2))
     assert any("are not explained" in one and "b1-0c1e570" in one for one in sentences(worse, reference))
 
 
@@ -379,22 +379,22 @@ def test_the_environment_and_aliases_set_options_too(settings: LlamaServer) -> N
 @pytest.mark.usefixtures("ours")
 def test_another_template_is_measured(settings: LlamaServer) -> None:
     before, behind = fake_llama_server.TEMPLATES["chatml"]
-    conversation = Conversation(
-        lambda messages: before + messages[0]["content"] + behind,
-        lambda ids: before + "ask " + "".join(map(chr, [97 + one % 26 for one in ids])) + behind,
+    tokenizer = SimpleNamespace(
+        decode=lambda ids: before + "ask " + "".join(map(chr, [97 + one % 26 for one in ids])) + behind
     )
-    same = check_started(wanted(concurrency=(1,), conversation=conversation), settings)
+    template = SimpleNamespace(text=lambda messages: before + messages[0]["content"] + behind, tokenizer=tokenizer)
+    same = check_started(wanted(concurrency=(1,), template=template), settings)
     assert not same.differences and len(same.acceptance) == 2
     other = replace(settings, further=("--chat-template", "llama2"))
-    found = check_started(wanted(concurrency=(1,), conversation=conversation), other)
+    found = check_started(wanted(concurrency=(1,), template=template), other)
     assert (
         found.acceptance[1].source == "distill, the same files"
         and "through its own template" in found.acceptance[2].source
     )
     assert [one.what for one in found.differences] == ["the chat template"]
     assert "[INST]" in found.differences[0].found and found.differences[0].explains
-    plain_texts = replace(conversation, text=lambda ids: "def f(x):")
-    unmeasured = check_started(wanted(concurrency=(1,), conversation=plain_texts), other)
+    tokenizer.decode = lambda ids: "def f(x):"
+    unmeasured = check_started(wanted(concurrency=(1,), template=template), other)
     assert math.isnan(unmeasured.differences[0].loss.mean) and "was not measured" in unmeasured.notes[0]
 
 
@@ -461,7 +461,7 @@ def test_the_fastest_settings_are_found(settings: LlamaServer, best: Settings, w
         far = 3 * abs(own.n_max - best.n_max) + 4 * abs(own.p_min - best.p_min)
         yield Paced(100.0 - far - 8 * (own.probabilistic != best.probabilistic))
 
-    further = ("--spec-draft-n-max", "5", "-ub", "64", "--draft-p-min", "0.3")
+    further = ("--spec-draft-n-max", "5", "-ub", "64", "--draft-p-min", "0.3", "-ctkd", "q8_0")
     server = replace(settings, further=further)
     found = choose(server, Trials(PROMPTS, 8), Trials(PROMPTS[::-1], 8, 2), paced, grid(draws), whole)  # type: ignore[arg-type]
     size = 49 if draws else 25
@@ -474,7 +474,8 @@ def test_the_fastest_settings_are_found(settings: LlamaServer, best: Settings, w
     assert all(one.against.mean >= 1.0 for one in found.confirmed)
     assert all("--draft-p-min" not in one.served and one.parallel == 1 for one in visited)
     if best == PLAIN:
-        assert "without the draft" in found.sentence and "-md" not in found.command
+        assert "without the draft" in found.sentence and "-ub 64" in found.command
+        assert "-md" not in found.command and "-ctkd" not in found.command, "no option of a draft that is not there"
     else:
         assert f"--spec-draft-n-max {best[0]}" in found.command and "-ub 64" in found.command
         assert ("--spec-draft-p-min" in found.command) == (best[1] > 0)

@@ -35,7 +35,7 @@ from distill.packing import Packed, attention_mask, pack
 from distill.recipe import Recipe, Target, parse_recipe
 from distill.run import Run
 from distill.target.answers import answers
-from distill.target.logprobs.entries import ModelReader, mean_masses
+from distill.target.logprobs.readers import ModelReader, mean_masses
 from distill.target.teacher import teacher, training_blocks
 from distill.teacher.distributions import CompactTeacher, Head, LogitForm, TeacherChunk, logit_form, require_head
 from distill.teacher.source import OnlineTarget, open_teacher, require_fit

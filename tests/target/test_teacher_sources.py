@@ -27,8 +27,7 @@ from distill.pipeline.stages import find_stage
 from distill.recipe import GgufOptions, Recipe
 from distill.run import Run
 from distill.target import endpoint
-from distill.target.logprobs.entries import scored_documents
-from distill.target.logprobs.gguf_reader import GgufReader
+from distill.target.logprobs.readers import GgufReader, scored_documents
 from distill.target.logprobs.server_reader import MAX_PADDING, log_tails
 from distill.target.teacher import teacher, training_blocks
 from distill.teacher.store import TeacherStore
@@ -130,7 +129,7 @@ def test_pieces_of_a_long_document_give_the_same(target: Path, tmp_path: Path, m
     blocks = pack([(text(70, 3), 4), (text(11, 4), 1), (text(1, 5), 1), (text(40, 6), 39)], 80, split_long=True)
     found = []
     for size in (512, 5):
-        monkeypatch.setattr("distill.target.logprobs.gguf_reader.ROWS", size)
+        monkeypatch.setattr("distill.target.logprobs.readers.ROWS", size)
         reader = GgufReader(str(target / "q8_0.gguf"), str(target), 80, SIZE, GgufOptions(threads=1))
         found.append(reader(blocks, 12, (1.0, 2.0)))
         reader.close()
@@ -237,7 +236,7 @@ def test_faults_that_pass_lose_nothing(target: Path, model: Any, tmp_path: Path,
 
 
 REFUSED = {
-    "another model": "answered for another-model",
+    "another model": "answers for the model another-model",
     "other ids": r"its ids are not those of the target's tokenizer",
     "a bos": r"its ids are not those of the target's tokenizer",
     "no logprobs": r"no log-probabilities of prompts[\s\S]*llama-server[\s\S]*answers alone",
@@ -248,7 +247,7 @@ REFUSED = {
     "500": r"6 times in a row, the last time: status 500[\s\S]*same command",
     "wrong JSON": "the last time: a reply that is no JSON object",
     "cut": "the last time: broken connection",
-    "redirect": r"status 307[\s\S]*URL that it points to",
+    "redirect": r"status 307[\s\S]*of a redirect, where it leads to",
 }
 
 

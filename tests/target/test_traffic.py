@@ -499,7 +499,7 @@ def test_long_prompts_and_answers(world: Path) -> None:
     lengths = {line.name: len(encode(tokenizer, str(line.prompt))) for line in lines}
     limits = {"train": 62, "validation": 64 - 24, "test": 64 - 24}
     fits = [line.name for line in lines if lengths[line.name] <= limits[split_name(str(line.prompt))]]
-    kept = [a.id.partition("@")[0] for a in found.train] + [*found.validation, *found.test]
+    kept = [a.id.partition("@")[0] for a in found.train] + [*found.held_out["validation"], *found.held_out["test"]]
     assert sorted(kept) == sorted(fits) and found.too_long == 4 - len(fits) > 0 and found.cut == len(found.train)
 
 

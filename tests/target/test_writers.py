@@ -22,9 +22,8 @@ from distill.recipe import parse_recipe
 from distill.sampler import Sampler
 from distill.speculative.sample import continue_prompts, refill
 from distill.speculative.stop_strings import stop_before
-from distill.target import answers as stage
 from distill.target.answers import answers
-from distill.target.groups import groups_of, open_writer
+from distill.target.groups import Rules, groups_of, open_writer
 from distill.target.writers.local import GgufWriter, TorchWriter
 from distill.texts import Answer, Prompt, Reply, Request, drop_reason, read_answers
 
@@ -199,13 +198,13 @@ def test_each_turn_is_an_answer_of_its_own(world: Path, tmp_path: Path, monkeypa
     recipe, run = begin(world, tmp_path, 5)
     seen: list[tuple[str, list[str]]] = []
 
-    def following(prompt: Prompt, texts: list[str]) -> list[int] | None:
+    def following(_: Rules, prompt: Prompt, texts: list[str]) -> list[int] | None:
         seen.append((prompt.id, texts))
         turns = int(prompt.id[1:]) % 3  # p0 and p3 have one turn, p1 and p4 two, p2 three
         return [*prompt.ids, 40 + len(texts)] if len(texts) <= turns else None
 
     script = scripted(monkeypatch, recipe, echo)
-    monkeypatch.setattr(stage, "_further_turns", lambda *_: following)
+    monkeypatch.setattr(Rules, "next_prompt", following)
     answers(recipe, run)
     found = [(one.id, one.prompt[-1]) for one in read_answers(run, "train") if one.id.startswith("p2")]
     assert [name for name, _ in found] == ["p2", "p2/1", "p2/2"] and [last for _, last in found[1:]] == [41, 42]
@@ -219,7 +218,7 @@ def test_each_turn_is_an_answer_of_its_own(world: Path, tmp_path: Path, monkeypa
 def test_a_turn_that_does_not_fit_the_block_is_not_asked(world: Path, tmp_path: Path, monkeypatch: Any) -> None:
     recipe, run = begin(world, tmp_path, 2)
     scripted(monkeypatch, recipe, echo)
-    monkeypatch.setattr(stage, "_further_turns", lambda *_: lambda prompt, texts: [7] * recipe.corpus.block)
+    monkeypatch.setattr(Rules, "next_prompt", lambda *_: [7] * recipe.corpus.block)
     answers(recipe, run)
     assert [line["id"] for line in answer_lines(run)] in (["p0", "p1"], ["p1", "p0"])
 
@@ -322,8 +321,6 @@ def test_a_recipe_with_servers() -> None:
 
 
 def test_the_target_itself_is_the_default(world: Path, tmp_path: Path) -> None:
-    from distill.models.hugging_face import load_config, load_tokenizer
-
     recipe, _ = begin(world, tmp_path, 1)
-    writer = open_writer(recipe, load_tokenizer(recipe.target.model), load_config(recipe.target.model))
+    writer = open_writer(recipe)
     assert isinstance(writer, TorchWriter) and not writer.by_prompt and writer.close() == []

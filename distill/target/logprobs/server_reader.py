@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from distill.errors import EndpointError
+from distill.files import has_form
 from distill.models.hugging_face import encode, load_config, load_tokenizer, real_tokens
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.target.endpoint import Endpoint, Refused, Unanswered
-from distill.target.logprobs.entries import Document, Entries, scored_documents
+from distill.target.logprobs.readers import Document, Entries, scored_documents
 
 MAX_PADDING = 32  # entries asked for beyond K, for padding rows that may be among the likeliest
 BYTES_PER_ENTRY = 70  # of JSON
@@ -50,8 +51,14 @@ class ServerReader:
         self.endpoint = Endpoint(self.settings, "teacher.server")
         self.origin: dict[str, Any] = {"kind": "server", "model": self.settings.model}
         try:
+            needed = recipe.corpus.block + 1  # one token is generated
             for url, _, about in self.endpoint.served():
-                self._require_context(url, about.get("max_model_len"), recipe.corpus.block)
+                context = about.get("max_model_len")
+                if isinstance(context, int) and context < needed:
+                    raise EndpointError(
+                        f"{url} serves a context of {context} tokens, and corpus.block + 1 = {needed} are needed",
+                        f"start vLLM with --max-model-len {needed}, or lower corpus.block",
+                    )
             for _ in self.settings.urls:  # requests take turns: each server gets one
                 self._read(Document([0, 1 % self.vocabulary], [0]), k)
         except BaseException:
@@ -89,14 +96,6 @@ class ServerReader:
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _require_context(self, url: str, context: Any, longest: int) -> None:
-        """Raise EndpointError for a server that says that it serves a context too short for the blocks."""
-        if isinstance(context, int) and context < longest + 1:  # one token is generated
-            raise EndpointError(
-                f"{url} serves a context of {context} tokens, and corpus.block + 1 = {longest + 1} are needed",
-                f"start vLLM with --max-model-len {longest + 1}, or lower corpus.block",
-            )
-
     def close(self) -> None:
         """End the connections."""
         self.endpoint.close()
@@ -114,11 +113,6 @@ class ServerReader:
             "return_token_ids": True,
         }
         reply = self._reply(body)
-        if reply.get("model") != self.settings.model:
-            raise EndpointError(
-                f"a server asked for {self.settings.model} answered for {str(reply.get('model'))[:100]}",
-                "correct teacher.server.model or urls: the name must be the one that /v1/models lists",
-            )
         places = self._places(reply, ids)
         rows = [self._entries(places[position + 1], position + 1, k) for position in document.scored]
         tokens = torch.tensor([tokens for tokens, _ in rows], dtype=torch.int32)
@@ -149,14 +143,11 @@ class ServerReader:
     def _places(self, reply: dict[str, Any], ids: list[int]) -> list[dict[int, float]]:
         """The log-probabilities by id at each prompt token [S]; EndpointError unless they are those of these ids."""
         choices = reply.get("choices")
-        choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+        choice = choices[0] if choices and has_form(choices, [dict]) else {}
         by_place = choice.get("prompt_logprobs")
         if not isinstance(by_place, list):
-            raise EndpointError(
-                f"the server of {self.settings.model} returns no log-probabilities of prompts "
-                "(choices[0].prompt_logprobs)",
-                NO_LOGPROBS,
-            )
+            what = "log-probabilities of prompts (choices[0].prompt_logprobs)"
+            raise EndpointError(f"the server of {self.settings.model} returns no {what}", NO_LOGPROBS)
         own = choice.get("prompt_token_ids")
         if len(by_place) != len(ids) or (isinstance(own, list) and own != ids):
             raise self._other_ids(f"{len(by_place)} tokens" if len(by_place) != len(ids) else "other tokens", len(ids))

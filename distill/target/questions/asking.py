@@ -47,11 +47,6 @@ class Asking:
     def __init__(self, recipe: Recipe, source: Source, number: int) -> None:
         self.recipe, self.source, self.number = recipe, source, number
         tokenizer = load_tokenizer(recipe.target.model)
-        if not tokenizer.chat_template:
-            raise DataError(
-                "corpus.sources of kind target need the target's chat template, and its tokenizer has none",
-                "take an instruct model as target, give its folder a chat_template.jinja, or use other sources",
-            )
         self.template = ChatTemplate(tokenizer, recipe.chat)
         self.chat = ChatPrompts(self.template, recipe.corpus.block - recipe.answers.new_tokens, recipe.seed)
         self.ends = end_ids(load_config(recipe.target.model), tokenizer)
@@ -110,7 +105,7 @@ class Asking:
         )
 
 
-def describe(recipe: Recipe) -> list[str]:
+def check_questions(recipe: Recipe) -> list[str]:
     """What each source of kind target will ask, for `distill check`; loads no weights. Raises as `Asking` does."""
     lines = []
     for number, source in enumerate(recipe.corpus.asked):

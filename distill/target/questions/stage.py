@@ -11,14 +11,14 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from distill import processes
 from distill.documents.sources import question_files
 from distill.errors import DataError, printable
 from distill.models.hugging_face import encode
-from distill.recipe import Recipe
+from distill.recipe import Recipe, Source
 from distill.results.serialise import write_result
 from distill.results.text_results import AskedQuestions, QuestionTexts
 from distill.run import Run
@@ -28,11 +28,8 @@ from distill.target.questions.asking import TEXTS_PER_QUESTION, Asking, Conversa
 from distill.target.questions.usable import ALIKE, EQUAL, WORDLESS, distinct, fault, lengths, repeats, words
 from distill.texts import Answer, Prompt, drop_reason, listed, read_answers, write_lines
 
-EXPECTED, LOWEST_EXPECTED, SPARE = (
-    0.8,
-    1 / TEXTS_PER_QUESTION,
-    1.1,
-)  # share of usable texts; more are asked for, to be sure
+EXPECTED, LOWEST_EXPECTED = 0.8, 1 / TEXTS_PER_QUESTION  # share of usable texts
+SPARE = 1.1  # more are asked for, to be sure
 EXAMPLES, SHOWN_CHARACTERS = 3, 500  # of each
 SUMMARY = "summary.json"
 
@@ -46,7 +43,7 @@ def questions(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) ->
     share = share or (processes.process_index(), processes.process_count())
     summaries = []
     for number, (source, name) in enumerate(zip(recipe.corpus.asked, question_files(recipe.corpus), strict=True)):
-        conversations, summary = _Questions(Asking(recipe, source, number), run, share).ask(name)
+        conversations, summary = _Questions(recipe, source, number, run, share).ask(name)
         if share[0] == 0:
             write_lines(run.path("questions", name), ({"messages": one.messages} for one in conversations))
             _say(run, summary)
@@ -57,18 +54,16 @@ def questions(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) ->
     return [run.path("questions")]
 
 
-@dataclass(frozen=True)
-class _Questions:
+class _Questions(Asking):
     """The questions of one source, as they are written in a run; `share` as of stage `questions`."""
 
-    asking: Asking
-    run: Run
-    share: tuple[int, int]
+    def __init__(self, recipe: Recipe, source: Source, number: int, run: Run, share: tuple[int, int]) -> None:
+        super().__init__(recipe, source, number)
+        self.run, self.share = run, share
 
     def ask(self, name: str) -> tuple[list[Conversation], AskedQuestions]:
         """The conversations of a source, and what is known about them."""
-        asking = self.asking
-        goal = asking.source.questions
+        goal = self.source.questions
         assert goal is not None
         begun: list[Conversation] = []
         reasons: list[str] = []
@@ -77,14 +72,17 @@ class _Questions:
         for number in itertools.count(1):
             if len(usable) >= goal or len(begun) >= TEXTS_PER_QUESTION * goal:
                 break
-            count = _next(asking.recipe.answers.batch, goal, len(usable), len(begun))
-            fresh = [asking.begin(place) for place in range(len(begun), len(begun) + count)]
-            written = self._write_turn(fresh, f"asked-{asking.number}-round-{number}")
+            count = _next(self.recipe.answers.batch, goal, len(usable), len(begun))
+            fresh = [self.begin(place) for place in range(len(begun), len(begun) + count)]
+            written = self._write_turn(fresh, f"asked-{self.number}-round-{number}")
             for one, (text, reason) in zip(fresh, written, strict=True):
                 one.add(text)
                 reasons.append(reason)
             begun += fresh
-            usable, repeated = _new(begun, reasons)
+            sound = [one for one, reason in zip(begun, reasons, strict=True) if not reason]
+            verdicts = repeats([one.texts[0] for one in sound])
+            usable = [one for one, verdict in zip(sound, verdicts, strict=True) if not verdict]
+            repeated = Counter(filter(None, verdicts))
         dropped = Counter(filter(None, reasons)) + repeated
         if not usable:
             raise DataError(
@@ -95,20 +93,19 @@ class _Questions:
         kept = usable[:goal]
         dropped_turns: Counter[str] = Counter()
         going = kept
-        for turn in range(2, asking.source.turns + 1):
-            going = self._go_on(going, f"asked-{asking.number}-turn-{turn}", dropped_turns)
-        return kept, _summary(asking, name, len(begun), kept, dropped, dropped_turns)
+        for turn in range(2, self.source.turns + 1):
+            going = self._go_on(going, f"asked-{self.number}-turn-{turn}", dropped_turns)
+        return kept, self._summary(name, len(begun), kept, dropped, dropped_turns)
 
     def _write_turn(self, conversations: Sequence[Conversation], name: str) -> list[tuple[str, str]]:
         """The target's next user's message of each conversation, with the reason why it is not usable, else nothing."""
-        asking = self.asking
         openings = ["" if one.texts else one.opening for one in conversations]
         headers = [
-            asking.header(one.messages, one.thinking, opening)
+            self.header(one.messages, one.thinking, opening)
             for one, opening in zip(conversations, openings, strict=True)
         ]
-        recipe = asking.writing(sorted({header.end for header in headers if header.end is not None}))
-        rules = replace(asking.rules, new_tokens=asking.source.tokens, keep_truncated=True)
+        recipe = self.writing(sorted({header.end for header in headers if header.end is not None}))
+        rules = replace(self.rules, new_tokens=self.source.tokens, keep_truncated=True)
         prompts = [
             Prompt(f"{one.id}/{len(one.texts) + 1}", header.ids, "target")
             for one, header in zip(conversations, headers, strict=True)
@@ -117,9 +114,9 @@ class _Questions:
         answers = self._written(recipe, prompts, rules, name, "texts")
         for one, header, opening, answer in zip(conversations, headers, openings, answers, strict=True):
             # The opening as it was asked with: its last tokens may have been left for the target to write.
-            begun = header.ids[len(asking.header(one.messages, one.thinking).ids) :] if opening else []
+            begun = header.ids[len(self.header(one.messages, one.thinking).ids) :] if opening else []
             text = rules.text_of([*begun, *answer.answer]).strip()
-            reason = fault(asking.template, one.messages, answer, text, one.thinking)
+            reason = fault(self.template, one.messages, answer, text, one.thinking)
             turns.append((text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")))
         return turns
 
@@ -140,21 +137,19 @@ class _Questions:
 
         The others stay as they were, and are counted in `dropped`.
         """
-        asking = self.asking
-        template = asking.template
         prompts = [
-            Prompt(f"{one.id}/{len(one.texts)}/answer", template.prompt(one.messages, one.thinking), "target")
+            Prompt(f"{one.id}/{len(one.texts)}/answer", self.template.prompt(one.messages, one.thinking), "target")
             for one in conversations
         ]
         answered = []
-        answers = self._written(asking.recipe, prompts, asking.rules, f"{name}-answers", "answers")
+        answers = self._written(self.recipe, prompts, self.rules, f"{name}-answers", "answers")
         for one, answer in zip(conversations, answers, strict=True):
             reason = drop_reason(answer) or ("" if answer.ended else "truncated")
             if reason:  # a user would not go on after such an answer
                 dropped[f"answer: {reason}"] += 1
                 continue
             longer = replace(one)
-            longer.add(asking.rules.text_of(answer.answer), "assistant")
+            longer.add(self.rules.text_of(answer.answer), "assistant")
             answered.append((one, longer))
         going = []
         texts = self._write_turn([longer for _, longer in answered], f"{name}-texts")
@@ -162,8 +157,8 @@ class _Questions:
             reason = reason or (EQUAL if text in one.texts else "")
             if not reason:
                 longer.add(text)
-                ids = template.prompt(longer.messages, one.thinking)
-                reason = "no room in the block" if len(ids) > asking.chat.longest else ""
+                ids = self.template.prompt(longer.messages, one.thinking)
+                reason = "no room in the block" if len(ids) > self.chat.longest else ""
             if reason:
                 dropped[reason] += 1
                 continue
@@ -171,52 +166,38 @@ class _Questions:
             going.append(one)
         return going
 
+    def _summary(
+        self, name: str, asked: int, kept: Sequence[Conversation], dropped: Counter[str], dropped_turns: Counter[str]
+    ) -> AskedQuestions:
+        source, texts = self.source, [one.texts[0] for one in kept]
+        middle, long = lengths([len(encode(self.template.tokenizer, text)) for text in texts])
+        turns = Counter(len(one.texts) for one in kept)
+        return AskedQuestions(
+            file=name,
+            header=self.header(self.begin(0).messages, None).text,
+            temperature=source.temperature,
+            top_p=source.top_p,
+            tokens=source.tokens,
+            wanted=source.questions or 0,
+            asked=asked,
+            usable=asked - dropped.total(),
+            kept=len(kept),
+            dropped=dict(sorted(dropped.items())),
+            turns={str(number): turns[number] for number in sorted(turns)},
+            dropped_turns=dict(sorted(dropped_turns.items())),
+            median_tokens=middle,
+            most_tokens=long,
+            distinct=[round(distinct(texts, length), 4) for length in (1, 2, 3)],
+            repeated=round((dropped[EQUAL] + dropped[ALIKE]) / asked, 4),
+            examples=[text[:SHOWN_CHARACTERS] for text in texts[:EXAMPLES]],
+        )
+
 
 def _next(batch: int, goal: int, usable: int, asked: int) -> int:
     """How many texts the next round asks for: as many as the share of usable ones suggests, in whole batches."""
     rate = max(LOWEST_EXPECTED, usable / asked) if asked else EXPECTED
     count = math.ceil(SPARE * (goal - usable) / rate / batch) * batch
     return min(count, TEXTS_PER_QUESTION * goal - asked)
-
-
-def _new(begun: Sequence[Conversation], reasons: Sequence[str]) -> tuple[list[Conversation], Counter[str]]:
-    """The conversations whose question is usable and repeats none before it; those that do, by reason."""
-    sound = [one for one, reason in zip(begun, reasons, strict=True) if not reason]
-    verdicts = repeats([one.texts[0] for one in sound])
-    usable = [one for one, verdict in zip(sound, verdicts, strict=True) if not verdict]
-    return usable, Counter(filter(None, verdicts))
-
-
-def _summary(
-    asking: Asking,
-    name: str,
-    asked: int,
-    kept: Sequence[Conversation],
-    dropped: Counter[str],
-    dropped_turns: Counter[str],
-) -> AskedQuestions:
-    source, texts = asking.source, [one.texts[0] for one in kept]
-    middle, long = lengths([len(encode(asking.template.tokenizer, text)) for text in texts])
-    turns = Counter(len(one.texts) for one in kept)
-    return AskedQuestions(
-        file=name,
-        header=asking.header(asking.begin(0).messages, None).text,
-        temperature=source.temperature,
-        top_p=source.top_p,
-        tokens=source.tokens,
-        wanted=source.questions or 0,
-        asked=asked,
-        usable=asked - dropped.total(),
-        kept=len(kept),
-        dropped=dict(sorted(dropped.items())),
-        turns={str(number): turns[number] for number in sorted(turns)},
-        dropped_turns=dict(sorted(dropped_turns.items())),
-        median_tokens=middle,
-        most_tokens=long,
-        distinct=[round(distinct(texts, length), 4) for length in (1, 2, 3)],
-        repeated=round((dropped[EQUAL] + dropped[ALIKE]) / asked, 4),
-        examples=[text[:SHOWN_CHARACTERS] for text in texts[:EXAMPLES]],
-    )
 
 
 def _say(run: Run, found: AskedQuestions) -> None:

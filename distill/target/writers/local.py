@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from distill.errors import DataError
+from distill.errors import DataError, PairError
 from distill.models.base import Model
 from distill.models.batched import BatchedTorchModel
 from distill.models.cpu_products import prepacked
+from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import end_ids, load_target, pick_device, real_tokens, text_folder
+from distill.models.metadata import VocabularyMetadata
+from distill.models.pairs import compare_pair
 from distill.recipe import Recipe
 from distill.sampler import Sampler
 from distill.speculative.sample import continue_prompts, refill
 from distill.speculative.stop_strings import Stop, stop_before, token_bytes
-from distill.target.writers.writing import require_gguf
 from distill.texts import Reply, Request
+from distill.vocabulary import Vocabulary
 
 
-def stop_of(recipe: Recipe, ends: Collection[int]) -> Stop | None:
-    """The function that finds the recipe's stop strings; None without any."""
-    if not recipe.answers.stop:
-        return None
-    from distill.vocabulary import Vocabulary
+def require_gguf(target: str, path: str, setting: str) -> VocabularyMetadata:
+    """What a GGUF file, which a recipe's `setting` names, says of its vocabulary; loads no weights.
 
-    vocabulary = Vocabulary.read(text_folder(recipe.target.model))
-    return stop_before(token_bytes(vocabulary, ends), recipe.answers.stop)
+    Raises DataError for a file that cannot be read, PairError where an id is not the same token as in the target's
+    tokenizer.
+    """
+    if not Path(path).is_file():
+        raise DataError(f"{setting}: there is no file {path}", "export the target with distill export-gguf")
+    pair = compare_pair(target, path)
+    if pair.distill is not None:
+        raise PairError(
+            f"{setting}: {path} has other tokens than {target}: {pair.distill}",
+            "give a GGUF file of the same target, or set target.model to the model that it was made from",
+        )
+    return pair.draft
 
 
 class _LocalWriter:
-    """A model whose rows finished texts leave to waiting prompts.
+    """A model whose rows finished texts leave to waiting prompts; see `distill.target.groups.Writer`.
 
     The sampler is the served one with the penalty of the answers. Without `engine`, subclasses write otherwise.
     """
@@ -39,18 +50,22 @@ class _LocalWriter:
     engine: Model | None = None
 
     def __init__(self, recipe: Recipe, ends: Sequence[int], vocabulary: int) -> None:
-        self.ends, self.vocabulary, self.stop = ends, vocabulary, stop_of(recipe, ends)
+        self.ends, self.vocabulary = ends, vocabulary
+        self.stop: Stop | None = None
+        if recipe.answers.stop:
+            bytes_of = token_bytes(Vocabulary.read(text_folder(recipe.target.model)), ends)
+            self.stop = stop_before(bytes_of, recipe.answers.stop)
         self.sampler = replace(Sampler.of(recipe.sampler), repetition_penalty=recipe.answers.repetition_penalty)
         self.notes: list[str] = []
 
     def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
-        """See `distill.target.writers.writing.Writer`."""
+        """A reply to each request, in any order; requests appended to `waiting` between replies are answered too."""
         assert self.engine is not None
         self.engine.rollback([0] * self.engine.rows)
         yield from refill(self.engine, waiting, self.sampler, self.ends, self.vocabulary, self.stop)
 
     def close(self) -> list[str]:
-        """Free the cache."""
+        """Free the cache; lines about what went wrong and was mended."""
         if self.engine is not None:
             self.engine.close()
         return self.notes
@@ -59,19 +74,16 @@ class _LocalWriter:
 class TorchWriter(_LocalWriter):
     """The target in transformers, `answers.batch` texts at a time.
 
-    A model whose attention takes no rows of different lengths, or any without `refilled`, is asked batch by batch: each
-    ends with its longest text.
+    A model whose attention takes no rows of different lengths is asked batch by batch: each ends with its longest text.
     """
 
     by_prompt = False
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, refilled: bool = True) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
         self.model = load_target(recipe.target, pick_device(recipe.device))
         config = self.model.config
         super().__init__(recipe, end_ids(config, tokenizer), real_tokens(config, tokenizer))
         self.batch = recipe.answers.batch
-        if not refilled:
-            return
         try:
             fast, reason = prepacked(self.model) if recipe.pytorch.prepack else (self.model, "")
             self.notes += filter(None, [reason])
@@ -85,23 +97,21 @@ class TorchWriter(_LocalWriter):
             self.notes.append(f"batches were not refilled: {error}")
 
     def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
-        """See `distill.target.writers.writing.Writer`."""
-        return self._write_batches(waiting) if self.engine is None else super().write(waiting)
-
-    def _write_batches(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
+        """See `_LocalWriter`."""
+        if self.engine is not None:
+            yield from super().write(waiting)
         while waiting:
             asked = [waiting.popleft() for _ in range(min(self.batch, len(waiting)))]
             limit = max(request.limit for request in asked)
             prompts, seeds = [request.ids for request in asked], [request.seed for request in asked]
             texts = continue_prompts(self.model, prompts, self.sampler, limit, seeds, self.ends, self.vocabulary)
             for request, text in zip(asked, texts, strict=True):
-                yield self._reply(request, text[: request.limit])
-
-    def _reply(self, request: Request, text: list[int]) -> Reply:
-        found = None if self.stop is None else self.stop(text, 0)
-        if found is not None and found.ended:
-            return Reply(request.id, text[: found.kept], True)
-        return Reply(request.id, text, text[-1] in self.ends)
+                text = text[: request.limit]
+                found = None if self.stop is None else self.stop(text, 0)
+                if found is not None and found.ended:
+                    yield Reply(request.id, text[: found.kept], True)
+                else:
+                    yield Reply(request.id, text, text[-1] in self.ends)
 
 
 class GgufWriter(_LocalWriter):
@@ -110,8 +120,6 @@ class GgufWriter(_LocalWriter):
     by_prompt = True
 
     def __init__(self, recipe: Recipe, tokenizer: Any, config: Any) -> None:
-        from distill.models.gguf.model import GgufModel
-
         settings = recipe.answers.writer
         assert settings is not None and settings.gguf is not None
         require_gguf(recipe.target.model, settings.gguf, "answers.writer.gguf")

@@ -56,7 +56,9 @@ class ServerWriter:
     # ── the loop ──
 
     def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
-        """See `distill.target.writers.writing.Writer`. Raises EndpointError where no reply can be used.
+        """A reply to each request, in any order, also to those that are appended to `waiting` between replies.
+
+        Raises EndpointError where no reply can be used.
 
         Until there is an answer, faults are held back: a server that refuses the first requests is set up wrongly, and
         these are asked again by the next command.
@@ -188,13 +190,7 @@ class ServerWriter:
     # ── replies ──
 
     def _require_choice(self, found: dict[str, Any]) -> None:
-        """Raise Unanswered for a reply without a finished choice, EndpointError for one of another model."""
-        model = found.get("model")
-        if isinstance(model, str) and model != self.model:
-            raise EndpointError(
-                f"a server answers for the model {model[:80]}, and {self.model} was asked",
-                "all servers of answers.writer.urls must hold the same target under one name",
-            )
+        """Raise Unanswered for a reply without a finished choice."""
         choices: Any = found.get("choices")
         form = {"message": dict} if self.settings.api == "chat" else {"text": str}
         whole = has_form(choices, [dict]) and choices and has_form(choices[0], form)

@@ -1,19 +1,27 @@
-"""The target's likeliest tokens at scored positions, which a compact store holds, and how they are read.
+"""The target's likeliest tokens at scored positions, which a compact store holds, of a model in transformers or of the
+quantised weights that will be served, read by llama.cpp.
 
 Legend: n blocks, S positions, N scored positions, c of them at once, V vocabulary, K entries, M temperatures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from distill.errors import DataError
+from distill.files import reference_digest
+from distill.models.gguf.model import GgufModel
 from distill.models.packed_forward import packed_inputs
 from distill.packing import Packed
+from distill.recipe import GgufOptions
+from distill.recipe.gguf import CHANGES_LOGITS
+from distill.target.writers.local import require_gguf
 from distill.teacher.store import compress, log_tail_at
 
 ROWS = 512  # positions whose logits are read at once
@@ -52,20 +60,18 @@ class Reader(Protocol):
 def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int, temperatures: tuple[float, ...]) -> Entries:
     """The entries of distributions given as logits [c, V], part by part."""
     parts = []
-    for logits in (piece for part in rows for piece in _cached(part)):
-        chunk = compress(logits, k, vocabulary)
-        assert chunk.ids is not None
-        tails = [
-            chunk.log_tail if value == 1 else log_tail_at(logits, chunk.ids, value, vocabulary)
-            for value in temperatures
-        ]
-        parts.append(Entries(chunk.ids.cpu(), chunk.log_probabilities.cpu(), torch.stack(tails, -1).cpu()))
+    for part in rows:
+        # A processor takes pieces that its cache holds, several times quicker.
+        size = CACHED // part.shape[-1] if part.device.type == "cpu" else len(part)
+        for logits in part.split(max(1, size)):
+            chunk = compress(logits, k, vocabulary)
+            assert chunk.ids is not None
+            tails = [
+                chunk.log_tail if value == 1 else log_tail_at(logits, chunk.ids, value, vocabulary)
+                for value in temperatures
+            ]
+            parts.append(Entries(chunk.ids.cpu(), chunk.log_probabilities.cpu(), torch.stack(tails, -1).cpu()))
     return Entries.join(parts, k, len(temperatures))
-
-
-def _cached(logits: Tensor) -> tuple[Tensor, ...]:
-    """Logits [c, V] in pieces that a processor's cache holds, several times quicker; on other devices whole."""
-    return logits.split(max(1, CACHED // logits.shape[-1])) if logits.device.type == "cpu" else (logits,)
 
 
 class ModelReader:
@@ -124,3 +130,52 @@ def scored_documents(blocks: Packed) -> list[Document]:
             scored = mask[here].nonzero().squeeze(-1).tolist()
             listed.append(Document(ids[here][: scored[-1] + 2].tolist(), scored, block, number))
     return listed
+
+
+def require_teacher_file(path: str, target: str, block: int) -> str:
+    """A line about the teacher's GGUF file; raises as `require_gguf`, and DataError for a context shorter than a
+    block."""
+    if not path.endswith(".gguf"):
+        raise DataError(f"teacher.gguf: {path} is not the name of a GGUF file", "give a file that ends in .gguf")
+    found = require_gguf(target, path, "teacher.gguf")
+    if found.context is not None and found.context < block:
+        raise DataError(f"corpus.block is {block}, the context of {path} {found.context}", "lower corpus.block")
+    return f"teacher: {path}, {found.architecture}, has the target's {found.real_tokens} tokens"
+
+
+class GgufReader:
+    """A GGUF file that reads each document on its own, in pieces, with the logits of one piece in memory at a time.
+
+    llama.cpp computes a lone token with other kernels than several; `pad_single` makes the stored numbers independent
+    of how a document falls into pieces (see GgufModel). Loads the weights.
+    """
+
+    def __init__(self, path: str, target: str, block: int, vocabulary: int, options: GgufOptions) -> None:
+        require_teacher_file(path, target, block)
+        self.vocabulary = vocabulary
+        capacity = max(block, 2)
+        self.model = GgufModel(path, context=capacity, batch=min(ROWS, capacity), pad_single=True, options=options)
+        self.origin: dict[str, Any] = {"kind": "gguf", "path": str(Path(path)), "digest": reference_digest(path)}
+        changing = {name: value for name, value in options.given().items() if name in CHANGES_LOGITS}
+        if changing:
+            self.origin["options"] = changing
+
+    def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
+        """See `Reader`."""
+        return entries_of(self._rows(blocks), k, self.vocabulary, temperatures)
+
+    def _rows(self, blocks: Packed) -> Iterator[Tensor]:
+        """Logits [c, V] of the scored positions; valid until the next are asked for."""
+        for document in scored_documents(blocks):
+            self.model.reset()
+            ids = document.ids[: document.scored[-1] + 1]  # the token after the last scored position is not read
+            for start in range(0, len(ids), ROWS):
+                piece = ids[start : start + ROWS]
+                want = [position - start for position in document.scored if start <= position < start + len(piece)]
+                logits = self.model.extend(piece, want=want)
+                if want:
+                    yield logits.full()
+
+    def close(self) -> None:
+        """Free the weights."""
+        self.model.close()
