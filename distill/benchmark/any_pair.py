@@ -133,7 +133,7 @@ def measure_any_pair(recipe: Recipe, request: PairRequest) -> PairSpeedup:
         calibrated = None
         if request.calibrated:
             calibrated = calibrate_pair(pair, spare, new_tokens, request.command, "prompts of the same files")
-        label = PairMeasured("draft + target", pair.backend, False)
+        label = PairMeasured("draft + target", pair.backend)
         comparison = Comparison(
             label=label,
             prompts=measured,

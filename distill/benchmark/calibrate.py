@@ -176,8 +176,7 @@ def calibrate_run(recipe: Recipe, run: Run) -> Calibrated | None:
     None where no configuration reads them.
     """
     settings = recipe.speedup
-    grown = settings.grown_configurations if settings.grown is not None else ()
-    if not any(one.learns or one.chosen for one in (*settings.configurations, *grown)):
+    if not any(one.learns or one.chosen for one in settings.configurations):
         return None
     path, texts = run.path("speedup", "calibration.json"), run.path("speedup", "validation.json")
     if not path.exists():
@@ -239,7 +238,7 @@ def curve_costs(run: Run, backend: str) -> StepCosts:
 
 def run_costs(run: Run, backend: str) -> StepCosts:
     """What rounds of a run's pair pay; before stage speedup has measured it, the curves of profile.json."""
-    path = run.path("speedup", f"shipped-{backend}.json")
+    path = run.path("speedup", f"{backend}.json")
     return paid_costs(read_result(path, SpeedupPart).costs).step_costs() if path.exists() else curve_costs(run, backend)
 
 

@@ -201,7 +201,7 @@ def choose_trees(
     `texts` are prompts of the validation split, each with the target's text after it; `timed` (prompts, rounds) is
     after how many of them how many rounds are timed. `rates` are the acceptance by rank.
     """
-    costs = replace(costs, target=costs.target[: recipe.profile.max_tokens])  # a grown pair's may go on
+    costs = replace(costs, target=costs.target[: recipe.profile.max_tokens])
     max_nodes = len(costs.target) - 1
     prompts = [prompt for prompt, _ in texts[: timed[0]]]
     choices = []

@@ -230,11 +230,8 @@ def check_export(recipe: Recipe) -> list[str]:
     from distill.models.conversion.model_shape import read_shape
     from distill.models.conversion.tokenizer import read_tokenizer
     from distill.models.hugging_face import load_config, local_snapshot, text_folder
-    from distill.surgery.grow import check_growth
 
     load = recipe.target.load
-    if load and recipe.speedup.grown is not None:
-        check_growth(load_config(recipe.target.model), recipe.speedup.grown.layers)
     if not recipe.export.outtypes and not (load and "gguf" in recipe.speedup.backends):
         return []
     without = "train without GGUF files: export.outtypes=[] speedup.backends=[pytorch]"

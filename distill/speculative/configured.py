@@ -140,7 +140,7 @@ def check_trees(recipe: Recipe, donor: str) -> None:
 
     Reads the models' configuration files alone; `require_trees` asks the loaded models.
     """
-    trees = [configuration for configuration in _configurations(recipe) if configuration.branches]
+    trees = [configuration for configuration in recipe.speedup.configurations if configuration.branches]
     if not trees or "pytorch" not in recipe.speedup.backends:
         return
     for role, reference in (("target", recipe.target.model), ("donor", donor)):
@@ -154,11 +154,6 @@ def check_trees(recipe: Recipe, donor: str) -> None:
             )
 
 
-def _configurations(recipe: Recipe) -> list[Configuration]:
-    grown = recipe.speedup.grown_configurations if recipe.speedup.grown is not None else ()
-    return list(dict.fromkeys([*recipe.speedup.configurations, *grown]))
-
-
 def check_configurations(
     recipe: Recipe, configurations: Sequence[Configuration] | None = None, where: str = "speedup.configurations"
 ) -> list[str]:
@@ -168,7 +163,7 @@ def check_configurations(
     `where` is the place that messages name.
     """
     lines = []
-    for configuration in _configurations(recipe) if configurations is None else configurations:
+    for configuration in recipe.speedup.configurations if configurations is None else configurations:
         title, nodes = configuration.title, configuration.nodes
         if configuration.ranked and nodes is not None and nodes >= recipe.profile.max_tokens:
             raise RecipeError(

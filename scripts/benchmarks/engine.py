@@ -44,6 +44,10 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from grow_target import grow
+
 from distill.benchmark.calibrate import load_calibrations, validation_prompts
 from distill.benchmark.watch import Step, Watch
 from distill.files import read_json, write_json
@@ -65,7 +69,6 @@ from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.rules import GREEDY, Rules
-from distill.surgery.grow import grow
 from distill.texts import read_prompts
 
 SIZES = {"own": None, "15M": (2, 6), "145M": (4, 12)}  # tile and layers of the grown demo target

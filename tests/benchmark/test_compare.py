@@ -33,7 +33,7 @@ from distill.speculative.decode import Decoded, Round, plain
 from distill.speculative.rules import Rules
 from distill.texts import first_difference
 
-PAIR = PairMeasured("a pair", "pytorch", False)
+PAIR = PairMeasured("a pair", "pytorch")
 PLAIN, TWO, THREE, FIVE = (Prepared(fixed_length(n), Rules(), None, None, n) for n in (0, 2, 3, 5))
 
 
@@ -136,7 +136,7 @@ def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
         Configuration(drafter="lookup+tree", length=4, nodes=6),
         Configuration(length=9, sampler="recipe"),
     )
-    label = PairMeasured("draft + target", "pytorch", False)
+    label = PairMeasured("draft + target", "pytorch")
     comparison = Comparison(label=label, prompts=[[1]], spare_prompts=[[1]], sweep=(fixed_length(1),), others=others)
     choice = Choice(chosen.title, 8, 1.5, 1.0, 1.2, [])
     assert _others_drafted(comparison, [choice]) == [4, 6, 8]

@@ -105,9 +105,7 @@ def test_titles_differ_and_doubles_are_refused() -> None:
 
 
 def test_a_recipe_survives_its_own_dump(tmp_path: Path) -> None:
-    recipe = recipe_with(
-        configurations=[{"rule": "beta", "floor": 0.2}, {"drafter": "tree"}], grown_configurations=[{"length": 3}]
-    )
+    recipe = recipe_with(configurations=[{"rule": "beta", "floor": 0.2}, {"drafter": "tree"}])
     (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(tmp_path / "config.yaml").speedup == recipe.speedup
 
