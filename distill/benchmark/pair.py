@@ -57,7 +57,7 @@ class Comparison:
     others: tuple[Configuration, ...]
     calibrated: Calibrated | None = None
     evaluated: list[list[tuple[int, int]]] | None = None
-    rates: tuple[float, ...] | None = None
+    rates: Sequence[float] | None = None
     reader: Reader | None = None
     of_run: bool = False
 
@@ -125,21 +125,19 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     lengths = [one.most for one in comparison.sweep] or [LONGEST_OF_NONE]
     others = _others_drafted(comparison, choices)
     noise, sizes = tie_noise(recipe, pair.backend, pair.target, prompts[0], plain, lengths, others)
-    identities = {}
-    if comparison.rates is None:
-        identities = judge_identity(pair.target, prompts, texts, prepared, noise, sizes)
-    label, resamples, confidence = comparison.label, recipe.eval.resamples, recipe.eval.confidence
-    rows = measurements(texts, prepared, identities, label, resamples, confidence)
+    synthetic = comparison.rates is not None
+    identities = {} if synthetic else judge_identity(pair.target, prompts, texts, prepared, noise, sizes)
+    rows = measurements(texts, prepared, identities, comparison.label, recipe.eval)
     rows = [
         _predicted(row, one, comparison, texts, choices, predictions) for row, one in zip(rows, prepared, strict=True)
     ]
     chosen = None
-    if comparison.sweep and comparison.rates is None:
-        chosen = choose_length(texts, comparison.sweep, label, resamples, confidence)
+    if comparison.sweep and not synthetic:
+        chosen = choose_length(texts, comparison.sweep, comparison.label, recipe.eval)
     steps = time_steps(texts, pair.target, None if small is pair.target else small, recipe.profile.repeats)
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
     rounds = [round_figures(one, texts, steps, waits) for one in prepared]
-    explanations = explain(steps, rows, rounds, chosen, prompt_seconds(texts), comparison.rates is not None)
+    explanations = explain(steps, rows, rounds, chosen, prompt_seconds(texts), synthetic)
     if comparison.calibrated is not None:
         explanations += [choice.sentence(comparison.calibrated.of_texts) for choice in choices]
     if predictions.refused is not None:
@@ -178,10 +176,23 @@ def _others_drafted(comparison: Comparison, choices: Sequence[Choice]) -> list[i
     return sorted(sizes - {0})
 
 
+def with_cheapest_steps(
+    pair: LoadedPair, max_tokens: int, depth: int, repeats: int, progress: Progress | None = None
+) -> tuple[LoadedPair, list[str]]:
+    """The pair with its steps given the cheapest way that its curves show, and what that changes, in words.
+
+    A static pair stays as it is: rounds on a device drive the models themselves, whose steps are compiled by size.
+    """
+    if pair.pytorch.static:
+        return pair, []
+    target, draft = cheapest_pair(pair.target, pair.draft, max_tokens, depth, repeats, progress)
+    models = {"target": target} if draft is target else {"target": target, "draft": draft}
+    lines = [line for name, model in models.items() if (line := model.describe(name))]
+    return replace(pair, target=target, draft=draft), lines
+
+
 def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> tuple[LoadedPair, list[str]]:
-    """The pair with its steps given the cheapest way that its curves show, and what that changes, in words."""
-    if recipe.pytorch.static and pair.backend == "pytorch":
-        return pair, []  # rounds on a device drive the models themselves, whose steps are compiled by size
+    """`with_cheapest_steps` for all steps of the comparison."""
     profile = recipe.profile
     max_tokens = max(one.most for one in comparison.configurations) + 1
     if any(one.chosen for one in comparison.configurations):
@@ -192,8 +203,7 @@ def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Compariso
     if not comparison.of_run:  # whose estimates take all progress to grow with its prompts
         models = 1 if pair.draft is pair.target else 2
         progress = Progress(f"{pair.backend}, steps", (profile.repeats + 1) * models)
-    cheapest = cheapest_pair(pair.target, pair.draft, max_tokens, depth, profile.repeats, progress)
-    return replace(pair, target=cheapest.target, draft=cheapest.draft), cheapest.describe()
+    return with_cheapest_steps(pair, max_tokens, depth, profile.repeats, progress)
 
 
 def _fit(
