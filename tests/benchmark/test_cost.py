@@ -75,11 +75,8 @@ def test_curves_measured_beside_other_work_are_doubted(monkeypatch: pytest.Monke
     assert kept.doubt == doubt(kept.seconds, kept.low) != ""
 
 
-def test_round_seconds_relative_costs_and_the_bucket_below() -> None:
+def test_relative_costs_and_the_bucket_below() -> None:
     assert [TARGET.at(depth)[0] for depth in (0, 64, 511, 512, 9999)] == [4.0, 4.0, 4.0, 6.0, 6.0]
-    costs = StepCosts((4.0, 5.0, 6.5), 0.5, 0.7, 0.25)
-    assert costs.round_seconds(2) == pytest.approx(6.5 + 0.25 + 1.0)
-    assert costs.round_seconds(0) == pytest.approx(4.25)
     assert TARGET.relative(64) == pytest.approx([1.0, 5 / 8, 6.5 / 12])
 
 

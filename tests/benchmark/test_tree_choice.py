@@ -131,6 +131,17 @@ def test_the_static_shape_is_the_best_of_all(rates: list[float], depth: int, dra
     assert found.tree == trees[found.nodes] and parents == list(trees[found.nodes].parents)
 
 
+def test_the_number_of_nodes_on_jagged_curves() -> None:
+    def nodes(target: list[float], beyond: float = 0.0) -> int:
+        trees, seconds = dict(enumerate(range(5))), {n: target[n] + beyond * n for n in range(1, 5)}
+        return choose_tree("a title", trees, [0.8, 0.6, 0.5, 0.4], seconds, StepCosts(tuple(target), 0.1, 0.1)).nodes
+
+    assert nodes([1.0] * 5) == 4  # nodes for nothing
+    assert nodes([1.0, 2.0, 3.0, 4.0, 5.0]) == 0  # nodes at full price
+    assert nodes([1.0, 1.9, 1.9, 1.2, 9.0], 0.1) == 3  # over the hump
+    assert nodes([1.0, 1.8, 9.0, 9.0, 9.0]) == 0  # the smallest on ties
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=15), st.randoms(use_true_random=False))
 def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: random.Random) -> None:

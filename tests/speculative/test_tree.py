@@ -22,7 +22,6 @@ from distill.speculative.trees.tree import (
     best_first,
     best_tokens,
     calibrated,
-    choose_budget,
     features_of,
     sampled_tree,
     top_tree,
@@ -197,29 +196,6 @@ def test_best_tokens_by_hand() -> None:
     known = features_of(torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
     assert (known.top, known.second) == (0.5, 0.5) and known.entropy == pytest.approx(math.log(2))
     assert features_of(torch.ones(1)) == Features(1.0, 0.0, 0.0)
-
-
-# How large.
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(0, 1), max_size=12), st.randoms(use_true_random=False))
-def test_budget_is_the_argmax(values: list[float], draws: random.Random) -> None:
-    values = sorted(values, reverse=True)
-    target = {m: draws.uniform(0.5, 3) for m in range(1, len(values) + 2) if m == 1 or draws.random() < 0.8}
-    costs = [draws.uniform(0, 1) for _ in range(len(values) + 1)]
-    chosen = choose_budget(values, target, costs.__getitem__)
-    assert chosen + 1 in target
-    speeds = {n: (1 + sum(values[:n])) / (target[n + 1] + costs[n]) for n in range(len(values) + 1) if n + 1 in target}
-    assert speeds[chosen] == pytest.approx(max(speeds.values()), abs=1e-12)
-
-
-def test_budget_on_jagged_curves() -> None:
-    values = [0.8, 0.6, 0.5, 0.4]
-    assert choose_budget(values, {m: 1.0 for m in range(1, 6)}, lambda n: 0.0) == 4  # nodes for nothing
-    assert choose_budget(values, {m: float(m) for m in range(1, 6)}, lambda n: 0.0) == 0  # nodes at full price
-    assert choose_budget(values, {1: 1.0, 2: 1.9, 3: 1.9, 4: 1.2, 5: 9.0}, lambda n: 0.1 * n) == 3  # over the hump
-    assert choose_budget([], {1: 1.0}, lambda n: 0.0) == 0
 
 
 # Static shapes.

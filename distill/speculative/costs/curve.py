@@ -77,10 +77,6 @@ class StepCosts:
     draft_two: float
     overhead: float = 0.0
 
-    def round_seconds(self, drafted: int) -> float:
-        """T(n + 1) + D₀ + n·D, for a round whose first draft step takes one token."""
-        return self.target[drafted] + self.overhead + drafted * self.draft
-
 
 @dataclass(frozen=True)
 class CostCurve:
