@@ -244,7 +244,12 @@ def curve_costs(run: Run, backend: str) -> StepCosts:
 def run_costs(run: Run, backend: str) -> StepCosts:
     """What rounds of a run's pair pay; before stage speedup has measured it, the curves of profile.json."""
     path = run.path("speedup", f"{backend}.json")
-    return paid_costs(read_result(path, SpeedupPart).costs).step_costs() if path.exists() else curve_costs(run, backend)
+    if not path.exists():
+        return curve_costs(run, backend)
+    stored = read_result(path, SpeedupPart).costs
+    verify = dict(zip(stored.lengths, stored.verify, strict=True))
+    steps = DraftSteps(*stored.by_argmax), DraftSteps(*stored.by_distribution)
+    return PaidCosts(stored.token, verify, *steps, stored.target_prompt, stored.draft_prompt).step_costs()
 
 
 def round_costs(paid: PaidCosts, pair: PairMeasured) -> RoundCosts:
@@ -252,15 +257,3 @@ def round_costs(paid: PaidCosts, pair: PairMeasured) -> RoundCosts:
     verify = [*paid.verify], [*paid.verify.values()]
     steps = [*astuple(paid.by_argmax)], [*astuple(paid.by_distribution)]
     return RoundCosts(*pair.key, paid.token, *verify, *steps, paid.target_prompt, paid.draft_prompt)
-
-
-def paid_costs(stored: RoundCosts) -> PaidCosts:
-    """The costs of which `round_costs` made these."""
-    return PaidCosts(
-        stored.token,
-        dict(zip(stored.lengths, stored.verify, strict=True)),
-        DraftSteps(*stored.by_argmax),
-        DraftSteps(*stored.by_distribution),
-        stored.target_prompt,
-        stored.draft_prompt,
-    )

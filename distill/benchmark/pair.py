@@ -83,7 +83,7 @@ class ComparedPair:
     noise: float
     paid: PaidCosts | None
     fitted: Fitted
-    choices: list[Choice]
+    choices: dict[str, Choice]
     steps_given: list[str]
     prepared: list[Prepared]
     texts: list[TimedText]
@@ -108,7 +108,7 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     if reader is not None:
         reader = copy.copy(reader)
         reader.model = draft
-    prepared = _prepared(recipe, comparison, pair, draft, reader, fitted, choices)
+    prepared = _prepared(recipe, comparison, pair.ends, reader or draft, fitted, choices)
     predictions = Predictions(pair.target, pair.draft, prompts, spare, new_tokens, prepared)
     texts = time_texts(
         target,
@@ -123,7 +123,7 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     predictions.finish()
     plain = next(text.decoded.tokens for text in texts if text.title == PLAIN.title)
     lengths = [one.most for one in comparison.sweep] or [LONGEST_OF_NONE]
-    others = _others_drafted(comparison, choices)
+    others = _others_drafted(comparison.others, choices)
     noise, sizes = tie_noise(recipe, pair.backend, pair.target, prompts[0], plain, lengths, others)
     synthetic = comparison.rates is not None
     identities = {} if synthetic else judge_identity(pair.target, prompts, texts, prepared, noise, sizes)
@@ -139,7 +139,7 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     rounds = [round_figures(one, texts, steps, waits) for one in prepared]
     explanations = explain(steps, rows, rounds, chosen, prompt_seconds(texts), synthetic)
     if comparison.calibrated is not None:
-        explanations += [choice.sentence(comparison.calibrated.of_texts) for choice in choices]
+        explanations += [choice.sentence(comparison.calibrated.of_texts) for choice in choices.values()]
     if predictions.refused is not None:
         explanations.append(f"No speedup is predicted: {predictions.refused}.")
     return ComparedPair(
@@ -164,14 +164,13 @@ def largest_tree(recipe: Recipe, configurations: Sequence[Configuration]) -> int
     return max((one.drawn_nodes or one.nodes or recipe.profile.max_tokens - 1 for one in trees), default=0)
 
 
-def _others_drafted(comparison: Comparison, choices: Sequence[Choice]) -> list[int]:
+def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, Choice]) -> list[int]:
     """The most tokens that each greedy configuration beside the sweep drafts in a round: of a tree, given or chosen,
     its nodes, and of a lookup before it, its length."""
-    chosen = {choice.title: choice.nodes for choice in choices}
     sizes: set[int] = set()
-    for one in comparison.others:
+    for one in others:
         if one.sampler == "greedy":
-            tree = one.drawn_nodes or one.nodes or chosen.get(one.title, 0)
+            tree = one.drawn_nodes or one.nodes or (choices[one.title].nodes if one.title in choices else 0)
             sizes |= {tree} if one.drafter == "tree" else {tree, one.most}
     return sorted(sizes - {0})
 
@@ -208,8 +207,8 @@ def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Compariso
 
 def _fit(
     recipe: Recipe, pair: LoadedPair, comparison: Comparison, spare: Sequence[Sequence[int]]
-) -> tuple[PaidCosts | None, Fitted, list[Choice]]:
-    """What configurations read that no measured prompt may decide: costs of rounds, calibrations, trees.
+) -> tuple[PaidCosts | None, Fitted, dict[str, Choice]]:
+    """What configurations read that no measured prompt may decide: costs of rounds, calibrations, trees by title.
 
     Rounds are timed of the lengths that may be drafted, behind `spare` prompts.
     """
@@ -227,47 +226,43 @@ def _fit(
     calibrations: Mapping[str, Calibration] = {}
     if calibrated is not None and any(one.learns for one in configurations):
         calibrations = read_calibrations(calibrated.table, calibrated.source)
-    choices: list[Choice] = []
+    choices: dict[str, Choice] = {}
     if calibrated is not None and chooses:
         rates = read_ranks(calibrated.table, calibrated.source).rates()
         target, draft, texts = pair.target, pair.draft, calibrated.texts
-        choices = choose_trees(recipe, comparison.others, target, draft, texts, pair.ends, costs, calibrations, rates)
-    return paid, Fitted(costs, calibrations, {choice.title: choice.tree for choice in choices}), choices
+        found = choose_trees(recipe, comparison.others, target, draft, texts, pair.ends, costs, calibrations, rates)
+        choices = {choice.title: choice for choice in found}
+    return paid, Fitted(costs, calibrations, {title: choice.tree for title, choice in choices.items()}), choices
 
 
 def _prepared(
     recipe: Recipe,
     comparison: Comparison,
-    pair: LoadedPair,
-    draft: Model,
-    reader: Reader | None,
+    ends: Sequence[int],
+    draft: Model | Reader,
     fitted: Fitted,
-    choices: Sequence[Choice],
+    choices: Mapping[str, Choice],
 ) -> list[Prepared]:
     """Plain decoding, the sweep and all other configurations, under titles that name chosen trees and synthetic rates,
     where they are asked for."""
     rates = comparison.rates
-    ends = [] if rates is not None else pair.ends
-    prepared = prepare_all(recipe, comparison.sweep, comparison.others, draft, ends, fitted, reader)
+    prepared = prepare_all(
+        recipe, comparison.sweep, comparison.others, draft, [] if rates is not None else ends, fitted
+    )
     refused = next((one for one in prepared if one.lossy is not None and not recipe.speedup.allow_lossy), None)
     if refused is not None:
         raise RecipeError(
             f"`{refused.title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
         )
-    if rates is None:
-        titles = {choice.title: choice.title_with_tree for choice in choices}
-        return [replace(one, name=titles.get(one.title)) for one in prepared]
-    return [
-        one
-        if one.make is None
-        else replace(
-            one,
-            rules=replace(one.rules, rates=rates),
-            lossy=SYNTHETIC,
-            name=f"{one.title} (synthetic acceptance)",
-        )
-        for one in prepared
-    ]
+    named = []
+    for one in prepared:
+        if rates is not None and one.make is not None:
+            name, rules = f"{one.title} (synthetic acceptance)", replace(one.rules, rates=rates)
+            one = replace(one, rules=rules, lossy=SYNTHETIC, name=name)
+        elif one.title in choices:
+            one = replace(one, name=choices[one.title].title_with_tree)
+        named.append(one)
+    return named
 
 
 def _predicted(
@@ -275,11 +270,11 @@ def _predicted(
     one: Prepared,
     comparison: Comparison,
     texts: Sequence[TimedText],
-    choices: Sequence[Choice],
+    choices: Mapping[str, Choice],
     predictions: Predictions,
 ) -> Measurement:
     """The measurement with its prediction, and the size of a chosen tree."""
-    choice = next((choice for choice in choices if choice.title == one.configuration.title), None)
+    choice = choices.get(one.configuration.title)
     if choice is not None:
         return replace(row, nodes=choice.nodes, predicted=choice.speedup)
     return replace(row, predicted=predictions.speedup(one.title, _accepted(comparison, one, texts)))

@@ -96,7 +96,7 @@ def _measure(
         plain_reference=plain_reference(recipe, pair, label, prompts[:REFERENCE_PROMPTS]),
         noise=Noise(*label.key, compared.noise),
         costs=round_costs(compared.paid, label),
-        trees=[choice.as_result(label) for choice in compared.choices],
+        trees=[choice.as_result(label) for choice in compared.choices.values()],
         rounds=compared.rounds,
         explanations=explanations,
         samples=_samples(recipe, pair, label, prompts, compared),

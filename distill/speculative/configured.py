@@ -26,9 +26,9 @@ from distill.speculative.lengths import (
     LengthRule,
     LossyProbabilityFloor,
     ProbabilityFloor,
-    StartContinue,
 )
 from distill.speculative.lookup import LookupDrafter, LookupPrice
+from distill.speculative.other_vocabulary.drafters import Reader, other_vocabulary_drafter
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.speculative.verify import Random, refusal
@@ -58,7 +58,7 @@ def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[st
         return LossyProbabilityFloor(longest, p_min)
     if rule == "start-continue":
         start = START if configuration.start is None else configuration.start
-        return StartContinue(longest, start, MORE if configuration.more is None else configuration.more)
+        return ProbabilityFloor(longest, start, MORE if configuration.more is None else configuration.more)
     if rule == "ratio":
         return AcceptedRatio(length=min(4, longest), longest=longest)
     if rule == "beta":
@@ -70,7 +70,7 @@ def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[st
 
 def make_drafter(
     configuration: Configuration,
-    draft: Model,
+    draft: Model | Reader,
     sampler: Sampler,
     random: Random,
     costs: StepCosts = NO_COSTS,
@@ -79,10 +79,12 @@ def make_drafter(
 ) -> Drafter:
     """The drafter that a configuration names, as at the start of a session; under `match` a draft gives its best token.
 
-    `tree` is the one that was chosen for a configuration that leaves it open (`chosen`). ValueError for a tree under a
-    repetition penalty.
+    A draft of another vocabulary is given as its `Reader`. `tree` is the one that was chosen for a configuration that
+    leaves it open (`chosen`). ValueError for a tree under a repetition penalty.
     """
     fitted = fitted or {}
+    if isinstance(draft, Reader):
+        return other_vocabulary_drafter(configuration, draft, sampler, random)
     if configuration.drafter.startswith("lookup"):
         price = LookupPrice(costs) if configuration.rule == "expected-value" else None
         if configuration.drafter == "lookup":

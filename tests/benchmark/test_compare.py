@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from toys import Scripted, random_prompts, toy
 from distill.benchmark import speedup
 from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, time_texts
 from distill.benchmark.identity import TORCH_NOISE, Identity, is_tie, tie_noise
-from distill.benchmark.pair import Comparison, _others_drafted
+from distill.benchmark.pair import _others_drafted
 from distill.benchmark.prepared import Fitted, Prepared, prepare_all
 from distill.benchmark.tree_choice import Choice
 from distill.evaluation.stage import write_rounds
@@ -137,11 +136,9 @@ def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
         Configuration(drafter="lookup+tree", length=4, nodes=6),
         Configuration(length=9, sampler="recipe"),
     )
-    label = PairMeasured("draft + target", "pytorch")
-    comparison = Comparison(label=label, prompts=[[1]], spare_prompts=[[1]], sweep=(fixed_length(1),), others=others)
     choice = Choice(chosen.title, 8, 1.5, 1.0, 1.2, [])
-    assert _others_drafted(comparison, [choice]) == [4, 6, 8]
-    assert _others_drafted(replace(comparison, others=others[2:]), []) == []
+    assert _others_drafted(others, {chosen.title: choice}) == [4, 6, 8]
+    assert _others_drafted(others[2:], {}) == []
     recipe = recipe_with()
     half = recipe.model_copy(update={"target": recipe.target.model_copy(update={"dtype": "bfloat16"})})
     target = TorchModel(toy())

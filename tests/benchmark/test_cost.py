@@ -147,8 +147,8 @@ def test_a_log_becomes_a_relative_curve(tmp_path: Path) -> None:
         ("| PP | TG | B |", "no measurement"),
         (line(1, 2.0) + "\n" + line(2, 3.0)[:40], "line 2: no JSON"),
         (line(1, 2.0).replace("t_tg", "t_gt"), "line 1 has no `t_tg`"),
-        (line("one", 2.0), "`pl` is 'one', not a number"),
-        (line(1, 0), "`t_tg` is 0, must be above 0"),
+        (line("one", 2.0), "`pl` is 'one', not a number above 0"),
+        (line(1, 0), "`t_tg` is 0, not a number above 0"),
         (line(4, 2.0), "1 and 2 parallel"),
     ],
 )

@@ -585,7 +585,7 @@ def test_pairs_that_cannot_be(tmp_path: Path) -> None:
         drafter_for("string", TableModel(1), (ours, theirs), 2, Sampler(0))
     drafter = drafter_for("intersection", TableModel(2), (ours, ours), 2, Sampler(0))
     for arguments in ({"parents": [-1]}, {"want": [5]}, {}):
-        with pytest.raises(ValueError, match="chains"):
+        with pytest.raises(AssertionError, match="chains"):
             drafter.shared_model.extend([0], **arguments)
     (ours.folder / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="cannot be loaded"):
