@@ -105,10 +105,11 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     small: Model = pair.draft if reader is None else reader.model
     watch = Watch()
     target, draft = watch.models(pair.target, small)
+    drafting: Model | Reader = draft
     if reader is not None:
-        reader = copy.copy(reader)
-        reader.model = draft
-    prepared = _prepared(recipe, comparison, pair.ends, reader or draft, fitted, choices)
+        drafting = copy.copy(reader)
+        drafting.model = draft
+    prepared = _prepared(recipe, comparison, pair.ends, drafting, fitted, choices)
     predictions = Predictions(pair.target, pair.draft, prompts, spare, new_tokens, prepared)
     texts = time_texts(
         target,

@@ -83,7 +83,8 @@ def make_drafter(
     leaves it open (`chosen`). ValueError for a tree under a repetition penalty.
     """
     fitted = fitted or {}
-    if isinstance(draft, Reader):
+    if configuration.foreign:
+        assert isinstance(draft, Reader)
         return other_vocabulary_drafter(configuration, draft, sampler, random)
     if configuration.drafter.startswith("lookup"):
         price = LookupPrice(costs) if configuration.rule == "expected-value" else None
@@ -93,6 +94,7 @@ def make_drafter(
         second = configuration.tree_alone if configuration.branches else chain
         own = make_drafter(second, draft, sampler, random, costs, fitted, tree)
         return FirstThen(LookupDrafter(configuration.most, 2, price), own)
+    assert not isinstance(draft, Reader), f"`{configuration.title}` needs a draft of the target's vocabulary"
     if configuration.widths is not None:
         shape = Shape.of_widths(configuration.widths)
         distinct = configuration.verified_by == "distinct"

@@ -23,7 +23,7 @@ class Rules:
     `stop` is called after every round, for stop strings and the like (see stop_strings.py). A round may add several
     tokens, so it must find the first place to stop instead of reading the end alone. A `constraint` masks the target's
     logits before the sampler; a draft under the same constraint (see grammar/constrained.py) is accepted more often.
-    It ends texts with the same tokens.
+    Raises DataError where the constraint ends texts with other tokens.
 
     `rates` are synthetic: drafts and verification cost what they cost, then the token at position i is accepted by
     chance rates[i] where those before it were, whatever the target says of it; the last rate holds for all positions
@@ -39,7 +39,12 @@ class Rules:
     rates: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        assert self.constraint is None or set(self.constraint.ends) == set(self.ends)
+        if self.constraint is not None and set(self.constraint.ends) != set(self.ends):
+            raise DataError(
+                f"the grammar ends texts with tokens {sorted(self.constraint.ends)}, the decoder with "
+                f"{sorted(self.ends)}",
+                "give both the same end tokens",
+            )
 
     @property
     def by_argmax(self) -> bool:

@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.errors import DataError, PairError
 from distill.models.torch_model import TorchModel
+from distill.recipe import Configuration
 from distill.sampler import Sampler
+from distill.speculative.configured import make_drafter
 from distill.speculative.decode import decode_text, plain
 from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule, LossyProbabilityFloor, ProbabilityFloor
@@ -575,6 +577,14 @@ def test_rows_are_not_those_of_the_tokenizer(
     assert sum(r.drafted for r in result.rounds) > 0
     if not sampler.temperature:
         assert result.tokens == plain(target, prompt, 40).tokens
+
+
+def test_a_lookup_is_measured_beside_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
+    reader = Reader(TableModel(2), *[letters(tmp_path / "ours", ["a", "b"])] * 2)
+    kinds = {"lookup": LookupDrafter, "intersection": IntersectionDrafter, "string": StringMatchDrafter}
+    for name, kind in kinds.items():
+        configuration = Configuration(drafter=name, length=2)  # type: ignore[arg-type]
+        assert type(make_drafter(configuration, reader, Sampler(0), random.random)) is kind
 
 
 def test_pairs_that_cannot_be(tmp_path: Path) -> None:
