@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from distill.benchmark.any_pair import PairRequest, measure_any_pair, pair_settings
+from distill.benchmark.any_pair import measure_any_pair, pair_settings
 from distill.errors import DataError, DistillError, RecipeError
 from distill.evaluation.standalone import corpus_of, evaluate_standalone, open_pair
 from distill.files import require_new_folder
@@ -200,14 +200,9 @@ def measure_speedup(
         threads=threads,
         gguf=gguf,
     )
-    request = PairRequest(
-        names=(str(target), None if draft is None else str(draft)),
-        draft=small,
-        sweep=() if sampled else swept,
-        others=every if sampled else tuple(others),
-        prompt_tokens=prompt_tokens,
-    )
-    return measure_any_pair(recipe, request)
+    names = str(target), None if draft is None else str(draft)
+    sweep, rest = ((), every) if sampled else (swept, tuple(others))
+    return measure_any_pair(recipe, names, small, sweep, rest, prompt_tokens=prompt_tokens)
 
 
 def cut(

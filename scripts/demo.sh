@@ -3,7 +3,7 @@
 #
 #   (default)  a draft for SmolLM2-135M-Instruct, which scripts/setup.sh fetches (recipes/smollm2-demo.yaml)
 #   --toy      a draft for a toy model that lies in data/ (recipes/demo.yaml): minutes; also where SmolLM2 is missing
-#   --full     more text, more training and more prompts: an hour or more; with --toy a larger grown target, too
+#   --full     more text, more training and more prompts: an hour or more
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -32,7 +32,7 @@ recipe=recipes/smollm2-demo.yaml
 
 if [[ -n "$full" && -n "$toy" ]]; then
     settings+=(corpus.tokens=400000 answers.prompts=256 train.steps=300 eval.prompts=64 eval.new_tokens=96
-        eval.file_blocks=48 speedup.prompts=12 'speedup.lengths=[1,2,4,6,8]' 'speedup.grown={tile: 4, layers: 24}')
+        eval.file_blocks=48 speedup.prompts=12 'speedup.lengths=[1,2,4,6,8]')
 elif [[ -n "$full" ]]; then
     settings+=(corpus.sources.0.questions=400 corpus.sources.1.questions=800 answers.prompts=1000 train.steps=600 eval.prompts=104 speedup.prompts=32
         'speedup.lengths=[1,2,4,6,8]')

@@ -52,7 +52,7 @@ lists; `null` switches an optional part off. Quote anything your shell would int
 
 ```
 distill train recipes/demo.yaml train.steps=100 cut.layers=1
-distill train recipes/demo.yaml 'speedup.lengths=[2, 4]' speedup.grown=null
+distill train recipes/demo.yaml 'speedup.lengths=[2, 4]' train.hidden_states=null
 distill train recipes/demo.yaml corpus.sources.0.pattern='asyncio/*.py' name=asyncio
 ```
 

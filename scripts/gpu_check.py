@@ -33,7 +33,10 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from grow_target import grow
 
 from distill.files import write_json
 from distill.machine import machine
@@ -47,7 +50,6 @@ from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.rules import GREEDY, Rules
 from distill.speculative.trees.tree_drafter import TreeDrafter
-from distill.surgery.grow import grow
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = 151_936  # of Qwen's head

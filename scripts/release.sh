@@ -43,7 +43,7 @@ if [[ -z "${WITHOUT_LLAMA:-}" ]]; then
         llama=yes
     fi
 fi
-settings=('speedup.grown=null' 'speedup.lengths=[2,4]') # the grown target and more lengths take most of a rehearsal's time
+settings=('speedup.lengths=[2,4]') # more lengths take most of a rehearsal's time
 if [[ -z "$llama" ]]; then
     echo "release: llama-cpp-python is left out: PyTorch alone. Not tried: GGUF files."
     settings+=('speedup.backends=[pytorch]' 'export.outtypes=[]')

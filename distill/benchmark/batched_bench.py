@@ -48,12 +48,10 @@ def _measurement(line: bytes, where: str) -> dict[str, Any]:
     for name in (*COUNTS, *TIMES):
         if name not in row:
             raise DataError(f"{where} has no `{name}`", "is this the output of llama-batched-bench?")
-        if not has_form(row[name], int if name in COUNTS else (int, float)) or isinstance(row[name], bool):
-            raise DataError(f"{where}: `{name}` is {row[name]!r:.60}, not a number", "run the benchmark again")
-        if not (0 if name == "pp" else 1e-12) <= row[name] <= MAX_NUMBER:
-            raise DataError(
-                f"{where}: `{name}` is {row[name]!r:.60}, must be above 0", "use -ntg and -npl of 1 or more"
-            )
+        number = has_form(row[name], int if name in COUNTS else (int, float)) and not isinstance(row[name], bool)
+        if not number or not (0 if name == "pp" else 1e-12) <= row[name] <= MAX_NUMBER:
+            what = f"{where}: `{name}` is {row[name]!r:.60}, not a number above 0"
+            raise DataError(what, "run the benchmark again, with -ntg and -npl of 1 or more")
     return row
 
 

@@ -64,8 +64,15 @@ def measure_batches(
     for size in sizes if able else ():
         groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
         target, draft = (_with_rows(model, size, recipe.pytorch.compile) for model in (pair.target, pair.draft))
-        runs = {_base(one): _plain(one, target) for one in able}
-        runs |= {one.title: _speculative(one, target, draft, fitted) for one in able}
+        runs: dict[str, BatchRun] = {}
+        for one in able:
+            verifier = "token" if one.sampled else "greedy"
+            rules = Rules(one.rules.sampler, verifier, one.rules.ends)
+            runs.setdefault(one.base, partial(plain_batch, target, rules=rules))
+        for one in able:
+            rule = partial(make_rule, one.configuration, fitted.costs, fitted.calibrations)
+            argmax = one.rules.verifier == "match"
+            runs[one.title] = partial(decode_batch, target, draft, rules=one.rules, length=rule, argmax=argmax)
         seconds: dict[str, float] = dict.fromkeys(runs, 0.0)
         texts: dict[str, list[Decoded]] = {title: [] for title in runs}
         for run in runs.values():  # a throw-away text each
@@ -94,28 +101,12 @@ def _with_rows(model: Model, rows: int, compiled: bool) -> Model:
     return BatchedTorchModel(model.model, rows, model.vocabulary_size)
 
 
-def _base(one: Prepared) -> str:
-    """The title of plain decoding under the same sampler."""
-    return f"plain under {one.rules.sampler}"
-
-
-def _plain(one: Prepared, target: Model) -> BatchRun:
-    rules = Rules(one.rules.sampler, "token" if one.sampled else "greedy", one.rules.ends)
-    return partial(plain_batch, target, rules=rules)
-
-
-def _speculative(one: Prepared, target: Model, draft: Model, fitted: Fitted) -> BatchRun:
-    rule = partial(make_rule, one.configuration, fitted.costs, fitted.calibrations)
-    argmax = one.rules.verifier == "match"
-    return partial(decode_batch, target, draft, rules=one.rules, length=rule, argmax=argmax)
-
-
 def _randoms(seed: int, rows: int) -> list[Random]:
     return [random.Random(f"{seed}/{row}").random for row in range(rows)]
 
 
 def _figures(size: int, one: Prepared, texts: dict[str, list[Decoded]], seconds: dict[str, float]) -> BatchFigures:
     each, accepted = acceptance([r for text in texts[one.title] for r in text.rounds])
-    tokens, plain = (sum(len(text.tokens) for text in texts[title]) for title in (one.title, _base(one)))
-    rate, plain_rate = tokens / seconds[one.title], plain / seconds[_base(one)]
+    tokens, plain = (sum(len(text.tokens) for text in texts[title]) for title in (one.title, one.base))
+    rate, plain_rate = tokens / seconds[one.title], plain / seconds[one.base]
     return BatchFigures(size, one.title, tokens, rate, plain_rate, each or 0.0, accepted, rate / plain_rate)

@@ -15,7 +15,7 @@ from distill.files import has_form, read_json, write_json
 from distill.models.base import Model
 from distill.models.loaded import LoadedPair, load_pair
 from distill.packing import Packed
-from distill.recipe import Recipe
+from distill.recipe import Configuration, Recipe
 from distill.results.profile_results import ProfileReport
 from distill.results.serialise import from_json, read_result
 from distill.results.speedup_results import PairMeasured, RoundCosts, SpeedupPart
@@ -55,12 +55,12 @@ class Fit:
 
 
 def record_rounds(
-    target: Model, draft: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules, length: int = LENGTH
+    target: Model, draft: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules
 ) -> list[Recorder]:
-    """Decode every prompt with `length` drafted tokens a round; the rounds of each."""
+    """Decode every prompt with LENGTH drafted tokens a round; the rounds of each."""
     recorders = []
     for prompt in prompts:
-        recorder = Recorder(length)
+        recorder = Recorder(LENGTH)
         drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random, argmax=rules.verifier == "match")
         limit = room_for(target, draft, len(prompt), new_tokens)
         recorder.tokens = decode_text(target, drafter, prompt, limit, rules).tokens
@@ -170,14 +170,18 @@ def calibrate_pair(
     return Calibrated(table | {"split": split}, texts)
 
 
+def need_calibration(configurations: Sequence[Configuration]) -> bool:
+    """Whether some configuration reads what is counted on other texts beforehand."""
+    return any(one.learns or one.chosen for one in configurations)
+
+
 def calibrate_run(recipe: Recipe, run: Run) -> Calibrated | None:
     """The run's speedup/calibration.json and validation.json, made on validation text if they are not there yet.
 
     None where no configuration reads them.
     """
     settings = recipe.speedup
-    grown = settings.grown_configurations if settings.grown is not None else ()
-    if not any(one.learns or one.chosen for one in (*settings.configurations, *grown)):
+    if not need_calibration(settings.configurations):
         return None
     path, texts = run.path("speedup", "calibration.json"), run.path("speedup", "validation.json")
     if not path.exists():
@@ -239,8 +243,13 @@ def curve_costs(run: Run, backend: str) -> StepCosts:
 
 def run_costs(run: Run, backend: str) -> StepCosts:
     """What rounds of a run's pair pay; before stage speedup has measured it, the curves of profile.json."""
-    path = run.path("speedup", f"shipped-{backend}.json")
-    return paid_costs(read_result(path, SpeedupPart).costs).step_costs() if path.exists() else curve_costs(run, backend)
+    path = run.path("speedup", f"{backend}.json")
+    if not path.exists():
+        return curve_costs(run, backend)
+    stored = read_result(path, SpeedupPart).costs
+    verify = dict(zip(stored.lengths, stored.verify, strict=True))
+    steps = DraftSteps(*stored.by_argmax), DraftSteps(*stored.by_distribution)
+    return PaidCosts(stored.token, verify, *steps, stored.target_prompt, stored.draft_prompt).step_costs()
 
 
 def round_costs(paid: PaidCosts, pair: PairMeasured) -> RoundCosts:
@@ -248,15 +257,3 @@ def round_costs(paid: PaidCosts, pair: PairMeasured) -> RoundCosts:
     verify = [*paid.verify], [*paid.verify.values()]
     steps = [*astuple(paid.by_argmax)], [*astuple(paid.by_distribution)]
     return RoundCosts(*pair.key, paid.token, *verify, *steps, paid.target_prompt, paid.draft_prompt)
-
-
-def paid_costs(stored: RoundCosts) -> PaidCosts:
-    """The costs of which `round_costs` made these."""
-    return PaidCosts(
-        stored.token,
-        dict(zip(stored.lengths, stored.verify, strict=True)),
-        DraftSteps(*stored.by_argmax),
-        DraftSteps(*stored.by_distribution),
-        stored.target_prompt,
-        stored.draft_prompt,
-    )

@@ -24,6 +24,7 @@ from distill.models.base import Model
 from distill.models.loaded import load_pair
 from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
+from distill.results.tables import markdown_table
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.configured import make_drafter
@@ -182,30 +183,27 @@ def verify_run_distribution(recipe: Recipe, run: Run, samples: int) -> Distribut
 def distribution_markdown(found: DistributionTest) -> str:
     """The verdict and the figures behind it."""
     settings = ", ".join(f"{name} {value:g}" for name, value in found.sampler.items())
-    lines = [
+    blocks = [
         f"Sampler: {settings}. Speculative against plain sampling; a p-value below {found.level:.1e} "
-        "would be a difference.",
-        "",
+        "would be a difference."
     ]
     if found.tests:
-        lines.append("| prompt | verifier | samples each | drafted a round | least p | χ² | freedom | verdict |")
-        lines.append("|--:|---|--:|--:|--:|--:|--:|---|")
-        lines += [
-            f"| {test.prompt + 1} | {test.configuration} | {test.samples} | {test.drafted_per_round:.2f} "
-            f"| {test.p:.3g} | {test.chi_squared:.1f} | {test.freedom} "
-            f"| {'same distribution' if test.same else 'another distribution'} |"
-            for test in found.tests
-        ]
-        lines.append("")
+        heads = ["prompt", "verifier", "samples each", "drafted a round", "least p", "χ²", "freedom", "verdict"]
+        rows = []
+        for test in found.tests:
+            sizes = [str(test.samples), f"{test.drafted_per_round:.2f}"]
+            figures = [f"{test.p:.3g}", f"{test.chi_squared:.1f}", str(test.freedom)]
+            verdict = "same distribution" if test.same else "another distribution"
+            rows.append([str(test.prompt + 1), test.configuration, *sizes, *figures, verdict])
+        blocks.append(markdown_table(heads, rows, "rlrrrrrl"))
         if found.skipped:
-            lines += [f"Not tested, because a model takes no trees: {', '.join(found.skipped)}.", ""]
+            blocks.append(f"Not tested, because a model takes no trees: {', '.join(found.skipped)}.")
     else:
-        lines += ["The recipe's sampler is greedy: nothing is sampled, so only texts are compared.", ""]
+        blocks.append("The recipe's sampler is greedy: nothing is sampled, so only texts are compared.")
     greedy = found.greedy
-    lines.append(
+    verdict = "Lossless, as far as these samples can show." if found.lossless else "NOT lossless: please report this."
+    blocks.append(
         f"Greedy texts: {greedy.identical} identical, {greedy.excused} differing first at a rounding tie, "
-        f"{greedy.different} differing otherwise."
+        f"{greedy.different} differing otherwise.\n{verdict}"
     )
-    fine = "Lossless, as far as these samples can show."
-    lines.append(fine if found.lossless else "NOT lossless: please report this.")
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(blocks) + "\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy
 import torch
 
 from distill.machine import thread_count
-from distill.models.base import Model
 from distill.models.loaded import LoadedPair
 from distill.recipe import GgufOptions, Recipe
 from distill.recipe.gguf import NO_DEVICE
@@ -24,39 +23,29 @@ Library = Callable[[Sequence[int], int], int]  # a library's generation: a promp
 def plain_reference(
     recipe: Recipe, pair: LoadedPair, label: PairMeasured, prompts: Sequence[Sequence[int]]
 ) -> PlainReference:
-    """Our plain decoder beside the generation of the library that runs the target; a GGUF file is loaded again."""
-    if pair.hugging_face is not None:
-        name, library = "transformers generate", transformers_generation(pair.hugging_face[0], pair.ends)
-    else:
-        options = recipe.gguf_options("target")
-        name = "llama-cpp-python generate"
-        library = llama_generation(Path(pair.reference), pair.target.capacity, options, pair.ends)
-    medians = compare_library(pair.target, library, prompts, recipe.speedup.new_tokens, pair.ends)
-    return PlainReference(*label.key, name, *medians)
+    """Our plain decoder beside the generation of the library that runs the target; a GGUF file is loaded again.
 
-
-def compare_library(
-    target: Model,
-    library: Library,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    ends: Collection[int],
-) -> tuple[float, float, float]:
-    """Tokens per second of our plain decoder and of a library, in turn on the same prompts, and their ratio.
-
-    The ratio is the median over prompts, each with the two orders, so that a slow spell of the machine does not decide.
+    Tokens per second of both, in turn on the same prompts. Their ratio is the median over prompts, each with the two
+    orders, so that a slow spell of the machine does not decide.
     """
+    target, ends = pair.target, pair.ends
+    if pair.hugging_face is not None:
+        name, library = "transformers generate", transformers_generation(pair.hugging_face[0], ends)
+    else:
+        name = "llama-cpp-python generate"
+        library = llama_generation(Path(pair.reference), target.capacity, recipe.gguf_options("target"), ends)
     library(prompts[0], 4)
     plain(target, prompts[0], 4)
     speeds: dict[str, list[float]] = {"ours": [], "library": []}
     for index, prompt in enumerate(prompts):
-        limit = min(new_tokens, target.capacity - len(prompt))
+        limit = min(recipe.speedup.new_tokens, target.capacity - len(prompt))
         for who in ("ours", "library") if index % 2 else ("library", "ours"):
             started = time.perf_counter()
             made = len(plain(target, prompt, limit, ends).tokens) if who == "ours" else library(prompt, limit)
             speeds[who].append(made / (time.perf_counter() - started))
     ours, theirs = numpy.array(speeds["ours"]), numpy.array(speeds["library"])
-    return float(numpy.median(ours)), float(numpy.median(theirs)), float(numpy.median(ours / theirs))
+    medians = (float(numpy.median(values)) for values in (ours, theirs, ours / theirs))
+    return PlainReference(*label.key, name, *medians)
 
 
 def transformers_generation(model: Any, ends: list[int]) -> Library:

@@ -57,7 +57,7 @@ class Comparison:
     others: tuple[Configuration, ...]
     calibrated: Calibrated | None = None
     evaluated: list[list[tuple[int, int]]] | None = None
-    rates: tuple[float, ...] | None = None
+    rates: Sequence[float] | None = None
     reader: Reader | None = None
     of_run: bool = False
 
@@ -83,7 +83,7 @@ class ComparedPair:
     noise: float
     paid: PaidCosts | None
     fitted: Fitted
-    choices: list[Choice]
+    choices: dict[str, Choice]
     steps_given: list[str]
     prepared: list[Prepared]
     texts: list[TimedText]
@@ -105,10 +105,11 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     small: Model = pair.draft if reader is None else reader.model
     watch = Watch()
     target, draft = watch.models(pair.target, small)
+    drafting: Model | Reader = draft
     if reader is not None:
-        reader = copy.copy(reader)
-        reader.model = draft
-    prepared = _prepared(recipe, comparison, pair, draft, reader, fitted, choices)
+        drafting = copy.copy(reader)
+        drafting.model = draft
+    prepared = _prepared(recipe, comparison, pair.ends, drafting, fitted, choices)
     predictions = Predictions(pair.target, pair.draft, prompts, spare, new_tokens, prepared)
     texts = time_texts(
         target,
@@ -123,25 +124,23 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     predictions.finish()
     plain = next(text.decoded.tokens for text in texts if text.title == PLAIN.title)
     lengths = [one.most for one in comparison.sweep] or [LONGEST_OF_NONE]
-    others = _others_drafted(comparison, choices)
+    others = _others_drafted(comparison.others, choices)
     noise, sizes = tie_noise(recipe, pair.backend, pair.target, prompts[0], plain, lengths, others)
-    identities = {}
-    if comparison.rates is None:
-        identities = judge_identity(pair.target, prompts, texts, prepared, noise, sizes)
-    label, resamples, confidence = comparison.label, recipe.eval.resamples, recipe.eval.confidence
-    rows = measurements(texts, prepared, identities, label, resamples, confidence)
+    synthetic = comparison.rates is not None
+    identities = {} if synthetic else judge_identity(pair.target, prompts, texts, prepared, noise, sizes)
+    rows = measurements(texts, prepared, identities, comparison.label, recipe.eval)
     rows = [
         _predicted(row, one, comparison, texts, choices, predictions) for row, one in zip(rows, prepared, strict=True)
     ]
     chosen = None
-    if comparison.sweep and comparison.rates is None:
-        chosen = choose_length(texts, comparison.sweep, label, resamples, confidence)
+    if comparison.sweep and not synthetic:
+        chosen = choose_length(texts, comparison.sweep, comparison.label, recipe.eval)
     steps = time_steps(texts, pair.target, None if small is pair.target else small, recipe.profile.repeats)
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
     rounds = [round_figures(one, texts, steps, waits) for one in prepared]
-    explanations = explain(steps, rows, rounds, chosen, prompt_seconds(texts), comparison.rates is not None)
+    explanations = explain(steps, rows, rounds, chosen, prompt_seconds(texts), synthetic)
     if comparison.calibrated is not None:
-        explanations += [choice.sentence(comparison.calibrated.of_texts) for choice in choices]
+        explanations += [choice.sentence(comparison.calibrated.of_texts) for choice in choices.values()]
     if predictions.refused is not None:
         explanations.append(f"No speedup is predicted: {predictions.refused}.")
     return ComparedPair(
@@ -166,22 +165,34 @@ def largest_tree(recipe: Recipe, configurations: Sequence[Configuration]) -> int
     return max((one.drawn_nodes or one.nodes or recipe.profile.max_tokens - 1 for one in trees), default=0)
 
 
-def _others_drafted(comparison: Comparison, choices: Sequence[Choice]) -> list[int]:
+def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, Choice]) -> list[int]:
     """The most tokens that each greedy configuration beside the sweep drafts in a round: of a tree, given or chosen,
     its nodes, and of a lookup before it, its length."""
-    chosen = {choice.title: choice.nodes for choice in choices}
     sizes: set[int] = set()
-    for one in comparison.others:
+    for one in others:
         if one.sampler == "greedy":
-            tree = one.drawn_nodes or one.nodes or chosen.get(one.title, 0)
+            tree = one.drawn_nodes or one.nodes or (choices[one.title].nodes if one.title in choices else 0)
             sizes |= {tree} if one.drafter == "tree" else {tree, one.most}
     return sorted(sizes - {0})
 
 
+def with_cheapest_steps(
+    pair: LoadedPair, max_tokens: int, depth: int, repeats: int, progress: Progress | None = None
+) -> tuple[LoadedPair, list[str]]:
+    """The pair with its steps given the cheapest way that its curves show, and what that changes, in words.
+
+    A static pair stays as it is: rounds on a device drive the models themselves, whose steps are compiled by size.
+    """
+    if pair.pytorch.static:
+        return pair, []
+    target, draft = cheapest_pair(pair.target, pair.draft, max_tokens, depth, repeats, progress)
+    models = {"target": target} if draft is target else {"target": target, "draft": draft}
+    lines = [line for name, model in models.items() if (line := model.describe(name))]
+    return replace(pair, target=target, draft=draft), lines
+
+
 def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> tuple[LoadedPair, list[str]]:
-    """The pair with its steps given the cheapest way that its curves show, and what that changes, in words."""
-    if recipe.pytorch.static and pair.backend == "pytorch":
-        return pair, []  # rounds on a device drive the models themselves, whose steps are compiled by size
+    """`with_cheapest_steps` for all steps of the comparison."""
     profile = recipe.profile
     max_tokens = max(one.most for one in comparison.configurations) + 1
     if any(one.chosen for one in comparison.configurations):
@@ -192,14 +203,13 @@ def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Compariso
     if not comparison.of_run:  # whose estimates take all progress to grow with its prompts
         models = 1 if pair.draft is pair.target else 2
         progress = Progress(f"{pair.backend}, steps", (profile.repeats + 1) * models)
-    cheapest = cheapest_pair(pair.target, pair.draft, max_tokens, depth, profile.repeats, progress)
-    return replace(pair, target=cheapest.target, draft=cheapest.draft), cheapest.describe()
+    return with_cheapest_steps(pair, max_tokens, depth, profile.repeats, progress)
 
 
 def _fit(
     recipe: Recipe, pair: LoadedPair, comparison: Comparison, spare: Sequence[Sequence[int]]
-) -> tuple[PaidCosts | None, Fitted, list[Choice]]:
-    """What configurations read that no measured prompt may decide: costs of rounds, calibrations, trees.
+) -> tuple[PaidCosts | None, Fitted, dict[str, Choice]]:
+    """What configurations read that no measured prompt may decide: costs of rounds, calibrations, trees by title.
 
     Rounds are timed of the lengths that may be drafted, behind `spare` prompts.
     """
@@ -217,47 +227,43 @@ def _fit(
     calibrations: Mapping[str, Calibration] = {}
     if calibrated is not None and any(one.learns for one in configurations):
         calibrations = read_calibrations(calibrated.table, calibrated.source)
-    choices: list[Choice] = []
+    choices: dict[str, Choice] = {}
     if calibrated is not None and chooses:
         rates = read_ranks(calibrated.table, calibrated.source).rates()
         target, draft, texts = pair.target, pair.draft, calibrated.texts
-        choices = choose_trees(recipe, comparison.others, target, draft, texts, pair.ends, costs, calibrations, rates)
-    return paid, Fitted(costs, calibrations, {choice.title: choice.tree for choice in choices}), choices
+        found = choose_trees(recipe, comparison.others, target, draft, texts, pair.ends, costs, calibrations, rates)
+        choices = {choice.title: choice for choice in found}
+    return paid, Fitted(costs, calibrations, {title: choice.tree for title, choice in choices.items()}), choices
 
 
 def _prepared(
     recipe: Recipe,
     comparison: Comparison,
-    pair: LoadedPair,
-    draft: Model,
-    reader: Reader | None,
+    ends: Sequence[int],
+    draft: Model | Reader,
     fitted: Fitted,
-    choices: Sequence[Choice],
+    choices: Mapping[str, Choice],
 ) -> list[Prepared]:
     """Plain decoding, the sweep and all other configurations, under titles that name chosen trees and synthetic rates,
     where they are asked for."""
     rates = comparison.rates
-    ends = [] if rates is not None else pair.ends
-    prepared = prepare_all(recipe, comparison.sweep, comparison.others, draft, ends, fitted, reader)
+    prepared = prepare_all(
+        recipe, comparison.sweep, comparison.others, draft, [] if rates is not None else ends, fitted
+    )
     refused = next((one for one in prepared if one.lossy is not None and not recipe.speedup.allow_lossy), None)
     if refused is not None:
         raise RecipeError(
             f"`{refused.title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
         )
-    if rates is None:
-        titles = {choice.title: choice.title_with_tree for choice in choices}
-        return [replace(one, name=titles.get(one.title)) for one in prepared]
-    return [
-        one
-        if one.make is None
-        else replace(
-            one,
-            rules=replace(one.rules, rates=rates),
-            lossy=SYNTHETIC,
-            name=f"{one.title} (synthetic acceptance)",
-        )
-        for one in prepared
-    ]
+    named = []
+    for one in prepared:
+        if rates is not None and one.make is not None:
+            name, rules = f"{one.title} (synthetic acceptance)", replace(one.rules, rates=rates)
+            one = replace(one, rules=rules, lossy=SYNTHETIC, name=name)
+        elif one.title in choices:
+            one = replace(one, name=choices[one.title].title_with_tree)
+        named.append(one)
+    return named
 
 
 def _predicted(
@@ -265,11 +271,11 @@ def _predicted(
     one: Prepared,
     comparison: Comparison,
     texts: Sequence[TimedText],
-    choices: Sequence[Choice],
+    choices: Mapping[str, Choice],
     predictions: Predictions,
 ) -> Measurement:
     """The measurement with its prediction, and the size of a chosen tree."""
-    choice = next((choice for choice in choices if choice.title == one.configuration.title), None)
+    choice = choices.get(one.configuration.title)
     if choice is not None:
         return replace(row, nodes=choice.nodes, predicted=choice.speedup)
     return replace(row, predicted=predictions.speedup(one.title, _accepted(comparison, one, texts)))

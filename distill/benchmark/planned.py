@@ -13,6 +13,7 @@ from typing import Any
 
 from distill.benchmark.hardware import Hardware, StepWork, work_of, work_of_config
 from distill.benchmark.layer_swap import LayerSwap
+from distill.benchmark.pair import with_cheapest_steps
 from distill.benchmark.plan import Case, step_costs
 from distill.errors import DataError, DistillError, RecipeError
 from distill.models.conversion.writer import export_gguf, target_file
@@ -24,7 +25,7 @@ from distill.models.trimmed_head import write_kept
 from distill.progress import Progress
 from distill.recipe import Gguf, Recipe, Target
 from distill.recipe.target import TYPE_BYTES
-from distill.speculative.costs.cheapest import DRAFT_STEPS, cheapest_pair
+from distill.speculative.costs.cheapest import DRAFT_STEPS
 from distill.speculative.costs.curve import CostCurve
 from distill.speculative.costs.paid import PaidMeter
 from distill.surgery.checks import SHAPE, check_cut, planned_sizes
@@ -153,9 +154,7 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
             "plan for fewer tokens: --depth, --tokens",
         )
     progress = Progress(f"{title}: timings", TIMINGS + 2 * REPEATS + 2)
-    if not pair.pytorch.static:  # whose rounds drive the models themselves
-        cheapest = cheapest_pair(pair.target, pair.draft, max_tokens, prompt, REPEATS, progress)
-        pair = replace(pair, target=cheapest.target, draft=cheapest.draft)
+    pair, _ = with_cheapest_steps(pair, max_tokens, prompt, REPEATS, progress)
     size, timings = pair.target.vocabulary_size, []
     for number in range(TIMINGS):
         text = [(7 * place + 11 * number + 3) % size for place in range(prompt)]

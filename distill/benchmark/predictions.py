@@ -30,7 +30,9 @@ class Predictions:
         self.refused: str | None = None
         self._new_tokens = new_tokens
         self._prompt = round(sum(map(len, prompts)) / len(prompts))
-        self._lengths = {one.title: one.length for one in prepared if one.length and _predictable(one)}
+        chains = [one for one in prepared if one.configuration.drafter == "draft" and not one.sampled]
+        fixed = [one for one in chains if one.configuration.length_rule == "fixed"]
+        self._lengths = {one.title: one.length for one in fixed if one.length}
         self._costs: PaidCosts | None = None
         self._meter: PaidMeter | None = None
         if self._lengths:
@@ -60,8 +62,3 @@ class Predictions:
         if length is None or self._costs is None or not accepted:
             return None
         return self._costs.predicted_speedup(length, accepted, self._prompt, self._new_tokens)
-
-
-def _predictable(one: Prepared) -> bool:
-    configuration = one.configuration
-    return configuration.drafter == "draft" and configuration.length_rule == "fixed" and not one.sampled

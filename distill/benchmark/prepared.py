@@ -16,7 +16,7 @@ from distill.speculative.configured import NO_COSTS, Tree, configured_sampler, l
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import Decoded, decode_text, plain
 from distill.speculative.draft import Drafter
-from distill.speculative.other_vocabulary.drafters import Reader, other_vocabulary_drafter
+from distill.speculative.other_vocabulary.drafters import Reader
 from distill.speculative.rules import Rules
 from distill.speculative.verify import refusal
 
@@ -72,23 +72,20 @@ class Prepared:
 def prepare(
     recipe: Recipe,
     configuration: Configuration,
-    draft: Model,
+    draft: Model | Reader,
     ends: Collection[int],
     fitted: Fitted,
-    reader: Reader | None = None,
 ) -> Prepared:
-    """Make a configuration ready under the recipe's seed and sampler; `reader` is a draft of another vocabulary."""
+    """Make a configuration ready under the recipe's seed and sampler; a `Reader` is a draft of another vocabulary."""
     sampler = configured_sampler(configuration, recipe.sampler)
     draws = random.Random(f"{recipe.seed}/{configuration.title}").random
     if not configuration.drafts:
         return Prepared(configuration, Rules(sampler, "token" if sampler.temperature else "greedy", ends, draws), None)
     rules = Rules(sampler, configuration.verified_by, ends, draws)
-    if configuration.foreign:
-        assert reader is not None
-        make: Callable[[], Drafter] = partial(other_vocabulary_drafter, configuration, reader, sampler, draws)
-        return Prepared(configuration, rules, make, refusal(rules.verifier, make().kind, sampler.temperature))
     tree = fitted.trees.get(configuration.title)
     make = partial(make_drafter, configuration, draft, sampler, draws, fitted.costs, fitted.calibrations, tree)
+    if configuration.foreign:
+        return Prepared(configuration, rules, make, refusal(rules.verifier, make().kind, sampler.temperature))
     return Prepared(configuration, rules, make, lossy_reason(configuration, sampler))
 
 
@@ -96,16 +93,15 @@ def prepare_all(
     recipe: Recipe,
     sweep: Sequence[Configuration],
     others: Sequence[Configuration],
-    draft: Model,
+    draft: Model | Reader,
     ends: Collection[int],
     fitted: Fitted,
-    reader: Reader | None = None,
 ) -> list[Prepared]:
     """Plain greedy decoding, the sweep (a configuration a length), and all others.
 
     Where some of these are sampled, plain sampling stands before them, as their base.
     """
-    ready = partial(prepare, recipe, draft=draft, ends=ends, fitted=fitted, reader=reader)
+    ready = partial(prepare, recipe, draft=draft, ends=ends, fitted=fitted)
     lengths = [replace(ready(PLAIN), length=0), *(replace(ready(one), length=one.most) for one in sweep)]
     sampled = Sampler.of(recipe.sampler).temperature > 0 and any(one.sampler == "recipe" for one in others)
     return [*lengths, *map(ready, [*([PLAIN_SAMPLED] if sampled else []), *others])]

@@ -15,7 +15,7 @@ from distill.recipe import Profile, Recipe
 from distill.results.profile_results import MeasuredCurve, ProfileReport
 from distill.results.serialise import write_result
 from distill.run import Run
-from distill.speculative.costs.curve import measure_curve
+from distill.speculative.costs.curve import doubt, measure_steps
 
 
 def profile_entry(
@@ -25,20 +25,12 @@ def profile_entry(
 
     It is measured at the recipe's depth, or at the deepest that the model's context leaves room for.
     """
-    depth = min(settings.depth, model.capacity - settings.max_tokens)
-    curve = measure_curve(model, title, backend, [depth], settings.max_tokens, settings.repeats, show_progress=False)
+    depth, sizes = min(settings.depth, model.capacity - settings.max_tokens), range(1, settings.max_tokens + 1)
+    steps = measure_steps(model, sizes, depth, settings.repeats, model.vocabulary_size)
+    medians, fastest, slowest = (list(times) for times in zip(*steps.values(), strict=True))
+    note = doubt(medians, fastest)
     return MeasuredCurve(
-        model=curve.model,
-        backend=curve.backend,
-        dtype=dtype,
-        depth=depth,
-        repeats=curve.repeats,
-        tokens=list(range(1, len(curve.seconds[0]) + 1)),
-        seconds=list(curve.seconds[0]),
-        low=list(curve.fastest[0]),
-        high=list(curve.slowest[0]),
-        doubt=curve.note,
-        options=options,
+        title, backend, dtype, depth, settings.repeats, [*sizes], medians, fastest, slowest, note, options
     )
 
 

@@ -1,11 +1,9 @@
-"""Stage `speedup`: the draft with the target as it is and, where asked for, with the same target grown."""
+"""Stage `speedup`: plain against speculative decoding of the run's target and draft, by each backend."""
 
 from __future__ import annotations
 
 import gc
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -16,22 +14,13 @@ from distill.benchmark.compare import TimedText
 from distill.benchmark.libraries import plain_reference
 from distill.benchmark.pair import ComparedPair, Comparison, largest_tree, measure_pair
 from distill.benchmark.tables import run_markdown
-from distill.faults import faults_explained
 from distill.files import write_text
 from distill.machine import machine
 from distill.models.conversion.importing import file_type
-from distill.models.conversion.writer import export_gguf, own_file
+from distill.models.conversion.writer import own_file
 from distill.models.gguf.model import MOST_LEAVES
-from distill.models.hugging_face import (
-    describe_model,
-    end_ids,
-    load_config,
-    load_model,
-    load_target,
-    load_tokenizer,
-    pick_device,
-)
-from distill.models.loaded import LoadedPair, load_pair, pair_of_models
+from distill.models.hugging_face import end_ids, load_config, load_tokenizer
+from distill.models.loaded import LoadedPair, load_pair
 from distill.recipe import Gguf, Recipe, Target
 from distill.recipe.measuring import fixed_length
 from distill.results.serialise import read_result, write_result
@@ -41,30 +30,30 @@ from distill.sampler import Sampler
 from distill.speculative.configured import check_configurations
 from distill.speculative.costs.paid import PROMPTS
 from distill.speculative.stop_strings import Characters
-from distill.surgery.grow import grow
 from distill.texts import read_prompts
 
-REFERENCE_PROMPTS = {False: 4, True: 2}  # by grown: a grown target takes a minute for each pair of runs
+REFERENCE_PROMPTS = 4  # on which the library's own generation is timed
 SAMPLES = 3
 
 
 def speedup(recipe: Recipe, run: Run) -> list[Path]:
-    """Write speedup.json and speedup.md; each pair and backend is a part, kept when the run is interrupted."""
+    """Write speedup.json and speedup.md; each backend is a part, kept when the run is interrupted."""
     settings = recipe.speedup
     for line in check_configurations(recipe):
         run.say(f"  {line}")
     calibrated = calibrate_run(recipe, run)
     parts = []
-    for grown in [False, True] if settings.grown is not None else [False]:
-        for backend in settings.backends:
-            path = run.path("speedup", f"{'grown' if grown else 'shipped'}-{backend}.json")
-            if path.exists():
-                run.say(f"  {path.stem}: measured before the interruption")
-            else:
-                with open_pair(recipe, run, backend, grown) as (pair, label):
-                    write_result(path, _measure(recipe, run, pair, label, calibrated))
-            parts.append(read_result(path, SpeedupPart))
-            gc.collect()
+    for backend in settings.backends:
+        path = run.path("speedup", f"{backend}.json")
+        if path.exists():
+            run.say(f"  {backend}: measured before the interruption")
+        else:
+            label = _label(recipe, backend)
+            with _load(recipe, run, backend) as pair:
+                run.say(f"  {label.pair}, {backend}")
+                write_result(path, _measure(recipe, run, pair, label, calibrated))
+        parts.append(read_result(path, SpeedupPart))
+        gc.collect()
     report = SpeedupReport(
         command=run.command,
         machine=machine(),
@@ -83,16 +72,15 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
 def _measure(
     recipe: Recipe, run: Run, pair: LoadedPair, label: PairMeasured, calibrated: Calibrated | None
 ) -> SpeedupPart:
-    """All measurements of one pair by one backend, on test prompts; their explanations are said, too."""
-    settings, grown = recipe.speedup, label.grown
-    prompts = [prompt.ids for prompt in read_prompts(run, "test")]
-    prompts = prompts[: settings.grown_prompts if grown else settings.prompts]
+    """All measurements of the pair by one backend, on test prompts; their explanations are said, too."""
+    settings = recipe.speedup
+    prompts = [prompt.ids for prompt in read_prompts(run, "test")][: settings.prompts]
     comparison = Comparison(
         label=label,
         prompts=prompts,
         spare_prompts=validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS),
-        sweep=tuple(fixed_length(length) for length in (settings.grown_lengths if grown else settings.lengths)),
-        others=settings.grown_configurations if grown else settings.configurations,
+        sweep=tuple(fixed_length(length) for length in settings.lengths),
+        others=settings.configurations,
         calibrated=calibrated,
         evaluated=_evaluated_rounds(run, prompts, settings.new_tokens),
         of_run=True,
@@ -105,63 +93,39 @@ def _measure(
     return SpeedupPart(
         measurements=compared.measurements,
         chosen=compared.chosen,
-        plain_reference=plain_reference(recipe, pair, label, prompts[: REFERENCE_PROMPTS[grown]]),
+        plain_reference=plain_reference(recipe, pair, label, prompts[:REFERENCE_PROMPTS]),
         noise=Noise(*label.key, compared.noise),
         costs=round_costs(compared.paid, label),
-        trees=[choice.as_result(label) for choice in compared.choices],
+        trees=[choice.as_result(label) for choice in compared.choices.values()],
         rounds=compared.rounds,
         explanations=explanations,
-        samples=[] if grown else _samples(recipe, pair, label, prompts, compared),
+        samples=_samples(recipe, pair, label, prompts, compared),
     )
 
 
-@contextmanager
-def open_pair(recipe: Recipe, run: Run, backend: str, grown: bool) -> Iterator[tuple[LoadedPair, PairMeasured]]:
-    """A pair of the run in one backend, and its name; a grown target is written to a folder removed at the end."""
-    scratch = run.path("speedup", ".scratch")
-    try:
-        loaded, parameters = _load(recipe, run, backend, grown, scratch)
-        with loaded:
-            title = f"draft + target grown to {parameters / 1e6:.0f}M" if grown else "draft + target"
-            title += recipe.pytorch.suffix if backend == "pytorch" else ""
-            if backend == "gguf" and not grown and (own := own_file(recipe)) is not None:
-                title += f", target {file_type(own)}, draft {recipe.speedup.outtype}"
-            run.say(f"  {title}, {backend}")
-            yield loaded, PairMeasured(title, backend, grown)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+def _label(recipe: Recipe, backend: str) -> PairMeasured:
+    """The name of the run's pair: with PyTorch's settings that are not the defaults, or the types of GGUF files."""
+    title = "draft + target"
+    if backend == "pytorch":
+        title += recipe.pytorch.suffix
+    elif (own := own_file(recipe)) is not None:
+        title += f", target {file_type(own)}, draft {recipe.speedup.outtype}"
+    return PairMeasured(title, backend)
 
 
-def _load(recipe: Recipe, run: Run, backend: str, grown: bool, scratch: Path) -> tuple[LoadedPair, int]:
-    """The models, and the parameters of a grown target (0 for the target as it is)."""
-    settings, draft, parameters = recipe.speedup, str(run.path("draft")), 0
-    if backend == "pytorch" and not grown:
-        return load_pair(recipe.target, draft, device=recipe.device, pytorch=recipe.pytorch), parameters
-    served = own_file(recipe) or run.path("gguf", f"target-{settings.outtype}.gguf")
-    if grown:
-        assert settings.grown is not None
-        device = pick_device(recipe.device)
-        small = load_target(recipe.target, device)
-        big = grow(small.float().cpu(), settings.grown.tile, settings.grown.layers).to(device)
-        parameters = describe_model("", big).parameters
-        tokenizer = load_tokenizer(recipe.target.model)
-        if backend == "pytorch":
-            drafting = load_model(draft, recipe.target.dtype, pick_device(recipe.pytorch.draft_device or recipe.device))
-            return pair_of_models(recipe.target.model, big, drafting, tokenizer, recipe.pytorch), parameters
-        with faults_explained(scratch):
-            scratch.mkdir(parents=True, exist_ok=True)
-            big.save_pretrained(scratch / "grown")
-            tokenizer.save_pretrained(scratch / "grown")
-        served = scratch / "grown.gguf"
-        export_gguf(scratch / "grown", served, settings.outtype, f"{recipe.name} target, grown")
-    files = Target(model=str(served)), str(run.path("gguf", f"draft-{settings.outtype}.gguf"))
-    trees = settings.grown_configurations if grown else settings.configurations
-    nodes = min(largest_tree(recipe, trees), MOST_LEAVES)
+def _load(recipe: Recipe, run: Run, backend: str) -> LoadedPair:
+    """The run's target and trained draft."""
+    settings = recipe.speedup
+    if backend == "pytorch":
+        return load_pair(recipe.target, str(run.path("draft")), device=recipe.device, pytorch=recipe.pytorch)
+    target = Target(model=str(own_file(recipe) or run.path("gguf", f"target-{settings.outtype}.gguf")))
+    draft = str(run.path("gguf", f"draft-{settings.outtype}.gguf"))
+    nodes = min(largest_tree(recipe, settings.configurations), MOST_LEAVES)
     options = Gguf(target=recipe.gguf_options("target"), draft=recipe.gguf_options("draft"))
-    pair = load_pair(*files, tokens=recipe.corpus.block, nodes=nodes, gguf=options)
+    pair = load_pair(target, draft, tokens=recipe.corpus.block, nodes=nodes, gguf=options)
     # Both backends end their texts with the same tokens: llama.cpp knows some more by their names.
     ends = end_ids(load_config(recipe.target.model), load_tokenizer(recipe.target.model))
-    return replace(pair, ends=ends), parameters
+    return replace(pair, ends=ends)
 
 
 def _evaluated_rounds(run: Run, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[tuple[int, int]]]:

@@ -25,7 +25,6 @@ from distill.speculative.draft import Drafter
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape, choose_shape, expected_accepted
-from distill.speculative.trees.tree import choose_budget
 from distill.speculative.trees.tree_drafter import TreeDrafter
 
 # Trees that are timed; each costs a few texts, and what lies between two of them is hardly faster than both.
@@ -168,20 +167,21 @@ def shape_values(shapes: Mapping[int, Shape], rates: Sequence[float]) -> list[fl
 def choose_tree(
     title: str, trees: Mapping[int, Tree], values: Sequence[float], seconds: Mapping[int, float], costs: StepCosts
 ) -> Choice:
-    """The tree of the most tokens per second among `trees` by their nodes, 0 being plain decoding: see `choose_budget`.
+    """The tree of the most tokens per second among `trees` by their nodes, the smallest on ties; 0 is plain decoding.
 
     The first n `values` sum up to the expected accepted tokens of n nodes. A round of n takes T(n + 1) and the part of
     the timed `seconds` beyond it: drafting, and walking the tree. Sizes that no round came to are left out.
     """
     expected = list(accumulate(values, initial=1.0))
     known = min(len(expected), len(costs.target))
-    sizes = [n for n in sorted(trees) if n < known and (n == 0 or n in seconds)]
-    target = {n + 1: costs.target[n] for n in sizes}
-    beyond = {n: max(seconds[n] - costs.target[n], 0.0) if n else 0.0 for n in sizes}
-    nodes = choose_budget(values, target, lambda n: beyond.get(n, 0.0))
-    compared = [ComparedTree(n, expected[n], target[n + 1], beyond[n]) for n in sizes]
-    spent = target[nodes + 1] + beyond[nodes]
-    return Choice(title, trees[nodes], expected[nodes], spent, expected[nodes] * costs.target[0] / spent, compared)
+    compared = [
+        ComparedTree(n, expected[n], costs.target[n], max(seconds[n] - costs.target[n], 0.0) if n else 0.0)
+        for n in sorted(trees)
+        if n < known and (n == 0 or n in seconds)
+    ]
+    best = max(compared, key=lambda one: one.tokens / (one.target_seconds + one.other_seconds))
+    spent = best.target_seconds + best.other_seconds
+    return Choice(title, trees[best.nodes], best.tokens, spent, best.tokens * costs.target[0] / spent, compared)
 
 
 def choose_trees(
@@ -201,7 +201,7 @@ def choose_trees(
     `texts` are prompts of the validation split, each with the target's text after it; `timed` (prompts, rounds) is
     after how many of them how many rounds are timed. `rates` are the acceptance by rank.
     """
-    costs = replace(costs, target=costs.target[: recipe.profile.max_tokens])  # a grown pair's may go on
+    costs = replace(costs, target=costs.target[: recipe.profile.max_tokens])
     max_nodes = len(costs.target) - 1
     prompts = [prompt for prompt, _ in texts[: timed[0]]]
     choices = []

@@ -132,6 +132,6 @@ def predicted_acceptance(run: Run | None, length: int | None) -> float:
     found = {
         one.backend: one.acceptance
         for one in read_result(run.path("speedup.json"), SpeedupReport).measurements
-        if one.length == length and not one.grown and one.sampler is None and one.acceptance is not None
+        if one.length == length and one.sampler is None and one.acceptance is not None
     }
     return found.get("gguf", found.get("pytorch", math.nan))

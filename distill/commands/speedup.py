@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +17,6 @@ from distill.recipe import Configuration, Gguf, PyTorch, SamplerSettings, parse_
 from distill.recipe.load import read_yaml
 from distill.results.serialise import as_json, read_result, write_result
 from distill.run import Run
-
-if TYPE_CHECKING:
-    from distill.benchmark.any_pair import PairRequest
 
 PAIR = "Any pair, without a run"
 
@@ -137,7 +134,7 @@ def speedup(
     shared.require_dtype_used(dtype, big)
     batches = _batch_sizes(batch, big)
     shared.prepare(threads)
-    from distill.benchmark.any_pair import PairRequest, measure_any_pair, pair_settings
+    from distill.benchmark.any_pair import measure_any_pair, pair_settings
     from distill.benchmark.tables import flat_pair_rows, pair_markdown
     from distill.speculative.configured import check_configurations
 
@@ -160,19 +157,19 @@ def speedup(
     rates = None
     if synthetic_acceptance is not None:
         rates = tuple(shared.rates(synthetic_acceptance, "--synthetic-acceptance"))
-    request = PairRequest(
-        names=(target, draft),
-        draft=small,
-        sweep=sweep,
-        others=others,
+        _require_meaning(every, batches)
+    report = measure_any_pair(
+        recipe,
+        (target, draft),
+        small,
+        sweep,
+        others,
         prompt_tokens=prompt_tokens,
         batches=batches,
         rates=rates,
         library=library,
         command=shlex.join(["distill", *sys.argv[1:]]),
     )
-    _require_meaning(request)
-    report = measure_any_pair(recipe, request)
     if to is not None:
         write_result(to, report)
     shared.print_table(flat_pair_rows(report), pair_markdown(report), as_json(report), output)
@@ -223,17 +220,15 @@ def _batch_sizes(text: str | None, target: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _require_meaning(request: PairRequest) -> None:
+def _require_meaning(configurations: Sequence[Configuration], batches: Sequence[int]) -> None:
     """Raise RecipeError for measurements that synthetic acceptance would make meaningless."""
-    if request.rates is None:
-        return
-    learning = next((one for one in request.configurations if one.learns or one.chosen), None)
+    learning = next((one for one in configurations if one.learns or one.chosen), None)
     if learning is not None:
         raise RecipeError(
             f"`{learning.title}` is fitted to what the target accepts, and synthetic acceptance is not that",
             "use `calibration: none`, or a configuration that fits nothing",
         )
-    if request.batches:
+    if batches:
         raise RecipeError("--batch decodes with the target's own acceptance", "leave --synthetic-acceptance out")
 
 

@@ -49,7 +49,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         # The choice of weights, and the judgement of a replay.
         "validation": (train.acceptance.prompts if train.acceptance else 0)
         + (train.replay.judges if train.replay else 0),
-        "test": max(recipe.eval.prompts, recipe.speedup.prompts, recipe.speedup.grown_prompts),
+        "test": max(recipe.eval.prompts, recipe.speedup.prompts),
     }
     summary: dict[str, Any] = {}
     for split in SPLITS:

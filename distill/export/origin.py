@@ -70,9 +70,7 @@ def _measured(report: SpeedupReport, recipe: Recipe) -> Advice | None:
     tried = [
         measurement
         for measurement in report.measurements
-        if not measurement.grown
-        and measurement.sampler is None
-        and (measurement.length or measurement.configuration in floors)
+        if measurement.sampler is None and (measurement.length or measurement.configuration in floors)
     ]
     backend = "gguf" if any(measurement.backend == "gguf" for measurement in tried) else "pytorch"
     tried = [measurement for measurement in tried if measurement.backend == backend and measurement.speedup > 1]

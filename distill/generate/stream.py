@@ -25,7 +25,7 @@ from distill.speculative.costs.curve import StepCosts
 from distill.speculative.costs.paid import measure_paid
 from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import Drafter
-from distill.speculative.other_vocabulary.drafters import Reader, other_vocabulary_drafter, read_with
+from distill.speculative.other_vocabulary.drafters import Reader, read_with
 from distill.speculative.rules import Rules, require_lossless
 from distill.speculative.stop_strings import BytesOf, Characters, stop_before
 from distill.speculative.verify import refusal
@@ -190,14 +190,14 @@ def _constraint(pair: LoadedPair, kind: str, grammar: str) -> Constraint:
 
 
 def _drafter(pair: LoadedPair, reader: Reader | None, request: Request, rules: Rules, ids: Sequence[int]) -> Drafter:
-    """The drafter of the request; `reader` is a draft of another vocabulary.
+    """The drafter of the request; `reader` is a draft of another vocabulary, which obeys no grammar.
 
     The expected-value rule's costs are timed behind the prompt `ids` where they were not measured before. Under a
     grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
     """
     configuration, grammar = request.configuration, rules.constraint
     if reader is not None:
-        return other_vocabulary_drafter(configuration, reader, rules.sampler, rules.random)
+        return make_drafter(configuration, reader, rules.sampler, rules.random)
     costs = request.costs or NO_COSTS
     if configuration.rule == "expected-value" and request.costs is None:
         lengths = range(1, configuration.most + 1)

@@ -32,7 +32,6 @@ from distill.recipe import Recipe, is_path
 from distill.recipe.recipe import REASON, not_run
 from distill.speculative.configured import check_configurations, check_trees
 from distill.surgery.checks import check_cut, check_smaller
-from distill.surgery.grow import check_growth
 from distill.target.groups import check_writer
 from distill.target.questions.asking import check_questions
 from distill.target.teacher import check_teacher
@@ -207,8 +206,6 @@ def check_disk(recipe: Recipe) -> list[str]:
 def check_export(recipe: Recipe) -> list[str]:
     """Target and draft can be written as GGUF, and llama.cpp is here to read them, where the recipe asks for files."""
     load = recipe.target.load
-    if load and recipe.speedup.grown is not None:
-        check_growth(load_config(recipe.target.model), recipe.speedup.grown.layers)
     if not recipe.export.outtypes and not (load and "gguf" in recipe.speedup.backends):
         return []
     without = "train without GGUF files: export.outtypes=[] speedup.backends=[pytorch]"

@@ -65,9 +65,8 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "train.trackers": (),
         "eval.prompts": PROMPTS,
         "eval.file_blocks": min(PROMPTS, recipe.eval.file_blocks),
-        **{f"speedup.{count}": 2 for count in ("prompts", "grown_prompts", "calibration_prompts")},
+        **{f"speedup.{count}": 2 for count in ("prompts", "calibration_prompts")},
         "speedup.lengths": (max(speedup.lengths),),
-        "speedup.grown_lengths": (max(speedup.grown_lengths),),
     }
     if train.replay is not None:
         values["train.replay.prompts"] = min(PROMPTS, train.replay.prompts)

@@ -114,7 +114,7 @@ STAGES = (
             *("seed", "corpus", "chat", "cut.score_blocks", "train.acceptance.prompts", "train.replay.judges"),
             *_keys("answers", "prompts prompt_tokens new_tokens"),
             *_keys("eval", "prompts file_blocks"),
-            *_keys("speedup", "prompts grown_prompts"),
+            "speedup.prompts",
         ),
         (("questions", "questions/target*.jsonl"),),
         ("corpus",),

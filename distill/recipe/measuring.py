@@ -37,13 +37,6 @@ class Export(Section):
     parity_positions: int = Field(2000, ge=1, description="test positions compared with Hugging Face fp32")
 
 
-class Grown(Section):
-    """The target, enlarged without changing its function, so that real text meets a real pair's cost ratio."""
-
-    tile: int = Field(4, ge=1, description="hidden size, heads and MLP width are multiplied by this")
-    layers: int = Field(24, ge=1, description="layers in all; the added ones are zero")
-
-
 class Speedup(Section):
     """Plain against speculative decoding."""
 
@@ -52,14 +45,10 @@ class Speedup(Section):
     lengths: tuple[int, ...] = Field((1, 2, 4, 6, 8), min_length=1, description="draft lengths swept")
     prompts: int = Field(12, ge=2, description="distinct test prompts")
     new_tokens: int = Field(96, ge=8, description="tokens decoded per prompt")
-    grown: Grown | None = Field(None, description="also measure a grown target (demo models only)")
-    grown_prompts: int = Field(4, ge=2, description="prompts for the grown target")
-    grown_lengths: tuple[int, ...] = Field((2, 4, 8), min_length=1, description="draft lengths for the grown target")
     configurations: tuple[Configuration, ...] = Field(
         (Configuration(rule="expected-value", calibration="context"),),
         description="other ways to decode, measured in turn with the lengths",
     )
-    grown_configurations: tuple[Configuration, ...] = Field((), description="the same for the grown target")
     calibration_prompts: int = Field(
         16, ge=2, description="validation texts decoded to calibrate the configurations that want it, `new_tokens` each"
     )
@@ -67,7 +56,7 @@ class Speedup(Section):
         False, description="run configurations that change the target's distribution too, labelled LOSSY"
     )
 
-    @field_validator("configurations", "grown_configurations")
+    @field_validator("configurations")
     @classmethod
     def _configurations_differ(cls, value: tuple[Configuration, ...]) -> tuple[Configuration, ...]:
         titles = [configuration.title for configuration in value]
@@ -82,7 +71,7 @@ class Speedup(Section):
                 )
         return value
 
-    @field_validator("lengths", "grown_lengths")
+    @field_validator("lengths")
     @classmethod
     def _lengths_are_positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if any(length < 1 or length > 63 for length in value):
@@ -91,14 +80,10 @@ class Speedup(Section):
 
     @model_validator(mode="after")
     def _no_length_twice(self) -> Speedup:
-        for lengths, configurations in (
-            (self.lengths, self.configurations),
-            (self.grown_lengths, self.grown_configurations),
-        ):
-            titles = {configuration.title for configuration in configurations}
-            for length in lengths:
-                if fixed_length(length).title in titles:
-                    raise ValueError(f"`{fixed_length(length).title}` is measured as a length already: leave it out")
+        titles = {configuration.title for configuration in self.configurations}
+        for length in self.lengths:
+            if fixed_length(length).title in titles:
+                raise ValueError(f"`{fixed_length(length).title}` is measured as a length already: leave it out")
         return self
 
 

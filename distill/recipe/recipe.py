@@ -77,8 +77,6 @@ class Recipe(Section):
                 raise ValueError(f"target.load is false: {'; '.join(needing)}")
         elif "gguf" in self.speedup.backends and self.speedup.outtype not in self.export.outtypes:
             raise ValueError(f"speedup.outtype {self.speedup.outtype} is not among export.outtypes")
-        if self.speedup.grown is not None and self.target.quantise is not None:
-            raise ValueError("speedup.grown needs the target's own weights, which target.quantise replaces")
         return self
 
     def _can_ask_the_target(self) -> None:

@@ -105,6 +105,11 @@ RETIRED = {
     "train.decay": "is now called train.decay_share",
     **dict.fromkeys(("cut.mlp_rule", "cut.mlp_repair"), f"gone: neurons stay by what they add; the rest {NO_GAIN}"),
     **dict.fromkeys(("cut.kv_heads", "cut.hidden"), "gone: layers and MLP neurons cost far less KL; cut those"),
+    **dict.fromkeys(
+        ("speedup.grown", "speedup.grown_prompts", "speedup.grown_lengths", "speedup.grown_configurations"),
+        "gone: enlarge the target with scripts/grow_target.py, and measure it with `distill speedup --target … --draft "
+        "… --prompts …`; leave the key out",
+    ),
     "speedup.configurations.online": "gone: no figure showed that it gains; leave the key out",
     "train.match_temperature": f"gone: loss match {NO_GAIN}",
     **dict.fromkeys(("train.hinge_k", "train.hinge_margin"), f"gone: loss top_k_hinge {NO_GAIN}"),

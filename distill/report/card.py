@@ -147,16 +147,14 @@ def _usage(results: RunResults) -> str:
     target, draft = clean(results.target.path), clean(results.draft.path)
     same = results.target.vocabulary == results.draft.vocabulary
     fastest = results.speedup.fastest if results.speedup else []
-    # The last of a backend stays: the real target after a grown one, then the fastest.
-    ranked = sorted(fastest, key=lambda one: (not one.grown, one.speedup))
-    best = {one.backend: one.length or FALLBACK_LENGTH for one in ranked}
+    best = {one.backend: one.length or FALLBACK_LENGTH for one in fastest}
     length = best.get("pytorch", max(best.values(), default=FALLBACK_LENGTH))
     origin = (
         "The draft lengths shown were the fastest on the machine above; measure on yours."
         if best
         else "No draft length was measured; the one shown is only a starting point."
     )
-    slower = fastest and all(one.verdict == SLOWER for one in fastest if not one.grown)
+    slower = fastest and all(one.verdict == SLOWER for one in fastest)
     warning = [SPECULATION_LOSES] if slower else []
     drawn = results.evaluation.probabilistic if results.evaluation else None
     sampled = results.evaluation is not None and results.evaluation.acceptance_measure == "acceptance_sampling"

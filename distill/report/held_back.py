@@ -114,7 +114,7 @@ def advice(results: RunResults) -> list[str]:
     assert report is not None
     best, sentences = report.best, []
     for way in ways(report):
-        if way.measured not in best or way.measured.grown:
+        if way.measured not in best:
             continue
         name = max(way.without, key=lambda one: way.without[one])
         if way.without[name] < PAYS * way.speedup:

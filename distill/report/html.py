@@ -10,7 +10,7 @@ from distill.report.text import clean, pair_cell, placeless
 from distill.results.speedup_results import PairMeasured
 from distill.results.tables import Cell, Row, Table
 
-MARKS = {"": "", "grown": ' <span class="grown">grown</span>', "chosen": " <b>chosen</b>"}
+MARKS = {"": "", "chosen": " <b>chosen</b>"}
 STYLES = {"": "{}", "code": "<code>{}</code>", "bad": '<span class="bad">{}</span>'}
 
 
@@ -43,7 +43,7 @@ def as_cell(cell: Cell | str) -> str:
 
 
 def as_pair(one: PairMeasured) -> str:
-    """The name of a pair, with a badge if its target was grown."""
+    """The name of a pair."""
     return as_cell(pair_cell(one))
 
 

@@ -29,11 +29,6 @@ def limits(results: RunResults) -> list[str]:
         sentences.append(_evaluation_limit(results.evaluation))
     if results.export:
         sentences += [f"{fault}." for fault in results.export.faults]
-    if results.speedup and any(one.grown for one in results.speedup.measurements):
-        sentences.append(
-            "A target labelled “grown” is a trained model that was enlarged without changing its output: its text is "
-            "real, its cost is that of the larger shape, and its quality is that of the small model."
-        )
     return sentences
 
 

@@ -52,9 +52,6 @@ tr.best td { font-weight: 650; }
 td small { color: var(--soft); }
 .command { font-size: .78rem; margin: .2rem 0 1rem; overflow-wrap: anywhere; }
 .command::before { content: "$ "; }
-.grown { display: inline-block; border: 1px solid var(--flat); color: var(--flat); border-radius: 999px;
-  font-size: .72rem; font-weight: 600; line-height: 1.35; padding: 0 .5em; margin-left: .35em;
-  vertical-align: .08em; }
 .notrun { color: var(--soft); font-style: italic; margin: 0; }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); }
 mark { background: var(--mark); color: inherit; border-bottom: 2px solid var(--mark-line); border-radius: 2px; }

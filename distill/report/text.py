@@ -109,8 +109,8 @@ def byte_cell(count: int) -> Cell:
 
 
 def pair_cell(one: PairMeasured) -> Cell:
-    """The name of a pair, marked if its target was grown."""
-    return Cell(one.pair, mark="grown" if one.grown else "")
+    """The name of a pair."""
+    return Cell(one.pair)
 
 
 def machine_words(machine: Machine) -> str:

@@ -17,16 +17,15 @@ FASTER, SLOWER, UNCLEAR = "faster than plain", "slower than plain", "no clear di
 
 @dataclass(frozen=True)
 class PairMeasured:
-    """Which pair a figure belongs to, by which backend it was decoded, and whether its target was grown."""
+    """Which pair a figure belongs to, and by which backend it was decoded."""
 
     pair: str
     backend: str
-    grown: bool
 
     @property
-    def key(self) -> tuple[str, str, bool]:
+    def key(self) -> tuple[str, str]:
         """The fields with which all figures of this pair begin."""
-        return self.pair, self.backend, self.grown
+        return self.pair, self.backend
 
 
 @dataclass(frozen=True)

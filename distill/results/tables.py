@@ -19,7 +19,7 @@ class Cell:
 
     text: str
     style: Literal["", "code", "bad"] = ""
-    mark: Literal["", "grown", "chosen"] = ""
+    mark: Literal["", "chosen"] = ""
     small: str = ""
     below: bool = False
 

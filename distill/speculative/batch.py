@@ -50,10 +50,9 @@ def plain_batch(
     """Plain decoding of B prompts at once from a cold cache, each as `plain` would decode it alone.
 
     Row b draws from randoms[b] instead of `rules.random`; they may be left out at temperature 0. Each row's `seconds`
-    run until that row ended, so the largest of them is the time of the batch. ValueError for more prompts than
-    rows, an empty prompt, or chance without random numbers for each row.
+    run until that row ended, so the largest of them is the time of the batch.
     """
-    rows = _rows({"target": target}, prompts, rules, randoms, lambda: Fixed(0))
+    rows = _rows([target], prompts, rules, randoms, lambda: Fixed(0))
     _prefill(rows, rules, target)
     prefilled = time.perf_counter()
     rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
@@ -89,15 +88,14 @@ def decode_batch(
 
     The seconds of a round, and of the prefill, are those of the whole batch, the same in each row that took part. Each
     row's `seconds` run until that row ended, so the largest of them is the time of the batch. DataError for a verifier
-    and rule that would change the target's distribution, or a rule that drops drawn tokens; ValueError for more prompts
-    than rows, an empty prompt, or chance without random numbers for each row.
+    and rule that would change the target's distribution, or a rule that drops drawn tokens.
     """
     new_rule = length if callable(length) else lambda: Fixed(length)
     drafter = ModelDrafter(draft, new_rule(), rules.sampler, rules.random, argmax)
     require_lossless(drafter, rules)
     if drafter.kind == "cut":
         raise DataError("batches do not support a length rule that drops drawn tokens", "decide before the draw")
-    rows = _rows({"target": target, "draft": draft}, prompts, rules, randoms, new_rule)
+    rows = _rows([target, draft], prompts, rules, randoms, new_rule)
     _prefill(rows, rules, target, draft)
     rounds = rounds_on_device(target, rules, draft, drafter.argmax, [row.rule for row in rows])
     while live := _unfinished(rows, target, limit):
@@ -123,26 +121,20 @@ def decode_batch(
 
 
 def _rows(
-    models: Mapping[str, Model],
+    models: Sequence[Model],
     prompts: Sequence[Sequence[int]],
     rules: Rules,
     randoms: Sequence[Random] | None,
     new_rule: Callable[[], LengthRule],
 ) -> list[_Row]:
-    """A row for each prompt; the caches of the models, by role, are emptied."""
-    if rules.constraint is not None:
-        raise DataError("a grammar constrains one text at a time, not a batch", "decode these texts one by one")
-    for role, model in models.items():
-        if len(prompts) > model.rows:
-            raise ValueError(f"{len(prompts)} prompts for a {role} of {model.rows} rows")
-    if empty := [number for number, prompt in enumerate(prompts) if not len(prompt)]:
-        raise ValueError(f"prompt {empty[0]} is empty")
+    """A row for each prompt; the caches of the models are emptied."""
+    assert rules.constraint is None, "a grammar constrains one text at a time"
+    assert all(map(len, prompts)), "a prompt is empty"
     if randoms is None and rules.sampler.temperature == 0:
         randoms = [rules.random] * len(prompts)
-    if randoms is None or len(randoms) != len(prompts):
-        given = "none" if randoms is None else f"{len(randoms)}"
-        raise ValueError(f"{len(prompts)} prompts need random numbers of their own each, got {given}")
-    for model in models.values():
+    assert randoms is not None and len(randoms) == len(prompts), "each prompt needs random numbers of its own"
+    for model in models:
+        assert len(prompts) <= model.rows, f"{len(prompts)} prompts for a model of {model.rows} rows"
         model.rollback([0] * model.rows)
     return [
         _Row(number, list(prompt), random, new_rule())

@@ -26,9 +26,9 @@ from distill.speculative.lengths import (
     LengthRule,
     LossyProbabilityFloor,
     ProbabilityFloor,
-    StartContinue,
 )
 from distill.speculative.lookup import LookupDrafter, LookupPrice
+from distill.speculative.other_vocabulary.drafters import Reader, other_vocabulary_drafter
 from distill.speculative.trees.shape import Shape
 from distill.speculative.trees.tree_drafter import TreeDrafter
 from distill.speculative.verify import Random, refusal
@@ -58,7 +58,7 @@ def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[st
         return LossyProbabilityFloor(longest, p_min)
     if rule == "start-continue":
         start = START if configuration.start is None else configuration.start
-        return StartContinue(longest, start, MORE if configuration.more is None else configuration.more)
+        return ProbabilityFloor(longest, start, MORE if configuration.more is None else configuration.more)
     if rule == "ratio":
         return AcceptedRatio(length=min(4, longest), longest=longest)
     if rule == "beta":
@@ -70,7 +70,7 @@ def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[st
 
 def make_drafter(
     configuration: Configuration,
-    draft: Model,
+    draft: Model | Reader,
     sampler: Sampler,
     random: Random,
     costs: StepCosts = NO_COSTS,
@@ -79,10 +79,13 @@ def make_drafter(
 ) -> Drafter:
     """The drafter that a configuration names, as at the start of a session; under `match` a draft gives its best token.
 
-    `tree` is the one that was chosen for a configuration that leaves it open (`chosen`). ValueError for a tree under a
-    repetition penalty.
+    A draft of another vocabulary is given as its `Reader`. `tree` is the one that was chosen for a configuration that
+    leaves it open (`chosen`). ValueError for a tree under a repetition penalty.
     """
     fitted = fitted or {}
+    if configuration.foreign:
+        assert isinstance(draft, Reader)
+        return other_vocabulary_drafter(configuration, draft, sampler, random)
     if configuration.drafter.startswith("lookup"):
         price = LookupPrice(costs) if configuration.rule == "expected-value" else None
         if configuration.drafter == "lookup":
@@ -91,6 +94,7 @@ def make_drafter(
         second = configuration.tree_alone if configuration.branches else chain
         own = make_drafter(second, draft, sampler, random, costs, fitted, tree)
         return FirstThen(LookupDrafter(configuration.most, 2, price), own)
+    assert not isinstance(draft, Reader), f"`{configuration.title}` needs a draft of the target's vocabulary"
     if configuration.widths is not None:
         shape = Shape.of_widths(configuration.widths)
         distinct = configuration.verified_by == "distinct"
@@ -140,7 +144,7 @@ def check_trees(recipe: Recipe, donor: str) -> None:
 
     Reads the models' configuration files alone; `require_trees` asks the loaded models.
     """
-    trees = [configuration for configuration in _configurations(recipe) if configuration.branches]
+    trees = [configuration for configuration in recipe.speedup.configurations if configuration.branches]
     if not trees or "pytorch" not in recipe.speedup.backends:
         return
     for role, reference in (("target", recipe.target.model), ("donor", donor)):
@@ -154,11 +158,6 @@ def check_trees(recipe: Recipe, donor: str) -> None:
             )
 
 
-def _configurations(recipe: Recipe) -> list[Configuration]:
-    grown = recipe.speedup.grown_configurations if recipe.speedup.grown is not None else ()
-    return list(dict.fromkeys([*recipe.speedup.configurations, *grown]))
-
-
 def check_configurations(
     recipe: Recipe, configurations: Sequence[Configuration] | None = None, where: str = "speedup.configurations"
 ) -> list[str]:
@@ -168,7 +167,7 @@ def check_configurations(
     `where` is the place that messages name.
     """
     lines = []
-    for configuration in _configurations(recipe) if configurations is None else configurations:
+    for configuration in recipe.speedup.configurations if configurations is None else configurations:
         title, nodes = configuration.title, configuration.nodes
         if configuration.ranked and nodes is not None and nodes >= recipe.profile.max_tokens:
             raise RecipeError(

@@ -71,14 +71,18 @@ class Fixed(LengthRule):
 
 @dataclass
 class ProbabilityFloor(Fixed):
-    """Draft while the draft's largest probability is at least p_min, read before the draw: lossless for every draft."""
+    """Draft while the draft's largest probability is at least a floor, read before the draw: lossless for every draft.
+
+    `later` is the floor behind the first position, where it is another than `p_min`.
+    """
 
     p_min: float
+    later: float | None = None
     reads_features = True
 
     def go_on(self, position: int, features: Features) -> bool:
-        """Top probability ≥ p_min."""
-        return features.top >= self.p_min
+        """Top probability ≥ the position's floor."""
+        return features.top >= (self.p_min if not position or self.later is None else self.later)
 
 
 @dataclass
@@ -92,19 +96,6 @@ class LossyProbabilityFloor(Fixed):
     def keeps(self, probability: float) -> bool:
         """Probability ≥ p_min."""
         return probability >= self.p_min
-
-
-@dataclass
-class StartContinue(Fixed):
-    """Two floors on the top probability: `start` for the first position, `more` for the later ones."""
-
-    start: float
-    more: float
-    reads_features = True
-
-    def go_on(self, position: int, features: Features) -> bool:
-        """Top probability ≥ the position's floor."""
-        return features.top >= (self.more if position else self.start)
 
 
 @dataclass

@@ -301,13 +301,12 @@ _REFUSED: dict[tuple[str, str], str] = {
 def refusal(verifier: str, kind: str, temperature: float, tree: bool = False) -> str | None:
     """Why this verifier would change the target's distribution for proposals of this kind (see KINDS), or None.
 
-    ValueError for names that do not exist, or for a verifier of chains asked to verify trees (or the reverse).
+    ValueError for a verifier of chains asked to verify trees, or the reverse.
     """
     known = TREES if tree else CHAINS
     if verifier not in known:
         raise ValueError(f"no verifier `{verifier}` for {'trees' if tree else 'chains'}: use one of {', '.join(known)}")
-    if kind not in KINDS:
-        raise ValueError(f"no kind of proposal `{kind}`: use one of {', '.join(KINDS)}")
+    assert kind in KINDS, kind
     if verifier == "greedy" and temperature > 0:
         return (
             f"greedy emits the target's best token only, temperature {temperature:g} allows others: use temperature 0"

@@ -44,6 +44,10 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from grow_target import grow
+
 from distill.benchmark.calibrate import load_calibrations, validation_prompts
 from distill.benchmark.watch import Step, Watch
 from distill.files import read_json, write_json
@@ -57,7 +61,7 @@ from distill.recipe import load_recipe
 from distill.recipe.configuration import CALIBRATION
 from distill.run import Run
 from distill.speculative.calibration import Calibration
-from distill.speculative.costs.cheapest import CheapestPair, cheapest_pair
+from distill.speculative.costs.cheapest import CheapestSteps, cheapest_pair
 from distill.speculative.costs.curve import accepted_by_position
 from distill.speculative.costs.paid import PaidCosts, PaidMeter, measure_paid
 from distill.speculative.decode import Decoded, decode, plain
@@ -65,7 +69,6 @@ from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.rules import GREEDY, Rules
-from distill.surgery.grow import grow
 from distill.texts import read_prompts
 
 SIZES = {"own": None, "15M": (2, 6), "145M": (4, 12)}  # tile and layers of the grown demo target
@@ -75,6 +78,7 @@ CURVE = 12  # m = 1..CURVE of the curves that choose how steps are given
 BARE = 12  # bare rounds after a text
 PAID = 4  # validation prompts that costs are taken from
 Measured = dict[str, Any]
+Cheapest = tuple[CheapestSteps, CheapestSteps]  # target and draft, with their steps given the cheapest way
 Say = Callable[[str], None]
 Prompts = Sequence[list[int]]
 
@@ -95,7 +99,7 @@ class Bench:
     """What every part of a case is measured with; costs are taken from the `others`, figures from the `prompts`."""
 
     case: Case
-    cheapest: CheapestPair
+    cheapest: Cheapest
     prompts: Prompts
     others: Prompts
     options: Any
@@ -208,7 +212,7 @@ def predicted_speedup(costs: PaidCosts, text: Decoded, length: int, prompt: int,
 
 def measure_rule(bench: Bench) -> Measured:
     """The expected-value rule beside plain decoding, prompts included: the median of paired ratios."""
-    target, draft, options, prompts = bench.cheapest.target, bench.cheapest.draft, bench.options, bench.prompts
+    (target, draft), options, prompts = bench.cheapest, bench.options, bench.prompts
     costs = measure_paid(target, draft, bench.others, options.lengths, 9).step_costs()
     ratios, drafted, tokens = [], 0, options.rule_tokens
     for repeat in range(options.rule_repeats + 1):  # the first one warms up
@@ -258,7 +262,7 @@ def text_shares(
     }
 
 
-def opened_steps(case: Case, prompts: Prompts, lengths: Sequence[int], options: Any) -> CheapestPair:
+def opened_steps(case: Case, prompts: Prompts, lengths: Sequence[int], options: Any) -> Cheapest:
     """The models of a case with their steps given the cheapest way, in the middle of a text."""
     depth = len(prompts[0]) + options.tokens // 2
     return cheapest_pair(case.target, case.draft, max(CURVE, max(lengths) + 1), depth, 7)
@@ -267,11 +271,9 @@ def opened_steps(case: Case, prompts: Prompts, lengths: Sequence[int], options: 
 def measure_rows(bench: Bench) -> Measured:
     """All lengths in mixed order, `repeats` times; medians over the repeats. Costs are taken from the other prompts."""
     cheapest, prompts, options = bench.cheapest, bench.prompts, bench.options
-    lengths, big, small = options.lengths, cheapest.target, cheapest.draft
+    lengths, (big, small) = options.lengths, cheapest
     depth = len(prompts[0]) + options.tokens // 2
-    curve, own = (
-        {m: fastest for m, (_, fastest, _) in steps.items()} for steps in (cheapest.target_steps, cheapest.draft_steps)
-    )
+    curve, own = ({m: fastest for m, (_, fastest, _) in model.steps.items()} for model in (big, small))
     meter = PaidMeter(big, small, bench.others, lengths, (False,), options.tokens)
     found: dict[int, list[Measured]] = {length: [] for length in lengths}
     texts: dict[int, list[Decoded]] = {length: [] for length in lengths}
@@ -319,7 +321,7 @@ def measure_peers(bench: Bench) -> Measured:
     for repeat in range(options.peer_repeats + 1):  # the first one warms up
         prompt = prompts[repeat % len(prompts)]
         for length in options.lengths:
-            own = speculate(cheapest.target, cheapest.draft, prompt, Fixed(length), options.tokens)
+            own = speculate(*cheapest, prompt, Fixed(length), options.tokens)
             peer = peers(bench.case, prompt, length, options)
             whole_rate = len(own.tokens) / (own.seconds + own.prefill_seconds)
             if repeat and "peer_seconds" in peer:
@@ -432,7 +434,7 @@ def main() -> None:
             say(name)
             with opened(run, name, Path(scratch), options.threads) as case:
                 cheapest = opened_steps(case, prompts, options.lengths, options)
-                for line in cheapest.describe():
+                for line in filter(None, map(CheapestSteps.describe, cheapest, ("target", "draft"))):
                     say(f"  {line}")
                 bench = Bench(case, cheapest, prompts, others, options, say)
                 for part in missing:

@@ -16,7 +16,7 @@ import tiny
 from table_model import TableModel
 from toys import toy
 
-from distill.benchmark.any_pair import PairRequest
+from distill.benchmark.any_pair import need_other_prompts
 from distill.benchmark.compare import TimedText
 from distill.benchmark.explanations import explain
 from distill.benchmark.prepared import Prepared
@@ -27,7 +27,7 @@ from distill.errors import DataError
 from distill.models.base import ROOT
 from distill.models.hugging_face import load_tokenizer
 from distill.models.static.static_model import StaticTorchModel
-from distill.recipe import Chat, Configuration, Corpus
+from distill.recipe import Chat, Configuration, Corpus, Evaluate
 from distill.recipe.configuration import PLAIN
 from distill.results.pair_results import PairSpeedup, StepFigures
 from distill.results.serialise import read_result
@@ -107,19 +107,19 @@ def test_figures_by_class() -> None:
         for prompt, taken in enumerate(own):
             rounds = [Round(3, 2, prompt, taken)] * (title != "plain")
             texts.append(TimedText(prompt, title, taken, Decoded(tokens=[1] * 6, rounds=rounds)))
-    found = by_class(texts, [prepared(PLAIN), one], ["code", "chat", "code"], 200, 0.9)
+    found = by_class(texts, [prepared(PLAIN), one], ["code", "chat", "code"], Evaluate(resamples=200, confidence=0.9))
     groups = [(figures.group, figures.configuration, figures.count) for figures in found]
     assert groups == [(group, title, count) for group, count in (("code", 2), ("chat", 1)) for title in seconds]
     assert [figures.speedup for figures in found] == pytest.approx([1, 2, 1, 1])
     assert found[1].acceptance == 0.5 and found[1].speedup_low == pytest.approx(2)  # both prompts take half the time
     assert math.isnan(found[3].speedup_low)
-    assert by_class(texts, [prepared(PLAIN), one], ["code"] * 3, 200, 0.9) == []
+    assert by_class(texts, [prepared(PLAIN), one], ["code"] * 3, Evaluate(resamples=200, confidence=0.9)) == []
 
 
 def measured(configuration: Configuration, speedup: float, low: float, acceptance: float | None) -> Measurement:
     drafts = configuration.drafts
     return Measurement(
-        *("p", "b", False, configuration.title, None, configuration.drafter if drafts else None, None, None, None),
+        *("p", "b", configuration.title, None, configuration.drafter if drafts else None, None, None, None),
         *(8, 1.0, 8.0, 8.0, None, acceptance, speedup, low, speedup + (speedup - low), None, 1, 0, 0, None),
     )
 
@@ -491,7 +491,7 @@ def test_options_of_pairs_are_refused_for_a_run(capsys: Capture) -> None:
 
 def test_what_needs_other_prompts() -> None:
     def needs(**settings: Any) -> bool:
-        return PairRequest(("a", "b"), "b", (), (Configuration(**settings),), 8).fitted
+        return need_other_prompts([Configuration(**settings)])
 
     assert needs(rule="expected-value") and needs(rule="expected-value", calibration="none") and needs(drafter="tree")
     assert not needs(length=3) and not needs(drafter="tree", nodes=3, calibration="none")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,20 +19,21 @@ from toys import Scripted, random_prompts, toy
 from distill.benchmark import speedup
 from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, time_texts
 from distill.benchmark.identity import TORCH_NOISE, Identity, is_tie, tie_noise
-from distill.benchmark.pair import Comparison, _others_drafted
+from distill.benchmark.pair import _others_drafted
 from distill.benchmark.prepared import Fitted, Prepared, prepare_all
 from distill.benchmark.tree_choice import Choice
 from distill.evaluation.stage import write_rounds
 from distill.intervals import speed_ratio
 from distill.models.torch_model import TorchModel
-from distill.recipe import Configuration
+from distill.recipe import Configuration, Evaluate
 from distill.recipe.measuring import fixed_length
 from distill.results.speedup_results import PairMeasured
 from distill.speculative.decode import Decoded, Round, plain
 from distill.speculative.rules import Rules
 from distill.texts import first_difference
 
-PAIR = PairMeasured("a pair", "pytorch", False)
+PAIR = PairMeasured("a pair", "pytorch")
+INTERVALS = Evaluate(resamples=500)
 PLAIN, TWO, THREE, FIVE = (Prepared(fixed_length(n), Rules(), None, None, n) for n in (0, 2, 3, 5))
 
 
@@ -51,7 +51,7 @@ def test_measurements_by_hand() -> None:
         timed(0, 5, 10, 4.0, rounds_of((0, 0))),
         timed(1, 5, 30, 8.0, rounds_of((0, 0))),
     ]
-    plain_row, two, five = measurements(texts, [PLAIN, TWO, FIVE], {}, PAIR, 500, 0.95)
+    plain_row, two, five = measurements(texts, [PLAIN, TWO, FIVE], {}, PAIR, INTERVALS)
     assert (plain_row.length, plain_row.tokens, plain_row.seconds) == (0, 40, 6.0)
     assert plain_row.tokens_per_round is None and plain_row.acceptance is None
     assert (plain_row.speedup, plain_row.speedup_low, plain_row.speedup_high) == (1, 1, 1)
@@ -84,15 +84,15 @@ def test_length_is_chosen_on_even_prompts_and_reported_on_odd_ones() -> None:
             timed(prompt, 4, 10, 0.6 if even else 0.1),
         ]
     sweep = [fixed_length(2), fixed_length(4)]
-    found = choose_length(texts, sweep, PAIR, 300, 0.95)
+    found = choose_length(texts, sweep, PAIR, INTERVALS)
     assert found.length == 2 and found.speedup == pytest.approx(1.25)
     assert found.speedup_low == pytest.approx(1.25) == found.speedup_high
     slow = [TimedText(t.prompt, t.title, t.seconds * (1 if t.title == PLAIN.title else 3), t.decoded) for t in texts]
-    found = choose_length(slow, sweep, PAIR, 300, 0.95)
+    found = choose_length(slow, sweep, PAIR, INTERVALS)
     assert (found.length, found.speedup) == (0, 1)
     # Uneven prompts only: no resample may be made of prompts that have no text.
     for count in (2, 3, 4, 5):
-        assert choose_length([t for t in texts if t.prompt < count], sweep, PAIR, 300, 0.95).length == 2
+        assert choose_length([t for t in texts if t.prompt < count], sweep, PAIR, INTERVALS).length == 2
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,9 @@ def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
         Configuration(drafter="lookup+tree", length=4, nodes=6),
         Configuration(length=9, sampler="recipe"),
     )
-    label = PairMeasured("draft + target", "pytorch", False)
-    comparison = Comparison(label=label, prompts=[[1]], spare_prompts=[[1]], sweep=(fixed_length(1),), others=others)
     choice = Choice(chosen.title, 8, 1.5, 1.0, 1.2, [])
-    assert _others_drafted(comparison, [choice]) == [4, 6, 8]
-    assert _others_drafted(replace(comparison, others=others[2:]), []) == []
+    assert _others_drafted(others, {chosen.title: choice}) == [4, 6, 8]
+    assert _others_drafted(others[2:], {}) == []
     recipe = recipe_with()
     half = recipe.model_copy(update={"target": recipe.target.model_copy(update={"dtype": "bfloat16"})})
     target = TorchModel(toy())

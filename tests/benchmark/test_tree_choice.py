@@ -127,8 +127,19 @@ def test_the_static_shape_is_the_best_of_all(rates: list[float], depth: int, dra
     found = choose_tree("a title", trees, shape_values(shapes, rates), seconds, costs)
     assert found.tokens / found.seconds == pytest.approx(max(speeds.values()), rel=1e-12)
     assert found.speedup == pytest.approx(costs.target[0] * max(speeds.values()), rel=1e-12)
-    parents = found.as_result(PairMeasured("p", "b", False)).parents
+    parents = found.as_result(PairMeasured("p", "b")).parents
     assert found.tree == trees[found.nodes] and parents == list(trees[found.nodes].parents)
+
+
+def test_the_number_of_nodes_on_jagged_curves() -> None:
+    def nodes(target: list[float], beyond: float = 0.0) -> int:
+        trees, seconds = dict(enumerate(range(5))), {n: target[n] + beyond * n for n in range(1, 5)}
+        return choose_tree("a title", trees, [0.8, 0.6, 0.5, 0.4], seconds, StepCosts(tuple(target), 0.1, 0.1)).nodes
+
+    assert nodes([1.0] * 5) == 4  # nodes for nothing
+    assert nodes([1.0, 2.0, 3.0, 4.0, 5.0]) == 0  # nodes at full price
+    assert nodes([1.0, 1.9, 1.9, 1.2, 9.0], 0.1) == 3  # over the hump
+    assert nodes([1.0, 1.8, 9.0, 9.0, 9.0]) == 0  # the smallest on ties
 
 
 @settings(max_examples=60, deadline=None)
@@ -289,11 +300,10 @@ def test_settings_of_trees_that_are_refused() -> None:
 
 @pytest.mark.slow
 def test_the_stage_chooses_trees_on_its_own_curves(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Shipped and grown, in both backends: what is chosen is recorded, told, bounded by the curve, and lossless."""
+    """In both backends: what is chosen is recorded, told, bounded by the curve, and lossless."""
     changes = """
     configurations=[{drafter: tree}, {drafter: tree, shape: static}, {drafter: tree, widths: [2, 1], sampler: recipe}]
-    grown_configurations=[{drafter: tree}] | grown={tile: 2, layers: 4} | grown_prompts=2 | prompts=2
-    lengths=[2] | grown_lengths=[2] | new_tokens=8 | calibration_prompts=4
+    prompts=2 | lengths=[2] | new_tokens=8 | calibration_prompts=4
     """
     config = copied / "config.yaml"
     recipe = load_recipe(config, [f"speedup.{change}" for change in re.split(r" \| |\n *", changes.strip())])
@@ -304,11 +314,10 @@ def test_the_stage_chooses_trees_on_its_own_curves(copied: Path, capsys: pytest.
     assert len(ranks.tried) == RANKS and ranks.tried[0] >= sum(ranks.taken) > 0
     report = read_result(copied / "speedup.json", SpeedupReport)
     trees = [tree for part in report.parts for tree in part.trees]
-    chosen = [(False, one.title) for one in recipe.speedup.configurations if one.chosen]
-    chosen += [(True, one.title) for one in recipe.speedup.grown_configurations]
+    chosen = [one.title for one in recipe.speedup.configurations if one.chosen]
     backends = recipe.speedup.backends
-    expected = [(*one, backend) for grown in (False, True) for backend in backends for one in chosen if one[0] == grown]
-    assert [(tree.grown, tree.configuration, tree.backend) for tree in trees] == expected
+    expected = [(title, backend) for backend in backends for title in chosen]
+    assert [(tree.configuration, tree.backend) for tree in trees] == expected
     for tree in trees:
         assert 0 <= tree.nodes < recipe.profile.max_tokens and tree.speedup >= 1
         assert (tree.parents is None) == ("static" not in tree.configuration)
@@ -320,7 +329,7 @@ def test_the_stage_chooses_trees_on_its_own_curves(copied: Path, capsys: pytest.
     drawn = [row for row in report.others if row.configuration == "drawn tree 2×1, verifier token, sampled"]
     assert [row.backend for row in drawn] == list(backends)  # it has nothing to choose
     for row in drawn:
-        assert row.verifier == "token" and row.lossy is None and not row.grown
+        assert row.verifier == "token" and row.lossy is None
         assert (row.tokens_per_round or 0) >= 1 and row.acceptance is not None
 
 

@@ -84,7 +84,10 @@ def lines_of(folder: Path, name: str, text: str) -> str:
         (lambda v, f: v["train"].update(adapter={"targets": ["q_prog"]}), ["q_prog", "q_proj"]),
         (lambda v, f: v["train"].update(trackers=["wandb"]), ["train.trackers names wandb"]),
         (lambda v, f: traffic(v, f, {"question": "a", "answer": "b"}), ["no answer in lines 1 to 1", "question"]),
-        (lambda v, f: v["speedup"].update(grown={"tile": 2, "layers": 2}), ["speedup.grown.layers is 2"]),
+        (
+            lambda v, f: v["speedup"].update(grown=None),
+            ["speedup.grown: gone", "scripts/grow_target.py", "leave the key"],
+        ),
     ],
 )
 def test_refused_before_the_first_stage(

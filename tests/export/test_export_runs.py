@@ -177,7 +177,7 @@ def test_advice_from_measured_speedups(tmp_path: Path, world: Path, finished: Pa
     drafted = next(one for one in report.sweep if one.length)
 
     def measured(configuration: str, length: int | None, speedup: float, **more: Any) -> Measurement:
-        values = {"backend": "gguf", "grown": False, "sampler": None, **more}
+        values = {"backend": "gguf", "sampler": None, **more}
         return replace(drafted, configuration=configuration, length=length, speedup=speedup, **values)
 
     recipe = load_recipe(world / "recipe.yaml")
@@ -185,12 +185,11 @@ def test_advice_from_measured_speedups(tmp_path: Path, world: Path, finished: Pa
     with_floor = recipe.model_copy(update={"speedup": recipe.speedup.model_copy(update={"configurations": (floor,)})})
     plain = measured("plain", 0, 1.0, drafter=None)
     lengths = [measured(f"draft, γ = {n}", n, speed) for n, speed in ((2, 1.2), (4, 1.5), (8, 1.1))]
-    grown = measured("draft, γ = 8", 8, 3.0, grown=True)
     other = measured("draft, γ = 6", 6, 2.0, backend="pytorch")
     cases: list[tuple[Any, list[Measurement], Advice | None]] = [
-        (recipe, [*lengths, grown, other], Advice(4)),
+        (recipe, [*lengths, other], Advice(4)),
         (recipe, [other], Advice(6)),
-        (recipe, [measured("draft, γ = 2", 2, 0.8), grown], None),
+        (recipe, [measured("draft, γ = 2", 2, 0.8)], None),
         (with_floor, [*lengths, measured(floor.title, None, 1.6, rule="p_min")], Advice(12, 0.6)),
         (with_floor, [*lengths, measured(floor.title, None, 1.4, rule="p_min")], Advice(4, 0.0)),
     ]

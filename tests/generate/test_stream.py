@@ -308,7 +308,7 @@ def test_trees_are_refused_before_anything_is_decoded(folders: Path, capsys: Cap
         (Configuration(drafter="tree", nodes=4, length=3),),
         (Configuration(drafter="tree", shape="static", length=3),),
     ):
-        comparison = Comparison(PairMeasured("p", "pytorch", False), [[1, 2]], [[1, 2]], (), configurations)
+        comparison = Comparison(PairMeasured("p", "pytorch"), [[1, 2]], [[1, 2]], (), configurations)
         with pytest.raises(DataError, match="the target takes no trees"):
             measure_pair(pair_recipe(sliding, draft), LoadedPair("pytorch", "p", *models, []), comparison)
 
@@ -382,7 +382,7 @@ def test_samples_of_a_report_keep_their_spaces() -> None:
     pieces = [b" The", b" \xc3", b"\xa9t", b"\xc3\xa9", b" fin"]
     decoded = Decoded([0, 1, 2, 3, 4, 1], [False, True, False, True, True, False])
     reader: Any = type("Tokenizer", (), {"decode": lambda self, ids: "p"})()
-    label = PairMeasured("p", "pytorch", False)
+    label = PairMeasured("p", "pytorch")
     text = TimedText(0, "draft, γ = 3", 1.0, decoded)
     found = sample_texts(reader, lambda token: pieces[token], [[1]], [text], label)[0].segments
     assert [part.text for part in found] == [" The", " ", "ét", "é fin", " \ufffd"]

@@ -218,7 +218,7 @@ def test_refusals() -> None:
     grammar = constraint("regex", "a+", TOKENS)
     with pytest.raises(DataError, match="end tokens"):
         Rules(ends=[3], constraint=grammar)
-    with pytest.raises(DataError, match="one text at a time"):
+    with pytest.raises(AssertionError, match="one text at a time"):
         plain_batch(TableModel(12), [[0]], 3, Rules(ends=[END], constraint=grammar))
 
 

@@ -100,21 +100,21 @@ def test_overrides(small: Path) -> None:
             "train.steps=7",
             "train.rate=1e-4",
             "speedup.lengths=[4, 2, 4]",
-            "speedup.grown={tile: 2}",
-            "speedup.grown.layers=3",
+            "train.replay={prompts: 20}",
+            "train.replay.steps=3",
             "corpus.sources.1.field=body",
             "name=other",
         ],
     )
     assert (recipe.train.steps, recipe.train.rate, recipe.name) == (7, 1e-4, "other")
     assert recipe.speedup.lengths == (2, 4)
-    assert recipe.speedup.grown is not None
-    assert (recipe.speedup.grown.tile, recipe.speedup.grown.layers) == (2, 3)
+    assert recipe.train.replay is not None
+    assert (recipe.train.replay.prompts, recipe.train.replay.steps) == (20, 3)
     assert [source.field for source in recipe.corpus.sources] == ["text", "body"]
 
 
 def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
-    assert load_recipe(small, ["speedup.grown={tile: 2}", "speedup.grown=null"]).speedup.grown is None
+    assert load_recipe(small, ["train.replay={prompts: 20}", "train.replay=null"]).train.replay is None
     assert load_recipe(small, ["threads=3", "threads="]).threads is None
     assert load_recipe(small, ["seed=1", "seed=2"]).seed == 2
 

@@ -127,21 +127,21 @@ def curve(model: str, backend: str, dtype: str, base: float, slope: float) -> di
     return asdict(MeasuredCurve(model, backend, dtype, 256, 40, list(range(1, 17)), seconds, low, high))
 
 
-def speedup_rows(pair: str, grown: bool, backend: str, peak: float) -> list[dict[str, Any]]:
+def speedup_rows(pair: str, backend: str, peak: float) -> list[dict[str, Any]]:
     speeds = {length: peak - 0.045 * (length - 4) ** 2 / 2 for length in (1, 2, 3, 4, 5, 6, 8)}
     plain = (3072, 84.31, 36.44, 36.44, None, None, 1.0, 1.0, 1.0, None, 24, 0, 0, None)
-    rows = [Measurement(pair, backend, grown, "plain", 0, None, None, None, None, *plain)]
+    rows = [Measurement(pair, backend, "plain", 0, None, None, None, None, *plain)]
     for length, speed in speeds.items():
-        named = (pair, backend, grown, f"draft, γ = {length}", length, "draft", "fixed", "greedy", None)
+        named = (pair, backend, f"draft, γ = {length}", length, "draft", "fixed", "greedy", None)
         pace = (3072, 84.31 / speed, 36.44 * speed, 36.44, 1 + 0.52 * length, 0.71 - 0.02 * length)
         rows.append(Measurement(*named, *pace, speed, speed - 0.07, speed + 0.06, speed * 1.05, 23, 1, 0, None))
     return [asdict(row) for row in rows]
 
 
 def speedup_part(
-    pair: str, grown: bool, backend: str, peak: float, library: tuple[float, float, float], **others: Any
+    pair: str, backend: str, peak: float, library: tuple[float, float, float], **others: Any
 ) -> dict[str, Any]:
-    label = (pair, backend, grown)
+    label = (pair, backend)
     costs = RoundCosts(*label, 0.027, [1, 2], [0.03, 0.04], [0.002] * 3, [0.003] * 3, 0.01, 0.001)
     part = SpeedupPart(
         [],
@@ -150,7 +150,7 @@ def speedup_part(
         Noise(*label, 1e-4),
         costs,
     )
-    return asdict(part) | {"measurements": speedup_rows(pair, grown, backend, peak)} | others
+    return asdict(part) | {"measurements": speedup_rows(pair, backend, peak)} | others
 
 
 def other(row: dict[str, Any], configuration: str, drafter: str | None, **values: Any) -> dict[str, Any]:
@@ -165,12 +165,12 @@ def exported(
     return asdict(ExportedFile(f"gguf/{name}-{outtype}.gguf", name, outtype, size, 0, parity))
 
 
-def sample(pair: str, grown: bool, backend: str, prompt: str, *segments: tuple[str, str]) -> dict[str, Any]:
-    return asdict(Sample(pair, backend, grown, "draft, γ = 4", prompt, [Segment(*one) for one in segments]))
+def sample(pair: str, backend: str, prompt: str, *segments: tuple[str, str]) -> dict[str, Any]:
+    return asdict(Sample(pair, backend, "draft, γ = 4", prompt, [Segment(*one) for one in segments]))
 
 
 def make_metadata() -> dict[str, Any]:
-    small, large = "small 14M target", "grown target ×4 & <draft>"
+    small, large = "small 14M target", "big target ×4 & <draft>"
     steps = []
     for step in range(1, 901):
         losses = [1.4 * (step + 9) ** -0.22, 1.1 * (step + 9) ** -0.25, 3.4 * (step + 9) ** -0.09]
@@ -179,19 +179,19 @@ def make_metadata() -> dict[str, Any]:
         steps.append(TrainingStep(step, *losses, agreement, 3e-4, 8192, speed, 2_140_000_000, time))
     text = [("def ", "target"), ("fibonacci(n):\n    if n <", "accepted"), (" 2", "target"), (": return", "accepted")]
     why = "On gguf a step over five tokens costs 1.9 × one token, so no draft can win."
-    hostile = sample(large, True, "gguf", EVIL, (EVIL, "accepted"), (EVIL, "target"))
+    hostile = sample(large, "gguf", EVIL, (EVIL, "accepted"), (EVIL, "target"))
     parts = [
         speedup_part(
-            *(small, False, "pytorch", 1.374, (36.44, 35.21, 1.0349)),
-            samples=[sample(small, False, "pytorch", "# fibonacci\n", *text)],
+            *(small, "pytorch", 1.374, (36.44, 35.21, 1.0349)),
+            samples=[sample(small, "pytorch", "# fibonacci\n", *text)],
         ),
-        speedup_part(large, True, "pytorch", 1.912, (11.25, 12.5, 0.9)),
-        speedup_part(small, False, "gguf", 0.843, (36.44, 36.0, 1.0122), explanations=[why], samples=[hostile]),
+        speedup_part(large, "pytorch", 1.912, (11.25, 12.5, 0.9)),
+        speedup_part(small, "gguf", 0.843, (36.44, 36.0, 1.0122), explanations=[why], samples=[hostile]),
     ]
     curves = [
         curve("target", "pytorch", "float32", 0.0214, 0.06),
         curve("draft", "pytorch", "float32", 0.0021, 0.03),
-        curve("grown target", "pytorch", "float32", 0.0853, 0.04),
+        curve("big target", "pytorch", "float32", 0.0853, 0.04),
         curve("target", "gguf", "q4_k_m", 0.0091, 0.21),
         curve("draft", "gguf", "q4_k_m", 0.0009, 0.11),
     ]
@@ -334,16 +334,10 @@ def test_every_table_says_its_command() -> None:
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_grown_targets_are_labelled() -> None:
-    results = make_metadata()
-    results["speedup"] = json.loads(json.dumps(results["speedup"]).replace("grown target", "big"))
-    name = "big ×4 &amp; &lt;draft&gt;"
-    page = build_page(results)
-    places = [at.end() for at in re.finditer(re.escape(name), page)]
-    labelled = [page[at:].startswith(' <span class="grown">grown</span>') for at in places]
-    assert len(places) == 1 + 8 + 1 + 1 + 1 and labelled[:-1] == [True] * 11  # the last is a sentence of the limits
-    assert "(--spec-draft-sampling probabilistic)" in build_card(results)
-    assert "**(grown)**" in build_card(results) and "enlarged without changing" in page
+def test_every_figure_of_a_pair_names_it() -> None:
+    page = build_page(make_metadata())
+    assert page.count("big target ×4 &amp; &lt;draft&gt;") == 1 + 8 + 1 + 1 + 1  # the last is a sentence of the limits
+    assert "(--spec-draft-sampling probabilistic)" in build_card(make_metadata())
     assert "(pytorch) reaches only 90.0 %" in page
 
 

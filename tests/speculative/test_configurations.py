@@ -22,7 +22,7 @@ from distill.benchmark.prepared import Fitted, prepare_all
 from distill.benchmark.tables import flat_run_rows, run_markdown
 from distill.errors import DataError, RecipeError
 from distill.files import write_json
-from distill.recipe import Configuration, Recipe, dump_recipe, load_recipe, parse_recipe
+from distill.recipe import Configuration, Evaluate, Recipe, dump_recipe, load_recipe, parse_recipe
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, RULES
 from distill.recipe.measuring import fixed_length
 from distill.results.speedup_results import (
@@ -105,9 +105,7 @@ def test_titles_differ_and_doubles_are_refused() -> None:
 
 
 def test_a_recipe_survives_its_own_dump(tmp_path: Path) -> None:
-    recipe = recipe_with(
-        configurations=[{"rule": "beta", "floor": 0.2}, {"drafter": "tree"}], grown_configurations=[{"length": 3}]
-    )
+    recipe = recipe_with(configurations=[{"rule": "beta", "floor": 0.2}, {"drafter": "tree"}])
     (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(tmp_path / "config.yaml").speedup == recipe.speedup
 
@@ -147,13 +145,16 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     own = record_rounds(target, draft, random_prompts(6, 12, 2), 40, Rules())
     rounds = [one for r in own for one in r.rounds]
     fitted = {name: fit_calibration(rounds, terms) for name, terms in FITTED.items()}
-    recipe, pair_measured = recipe_with(), PairMeasured("a pair", "table", False)
+    recipe, pair_measured = recipe_with(), PairMeasured("a pair", "table")
     prepared = prepare_all(recipe, [fixed_length(2)], CONFIGURATIONS, draft, (), Fitted(COSTS, fitted))
     texts = time_texts(target, draft, prompts, 30, prepared, "prompts")
     identities = judge_identity(target, prompts, texts, prepared, 0)
     assert set(identities) == {"draft, γ = 2", *(one.title for one in CONFIGURATIONS)}
     assert all(identity == Identity(identical=6) for identity in identities.values())
-    rows = {row.configuration: row for row in measurements(texts, prepared, identities, pair_measured, 100, 0.95)}
+    rows = {
+        row.configuration: row
+        for row in measurements(texts, prepared, identities, pair_measured, Evaluate(resamples=100))
+    }
     drafted = {title for title, row in rows.items() if (row.tokens_per_round or 0) > 1.05}
     assert drafted == set(rows) - {"plain"}  # each of them does draft, and is right now and then
     assert not any(row.lossy for row in rows.values())
@@ -176,13 +177,13 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     assert [one.title for one in others] == [PLAIN_SAMPLED.title, *(one.title for one in asked)]
     assert [one.lossy is not None for one in others] == [False, False, True]
     texts = time_texts(target, draft, random_prompts(4, 12, 3), 16, prepared, "prompts")
-    label = PairMeasured("a pair", "table", False)
-    rows = measurements(texts, prepared, {}, label, 100, 0.95)
+    label = PairMeasured("a pair", "table")
+    rows = measurements(texts, prepared, {}, label, Evaluate(resamples=100))
     *_, plain_row, lossless, lossy = rows
     assert plain_row.speedup == 1 and plain_row.tokens_per_round is None
     assert lossless.plain_tokens_per_second == plain_row.tokens_per_second and lossless.identical is None
     assert lossless.lossy is None and lossy.lossy is not None
-    names = ("a pair", "table", False)
+    names = ("a pair", "table")
     part = SpeedupPart(
         rows,
         ChosenLength(*names, 2, 1.0, 0.9, 1.1, 5.0),

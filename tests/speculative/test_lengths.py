@@ -19,7 +19,6 @@ from distill.speculative.lengths import (
     LengthRule,
     LossyProbabilityFloor,
     ProbabilityFloor,
-    StartContinue,
 )
 from distill.speculative.proposal import Features
 
@@ -61,7 +60,7 @@ def test_llama_cpps_floor_drops_what_was_drawn() -> None:
 
 
 def test_start_and_continue() -> None:
-    rule = StartContinue(5, 0.3, 0.7)
+    rule = ProbabilityFloor(5, 0.3, 0.7)
     assert draft(rule, [0.3, 0.7, 0.69, 0.9]) == 2 and draft(rule, [0.29, 0.9]) == 0
 
 

@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.errors import DataError, PairError
 from distill.models.torch_model import TorchModel
+from distill.recipe import Configuration
 from distill.sampler import Sampler
+from distill.speculative.configured import make_drafter
 from distill.speculative.decode import decode_text, plain
 from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule, LossyProbabilityFloor, ProbabilityFloor
@@ -577,6 +579,14 @@ def test_rows_are_not_those_of_the_tokenizer(
         assert result.tokens == plain(target, prompt, 40).tokens
 
 
+def test_a_lookup_is_measured_beside_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
+    reader = Reader(TableModel(2), *[letters(tmp_path / "ours", ["a", "b"])] * 2)
+    kinds = {"lookup": LookupDrafter, "intersection": IntersectionDrafter, "string": StringMatchDrafter}
+    for name, kind in kinds.items():
+        configuration = Configuration(drafter=name, length=2)  # type: ignore[arg-type]
+        assert type(make_drafter(configuration, reader, Sampler(0), random.random)) is kind
+
+
 def test_pairs_that_cannot_be(tmp_path: Path) -> None:
     ours, theirs = letters(tmp_path / "ours", ["a", "b"]), letters(tmp_path / "theirs", ["c", "d"])
     with pytest.raises(PairError, match="share no token"):
@@ -585,7 +595,7 @@ def test_pairs_that_cannot_be(tmp_path: Path) -> None:
         drafter_for("string", TableModel(1), (ours, theirs), 2, Sampler(0))
     drafter = drafter_for("intersection", TableModel(2), (ours, ours), 2, Sampler(0))
     for arguments in ({"parents": [-1]}, {"want": [5]}, {}):
-        with pytest.raises(ValueError, match="chains"):
+        with pytest.raises(AssertionError, match="chains"):
             drafter.shared_model.extend([0], **arguments)
     (ours.folder / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="cannot be loaded"):

@@ -44,6 +44,10 @@ EXACT, SEEN = 1e-12, 1e-6
 COSTS = StepCosts((1.0, 1.15, 1.3, 1.4), 0.08, 0.12, 0.02)
 
 
+def round_seconds(drafted: int) -> float:
+    return COSTS.target[drafted] + COSTS.overhead + drafted * COSTS.draft
+
+
 def named(rule: str, **settings: Any) -> Callable[[], LengthRule]:
     """A rule as a recipe names it, drafting up to 3 tokens."""
     configuration = Configuration(rule=rule, length=3, **settings)
@@ -135,7 +139,7 @@ class Rounds:
     def learned(self, proposal: Proposal, rule: LengthRule, accepted: int, length: int) -> LengthRule:
         """The rule after the round's end, as the decoder tells it; time is what the costs say."""
         self.drafter.rule = copy.deepcopy(rule)
-        self.drafter.accepted(proposal, accepted, length, COSTS.round_seconds(len(proposal.tokens)))
+        self.drafter.accepted(proposal, accepted, length, round_seconds(len(proposal.tokens)))
         return self.drafter.rule
 
     def verdicts(self, verifier: str, context: Sequence[int], ways: Ways) -> list[tuple[list[int], Tensor, Tensor]]:

@@ -22,7 +22,6 @@ from distill.speculative.trees.tree import (
     best_first,
     best_tokens,
     calibrated,
-    choose_budget,
     features_of,
     sampled_tree,
     top_tree,
@@ -199,29 +198,6 @@ def test_best_tokens_by_hand() -> None:
     assert features_of(torch.ones(1)) == Features(1.0, 0.0, 0.0)
 
 
-# How large.
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(0, 1), max_size=12), st.randoms(use_true_random=False))
-def test_budget_is_the_argmax(values: list[float], draws: random.Random) -> None:
-    values = sorted(values, reverse=True)
-    target = {m: draws.uniform(0.5, 3) for m in range(1, len(values) + 2) if m == 1 or draws.random() < 0.8}
-    costs = [draws.uniform(0, 1) for _ in range(len(values) + 1)]
-    chosen = choose_budget(values, target, costs.__getitem__)
-    assert chosen + 1 in target
-    speeds = {n: (1 + sum(values[:n])) / (target[n + 1] + costs[n]) for n in range(len(values) + 1) if n + 1 in target}
-    assert speeds[chosen] == pytest.approx(max(speeds.values()), abs=1e-12)
-
-
-def test_budget_on_jagged_curves() -> None:
-    values = [0.8, 0.6, 0.5, 0.4]
-    assert choose_budget(values, {m: 1.0 for m in range(1, 6)}, lambda n: 0.0) == 4  # nodes for nothing
-    assert choose_budget(values, {m: float(m) for m in range(1, 6)}, lambda n: 0.0) == 0  # nodes at full price
-    assert choose_budget(values, {1: 1.0, 2: 1.9, 3: 1.9, 4: 1.2, 5: 9.0}, lambda n: 0.1 * n) == 3  # over the hump
-    assert choose_budget([], {1: 1.0}, lambda n: 0.0) == 0
-
-
 # Static shapes.
 
 
@@ -241,7 +217,7 @@ def test_shape_table_is_the_best_of_all_shapes(acceptance: list[float], nodes: i
         found = [sum(math.prod(acceptance[r] for r in p) for p in t) for t in trees(n, d, len(acceptance))]
         if not found:
             assert table.expected[d, n] == -math.inf
-            with pytest.raises(ValueError):
+            with pytest.raises(AssertionError):
                 table.shape(n, d)
             continue
         assert table.expected[d, n] == pytest.approx(max(found), abs=1e-12)
@@ -284,7 +260,7 @@ def test_shapes_by_hand() -> None:
     assert expected_accepted(wide, [0.5, 0.2]) == pytest.approx(0.7 + 0.5 * 0.7 + 0.2 * 0.7)
     assert leaves(()) == 0 and expected_accepted(Shape(()), [0.5]) == 0
     for bad in ((0,), (-2,), (-1, 1), (-1, 2, 0)):
-        with pytest.raises(ValueError):
+        with pytest.raises(AssertionError):
             Shape(bad)
 
 

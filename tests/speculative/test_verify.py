@@ -321,7 +321,7 @@ def test_refusals_are_those_that_enumeration_shows() -> None:
         refusal("block", "sampled", 1.0, tree=True)
     with pytest.raises(ValueError, match="for chains"):
         refusal("distinct", "sampled", 1.0)
-    with pytest.raises(ValueError, match="kind"):
+    with pytest.raises(AssertionError, match="guessed"):
         refusal("token", "guessed", 1.0)
 
 

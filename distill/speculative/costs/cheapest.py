@@ -8,7 +8,6 @@ Legend: m tokens of a step, T(m) its seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from distill.models.base import AroundModel, Logits, Model
 from distill.progress import Progress
@@ -45,6 +44,7 @@ class CheapestSteps(AroundModel):
 
     def __init__(self, model: Model, steps: Steps) -> None:
         super().__init__(model)
+        self.steps = steps
         medians = {m: median for m, (median, _, _) in steps.items()}
 
         def chosen(whole: bool) -> dict[int, tuple[int, ...]]:
@@ -98,24 +98,9 @@ class CheapestSteps(AroundModel):
 DRAFT_STEPS = range(1, 5)  # sizes that a draft's step of 1 or 2 tokens may be padded to
 
 
-@dataclass(frozen=True)
-class CheapestPair:
-    """A pair whose steps are taken in the cheapest way, and the times T(m), D(m) of steps taken at once."""
-
-    target: CheapestSteps
-    draft: CheapestSteps
-    target_steps: Steps
-    draft_steps: Steps
-
-    def describe(self) -> list[str]:
-        """The steps that are padded or split, a line for each model that has any."""
-        models = {"target": self.target} | ({} if self.draft is self.target else {"draft": self.draft})
-        return [line for name, model in models.items() if (line := model.describe(name))]
-
-
 def cheapest_pair(
     target: Model, draft: Model, max_tokens: int, depth: int, repeats: int, progress: Progress | None = None
-) -> CheapestPair:
+) -> tuple[CheapestSteps, CheapestSteps]:
     """Time the steps of both models at a depth, the target's of up to `max_tokens` tokens; they are left at that depth.
 
     A draft that is the target itself is given its steps.
@@ -123,6 +108,7 @@ def cheapest_pair(
     steps = measure_steps(target, range(1, max_tokens + 1), depth, repeats, target.vocabulary_size, progress)
     cheapest = CheapestSteps(target, steps)
     if draft is target:
-        return CheapestPair(cheapest, cheapest, steps, {m: times for m, times in steps.items() if m in DRAFT_STEPS})
-    draft_steps = measure_steps(draft, DRAFT_STEPS, depth, repeats, draft.vocabulary_size, progress)
-    return CheapestPair(cheapest, CheapestSteps(draft, draft_steps), steps, draft_steps)
+        return cheapest, cheapest
+    return cheapest, CheapestSteps(
+        draft, measure_steps(draft, DRAFT_STEPS, depth, repeats, draft.vocabulary_size, progress)
+    )

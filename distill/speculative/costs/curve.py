@@ -77,10 +77,6 @@ class StepCosts:
     draft_two: float
     overhead: float = 0.0
 
-    def round_seconds(self, drafted: int) -> float:
-        """T(n + 1) + D₀ + n·D, for a round whose first draft step takes one token."""
-        return self.target[drafted] + self.overhead + drafted * self.draft
-
 
 @dataclass(frozen=True)
 class CostCurve:
@@ -118,9 +114,7 @@ class CostCurve:
         return [seconds / (m * row[0]) for m, seconds in enumerate(row, start=1)]
 
 
-def measure_curve(
-    model: Model, title: str, backend: str, depths: Sequence[int], limit: int, repeats: int, show_progress: bool = True
-) -> CostCurve:
+def measure_curve(model: Model, title: str, backend: str, depths: Sequence[int], limit: int, repeats: int) -> CostCurve:
     """Time steps of m = 1..`limit` tokens at each depth that the model's context leaves room for.
 
     The first pass is a warm-up and does not count. Raises DataError when no depth fits.
@@ -131,9 +125,7 @@ def measure_curve(
             f"{title}: a context of {model.capacity} has no room for {limit} tokens at depth {min(depths)}",
             "measure at smaller depths or fewer tokens",
         )
-    progress = None
-    if show_progress:
-        progress = Progress(f"{title}: passes over 1..{limit} tokens", len(fitting) * (repeats + 1))
+    progress = Progress(f"{title}: passes over 1..{limit} tokens", len(fitting) * (repeats + 1))
     sizes, vocabulary = range(1, limit + 1), model.vocabulary_size
     steps = [measure_steps(model, sizes, depth, repeats, vocabulary, progress) for depth in fitting]
     medians, fastest, slowest = (tuple(tuple(times[i] for times in row.values()) for row in steps) for i in range(3))

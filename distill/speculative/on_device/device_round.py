@@ -64,7 +64,7 @@ class DeviceRounds:
         """
         longest = max(row.limit for row in rows)
         numbers = self._numbers(rows, longest)
-        drafted = self._proposed(rows, longest)
+        drafted = self._proposed(rows)
         if drafted is None and self.draft is not None and longest:
             drafted = self.draft.chains(rows, numbers)
         results = self._verified(rows, drafted, longest, numbers)
@@ -85,21 +85,14 @@ class DeviceRounds:
             own[-1] = row.random()
         return numbers
 
-    def _proposed(self, rows: Sequence[RowRound], longest: int) -> Drafted | None:
-        """The chains of another drafter, sent to the device; None where there are none."""
-        if not longest or all(row.proposed is None for row in rows):
+    def _proposed(self, rows: Sequence[RowRound]) -> Drafted | None:
+        """The chain of another drafter, which drafts for one text alone, sent to the device; None without one."""
+        proposed = rows[0].proposed
+        if proposed is None or not proposed.tokens:
             return None
-        device, lines, distributions = self.target.device, [[NONE] * longest for _ in range(self.target.rows)], None
-        for row in rows:
-            if row.proposed is None:
-                continue
-            lines[row.number][: row.limit] = row.proposed.tokens
-            if row.proposed.distributions is not None:
-                q = row.proposed.distributions.to(device)
-                if distributions is None:
-                    distributions = q.new_zeros(self.target.rows, longest, q.shape[-1])
-                distributions[row.number, : row.limit] = q
-        tokens = send(lines, device)
+        device, q = self.target.device, proposed.distributions
+        tokens = send([proposed.tokens], device)
+        distributions = None if q is None else q.to(device).unsqueeze(0)
         return Drafted(tokens, distributions, torch.zeros(tokens.shape, device=device), {})
 
     def _verified(

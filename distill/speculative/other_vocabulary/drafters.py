@@ -118,15 +118,13 @@ class SharedModel(AroundModel):
         parents: Sequence[int] | None = None,
         want: Sequence[int] | None = None,
     ) -> Logits:
-        """Logits [1, V] after the last of these ids; ValueError for anything else, or a text that cannot be read."""
-        if parents is not None or want is None or list(want) != [len(tokens) - 1]:
-            raise ValueError("a draft of another vocabulary takes chains, and gives the logits after the last token")
+        """Logits [1, V] after the last of these ids, of a context that the draft can write (`Reader.room`)."""
+        assert parents is None and want is not None and list(want) == [len(tokens) - 1], "chains and last logits only"
         if self._drafting and all(token in self.shared for token in tokens):
             logits = self.reader.append([self.shared[token] for token in tokens])
         else:
             own = self.reader.translator.ids([*self._tokens, *tokens])
-            if not own:
-                raise ValueError("the draft cannot write this context in its tokens")
+            assert own, "the draft cannot write this context"
             logits = self.reader.read(own)
         self._tokens += tokens
         self._drafting = True

@@ -17,8 +17,7 @@ class Shape:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not all(ROOT <= parent < node for node, parent in enumerate(self.parents)):
-            raise ValueError(f"every parent must be {ROOT} or an earlier node, got {list(self.parents)}")
+        assert all(ROOT <= parent < node for node, parent in enumerate(self.parents)), self.parents
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -122,9 +121,8 @@ class ShapeTable:
             self.expected[d] = rest
 
     def shape(self, nodes: int, depth: int) -> Shape:
-        """The best shape of this size and depth, level by level; ValueError when none fits."""
-        if np.isneginf(self.expected[depth, nodes]):
-            raise ValueError(f"no tree of {nodes} nodes fits {depth} levels of {self._sizes.shape[1]} children")
+        """The best shape of this size and depth, level by level; some fits (see `expected`)."""
+        assert np.isfinite(self.expected[depth, nodes])
         parents: list[int] = []
         level = [(ROOT, nodes)]
         for d in range(depth, 0, -1):

@@ -9,10 +9,9 @@ call, V vocabulary, k children.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,7 +101,7 @@ def best_first(
 
     A node's value is the product of its path's probabilities of acceptance: the draft's, or those that `calibration`
     makes of them. `root` [V] is the distribution after the context; children are the `branching` best tokens. The first
-    nodes are always the best tree of fewer, see `choose_budget`. The draft is called once per level, and takes some
+    nodes are always the best tree of fewer. The draft is called once per level, and takes some
     nodes that the tree then leaves out.
     `max_leaves` bounds the branches of the tree and of the nodes that the draft takes; where it binds, the tree is the
     greedy one, not the best.
@@ -168,17 +167,6 @@ def _pick(pool: Sequence[_Node], nodes: int, max_leaves: int) -> list[_Node]:
     """The best `nodes` nodes of the pool that make a tree of at most `max_leaves` leaves."""
     joined = _JoinedNodes(max_leaves)
     return [node for node in sorted(pool) if len(joined.numbers) <= nodes and joined.join(node)]
-
-
-def choose_budget(values: Sequence[float], target: Mapping[int, float], draft: Callable[[int], float]) -> int:
-    """How many of the first nodes to verify: argmax of (1 + Σ values) / (T(n + 1) + draft(n)) over n, least on ties.
-
-    `target` maps m to T(m) seconds, never smoothed; sizes that it lacks are not chosen. `draft` gives the seconds of
-    drafting a tree of n nodes (a constant where they are spent already). 0 is plain decoding.
-    """
-    expected = 1 + np.cumsum([0.0, *values])
-    sizes = [n for n in range(len(values) + 1) if n + 1 in target]
-    return max(sizes, key=lambda n: (expected[n] / (target[n + 1] + draft(n)), -n), default=0)
 
 
 def top_tree(shape: Shape, root: Tensor, expand: Expand) -> Proposal:

@@ -1,18 +1,23 @@
-"""Growing: a larger model says the same."""
+"""scripts/grow_target.py: a larger model says the same."""
 
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from toys import disturb, toy
 from transformers import AutoModelForCausalLM
 
 from distill.errors import DataError
-from distill.surgery.grow import grow
+
+sys.path.insert(0, str(tiny.ROOT / "scripts"))
+
+from grow_target import grow
 
 torch.set_num_threads(1)
 
