@@ -14,10 +14,11 @@ import typer
 
 from distill.errors import DataError, RecipeError, RunError
 from distill.faults import reading
-from distill.files import LARGEST, read_utf8, require_path
+from distill.files import LARGEST, read_utf8, require_path, without_nan
 from distill.machine import thread_count
 from distill.progress import is_verbose, note
 from distill.recipe import PyTorch, Recipe, SamplerSettings, Target, load_recipe, parse_section, resolve_model
+from distill.results.serialise import as_json
 from distill.run import Run
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
@@ -25,12 +26,6 @@ RunArgument = Annotated[
     str | None, typer.Argument(metavar="RUN", help="Run name or folder; by default the newest run.")
 ]
 FormatOption = Annotated[str, typer.Option("--output", "-o", help="Format: md, json, jsonl or csv.")]
-TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Standalone pair: target as Hugging Face folder, hub name or GGUF file.")
-]
-DraftOption = Annotated[
-    str | None, typer.Option("--draft", help="Standalone pair: draft, of the same kind as the target.")
-]
 TextOption = Annotated[
     list[Path] | None,
     typer.Option(
@@ -166,6 +161,11 @@ def print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: s
             writer.writeheader()
             writer.writerows(rows)
         print(text.getvalue(), end="")
+
+
+def print_result(result: Any, markdown: str, rows: list[dict[str, Any]], output: str) -> None:
+    """Print a dataclass of results, with the same as Markdown and as rows for jsonl and csv."""
+    print_table(without_nan(rows), markdown, as_json(result), output)
 
 
 def read_texts(paths: list[Path]) -> list[str]:

@@ -175,7 +175,7 @@ def speedup(
     report = measure_any_pair(recipe, request)
     if to is not None:
         write_result(to, report)
-    shared.print_table(flat_pair_rows(report), pair_markdown(report), as_json(report), output)
+    shared.print_result(report, pair_markdown(report), flat_pair_rows(report), output)
 
 
 def _configurations(
@@ -287,4 +287,4 @@ def _of_run(
     report = read_result(found.path("speedup.json"), SpeedupReport)
     from distill.benchmark.tables import flat_run_rows, run_markdown
 
-    shared.print_table(flat_run_rows(report), run_markdown(report), as_json(report), output)
+    shared.print_result(report, run_markdown(report), flat_run_rows(report), output)
