@@ -209,11 +209,10 @@ def divergence(evaluation: EvaluationReport) -> Html:
     words = f"Before is the draft as cut from the donor, after is the trained draft; {evaluation.sampler_words}."
     stored = as_list(evaluation.stored.sentences) if evaluation.stored else ""
     tables = as_tables(measured_tables.divergences(evaluation))
-    if not evaluation.slices:
-        return Html(as_paragraph(words) + stored + tables)
     caption = "Where the trained draft is accepted, on the target's own text; lines are intervals over prompts."
-    plot = as_plot(partial(plots.acceptance_by_slice, evaluation.slices), caption)
-    return Html(as_paragraph(words) + stored + tables + as_plots(plot))
+    plot = partial(plots.acceptance_by_slice, evaluation.slices)
+    drawn = as_plots(as_plot(plot, caption)) if evaluation.slices else ""
+    return Html(as_paragraph(words) + stored + tables + drawn)
 
 
 def cost(profile: ProfileReport) -> Html:
