@@ -94,7 +94,7 @@ def _versions() -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
 
     wanted, here = required_python(), platform.python_version()
-    old = bool(wanted) and not SpecifierSet(wanted).contains(here, prereleases=True)
+    old = not SpecifierSet(wanted or "").contains(here, prereleases=True)
     remedy = "make an environment with a newer Python and install distill there"
     yield judged("Python", f"{here} ({wanted})" if wanted else here, old, remedy, "needed")
     own = version_of("distill")

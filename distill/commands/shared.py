@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -178,13 +179,11 @@ def read_texts(paths: list[Path]) -> list[str]:
         require_path(path, "--text")
         if not path.exists():
             raise DataError(f"text {path} does not exist", "correct --text")
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file():
-                try:
-                    found.append(read_utf8(file))
-                except DataError:
-                    if not path.is_dir():
-                        raise
+        if path.is_file():
+            found.append(read_utf8(path))
+        for file in sorted(path.rglob("*")):
+            with contextlib.suppress(DataError):
+                found += [read_utf8(file)] if file.is_file() else []
     return found
 
 

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +17,6 @@ from distill.recipe import Configuration, Gguf, PyTorch, SamplerSettings, parse_
 from distill.recipe.load import read_yaml
 from distill.results.serialise import as_json, read_result, write_result
 from distill.run import Run
-
-if TYPE_CHECKING:
-    from distill.benchmark.any_pair import PairRequest
 
 PAIR = "Any pair, without a run"
 
@@ -141,7 +138,7 @@ def speedup(
     from distill.benchmark.tables import flat_pair_rows, pair_markdown
     from distill.speculative.configured import check_configurations
 
-    pytorch = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
+    given = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
     recipe = pair_settings(
         big,
         prompts,
@@ -152,7 +149,7 @@ def speedup(
         seed=seed,
         threads=threads,
         gguf=gguf,
-        pytorch=shared.pytorch_settings(PyTorch(), big, **pytorch),
+        pytorch=shared.pytorch_settings(PyTorch(), big, **given),
         allow_lossy=allow_lossy,
     )
     for line in check_configurations(recipe, [one for one in every if not one.foreign], "the options"):
@@ -160,6 +157,7 @@ def speedup(
     rates = None
     if synthetic_acceptance is not None:
         rates = tuple(shared.rates(synthetic_acceptance, "--synthetic-acceptance"))
+        _require_meaning(every, batches)
     request = PairRequest(
         names=(target, draft),
         draft=small,
@@ -171,7 +169,6 @@ def speedup(
         library=library,
         command=shlex.join(["distill", *sys.argv[1:]]),
     )
-    _require_meaning(request)
     report = measure_any_pair(recipe, request)
     if to is not None:
         write_result(to, report)
@@ -185,21 +182,18 @@ def _configurations(
 
     RecipeError for configurations that are not possible, or that would not be measured.
     """
-    fixed: dict[str, Any] = {"drafter": drafter}
-    if verifier is not None:
-        fixed["verifier"] = verifier
-    if sampled:
-        fixed["sampler"] = "recipe"
+    fixed = {"drafter": drafter, "verifier": verifier, "sampler": "recipe" if sampled else "greedy"}
     swept = sorted({length for length in shared.numbers(lengths, "--lengths", int, "1,2,4") if length})
     sweep = tuple(parse_section(Configuration, fixed | {"length": length}, "--lengths") for length in swept)
-    others: list[Configuration] = []
+    others = []
     for text in texts:
-        raw = read_yaml(text, "--configuration")
+        raw, where = read_yaml(text, "--configuration"), f"--configuration {text[:60]}"
         if not isinstance(raw, dict):
-            raise RecipeError(f"--configuration {text[:60]}: not a mapping", "such as '{rule: p_min, length: 8}'")
-        others.append(parse_section(Configuration, raw, f"--configuration {text[:60]}"))
-    titles = [one.title for one in (*sweep, *others)]
-    for one in (*sweep, *others):
+            raise RecipeError(f"{where}: not a mapping", "such as '{rule: p_min, length: 8}'")
+        others.append(parse_section(Configuration, raw, where))
+    every = (*sweep, *others)
+    titles = [one.title for one in every]
+    for one in every:
         if titles.count(one.title) > 1:
             raise RecipeError(f"the configuration `{one.title}` is asked for twice", "leave one of them out")
         if one.sampler == "recipe" and not sampled:
@@ -208,7 +202,7 @@ def _configurations(
             raise RecipeError(f"`{one.title}` is always measured", "leave it out")
     if not titles:
         raise RecipeError("nothing is to be measured but plain decoding", "give --lengths or --configuration")
-    return ((), (*sweep, *others)) if sampled else (sweep, tuple(others))
+    return ((), every) if sampled else (sweep, tuple(others))
 
 
 def _batch_sizes(text: str | None, target: str) -> tuple[int, ...]:
@@ -223,17 +217,15 @@ def _batch_sizes(text: str | None, target: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _require_meaning(request: PairRequest) -> None:
+def _require_meaning(configurations: Sequence[Configuration], batches: tuple[int, ...]) -> None:
     """Raise RecipeError for measurements that synthetic acceptance would make meaningless."""
-    if request.rates is None:
-        return
-    learning = next((one for one in request.configurations if one.learns or one.chosen), None)
-    if learning is not None:
+    fitted = next((one for one in configurations if one.learns or one.chosen), None)
+    if fitted is not None:
         raise RecipeError(
-            f"`{learning.title}` is fitted to what the target accepts, and synthetic acceptance is not that",
+            f"`{fitted.title}` is fitted to what the target accepts, and synthetic acceptance is not that",
             "use `calibration: none`, or a configuration that fits nothing",
         )
-    if request.batches:
+    if batches:
         raise RecipeError("--batch decodes with the target's own acceptance", "leave --synthetic-acceptance out")
 
 
@@ -274,14 +266,14 @@ def _of_run(
         rows = [as_json(test) for test in tested.tests]
         shared.print_table(rows, distribution_markdown(tested), as_json(tested) | {"lossless": tested.lossless}, output)
         raise typer.Exit(0 if tested.lossless else 1)
-    if allow_lossy and not recipe.speedup.allow_lossy:
-        recipe = recipe.model_copy(update={"speedup": recipe.speedup.model_copy(update={"allow_lossy": True})})
-    if threads is not None:
-        recipe = recipe.model_copy(update={"threads": threads})
-    if gguf is not None:
-        if "gguf" not in recipe.speedup.backends:
-            raise RecipeError("this run measures no GGUF files (speedup.backends)", "leave llama.cpp's options out")
-        recipe = recipe.model_copy(update={"gguf": merged(recipe.gguf, gguf)})
+    if gguf is not None and "gguf" not in recipe.speedup.backends:
+        raise RecipeError("this run measures no GGUF files (speedup.backends)", "leave llama.cpp's options out")
+    changes = {
+        "speedup": recipe.speedup.model_copy(update={"allow_lossy": allow_lossy or recipe.speedup.allow_lossy}),
+        "threads": threads or recipe.threads,
+        "gguf": recipe.gguf if gguf is None else merged(recipe.gguf, gguf),
+    }
+    recipe = recipe.model_copy(update=changes)
     found = Run(found.folder, recipe)
     shared.run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
     report = read_result(found.path("speedup.json"), SpeedupReport)

@@ -41,7 +41,7 @@ from distill.results.evaluation_results import (
 from distill.results.export_results import ExportedFile, ExportReport, Parity
 from distill.results.profile_results import MeasuredCurve, ProfileReport
 from distill.results.speedup_results import Measurement, PlainReference, SpeedupReport
-from distill.results.tables import Cell, Columns, Row, Table, rows_of, table_of
+from distill.results.tables import Cell, Columns, Row, Table, table_of
 
 SHOWN_MEASURES = [name for name in MEASURES if name != CEILING]
 
@@ -210,7 +210,7 @@ def sweep(report: SpeedupReport) -> Table:
     }
     best = {id(one) for one in report.fastest}
     classes = ["plain" if one.is_plain else "best" if id(one) in best else "" for one in report.sweep]
-    return Table(list(columns), rows_of(report.sweep, columns), report.command, 2, classes)
+    return table_of(report.sweep, columns, report.command, 2, classes)
 
 
 def fastest(report: SpeedupReport) -> Table:
