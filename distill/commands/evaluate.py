@@ -229,11 +229,20 @@ def _prompted_pair(
 
 
 def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, by: Sequence[str], output: str) -> None:
-    """Print what was asked for of a report: some of its measures, or some slices alone."""
+    """Print what was asked for of a report: some of its measures, or some slices alone.
+
+    Raises DataError where none of these slices was measured.
+    """
     from distill.evaluation.markdown import as_markdown
 
     if by:
-        _require_measured(report, by)
+        measured = {one.slice for one in report.slices} | ({CLASS} if report.classes else set())
+        if not measured & {*by}:
+            raise DataError(
+                f"no acceptance by {' or '.join(by)} was measured: all positions are alike there, or the run was "
+                f"evaluated before slices were; measured are {', '.join(sorted(measured)) or 'none'}",
+                "evaluate the run again: distill train RECIPE --redo eval",
+            )
         report = replace(
             report,
             domains={},
@@ -249,14 +258,3 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, by: Sequ
     if not acceptance:
         report = replace(report, positions={}, tokens_per_round={}, reliability={})
     shared.print_result(report, as_markdown(report), flat_rows(report), output)
-
-
-def _require_measured(report: EvaluationReport, by: Sequence[str]) -> None:
-    """Raise DataError where none of these slices was measured."""
-    measured = {one.slice for one in report.slices} | ({CLASS} if report.classes else set())
-    if not measured & {*by}:
-        raise DataError(
-            f"no acceptance by {' or '.join(by)} was measured: all positions are alike there, or the run was evaluated "
-            f"before slices were; measured are {', '.join(sorted(measured)) or 'none'}",
-            "evaluate the run again: distill train RECIPE --redo eval",
-        )

@@ -26,7 +26,7 @@ from distill.results.serialise import Figure
 from distill.results.tables import markdown_table
 
 STEP = 4  # tokens that a decoder reads at once, as when it verifies a draft
-ONE = 0.005  # acceptances no further apart count as one
+TOLERANCE = 0.005  # acceptances no further apart count as one
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class ParityTable:
     @property
     def verdict(self) -> list[str]:
         """One α, or where the differences enter."""
-        apart = [row for row in self.rows if row.against is not None and abs(row.gap) > ONE]
+        apart = [row for row in self.rows if row.against is not None and abs(row.gap) > TOLERANCE]
         compared = sum(row.against is not None for row in self.rows)
         if not apart:
-            return [f"One acceptance: {compared} ways lie within {ONE:g} of the way that each is compared with."]
+            return [f"One acceptance: {compared} ways lie within {TOLERANCE:g} of the way that each is compared with."]
         return [_enters(row) for row in apart]
 
 

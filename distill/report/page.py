@@ -88,8 +88,8 @@ def _made(results: RunResults) -> Html:
         "recipe": as_text(results.config.get("name") or results.name),
         "date": as_text(results.date),
         "command": as_code(results.command),
-        "machine": as_text(f"{machine_words(machine)}, {machine.platform}"),
-        "GPU": as_text(machine.gpu or "none"),
+        "machine": as_text(f"{machine_words(machine)}, {machine['platform']}"),
+        "GPU": as_text(machine["gpu"] or "none"),
         "software": as_text(software_words(machine)),
     }
     if parent := results.parent:

@@ -17,7 +17,7 @@ from distill.results.cut_results import CutReport, ModelSizes, SearchReport, Spa
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
 from distill.results.profile_results import ProfileReport
-from distill.results.run_results import Machine, Parent, RunResults
+from distill.results.run_results import Parent, RunResults
 from distill.results.serialise import from_json, read_result
 from distill.results.speedup_results import SpeedupReport
 from distill.results.text_results import AnswerTexts, CorpusTexts, QuestionTexts
@@ -50,7 +50,7 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         name=recipe.name,
         date=now(),
         command=placeless("distill " + " ".join(argv)),
-        machine=from_json(machine(), Machine, "this machine"),
+        machine=machine(),
         config=placeless(recipe.model_dump(mode="json")),
         target=replace(target, path=placeless(target.path)),
         donor=replace(cut.donor, path=placeless(cut.donor.path)),
