@@ -53,6 +53,11 @@ class Finding:
     remedy: str = ""
 
 
+def judged(what: str, found: str, fault: bool, remedy: str, state: State = "warning") -> Finding:
+    """A row that is fine without a fault."""
+    return Finding(what, found, state, remedy) if fault else Finding(what, found)
+
+
 def doctor(runs: RunsOption = DEFAULT_RUNS, output: FormatOption = "md") -> None:
     """Check the installation and this machine: each line is fine or says what to do.
 
@@ -89,28 +94,20 @@ def _versions() -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
 
     wanted, here = required_python(), platform.python_version()
-    python = f"{here} ({wanted})" if wanted else here
-    if wanted and not SpecifierSet(wanted).contains(here, prereleases=True):
-        yield Finding("Python", python, "needed", "make an environment with a newer Python and install distill there")
-    else:
-        yield Finding("Python", python)
+    old = not SpecifierSet(wanted or "").contains(here, prereleases=True)
+    remedy = "make an environment with a newer Python and install distill there"
+    yield judged("Python", f"{here} ({wanted})" if wanted else here, old, remedy, "needed")
     own = version_of("distill")
     if own is None:
         found = f"{distill.__version__}, not installed: the packages that it needs are not known"
         yield Finding("distill", found, "warning", pip_install("-e", ".") + " in its checkout")
-    elif own != distill.__version__:
-        yield Finding("distill", f"{distill.__version__}, installed as {own}", "warning", "install it again")
     else:
-        yield Finding("distill", own)
-    for package in packages():
-        if package.extra is None:
-            yield _package(package)
-
-
-def _package(package: Package) -> Finding:
-    if package.fits:
-        return Finding(package.name, package.found)
-    return Finding(package.name, package.found, "needed", pip_install(package.requirement))
+        other = own != distill.__version__
+        found = f"{distill.__version__}, installed as {own}" if other else own
+        yield judged("distill", found, other, "install it again")
+    for one in packages():
+        if one.extra is None:
+            yield judged(one.name, one.found, not one.fits, pip_install(one.requirement), "needed")
 
 
 def _extras() -> Iterator[Finding]:
@@ -119,15 +116,12 @@ def _extras() -> Iterator[Finding]:
         if package.extra is not None:
             by_extra.setdefault(package.extra, []).append(package)
     for extra, several in by_extra.items():
-        what = f"extra {extra}: {PURPOSES.get(extra, 'optional')}"
         found = ", ".join(f"{package.name} {package.found}" for package in several)
         lacking = [package for package in several if not package.fits]
-        old = any(package.installed is not None for package in lacking)
-        if not lacking:
-            yield Finding(what, found)
-            continue
         remedy = pip_install(*(package.requirement for package in lacking))
-        yield Finding(what, found, "warning" if old else "optional", remedy)
+        old = any(package.installed is not None for package in lacking)
+        what = f"extra {extra}: {PURPOSES.get(extra, 'optional')}"
+        yield judged(what, found, bool(lacking), remedy, "warning" if old else "optional")
 
 
 def _smollm2() -> Finding:
@@ -145,33 +139,23 @@ def _torch() -> Finding:
     what = "torch's devices"
     try:
         torch: Any = importlib.import_module("torch")
-        cuda = torch.cuda.is_available()
-        names = [_gpu(torch, index) for index in range(torch.cuda.device_count())] if cuda else []
-        metal = torch.backends.mps.is_available()
-        build = next(
-            (f"{name} {one}" for name in ("hip", "cuda") if (one := getattr(torch.version, name, None))), "CPU"
-        )
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        sizes = [torch.cuda.get_device_properties(index).total_memory / 2**30 for index in range(count)]
+        names = [f"{torch.cuda.get_device_name(index)} ({size:.0f} GiB)" for index, size in enumerate(sizes)]
+        names += ["MPS"] if torch.backends.mps.is_available() else []
+        versions = {name: getattr(torch.version, name, None) for name in ("hip", "cuda")}
+        build = next((f"{name} {version}" for name, version in versions.items() if version), "CPU")
     except Exception as error:  # a torch that is broken fails in many ways
         if version_of("torch") is None:
             return Finding(what, "torch is not installed", "needed", pip_install("torch"))
         remedy = pip_install("--force-reinstall", "torch")
         return Finding(what, f"torch cannot be imported: {_words(error)}", "needed", remedy)
-    found = ", ".join([*names, *(["MPS"] if metal else [])])
-    where = f"{torch.__version__}, build for {build}: {found or 'the CPU alone'}"
-    if not found and shutil.which("nvidia-smi") is not None:
-        remedy = (
-            pip_install("--force-reinstall", "torch") + " " + TORCH_INDEX
-            if build == "CPU"
-            else "update NVIDIA's driver"
-        )
-        return Finding(what, f"{where}; nvidia-smi is here", "warning", remedy)
-    return Finding(what, where)
-
-
-def _gpu(torch: Any, index: int) -> str:
-    return (
-        f"{torch.cuda.get_device_name(index)} ({torch.cuda.get_device_properties(index).total_memory / 2**30:.0f} GiB)"
-    )
+    found = f"{torch.__version__}, build for {build}: {', '.join(names) or 'the CPU alone'}"
+    if names or shutil.which("nvidia-smi") is None:
+        return Finding(what, found)
+    install = f"{pip_install('--force-reinstall', 'torch')} {TORCH_INDEX}"
+    remedy = install if build == "CPU" else "update NVIDIA's driver"
+    return Finding(what, f"{found}; nvidia-smi is here", "warning", remedy)
 
 
 def _words(error: Exception) -> str:
@@ -179,14 +163,12 @@ def _words(error: Exception) -> str:
 
 
 def _bfloat16() -> Finding:
-    what = "bfloat16 on the processor"
-    able = has_instructions("bfloat16")
+    what, able = "bfloat16 on the processor", has_instructions("bfloat16")
     if able is None:
         return Finding(what, "unknown on this system: dtype auto takes float32")
-    if able:
-        return Finding(what, "instructions for it: dtype auto takes it")
-    advice = "dtype: auto in recipes, which takes float32 here"
-    return Finding(what, "no instructions for it: products take 3 to 50 times as long", "warning", advice)
+    slow = "no instructions for it: products take 3 to 50 times as long"
+    found = "instructions for it: dtype auto takes it" if able else slow
+    return judged(what, found, not able, "dtype: auto in recipes, which takes float32 here")
 
 
 def _llama() -> Iterator[Finding]:
@@ -221,9 +203,8 @@ def _built(found: str, where: str, built: list[str]) -> Finding:
     names = {"avx512f": "AVX512"}
     unused = [name for name in COMPILED if name in (cpu_features() or ())]
     unused = [name for name in unused if names.get(name, name.upper()) not in built]
-    if built and unused:
-        return Finding("llama.cpp", found, "warning", f"built without {', '.join(unused)} of this processor: {REBUILD}")
-    return Finding("llama.cpp", found)
+    remedy = f"built without {', '.join(unused)} of this processor: {REBUILD}"
+    return judged("llama.cpp", found, bool(built and unused), remedy)
 
 
 def _compilers() -> Finding:
@@ -244,16 +225,14 @@ def _compilers() -> Finding:
 def _cores() -> list[Finding]:
     cores, everything = usable_cores(), os.cpu_count() or 1
     found = f"{cores}" + (f" of {everything} are usable" if cores < everything else "")
-    limit = core_limit()
-    rows = [Finding("cores", found)]
-    if limit is not None and limit < cores:
-        whole = max(1, int(limit))
-        rows = [Finding("cores", f"{found}, limited to {limit:g}", "warning", f"set {VARIABLE}={whole}")]
+    limit = core_limit() or cores
+    found += f", limited to {limit:g}" if limit < cores else ""
+    rows = [judged("cores", found, limit < cores, f"set {VARIABLE}={max(1, int(limit))}")]
     try:
         threads = thread_count()
         words = f"{threads}, by {VARIABLE}" if os.environ.get(VARIABLE) else f"{threads}, one for each core"
         remedy = f"set {VARIABLE}={cores}: more threads than cores make steps many times slower"
-        rows.append(Finding("threads", words, *(("warning", remedy) if threads > cores else ())))
+        rows.append(judged("threads", words, threads > cores, remedy))
     except DistillError as error:
         rows.append(Finding("threads", error.what, "needed", error.hint or ""))
     try:
@@ -277,9 +256,8 @@ def _others(cores: int) -> Finding:
     if used < BUSY_CORES and used < BUSY_SHARE * cores:
         return Finding("other programs", found)
     spent = {key: seconds - before.get(key, seconds) for key, seconds in _seconds_by_process().items()}
-    names = [
-        f"{name} ({pid})" for pid, name in sorted(spent, key=lambda key: -spent[key])[:3] if spent[pid, name] > 0.05
-    ]
+    busiest = [key for key in sorted(spent, key=lambda key: -spent[key])[:3] if spent[key] > 0.05]
+    names = [f"{name} ({pid})" for pid, name in busiest]
     remedy = "what is timed meanwhile is too slow: wait for them, or end them"
     return Finding("other programs", found + (f": {', '.join(names)}" if names else ""), "warning", remedy)
 
@@ -303,22 +281,15 @@ def _memory() -> Finding:
         return Finding("memory", "not known: psutil cannot be imported")
     memory = psutil.virtual_memory()
     found = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB are free"
-    if memory.available < LITTLE_MEMORY:
-        advice = "close other programs; `distill train RECIPE --rehearse` measures what a recipe needs"
-        return Finding("memory", found, "warning", advice)
-    return Finding("memory", found)
+    remedy = "close other programs; `distill train RECIPE --rehearse` measures what a recipe needs"
+    return judged("memory", found, memory.available < LITTLE_MEMORY, remedy)
 
 
 def _disk(runs: Path) -> Finding:
-    place = runs.resolve()
-    what = f"disk of {runs}{os.sep}"
+    what, place = f"disk of {runs}{os.sep}", runs.resolve()
     place = next(one for one in (place, *place.parents) if one.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         return Finding(what, f"{place} cannot be written", "warning", "choose another folder: --runs FOLDER")
     free = shutil.disk_usage(place).free
-    found = f"{free / 1e9:.1f} GB are free"
-    if free < LITTLE_DISK:
-        return Finding(
-            what, found, "warning", "delete old runs (`distill runs --delete NAME`), or choose --runs FOLDER"
-        )
-    return Finding(what, found)
+    remedy = "delete old runs (`distill runs --delete NAME`), or choose --runs FOLDER"
+    return judged(what, f"{free / 1e9:.1f} GB are free", free < LITTLE_DISK, remedy)

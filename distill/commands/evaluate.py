@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.errors import DataError, RecipeError
-from distill.files import without_nan
-from distill.recipe import Evaluate, Gguf
+from distill.recipe import Gguf
 from distill.recipe.gguf import CACHE_TYPES, OUTTYPES
-from distill.results.evaluation_results import SLICES, EvaluationReport
-from distill.results.serialise import as_json, read_result
+from distill.results.evaluation_results import SLICES, EvaluationReport, flat_rows
+from distill.results.serialise import read_result
+
+if TYPE_CHECKING:
+    from distill.evaluation.standalone import PromptedPair
 
 CLASS = "class"  # of --by: of prompts rather than positions
 OF_MODELS = ("temperature", "prompts", "text")  # a run has its own
@@ -101,121 +102,92 @@ def evaluate(
     gguf: Gguf | None = None,
 ) -> None:
     """Measure a target and its draft: divergences and acceptance, with intervals. Both by default."""
-    kl, acceptance = (kl, acceptance) if kl or acceptance else (True, True)
-    unknown = next((name for name in by or () if name not in (CLASS, *SLICES)), None)
-    if unknown is not None:
-        raise RecipeError(f"--by {unknown} is no slice", f"use one of {', '.join([*SLICES, CLASS])}")
-    from distill.evaluation.markdown import as_markdown
-    from distill.results.evaluation_results import flat_rows
-
-    given = None if target or draft else shared.first_given(context, OF_MODELS)
-    if given is not None:
-        raise RecipeError(
-            f"{given} goes with --target and --draft; a run has its own sampler and test prompts",
-            "leave it out, or give the run's models as a pair: --target TARGET --draft RUN/draft --text FILE",
-        )
-    if parity or url is not None:
-        if not parity or gguf is not None or shared.first_given(context, NOT_OF_PARITY) is not None:
-            what = "--parity goes with a run or a pair, --url, --text, --temperature and --threads alone"
-            raise RecipeError(what, "leave the other options out")
-        _print_parity(run, runs, target, draft, text, temperature, threads, url, output)
-        return
-    if target and draft and len(target) + len(draft) > 2:
-        if outtype or target_outtype or cache_type or by:
-            raise RecipeError(
-                "several models are compared over all positions, as they are", "give one target and draft"
-            )
-        _compare_drafts(target, draft, text, temperature, prompts, threads, gguf, output)
-        return
-    if outtype or target_outtype or cache_type:
-        kinds = (outtype or [], target_outtype or [], cache_type or ["f16"])
-        _compare_types(run, runs, target, draft, text, kinds, temperature, prompts, threads, gguf, output)
-        return
-    if target or draft:
-        ((big, small),) = _named_pairs(target, draft, text)
-        shared.prepare(threads)
-        from distill import api
-        from distill.models.conversion.importing import one_engine
-        from distill.sampler import Sampler
-
-        if gguf is not None:
-            require_used(gguf, *one_engine(big, small))
-        report = api.evaluate(
-            big,
-            small,
-            text or (),
-            sampler=Sampler(temperature),
-            prompts=prompts,
-            kl=kl,
-            acceptance=acceptance,
-            threads=threads,
-            gguf=gguf,
-            command="distill " + " ".join(sys.argv[1:]),
-        )
-    else:
-        if gguf is not None:
-            raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
-        recipe, found = shared.find_run(run, runs)
-        shared.run_until(recipe, found, "eval", threads=threads)
-        report = read_result(found.path("eval.json"), EvaluationReport)
-    if by:
-        _require_measured(report, by)
-        report = replace(
-            report,
-            domains={},
-            positions={},
-            tokens_per_round={},
-            reliability={},
-            classes=report.classes if CLASS in by else [],
-            slices=[one for one in report.slices if one.slice in by],
-        )
-    if not kl:
-        stored = None if report.stored is None else replace(report.stored, bounds={})
-        report = replace(report, domains={}, stored=stored)
-    if not acceptance:
-        report = replace(report, positions={}, tokens_per_round={}, reliability={})
-    shared.print_table(without_nan(flat_rows(report)), as_markdown(report), as_json(report), output)
-
-
-def _print_parity(
-    run: str | None,
-    runs: Path,
-    target: list[str] | None,
-    draft: list[str] | None,
-    text: list[Path] | None,
-    temperature: float,
-    threads: int | None,
-    url: str | None,
-    output: str,
-) -> None:
-    """Print the ways in which a run's pair, or any pair, is scored."""
     shared.require_format(output)
-    shared.prepare(threads)
-    from distill.commands.parity import measure_parity, of_models, of_run
-    from distill.evaluation.parity import as_markdown, flat_rows
-
-    if target or draft:
-        pairs = _named_pairs(target, draft, text)
+    kl, acceptance = (kl, acceptance) if kl or acceptance else (True, True)
+    kinds = {"--outtype": outtype, "--target-outtype": target_outtype, "--cache-type": cache_type}
+    _check_options(context, kinds, by or [], gguf)
+    pairs = _named_pairs(target, draft, text) if target or draft else []
+    command = "distill " + " ".join(sys.argv[1:])
+    if pairs or parity or any(kinds.values()):
+        shared.prepare(threads)
+    if parity:
         if len(pairs) > 1:
             raise RecipeError("--parity is of one pair", "give one target and draft")
-        pair = of_models(*pairs[0], text or (), temperature, threads)
-    else:
-        recipe, own_run = shared.find_run(run, runs)
-        shared.run_until(recipe, own_run, "train", threads=threads)
-        pair = of_run(recipe, own_run, threads)
-    table = measure_parity(pair, url)
-    shared.print_table(without_nan(flat_rows(table)), as_markdown(table), as_json(table), output)
+        from distill.commands.parity import TEXTS, measure_parity
+        from distill.evaluation import parity as ways
 
+        pair = _prompted_pair(pairs, text or [], temperature, TEXTS, run, runs, threads)
+        scored = measure_parity(pair, url, threads, command)
+        shared.print_result(scored, ways.as_markdown(scored), ways.flat_rows(scored), output)
+    elif len(pairs) > 1:
+        if by or any(kinds.values()):
+            what = "several models are compared over all positions, as they are"
+            raise RecipeError(what, "give one target and draft")
+        from distill.evaluation import comparison
+        from distill.sampler import Sampler
 
-def _require_measured(report: EvaluationReport, by: Sequence[str]) -> None:
-    """Raise DataError where none of these slices was measured."""
-    measured = {one.slice for one in report.slices} | ({CLASS} if report.classes else set())
-    if not measured & {*by}:
-        raise DataError(
-            f"no acceptance by {' or '.join(by)} was measured: all positions are alike there, or the run was evaluated "
-            f"before slices were; measured are {', '.join(sorted(measured)) or 'none'}",
-            "evaluate the run again: distill train RECIPE --redo eval",
+        compared = comparison.compare(pairs, text or (), Sampler(temperature), prompts, command, threads, gguf)
+        shared.print_result(compared, comparison.as_markdown(compared), comparison.flat_rows(compared), output)
+    elif any(kinds.values()):
+        from distill.evaluation import types
+
+        pair = _prompted_pair(pairs, text or [], temperature, prompts if pairs else None, run, runs, threads)
+        table = types.measure_types(
+            pair, outtype or (), target_outtype or (), cache_type or ("f16",), command, gguf or Gguf(), threads
         )
+        shared.print_result(table, types.as_markdown(table), types.flat_rows(table), output)
+    else:
+        if pairs:
+            from distill import api
+            from distill.models.conversion.importing import one_engine
+            from distill.sampler import Sampler
+
+            if gguf is not None:
+                require_used(gguf, *one_engine(*pairs[0]))
+            report = api.evaluate(
+                *pairs[0],
+                text or (),
+                sampler=Sampler(temperature),
+                prompts=prompts,
+                kl=kl,
+                acceptance=acceptance,
+                threads=threads,
+                gguf=gguf,
+                command=command,
+            )
+        else:
+            if gguf is not None:
+                raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
+            recipe, own_run = shared.find_run(run, runs)
+            shared.run_until(recipe, own_run, "eval", threads=threads)
+            report = read_result(own_run.path("eval.json"), EvaluationReport)
+        _print_report(report, kl, acceptance, by or [], output)
+
+
+def _check_options(
+    context: typer.Context, kinds: Mapping[str, Sequence[str] | None], by: Sequence[str], gguf: Gguf | None
+) -> None:
+    """Raise RecipeError for names that do not exist, and for options that do not go together."""
+    given = context.params
+    unknown = next((name for name in by if name not in (CLASS, *SLICES)), None)
+    if unknown is not None:
+        raise RecipeError(f"--by {unknown} is no slice", f"use one of {', '.join([*SLICES, CLASS])}")
+    of_models = None if given["target"] or given["draft"] else shared.first_given(context, OF_MODELS)
+    if of_models is not None:
+        raise RecipeError(
+            f"{of_models} goes with --target and --draft; a run has its own sampler and test prompts",
+            "leave it out, or give the run's models as a pair: --target TARGET --draft RUN/draft --text FILE",
+        )
+    parity = given["parity"]
+    others = gguf is not None or shared.first_given(context, NOT_OF_PARITY) is not None
+    if (parity and others) or (given["url"] is not None and not parity):
+        what = "--parity goes with a run or a pair, --url, --text, --temperature and --threads alone"
+        raise RecipeError(what, "leave the other options out")
+    for option, names in kinds.items():
+        known = CACHE_TYPES if option == "--cache-type" else OUTTYPES
+        unknown = next((name for name in names or () if name not in known), None)
+        if unknown is not None:
+            raise RecipeError(f"{option} {unknown} is unknown", f"use one of {', '.join(known)}")
 
 
 def _named_pairs(targets: list[str] | None, drafts: list[str] | None, text: list[Path] | None) -> list[tuple[str, str]]:
@@ -234,80 +206,55 @@ def _named_pairs(targets: list[str] | None, drafts: list[str] | None, text: list
     return [(shared.local_reference(big), shared.local_reference(small)) for big in targets for small in drafts]
 
 
-def _compare_drafts(
-    targets: list[str],
-    drafts: list[str],
-    text: list[Path] | None,
+def _prompted_pair(
+    pairs: list[tuple[str, str]],
+    text: list[Path],
     temperature: float,
-    count: int,
-    threads: int | None,
-    gguf: Gguf | None,
-    output: str,
-) -> None:
-    """Print the comparison of several drafts, or of one draft on several targets."""
-    shared.require_format(output)
-    pairs = _named_pairs(targets, drafts, text)
-    shared.prepare(threads)
-    from distill.evaluation.comparison import as_markdown, compare, flat_rows
-    from distill.evaluation.standalone import corpus_of
-    from distill.sampler import Sampler
-
-    command = "distill " + " ".join(sys.argv[1:])
-    found = compare(pairs, corpus_of(text or ()), Sampler(temperature), count, command, threads, gguf)
-    shared.print_table(without_nan(flat_rows(found)), as_markdown(found), as_json(found), output)
-
-
-def _compare_types(
+    count: int | None,
     run: str | None,
     runs: Path,
-    target: list[str] | None,
-    draft: list[str] | None,
-    text: list[Path] | None,
-    kinds: tuple[list[str], list[str], list[str]],
-    temperature: float,
-    count: int,
     threads: int | None,
-    gguf: Gguf | None,
-    output: str,
-) -> None:
-    """Print the table of GGUF types, of a run or of any two models."""
-    shared.require_format(output)
-    outtypes, target_outtypes, caches = ([*dict.fromkeys(own)] for own in kinds)
-    for name, own, known in (
-        ("--outtype", outtypes, OUTTYPES),
-        ("--target-outtype", target_outtypes, OUTTYPES),
-        ("--cache-type", caches, CACHE_TYPES),
-    ):
-        unknown = next((kind for kind in own if kind not in known), None)
-        if unknown is not None:
-            raise RecipeError(f"{name} {unknown} is unknown", f"use one of {', '.join(known)}")
-    shared.prepare(threads)
-    from distill.evaluation.standalone import corpus_of, prompts_of
-    from distill.evaluation.types import as_markdown, files_of_types, flat_rows, measure_types
-    from distill.models.pairs import require_pair
+) -> PromptedPair:
+    """The pair that is named, or that of a run, which is brought up to its draft, on `count` prompts (None: as many as
+    the recipe says)."""
+    from distill.evaluation.standalone import of_models, of_run
     from distill.sampler import Sampler
-    from distill.texts import read_prompts
 
-    if target or draft:
-        ((big, small),) = _named_pairs(target, draft, text)
-        assert text is not None
-        require_pair(big, small)
-        settings, sampler, written = Evaluate(), Sampler(temperature=temperature), None
-        corpus = corpus_of(text)
-        found = prompts_of(big, corpus, count, corpus.block).measured
-    else:
-        recipe, own_run = shared.find_run(run, runs)
-        shared.run_until(recipe, own_run, "train", threads=threads)
-        big, small, written = recipe.target.model, str(own_run.path("draft")), own_run.path("gguf")
-        settings, sampler = recipe.eval, Sampler.of(recipe.sampler)
-        found = read_prompts(own_run, "test")[: settings.prompts]
-    for model, own, name in ((big, target_outtypes, "--target-outtype"), (small, outtypes, "--outtype")):
-        if model.endswith(".gguf") and own:
-            raise RecipeError(f"{model} has its types already", f"leave {name} out, or give the folder")
-    with tempfile.TemporaryDirectory() as scratch:
-        targets = files_of_types(big, target_outtypes or ["f16"], Path(scratch), "target", written)
-        drafts = files_of_types(small, outtypes or ["f16"], Path(scratch), "draft", written)
-        prompts = {prompt.id: prompt.ids for prompt in found}
-        command = "distill " + " ".join(sys.argv[1:])
-        table = measure_types(targets, drafts, caches, prompts, sampler, settings, command, gguf, threads)
-    shared.print_table(flat_rows(table), as_markdown(table), as_json(table), output)
+    if pairs:
+        assert count is not None, "no recipe says how many"
+        return of_models(*pairs[0], text, count, Sampler(temperature))
+    recipe, own_run = shared.find_run(run, runs)
+    shared.run_until(recipe, own_run, "train", threads=threads)
+    return of_run(recipe, own_run, count or recipe.eval.prompts)
+
+
+def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, by: Sequence[str], output: str) -> None:
+    """Print what was asked for of a report: some of its measures, or some slices alone.
+
+    Raises DataError where none of these slices was measured.
+    """
+    from distill.evaluation.markdown import as_markdown
+
+    if by:
+        measured = {one.slice for one in report.slices} | ({CLASS} if report.classes else set())
+        if not measured & {*by}:
+            raise DataError(
+                f"no acceptance by {' or '.join(by)} was measured: all positions are alike there, or the run was "
+                f"evaluated before slices were; measured are {', '.join(sorted(measured)) or 'none'}",
+                "evaluate the run again: distill train RECIPE --redo eval",
+            )
+        report = replace(
+            report,
+            domains={},
+            positions={},
+            tokens_per_round={},
+            reliability={},
+            classes=report.classes if CLASS in by else [],
+            slices=[one for one in report.slices if one.slice in by],
+        )
+    if not kl:
+        stored = None if report.stored is None else replace(report.stored, bounds={})
+        report = replace(report, domains={}, stored=stored)
+    if not acceptance:
+        report = replace(report, positions={}, tokens_per_round={}, reliability={})
+    shared.print_result(report, as_markdown(report), flat_rows(report), output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,12 +15,13 @@ from distill.files import read_utf8
 from distill.progress import announce, note, warn
 from distill.recipe.gguf import OUTTYPES
 from distill.recipe.recipe import REASON
+from distill.results.export_results import ExportedFile
 from distill.run import Run
 
 if TYPE_CHECKING:
     from distill.models.conversion.general_fields import Advice, Origin
     from distill.models.conversion.writer import WrittenFile
-    from distill.results.export_results import ExportedFile, Parity
+    from distill.results.export_results import Parity
 
 POSITIONS = 512  # compared in each check
 USUAL_LENGTH = 4  # drafted where nothing was measured
@@ -53,7 +53,7 @@ def export_gguf(
         if kind not in OUTTYPES:
             raise RecipeError(f"outtype `{kind}` is unknown", f"use {', '.join(OUTTYPES)}")
     overrides = tuple(_override(value) for value in tensor_type or ())
-    from distill.export.parity import faults_of
+    from distill.export.parity import Source, check_texts, compare, faults_of
     from distill.models.conversion.writer import export_files
 
     sources, place, run = _find(model, runs)
@@ -66,13 +66,19 @@ def export_gguf(
     files, faults = [], []
     for name, (source, origin) in sources.items():
         reports = export_files(source, outputs[name], origin, overrides, imatrix)
-        for report, parity in zip(reports, _parities(source, reports, text, check), strict=True):
+        texts, opened = list[str](), None
+        if check:
+            texts = check_texts(source) if text is None else [read_utf8(text)]
+            opened = Source.open(source)
+        for report in reports:
+            parity = None if opened is None else compare(opened, report.path, texts, POSITIONS)
             wrong = [] if parity is None else faults_of(parity, report.outtype)
             _print(report, parity)
             faults += [f"{report.path}: {fault}" for fault in wrong]
             if target is not None and name != "target":
                 faults += _served(target, report.path, origin.advice)
-            files.append(_exported(run, name, report, parity, wrong))
+            path = str(_within(run, report.path))
+            files.append(ExportedFile(path, name, report.outtype, report.bytes, report.fallback_tensors, parity, wrong))
     if run is not None:
         from distill.export.stage import record_extra
 
@@ -125,16 +131,12 @@ def _print(report: WrittenFile, parity: Parity | None) -> None:
     )
 
 
-def _exported(
-    run: Run | None, name: str, report: WrittenFile, parity: Parity | None, faults: list[str]
-) -> ExportedFile:
-    """A file as a run records it."""
-    from distill.results.export_results import ExportedFile
-
-    path = report.path.resolve()
-    if run is not None and path.is_relative_to(run.folder.resolve()):
-        path = path.relative_to(run.folder.resolve())
-    return ExportedFile(str(path), name, report.outtype, report.bytes, report.fallback_tensors, parity, faults)
+def _within(run: Run | None, path: Path) -> Path:
+    """A file as a run records it: by its place in the run, where it lies there."""
+    place = path.resolve()
+    if run is None or not place.is_relative_to(run.folder.resolve()):
+        return place
+    return place.relative_to(run.folder.resolve())
 
 
 def _served(target: Path, draft: Path, advice: Advice | None) -> list[str]:
@@ -156,16 +158,3 @@ def _override(value: str) -> tuple[str, str]:
     if not equals or not pattern or not kind:
         raise RecipeError(f"--tensor-type {value!r} is not PATTERN=TYPE", "write for example token_embd=q4_0")
     return pattern, kind
-
-
-def _parities(source: Path, reports: Sequence[WrittenFile], text: Path | None, check: bool) -> Iterator[Parity | None]:
-    """The check of each file; the source is loaded once for all of them."""
-    if not check:
-        yield from [None] * len(reports)
-        return
-    from distill.export.parity import Source, check_texts, compare
-
-    texts = check_texts(source) if text is None else [read_utf8(text)]
-    opened = Source.open(source)
-    for report in reports:
-        yield compare(opened, report.path, texts, POSITIONS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -13,11 +13,8 @@ from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_utf8, require_path
 from distill.recipe import Chat, Configuration, Gguf, PyTorch, Target, parse_section
-from distill.recipe.configuration import OTHER_VOCABULARY, TREES
+from distill.recipe.configuration import TREES
 from distill.run import Run
-
-if TYPE_CHECKING:
-    from distill.generate.stream import Request
 
 LENGTH = 4  # tokens drafted a round where no option says
 
@@ -122,9 +119,10 @@ def generate(
     from distill.sampler import Sampler
 
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
-    request = Request(configuration, sampler, seed, tuple(stop or ()), lossy=allow_lossy, grammar=constraint)
-    if found is not None and configuration.rule == "expected-value":
-        request = _with_measured(request, found)
+    measured = {} if found is None or configuration.rule != "expected-value" else _measured(found)
+    request = Request(
+        configuration, sampler, seed, tuple(stop or ()), lossy=allow_lossy, grammar=constraint, **measured
+    )
     message = None
     if chat is not False and text:
         message = user_message(place.model, text, asked, required=bool(chat))
@@ -160,29 +158,25 @@ def _standalone_pair(target: str | None, draft: str | None, configuration: Confi
     """The target and draft of the command line; the draft may be left out where it is not used."""
     from distill.models.pairs import require_drafts
 
-    foreign = configuration.drafter in OTHER_VOCABULARY
     if target is None:
         raise RecipeError("--draft was given without --target", "give both, or name a run with --run")
-    if draft is None and (configuration.asks_the_draft or foreign):
+    if draft is None and (configuration.asks_the_draft or configuration.foreign):
         raise RecipeError(
             f"drafter {configuration.drafter} needs a draft", "give --draft, or use --drafter lookup or --length 0"
         )
     target = shared.local_reference(target)
-    return (target, None) if draft is None else require_drafts(target, shared.local_reference(draft), foreign)
+    if draft is None:
+        return target, None
+    return require_drafts(target, shared.local_reference(draft), configuration.foreign)
 
 
-def _with_measured(request: Request, run: Run) -> Request:
-    """The request with the costs and calibrations that a run has measured."""
-    from dataclasses import replace
-
+def _measured(run: Run) -> dict[str, Any]:
+    """The costs and calibrations that a run has measured, as a request takes them."""
     from distill.benchmark.calibrate import load_calibrations, run_costs
 
-    measured = run.path("speedup", "calibration.json")
-    return replace(
-        request,
-        costs=run_costs(run, "pytorch") if "pytorch" in run.recipe.speedup.backends else None,
-        fitted=load_calibrations(measured) if measured.exists() else {},
-    )
+    path = run.path("speedup", "calibration.json")
+    costs = run_costs(run, "pytorch") if "pytorch" in run.recipe.speedup.backends else None
+    return {"costs": costs, "fitted": load_calibrations(path) if path.exists() else {}}
 
 
 def _grammar(regex: str | None, json_schema: Path | None, grammar: Path | None) -> tuple[str, str] | None:

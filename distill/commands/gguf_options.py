@@ -80,10 +80,7 @@ def _collected(given: Mapping[str, Any], roles: tuple[str, ...]) -> Gguf | None:
         own = {name: _listed(name, value) for name, value in own.items() if value is not None}
         if own:
             found[role] = own
-    if not found:
-        return None
-
-    return parse_section(Gguf, found, "the options of llama.cpp")
+    return parse_section(Gguf, found, "the options of llama.cpp") if found else None
 
 
 def _listed(name: str, value: Any) -> Any:

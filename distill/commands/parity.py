@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ import torch
 from distill import divergences
 from distill.errors import DistillError
 from distill.evaluation.parity import (
-    Read,
-    Reader,
+    ParityTable,
     Sums,
     Text,
     Way,
@@ -27,20 +24,15 @@ from distill.evaluation.parity import (
     whole_texts,
 )
 from distill.evaluation.stage import continue_all
-from distill.evaluation.standalone import corpus_of, prompts_of
+from distill.evaluation.standalone import PromptedPair
 from distill.evaluation.types import files_of_types
 from distill.models.conversion.importing import file_type, is_gguf
 from distill.models.hugging_face import end_ids, load_model, load_target, load_tokenizer, pick_device, real_tokens
-from distill.models.pairs import require_pair
 from distill.models.trimmed_head import read_kept
 from distill.packing import pack
-from distill.recipe import Recipe, Target
-from distill.results.parity_results import ParityTable
-from distill.run import Run
-from distill.sampler import Sampler
 from distill.serving.clients import LlamaClient
 from distill.serving.http import Http
-from distill.texts import Prompt, prompt_seed, read_prompts
+from distill.texts import prompt_seed
 from distill.training.step import on_device, scored_by_loss
 
 TEXTS, TOKENS = 8, 32  # texts, and tokens of each that are scored: the logits of all of them are held
@@ -50,58 +42,21 @@ SECONDS = 120  # that a server's reply may take
 FOLDERS, TRAINING, DECODER, WHOLE = "transformers", "training's loss", "our decoder", "transformers, whole head"
 
 
-@dataclass(frozen=True)
-class Scored:
-    """A pair to be scored: how its models are loaded, what it was exported to, and what it is scored on."""
-
-    target: Target
-    draft: str
-    device: torch.device
-    prompts: Sequence[Prompt]
-    sampler: Sampler
-    seed: int
-    training_type: str
-    written: Path | None  # a run's exported files
-    threads: int | None
-
-    def load(self, trimmed: bool = True) -> tuple[Any, Any]:
-        """Both models of transformers; the target serves as its own draft."""
-        big = load_target(self.target, self.device)
-        if self.draft == self.target.model:
-            return big, big
-        return big, load_model(self.draft, self.target.dtype, self.device, trimmed=trimmed)
+def load(pair: PromptedPair, trimmed: bool = True) -> tuple[Any, Any]:
+    """Both models of transformers; the target serves as its own draft."""
+    device = pick_device(pair.device)
+    big = load_target(pair.target, device)
+    if pair.draft == pair.target.model:
+        return big, big
+    return big, load_model(pair.draft, pair.target.dtype, device, trimmed=trimmed)
 
 
-def of_run(recipe: Recipe, run: Run, threads: int | None) -> Scored:
-    """A run's target and trained draft, on its first test prompts."""
-    return Scored(
-        recipe.target,
-        str(run.path("draft")),
-        pick_device(recipe.device),
-        read_prompts(run, "test")[:TEXTS],
-        Sampler.of(recipe.sampler),
-        recipe.seed,
-        recipe.train.dtype,
-        run.path("gguf"),
-        threads,
-    )
-
-
-def of_models(target: str, draft: str, text: Sequence[Path], temperature: float, threads: int | None) -> Scored:
-    """Any two models, on prompts cut from texts."""
-    require_pair(target, draft)
-    corpus = corpus_of(text)
-    prompts = prompts_of(target, corpus, TEXTS, corpus.block).measured
-    place = pick_device("auto")
-    return Scored(Target(model=target), draft, place, prompts, Sampler(temperature), 0, "float32", None, threads)
-
-
-def measure_parity(pair: Scored, url: str | None) -> ParityTable:
+def measure_parity(pair: PromptedPair, url: str | None, threads: int | None, command: str) -> ParityTable:
     """The same tokens in every way that is possible here; what is not is said."""
     if url is not None:
         LlamaClient(Http(url, SECONDS)).build()  # before minutes of work
     tokenizer = load_tokenizer(pair.target.model)
-    big = load_target(pair.target, pair.device)
+    big = load_target(pair.target, pick_device(pair.device))
     vocabulary = real_tokens(big.config, tokenizer)
     ids = [prompt.ids for prompt in pair.prompts]
     seeds = [prompt_seed(pair.seed, prompt.id) for prompt in pair.prompts]
@@ -112,28 +67,28 @@ def measure_parity(pair: Scored, url: str | None) -> ParityTable:
     kept = None if trim is None else trim["kept"]
     types = pair.target.dtype
     ways = [
-        Way(FOLDERS, types, lambda: whole_texts(pair.load, vocabulary)),
-        Way(TRAINING, pair.training_type, lambda: losses_of(pair, vocabulary, kept), FOLDERS),
-        Way(DECODER, types, lambda: steps_of_decoders(pair.load, vocabulary), FOLDERS),
+        Way(FOLDERS, types, lambda texts: whole_texts(load(pair), vocabulary, texts)),
+        Way(TRAINING, pair.training_type, partial(losses_of, pair, vocabulary, kept), FOLDERS),
+        Way(DECODER, types, lambda texts: steps_of_decoders(load(pair), vocabulary, texts), FOLDERS),
     ]
     if kept is not None:  # which llama.cpp and servers do not know
-        ways.append(Way(WHOLE, types, lambda: whole_texts(lambda: pair.load(trimmed=False), vocabulary), FOLDERS))
+        ways.append(Way(WHOLE, types, lambda texts: whole_texts(load(pair, trimmed=False), vocabulary, texts), FOLDERS))
     whole, missing = ways[-1].name if kept is not None else FOLDERS, []
     with tempfile.TemporaryDirectory() as scratch:
         try:
             targets = files_of_types(pair.target.model, ["f16"], Path(scratch), "target", pair.written)
             room = max(len(text.ids) for text in texts) + 1
-            ways += file_ways([*targets.values()], _draft_files(pair, Path(scratch)), room, pair.threads, whole)
+            ways += file_ways([*targets.values()], _draft_files(pair, Path(scratch)), room, threads, whole)
         except DistillError as error:
             missing.append(f"llama.cpp: {error.what}")
         if url is None:
             missing.append("a server: name a llama-server of the target with --url")
         else:
-            ways.append(Way("llama-server", f"its file, {types}", lambda: _served(pair, url, vocabulary), whole))
-        return compare_ways(ways, texts, missing, "distill " + " ".join(sys.argv[1:]))
+            ways.append(Way("llama-server", f"its file, {types}", partial(_served, pair, url, vocabulary), whole))
+        return compare_ways(ways, texts, missing, command)
 
 
-def _draft_files(pair: Scored, scratch: Path) -> dict[str, Path]:
+def _draft_files(pair: PromptedPair, scratch: Path) -> dict[str, Path]:
     """The draft's files by type: what a run has exported, else one in f16."""
     found = sorted(pair.written.glob("draft-*.gguf")) if pair.written is not None else []
     if found:
@@ -141,41 +96,30 @@ def _draft_files(pair: Scored, scratch: Path) -> dict[str, Path]:
     return files_of_types(pair.draft, ["f16"], scratch, "draft", None)
 
 
-@contextmanager
-def losses_of(pair: Scored, vocabulary: int, kept: list[int] | None) -> Iterator[Reader]:
+def losses_of(pair: PromptedPair, vocabulary: int, kept: list[int] | None, texts: Sequence[Text]) -> list[Sums]:
     """The training's forward pass and loss: each text stands behind a copy of itself in one block."""
-    big, small = pair.load(trimmed=False)
-
-    def read(text: Text) -> Sums:
-        blocks = pack([(text.ids, text.first)] * 2, 2 * len(text.ids), False)
-        half, blocks = pair.training_type == "bfloat16", on_device(blocks, pair.device)
-        with torch.autocast(pair.device.type, torch.bfloat16, enabled=half):
+    big, small = load(pair, trimmed=False)
+    device, found = pick_device(pair.device), []
+    for text in texts:
+        blocks = on_device(pack([(text.ids, text.first)] * 2, 2 * len(text.ids), False), device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=pair.training_type == "bfloat16"):
             sums = scored_by_loss(big, small, blocks, vocabulary, kept)
         accepted = float(sums["acceptance"]) / 2
         # With a trimmed head these two are among its tokens, so they are other figures than those of the other ways.
         agreement, kl = (float(sums[of]) / 2 if kept is None else math.nan for of in ("agreement", "forward_kl"))
-        return Sums(accepted, accepted, agreement, kl)
+        found.append(Sums(accepted, accepted, agreement, kl))
+    return found
 
-    yield read
 
-
-@contextmanager
-def _served(pair: Scored, url: str, vocabulary: int) -> Iterator[Reader]:
+def _served(pair: PromptedPair, url: str, vocabulary: int, texts: Sequence[Text]) -> list[Sums]:
     """A llama-server's distributions, a token at a time, with the folder's draft."""
-    client = LlamaClient(Http(url, SECONDS))
-    draft = pair.load(trimmed=False)[1]
-    with whole_texts(lambda: (draft, draft), vocabulary) as own:
-
-        def read(text: Text) -> Sums:
-            found = [
-                client.likeliest(text.ids[:place], min(LISTED, vocabulary - 1))
-                for place in range(text.first, len(text.ids))
-            ]
-            logits = own(text)
-            assert isinstance(logits, Read)
-            return bounds_of(found, logits.draft)
-
-        yield read
+    client, count = LlamaClient(Http(url, SECONDS)), min(LISTED, vocabulary - 1)
+    draft = load(pair, trimmed=False)[1]
+    found = []
+    for text, logits in zip(texts, whole_texts([draft, draft], vocabulary, texts), strict=True):
+        listed = [client.likeliest(text.ids[:place], count) for place in range(text.first, len(text.ids))]
+        found.append(bounds_of(listed, logits.draft))
+    return found
 
 
 def bounds_of(listed: Sequence[dict[int, float]], draft: torch.Tensor) -> Sums:

@@ -15,7 +15,7 @@ from distill.errors import DataError, RecipeError
 from distill.files import write_text
 from distill.machine import thread_count
 from distill.progress import announce
-from distill.recipe import Gguf, GgufOptions, PyTorch, Target
+from distill.recipe import Gguf, PyTorch, Target
 from distill.results.tables import markdown_table
 
 if TYPE_CHECKING:
@@ -58,12 +58,9 @@ def profile(
     if (model is None) == (describe is None):
         raise RecipeError("give either a MODEL or --describe FILE", "distill profile --help")
     if describe is not None:
-        given = shared.first_given(context, OF_MODEL)
-        if given is not None or gguf is not None:
-            raise RecipeError(
-                f"{given or 'an option of llama.cpp'} is for a MODEL; --describe takes --dtype and --threads",
-                "leave it out",
-            )
+        given = shared.first_given(context, OF_MODEL) or (None if gguf is None else "an option of llama.cpp")
+        if given is not None:
+            raise RecipeError(f"{given} is for a MODEL; --describe takes --dtype and --threads", "leave it out")
         _describe(describe, dtype, threads)
         return
     assert model is not None
@@ -130,7 +127,7 @@ def measured_curve(
 
         if not Path(model).is_file():
             raise DataError(f"there is no file {model}", "give a GGUF file or a Hugging Face folder")
-        options = GgufOptions() if gguf is None else gguf.target
+        options = (gguf or Gguf()).target
         with GgufModel(model, context=room, threads=threads, options=options) as quantised:
             return measure_curve(quantised, model, "gguf", depths, most, repeats)
     require_used(gguf, model, None)

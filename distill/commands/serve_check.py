@@ -17,7 +17,7 @@ from distill.commands.gguf_options import takes_gguf_options
 from distill.errors import RecipeError
 from distill.machine import thread_count
 from distill.recipe import Gguf, SamplerSettings
-from distill.results.serialise import as_json, write_result
+from distill.results.serialise import write_result
 
 PAIR = "A pair without a run, or other files than the run's"
 SERVED = "A server that runs already"
@@ -198,7 +198,7 @@ def serve_check(
             report = check_started(settings, started)
     if to is not None:
         write_result(to, report)
-    shared.print_table(flat_rows(report), as_markdown(report), as_json(report), output)
+    shared.print_result(report, as_markdown(report), flat_rows(report), output)
 
 
 def _check_options(given: Mapping[str, Any], gguf: Gguf | None, further: Sequence[str]) -> None:

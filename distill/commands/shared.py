@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -14,10 +15,11 @@ import typer
 
 from distill.errors import DataError, RecipeError, RunError
 from distill.faults import reading
-from distill.files import LARGEST, read_utf8, require_path
+from distill.files import LARGEST, read_utf8, require_path, without_nan
 from distill.machine import thread_count
 from distill.progress import is_verbose, note
 from distill.recipe import PyTorch, Recipe, SamplerSettings, Target, load_recipe, parse_section, resolve_model
+from distill.results.serialise import as_json
 from distill.run import Run
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
@@ -25,12 +27,6 @@ RunArgument = Annotated[
     str | None, typer.Argument(metavar="RUN", help="Run name or folder; by default the newest run.")
 ]
 FormatOption = Annotated[str, typer.Option("--output", "-o", help="Format: md, json, jsonl or csv.")]
-TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Standalone pair: target as Hugging Face folder, hub name or GGUF file.")
-]
-DraftOption = Annotated[
-    str | None, typer.Option("--draft", help="Standalone pair: draft, of the same kind as the target.")
-]
 TextOption = Annotated[
     list[Path] | None,
     typer.Option(
@@ -168,6 +164,11 @@ def print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: s
         print(text.getvalue(), end="")
 
 
+def print_result(result: Any, markdown: str, rows: list[dict[str, Any]], output: str) -> None:
+    """Print a dataclass of results, with the same as Markdown and as rows for jsonl and csv."""
+    print_table(without_nan(rows), markdown, as_json(result), output)
+
+
 def read_texts(paths: list[Path]) -> list[str]:
     """The texts of files and of all UTF-8 files below folders.
 
@@ -178,13 +179,11 @@ def read_texts(paths: list[Path]) -> list[str]:
         require_path(path, "--text")
         if not path.exists():
             raise DataError(f"text {path} does not exist", "correct --text")
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file():
-                try:
-                    found.append(read_utf8(file))
-                except DataError:
-                    if not path.is_dir():
-                        raise
+        if path.is_file():
+            found.append(read_utf8(path))
+        for file in sorted(path.rglob("*")):
+            with contextlib.suppress(DataError):
+                found += [read_utf8(file)] if file.is_file() else []
     return found
 
 

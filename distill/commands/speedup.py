@@ -138,7 +138,7 @@ def speedup(
     from distill.benchmark.tables import flat_pair_rows, pair_markdown
     from distill.speculative.configured import check_configurations
 
-    pytorch = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
+    given = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
     recipe = pair_settings(
         big,
         prompts,
@@ -149,7 +149,7 @@ def speedup(
         seed=seed,
         threads=threads,
         gguf=gguf,
-        pytorch=shared.pytorch_settings(PyTorch(), big, **pytorch),
+        pytorch=shared.pytorch_settings(PyTorch(), big, **given),
         allow_lossy=allow_lossy,
     )
     for line in check_configurations(recipe, [one for one in every if not one.foreign], "the options"):
@@ -172,7 +172,7 @@ def speedup(
     )
     if to is not None:
         write_result(to, report)
-    shared.print_table(flat_pair_rows(report), pair_markdown(report), as_json(report), output)
+    shared.print_result(report, pair_markdown(report), flat_pair_rows(report), output)
 
 
 def _configurations(
@@ -182,21 +182,18 @@ def _configurations(
 
     RecipeError for configurations that are not possible, or that would not be measured.
     """
-    fixed: dict[str, Any] = {"drafter": drafter}
-    if verifier is not None:
-        fixed["verifier"] = verifier
-    if sampled:
-        fixed["sampler"] = "recipe"
+    fixed = {"drafter": drafter, "verifier": verifier, "sampler": "recipe" if sampled else "greedy"}
     swept = sorted({length for length in shared.numbers(lengths, "--lengths", int, "1,2,4") if length})
     sweep = tuple(parse_section(Configuration, fixed | {"length": length}, "--lengths") for length in swept)
-    others: list[Configuration] = []
+    others = []
     for text in texts:
-        raw = read_yaml(text, "--configuration")
+        raw, where = read_yaml(text, "--configuration"), f"--configuration {text[:60]}"
         if not isinstance(raw, dict):
-            raise RecipeError(f"--configuration {text[:60]}: not a mapping", "such as '{rule: p_min, length: 8}'")
-        others.append(parse_section(Configuration, raw, f"--configuration {text[:60]}"))
-    titles = [one.title for one in (*sweep, *others)]
-    for one in (*sweep, *others):
+            raise RecipeError(f"{where}: not a mapping", "such as '{rule: p_min, length: 8}'")
+        others.append(parse_section(Configuration, raw, where))
+    every = (*sweep, *others)
+    titles = [one.title for one in every]
+    for one in every:
         if titles.count(one.title) > 1:
             raise RecipeError(f"the configuration `{one.title}` is asked for twice", "leave one of them out")
         if one.sampler == "recipe" and not sampled:
@@ -205,7 +202,7 @@ def _configurations(
             raise RecipeError(f"`{one.title}` is always measured", "leave it out")
     if not titles:
         raise RecipeError("nothing is to be measured but plain decoding", "give --lengths or --configuration")
-    return ((), (*sweep, *others)) if sampled else (sweep, tuple(others))
+    return ((), every) if sampled else (sweep, tuple(others))
 
 
 def _batch_sizes(text: str | None, target: str) -> tuple[int, ...]:
@@ -220,12 +217,12 @@ def _batch_sizes(text: str | None, target: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _require_meaning(configurations: Sequence[Configuration], batches: Sequence[int]) -> None:
+def _require_meaning(configurations: Sequence[Configuration], batches: tuple[int, ...]) -> None:
     """Raise RecipeError for measurements that synthetic acceptance would make meaningless."""
-    learning = next((one for one in configurations if one.learns or one.chosen), None)
-    if learning is not None:
+    fitted = next((one for one in configurations if one.learns or one.chosen), None)
+    if fitted is not None:
         raise RecipeError(
-            f"`{learning.title}` is fitted to what the target accepts, and synthetic acceptance is not that",
+            f"`{fitted.title}` is fitted to what the target accepts, and synthetic acceptance is not that",
             "use `calibration: none`, or a configuration that fits nothing",
         )
     if batches:
@@ -269,17 +266,17 @@ def _of_run(
         rows = [as_json(test) for test in tested.tests]
         shared.print_table(rows, distribution_markdown(tested), as_json(tested) | {"lossless": tested.lossless}, output)
         raise typer.Exit(0 if tested.lossless else 1)
-    if allow_lossy and not recipe.speedup.allow_lossy:
-        recipe = recipe.model_copy(update={"speedup": recipe.speedup.model_copy(update={"allow_lossy": True})})
-    if threads is not None:
-        recipe = recipe.model_copy(update={"threads": threads})
-    if gguf is not None:
-        if "gguf" not in recipe.speedup.backends:
-            raise RecipeError("this run measures no GGUF files (speedup.backends)", "leave llama.cpp's options out")
-        recipe = recipe.model_copy(update={"gguf": merged(recipe.gguf, gguf)})
+    if gguf is not None and "gguf" not in recipe.speedup.backends:
+        raise RecipeError("this run measures no GGUF files (speedup.backends)", "leave llama.cpp's options out")
+    changes = {
+        "speedup": recipe.speedup.model_copy(update={"allow_lossy": allow_lossy or recipe.speedup.allow_lossy}),
+        "threads": threads or recipe.threads,
+        "gguf": recipe.gguf if gguf is None else merged(recipe.gguf, gguf),
+    }
+    recipe = recipe.model_copy(update=changes)
     found = Run(found.folder, recipe)
     shared.run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
     report = read_result(found.path("speedup.json"), SpeedupReport)
     from distill.benchmark.tables import flat_run_rows, run_markdown
 
-    shared.print_table(flat_run_rows(report), run_markdown(report), as_json(report), output)
+    shared.print_result(report, run_markdown(report), flat_run_rows(report), output)

@@ -69,11 +69,8 @@ def train(
     found = whole = read_recipe(recipe, overrides or [], begun)
     if rehearsal:
         if fresh or redo or refresh or dry_run or until:
-            raise RecipeError(
-                "--rehearse runs all stages and cannot be combined with --until, --redo, --fresh, --refresh or "
-                "--dry-run",
-                "leave them out",
-            )
+            others = "--until, --redo, --fresh, --refresh or --dry-run"
+            raise RecipeError(f"--rehearse runs all stages and cannot be combined with {others}", "leave them out")
         from distill.pipeline.rehearsal import shortened
 
         found = shortened(whole, runs)

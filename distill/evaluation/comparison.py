@@ -6,6 +6,7 @@ Which of two drafts is better? Does the draft of a model still serve its fine-tu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +16,69 @@ from distill.errors import DataError
 from distill.evaluation.measure import Measured
 from distill.evaluation.metrics import METRICS
 from distill.evaluation.slices import SlicedValues
-from distill.evaluation.standalone import SEED, continued, measured_values, open_pair, prompts_of
-from distill.intervals import paired_ratio_interval
-from distill.packing import pack
-from distill.recipe import Corpus, Evaluate, Gguf, is_path
-from distill.results.comparison_results import ComparedDraft, DraftComparison, Stretch
+from distill.evaluation.stage import pack_answers
+from distill.evaluation.standalone import continued, corpus_of, measured_values, open_pair, prompts_of
+from distill.intervals import Interval, paired_ratio_interval
+from distill.recipe import Evaluate, Gguf, is_path
 from distill.results.evaluation_results import MEASURES
 from distill.results.tables import markdown_table
 from distill.sampler import Sampler
-from distill.texts import Prompt, prompt_seed
+from distill.texts import Prompt
 
 STRETCH = 16  # tokens of a stretch
 WORST = 3  # stretches shown, each of another prompt
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """A stretch of a target's own text, with the mean acceptance of its tokens."""
+
+    text: str
+    acceptance: float
+
+
+@dataclass(frozen=True)
+class ComparedDraft:
+    """A draft on its target's own text behind the prompts.
+
+    `difference` is its acceptance less that of the first row, paired by prompt; None for the first. `worst` are the
+    stretches that it is accepted least on.
+    """
+
+    target: str
+    draft: str
+    tokens: int
+    forward_kl: Interval
+    acceptance: Interval
+    difference: Interval | None
+    worst: list[Stretch]
+
+
+@dataclass(frozen=True)
+class DraftComparison:
+    """All rows, on `prompts` prompts; `measure` is the acceptance that fits the sampler."""
+
+    command: str
+    sampler: dict[str, int | float]
+    measure: str
+    prompts: int
+    rows: list[ComparedDraft]
+
+
 def compare(
     pairs: Sequence[tuple[str, str]],
-    corpus: Corpus,
+    text: Sequence[Path],
     sampler: Sampler,
     prompts: int,
     command: str,
-    threads: int | None = None,
-    gguf: Gguf | None = None,
+    threads: int | None,
+    gguf: Gguf | None,
 ) -> DraftComparison:
     """Pairs of target and draft, each on its target's own text behind the same prompts.
 
     Raises DataError where the texts give fewer than 4 prompts, PairError for a draft of another vocabulary.
     """
+    corpus = corpus_of(text)
     settings, texts = Evaluate(), dict[str, list[list[int]]]()
     measure = "acceptance_sampling" if sampler.temperature else "acceptance_greedy"
     column = METRICS.index(measure)
@@ -63,12 +100,12 @@ def compare(
                     f"{short_name(target)} and {short_name(draft)} have room for other prompts than the models before",
                     "give prompts that fit all of them",
                 )
-            asked, seeds = names, [prompt_seed(SEED, name) for name in names]
+            asked = names
             if target not in texts:
                 limit = min(settings.new_tokens, room - max(map(len, ids)))
-                texts[target] = continued(pair, ids, sampler, limit, seeds, size)
+                texts[target] = continued(pair, found, sampler, limit, size)
             own = texts[target]
-            blocks = pack(((prompt + text, len(prompt)) for prompt, text in zip(ids, own, strict=True)), room, False)
+            blocks = pack_answers(ids, own, room)
             sliced = SlicedValues.of(blocks, pair.token_bytes, pair.ends)
             measured = measured_values(pair, blocks, sampler, size, "answers", sliced)["draft"]
             result = measured.divergences(*accuracy)

@@ -6,9 +6,10 @@ scored positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,71 @@ from distill.models.conversion.importing import file_type
 from distill.models.gguf.model import GgufModel
 from distill.models.loaded import growing_decoder
 from distill.progress import Progress
-from distill.results.parity_results import ParityRow, ParityTable
+from distill.results.serialise import Figure
 from distill.results.tables import markdown_table
 
 STEP = 4  # tokens that a decoder reads at once, as when it verifies a draft
+TOLERANCE = 0.005  # acceptances no further apart count as one
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """One way of scoring, compared with the way named `against` (None: with none).
+
+    `acceptance` is the mean Σ min(p, q) at temperature 1, `acceptance_most` its upper bound where the target's rarest
+    tokens are unknown, else the same; `agreement` is the share of equal argmaxes. `difference` is the acceptance minus
+    that of `against`; `by_target` and `by_draft` are what remains of it with the other model as in `against`.
+    `target_error` and `draft_error` are mean absolute differences of the log-probabilities of the text's tokens, in
+    nats; `target_top` and `draft_top` the shares of equal argmaxes. NaN is what a way does not tell.
+    """
+
+    way: str
+    models: str
+    against: str | None
+    acceptance: Figure
+    acceptance_most: Figure
+    agreement: Figure
+    kl: Figure
+    difference: Figure = math.nan
+    by_target: Figure = math.nan
+    by_draft: Figure = math.nan
+    target_error: Figure = math.nan
+    draft_error: Figure = math.nan
+    target_top: Figure = math.nan
+    draft_top: Figure = math.nan
+
+    @property
+    def gap(self) -> float:
+        """How far the acceptance lies from that of `against`: 0 where that is within the bounds."""
+        width = self.acceptance_most - self.acceptance
+        return self.difference if self.difference > 0 else min(0.0, self.difference + width)
+
+
+@dataclass(frozen=True)
+class ParityTable:
+    """Every way, on `tokens` tokens of `texts` texts; `missing` says which ways were not tried, and why."""
+
+    command: str
+    tokens: int
+    texts: int
+    rows: list[ParityRow]
+    missing: list[str]
+
+    @property
+    def verdict(self) -> list[str]:
+        """One α, or where the differences enter."""
+        apart = [row for row in self.rows if row.against is not None and abs(row.gap) > TOLERANCE]
+        compared = sum(row.against is not None for row in self.rows)
+        if not apart:
+            return [f"One acceptance: {compared} ways lie within {TOLERANCE:g} of the way that each is compared with."]
+        return [_enters(row) for row in apart]
+
+
+def _enters(row: ParityRow) -> str:
+    found = f"{row.way} ({row.models}): {row.gap:+.4f} against {row.against}"
+    if math.isnan(row.by_target):
+        return f"{found}."
+    return f"{found}; {row.by_target:+.4f} with its target alone, {row.by_draft:+.4f} with its draft alone."
 
 
 class Text(NamedTuple):
@@ -55,17 +117,14 @@ class Sums(NamedTuple):
     kl: float
 
 
-Reader = Callable[[Text], Read | Sums]
-
-
 @dataclass(frozen=True)
 class Way:
-    """A way of scoring: `open` loads its models for as long as they are read. `against` names the way before it that it
+    """A way of scoring: `read` loads its models and scores texts with them. `against` names the way before it that it
     is compared with."""
 
     name: str
     models: str
-    open: Callable[[], AbstractContextManager[Reader]]
+    read: Callable[[Sequence[Text]], Sequence[Read | Sums]]
     against: str | None = None
 
 
@@ -74,12 +133,10 @@ def compare_ways(ways: Sequence[Way], texts: Sequence[Text], missing: Sequence[s
     held: dict[str, list[Read]] = {}
     progress, rows = Progress("ways of scoring", len(ways)), []
     for way in ways:
-        with way.open() as reader:
-            read = [reader(text) for text in texts]
+        read = way.read(texts)
         rows.append(_row(way, texts, read, held.get(way.against or "")))
-        logits = [one for one in read if isinstance(one, Read)]
         if any(other.against == way.name for other in ways):
-            held[way.name] = logits
+            held[way.name] = [one for one in read if isinstance(one, Read)]
         progress.step()
     return ParityTable(command, sum(len(text.scored) for text in texts), len(texts), rows, list(missing))
 
@@ -131,43 +188,35 @@ def _accepted(target: Tensor, draft: Tensor) -> float:
 # ── ways ──
 
 
-@contextmanager
-def whole_texts(load: Callable[[], tuple[Any, Any]], vocabulary: int) -> Iterator[Reader]:
-    """Two models of transformers read each text in one pass, as the evaluation does."""
-    models = load()
-
-    def read(text: Text) -> Read:
-        rows = slice(text.first - 1, len(text.ids) - 1)
-        logits = (_forward(model, text)[rows, :vocabulary].float().cpu() for model in models)
-        return Read(*logits)
-
-    yield read
-
-
 @torch.inference_mode()
-def _forward(model: Any, text: Text) -> Tensor:
-    ids = torch.tensor([text.ids], device=model.get_input_embeddings().weight.device)
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
-    return logits
+def whole_texts(models: Sequence[Any], vocabulary: int, texts: Sequence[Text]) -> list[Read]:
+    """Two models of transformers read each text in one pass, as the evaluation does."""
+
+    def logits(model: Any, text: Text) -> Tensor:
+        ids = torch.tensor([text.ids], device=model.get_input_embeddings().weight.device)
+        found: Tensor = model(input_ids=ids, use_cache=False).logits[0, text.first - 1 : -1, :vocabulary]
+        return found.float().cpu()
+
+    return [Read(*(logits(model, text) for model in models)) for text in texts]
 
 
-@contextmanager
-def steps_of_decoders(load: Callable[[], tuple[Any, Any]], vocabulary: int) -> Iterator[Reader]:
+def steps_of_decoders(models: Sequence[Any], vocabulary: int, texts: Sequence[Text]) -> list[Read]:
     """Two models of transformers decode with caches and prepacked layers, as for users: the prompt, then STEP tokens at
     once."""
-    models = [growing_decoder(model, vocabulary) for model in load()]
-    yield lambda text: Read(*(_steps(model, text, vocabulary) for model in models))
+    return _by_steps([growing_decoder(model, vocabulary) for model in models], vocabulary, texts)
 
 
-@contextmanager
-def steps_of_files(target: Path, draft: Path, context: int, threads: int | None) -> Iterator[Reader]:
+def steps_of_files(target: Path, draft: Path, context: int, threads: int | None, texts: Sequence[Text]) -> list[Read]:
     """Two GGUF files decode in llama.cpp."""
     with (
         GgufModel(target, context=context, threads=threads) as big,
         GgufModel(draft, context=context, threads=threads) as small,
     ):
-        vocabulary = min(big.vocabulary_size, small.vocabulary_size)
-        yield lambda text: Read(*(_steps(model, text, vocabulary) for model in (big, small)))
+        return _by_steps([big, small], min(big.vocabulary_size, small.vocabulary_size), texts)
+
+
+def _by_steps(models: Sequence[Model], vocabulary: int, texts: Sequence[Text]) -> list[Read]:
+    return [Read(*(_steps(model, text, vocabulary) for model in models)) for text in texts]
 
 
 def _steps(model: Model, text: Text, vocabulary: int) -> Tensor:
@@ -187,7 +236,7 @@ def file_ways(
         Way(
             "llama.cpp",
             f"{file_type(target)}, {kind}",
-            lambda target=target, draft=draft: steps_of_files(target, draft, context, threads),  # type: ignore[misc]
+            partial(steps_of_files, target, draft, context, threads),
             against,
         )
         for target in targets

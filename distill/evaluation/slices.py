@@ -76,10 +76,9 @@ class SlicedValues:
         A slice with a single label is left out; labels of less than RARE of the positions are joined as OTHER.
         """
         units = numpy.repeat(numpy.arange(len(self.labels)), [len(own["token"]) for own in self.labels.values()])
+        column = METRICS.index(measure)
         values = {
-            draft: torch.cat([part for number in self.labels for part in own[number]])[
-                :, METRICS.index(measure)
-            ].numpy()
+            draft: torch.cat([part[:, column] for number in self.labels for part in own[number]]).numpy()
             for draft, own in self.values.items()
         }
         found = []
@@ -94,15 +93,10 @@ class SlicedValues:
             for label in order if len(order) > 1 else ():
                 here = names == label
                 tokens = numpy.bincount(units[here], minlength=len(self.labels)).astype(float)
-                acceptance = {
-                    draft: ratio_interval(
-                        numpy.bincount(units[here], own[here], len(self.labels)).astype(float),
-                        tokens,
-                        resamples,
-                        confidence,
-                    )
-                    for draft, own in values.items()
-                }
+                acceptance = {}
+                for draft, own in values.items():
+                    sums = numpy.bincount(units[here], own[here], len(self.labels)).astype(float)
+                    acceptance[draft] = ratio_interval(sums, tokens, resamples, confidence)
                 found.append(SliceResult(name, label, counts[label], counts[label] / len(names), acceptance))
         return found
 

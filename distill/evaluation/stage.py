@@ -58,6 +58,11 @@ def continue_all(
     return texts
 
 
+def pack_answers(prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], block: int) -> Packed:
+    """Prompts in blocks, each with the target's text behind it, which alone is scored."""
+    return pack((([*prompt, *text], len(prompt)) for prompt, text in zip(prompts, texts, strict=True)), block, False)
+
+
 def write_rounds(path: Path, rounds: dict[str, list[list[Round]]]) -> None:
     """rounds.parquet: one row per round (draft, prompt, depth, drafted, accepted, seconds)."""
     import pyarrow
@@ -98,9 +103,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
     run.say(f"  the target continues {len(ids)} test prompts")
     limit = min(recipe.eval.new_tokens, recipe.corpus.block - max(map(len, ids)))  # served prompts may be long
     texts = continue_all(target, ids, sampler, limit, seeds, ends, recipe.answers.batch, vocabulary)
-    own = pack(
-        ((prompt + text, len(prompt)) for prompt, text in zip(ids, texts, strict=True)), recipe.corpus.block, False
-    )
+    own = pack_answers(ids, texts, recipe.corpus.block)
     files = Packed.load(run.path("corpus", "text-test.safetensors")).take(slice(0, recipe.eval.file_blocks))
     domains = {"answers": own, **({"files": files} if len(files) else {})}  # a corpus of questions has no given text
     bytes_of = Vocabulary.read(local_folder(recipe.target.model)).bytes_of

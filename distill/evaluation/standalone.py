@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from distill.documents.user_prompts import UserPrompts, read_user_prompts, sources_of
@@ -19,7 +19,7 @@ from distill.evaluation.measure import (
     text_values,
 )
 from distill.evaluation.slices import SlicedValues
-from distill.evaluation.stage import continue_all
+from distill.evaluation.stage import continue_all, pack_answers
 from distill.models.conversion.importing import one_engine
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import encode
@@ -27,12 +27,13 @@ from distill.models.loaded import GROWING, LoadedPair, growing_decoder, load_pai
 from distill.models.pairs import require_pair
 from distill.packing import Packed, pack
 from distill.progress import Progress
-from distill.recipe import Chat, Corpus, Evaluate, Gguf, PyTorch, Target
+from distill.recipe import Chat, Corpus, Evaluate, Gguf, PyTorch, Recipe, Target
 from distill.results.evaluation_results import EvaluationReport
+from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.decode import plain, room_for
 from distill.speculative.rules import Rules
-from distill.texts import prompt_seed
+from distill.texts import Prompt, prompt_seed, read_prompts
 
 PROMPT_TOKENS, BATCH, SEED = 64, 32, 0  # tokens of a prompt, prompts continued at once, and the seed of their draws
 
@@ -58,14 +59,13 @@ def evaluate_standalone(
     ids = [prompt.ids for prompt in found.measured]
     domains: dict[str, Packed] = {}
     if divergence:
-        seeds = [prompt_seed(SEED, prompt.id) for prompt in found.measured]
         room = min(settings.new_tokens, block - max(map(len, ids)))
-        texts = continued(pair, ids, sampler, room, seeds, vocabulary)
-        domains["answers"] = pack(((p + t, len(p)) for p, t in zip(ids, texts, strict=True)), block, False)
+        texts = continued(pair, found.measured, sampler, room, vocabulary)
+        domains["answers"] = pack_answers(ids, texts, block)
         if found.texts:
-            to_ids, order = tokenizer_of(pair), list(found.texts)
+            order = list(found.texts)
             random.Random(SEED).shuffle(order)
-            files = pack(((to_ids(text), 1) for text in order), block, True)
+            files = pack(((_encoded(pair, text), 1) for text in order), block, True)
             domains["files"] = files.take(slice(0, settings.file_blocks))
     sliced = SlicedValues.of(domains["answers"], pair.token_bytes, pair.ends) if divergence else None
     measured = {
@@ -94,9 +94,8 @@ def open_pair(target: str, draft: str, block: int, threads: int | None, gguf: Gg
         yield pair
 
 
-def tokenizer_of(pair: LoadedPair) -> Callable[[str], list[int]]:
-    """What makes token ids of a text."""
-    return pair.target.tokenize if isinstance(pair.target, GgufModel) else functools.partial(encode, pair.tokenizer)
+def _encoded(pair: LoadedPair, text: str) -> list[int]:
+    return pair.target.tokenize(text) if isinstance(pair.target, GgufModel) else encode(pair.tokenizer, text)
 
 
 def corpus_of(paths: Sequence[Path]) -> Corpus:
@@ -132,20 +131,58 @@ def measured_values(
 
 
 def continued(
-    pair: LoadedPair,
-    prompts: Sequence[list[int]],
-    sampler: Sampler,
-    limit: int,
-    seeds: Sequence[int],
-    vocabulary: int,
+    pair: LoadedPair, prompts: Sequence[Prompt], sampler: Sampler, limit: int, vocabulary: int
 ) -> list[list[int]]:
     """The target's own continuations, each drawn with its own seed."""
+    seeds = [prompt_seed(SEED, prompt.id) for prompt in prompts]
     if pair.hugging_face is not None:
-        return continue_all(pair.hugging_face[0], prompts, sampler, limit, seeds, pair.ends, BATCH, vocabulary)
+        ids = [prompt.ids for prompt in prompts]
+        return continue_all(pair.hugging_face[0], ids, sampler, limit, seeds, pair.ends, BATCH, vocabulary)
     progress, texts = Progress("the target continues prompts", len(prompts)), []
     for prompt, seed in zip(prompts, seeds, strict=True):
         rules = Rules(sampler, "token" if sampler.temperature else "greedy", pair.ends, random.Random(seed).random)
-        room = room_for(pair.target, pair.target, len(prompt), limit)
-        texts.append(plain(pair.target, prompt, room, rules=rules).tokens)
+        room = room_for(pair.target, pair.target, len(prompt.ids), limit)
+        texts.append(plain(pair.target, prompt.ids, room, rules=rules).tokens)
         progress.step()
     return texts
+
+
+@dataclass(frozen=True)
+class PromptedPair:
+    """A pair and the prompts that it is measured behind: of a run, with its recipe's settings, or of any two models.
+
+    `training_type` is that of the training's autocast; `written` holds GGUF files that a run has exported.
+    """
+
+    target: Target
+    draft: str
+    prompts: Sequence[Prompt]
+    sampler: Sampler
+    settings: Evaluate
+    device: str = "auto"
+    seed: int = SEED
+    training_type: str = "float32"
+    written: Path | None = None
+
+
+def of_run(recipe: Recipe, run: Run, count: int) -> PromptedPair:
+    """A run's target and trained draft, on its first test prompts."""
+    return PromptedPair(
+        recipe.target,
+        str(run.path("draft")),
+        read_prompts(run, "test")[:count],
+        Sampler.of(recipe.sampler),
+        recipe.eval,
+        recipe.device,
+        recipe.seed,
+        recipe.train.dtype,
+        run.path("gguf"),
+    )
+
+
+def of_models(target: str, draft: str, text: Sequence[Path], count: int, sampler: Sampler) -> PromptedPair:
+    """Any two models, on prompts of files and folders. PairError where they do not fit."""
+    require_pair(target, draft)
+    corpus = corpus_of(text)
+    prompts = prompts_of(target, corpus, count, corpus.block).measured
+    return PromptedPair(Target(model=target), draft, prompts, sampler, Evaluate())

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from distill.errors import RecipeError
 from distill.evaluation.measure import sum_by_document, text_values
-from distill.evaluation.standalone import continued
+from distill.evaluation.stage import pack_answers
+from distill.evaluation.standalone import PromptedPair, continued
+from distill.intervals import Interval
 from distill.machine import machine
 from distill.models.conversion.importing import file_type, is_gguf
 from distill.models.conversion.writer import export_files
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import local_folder
 from distill.models.loaded import load_pair
-from distill.packing import pack
-from distill.recipe import Evaluate, Gguf, GgufOptions, Target
+from distill.recipe import Gguf, GgufOptions, Target
 from distill.recipe.gguf import UNQUANTISED
 from distill.results.evaluation_results import MEASURES
 from distill.results.tables import markdown_table
-from distill.results.type_results import TargetType, TypeRow, TypeTable
-from distill.sampler import Sampler
 from distill.speculative.costs.curve import measure_steps, predicted_speedups
-from distill.texts import prompt_seed
 
 LONGEST = 8  # tokens drafted a round, at most, in the prediction
 REPEATS = 7  # of timed steps
@@ -33,6 +33,55 @@ PREDICTED = (
     "Speedups are predicted from measured steps, with the acceptance of a single position at every drafted one; they "
     "leave out what a round costs beside its steps. `distill speedup` measures."
 )
+
+
+@dataclass(frozen=True)
+class TypeRow:
+    """A draft of one type, whose keys and values are cached in `cache`, with a target of one type.
+
+    `acceptance` is that of single positions as served, `forward_kl` the KL from target to draft in nats. A draft step
+    takes `draft_seconds`. `speedup` over the same target's plain decoding is predicted, with `length` tokens drafted a
+    round (0: plain decoding is faster) and the acceptance the same at each position.
+    """
+
+    target: str
+    draft: str
+    cache: str
+    draft_bytes: int
+    forward_kl: Interval
+    acceptance: Interval
+    draft_seconds: float
+    length: int
+    speedup: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class TargetType:
+    """A target of one type: its size, and T(1), T(2), … in seconds."""
+
+    target: str
+    bytes: int
+    seconds: list[float]
+
+
+@dataclass(frozen=True)
+class TypeTable:
+    """All pairs of types, on the same texts, which the first target wrote: `tokens` behind `prompts` prompts."""
+
+    command: str
+    machine: dict[str, Any]
+    sampler: dict[str, int | float]
+    measure: str
+    tokens: int
+    prompts: int
+    targets: list[TargetType]
+    rows: list[TypeRow]
+
+    @property
+    def fastest(self) -> TypeRow:
+        """The row of most predicted tokens a second."""
+        return max(self.rows, key=lambda row: row.tokens_per_second)
 
 
 def files_of_types(model: str, kinds: Sequence[str], scratch: Path, name: str, written: Path | None) -> dict[str, Path]:
@@ -47,27 +96,46 @@ def files_of_types(model: str, kinds: Sequence[str], scratch: Path, name: str, w
 
 
 def measure_types(
+    pair: PromptedPair,
+    outtypes: Sequence[str],
+    target_outtypes: Sequence[str],
+    caches: Sequence[str],
+    command: str,
+    gguf: Gguf,
+    threads: int | None,
+) -> TypeTable:
+    """Every target with every draft, on texts that the first target writes; files that the pair lacks are written.
+
+    Raises RecipeError for types of a model that is a GGUF file already, and for a cache type that the build or the
+    draft's sizes do not allow.
+    """
+    for model, own, option in (
+        (pair.target.model, target_outtypes, "--target-outtype"),
+        (pair.draft, outtypes, "--outtype"),
+    ):
+        if own and is_gguf(model):
+            raise RecipeError(f"{model} has its types already", f"leave {option} out, or give the folder")
+    with tempfile.TemporaryDirectory() as scratch:
+        targets = files_of_types(pair.target.model, target_outtypes or ["f16"], Path(scratch), "target", pair.written)
+        drafts = files_of_types(pair.draft, outtypes or ["f16"], Path(scratch), "draft", pair.written)
+        return _measured(pair, targets, drafts, [*dict.fromkeys(caches)], command, gguf, threads)
+
+
+def _measured(
+    pair: PromptedPair,
     targets: Mapping[str, Path],
     drafts: Mapping[str, Path],
     caches: Sequence[str],
-    prompts: Mapping[str, Sequence[int]],
-    sampler: Sampler,
-    settings: Evaluate,
     command: str,
-    gguf: Gguf | None = None,
-    threads: int | None = None,
+    gguf: Gguf,
+    threads: int | None,
 ) -> TypeTable:
-    """Every target with every draft, files by type, on texts that the first target writes behind `prompts`, by id.
-
-    Raises RecipeError for a cache type that the build or the draft's sizes do not allow.
-    """
-    ids, gguf = [list(one) for one in prompts.values()], gguf or Gguf()
+    settings, sampler, ids = pair.settings, pair.sampler, [prompt.ids for prompt in pair.prompts]
     room = max(map(len, ids)) + settings.new_tokens
-    with load_pair(Target(model=str(next(iter(targets.values())))), tokens=room, threads=threads, gguf=gguf) as pair:
-        size = pair.target.vocabulary_size
-        seeds = [prompt_seed(0, name) for name in prompts]
-        texts = continued(pair, ids, sampler, settings.new_tokens, seeds, size)
-    blocks = pack(((prompt + text, len(prompt)) for prompt, text in zip(ids, texts, strict=True)), room, False)
+    with load_pair(Target(model=str(next(iter(targets.values())))), tokens=room, threads=threads, gguf=gguf) as first:
+        size = first.target.vocabulary_size
+        texts = continued(first, pair.prompts, sampler, settings.new_tokens, size)
+    blocks = pack_answers(ids, texts, room)
     depth = sum(len(prompt) + len(text) // 2 for prompt, text in zip(ids, texts, strict=True)) // len(ids)
     measure = "acceptance_sampling" if sampler.temperature else "acceptance_greedy"
     found, rows = [], []

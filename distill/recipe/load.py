@@ -173,11 +173,6 @@ def _ask_the_file(raw: dict[str, Any]) -> None:
         teacher["gguf"] = model
 
 
-def _is_index(part: str, length: int) -> bool:
-    """Whether part of an override is an index of a list, in ASCII digits."""
-    return part.isascii() and part.isdigit() and len(part) <= 9 and int(part) < length
-
-
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if len(name) > 500:
@@ -188,21 +183,20 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     *path, last = name.strip().split(".")
     place: Any = raw
     for index, part in enumerate([*path, last]):
-        final = index == len(path)
         if isinstance(place, list):
-            if not _is_index(part, len(place)):
+            if not (part.isascii() and part.isdigit() and len(part) <= 9 and int(part) < len(place)):
                 raise RecipeError(f"override `{override}`: `{part}` is not an index of a list of {len(place)}")
             key: Any = int(part)
         elif isinstance(place, dict):
             key = part
         else:
             raise RecipeError(f"override `{override}`: `{path[index - 1]}` holds a value, not a section")
-        if final:
+        if index == len(path):
             place[key] = value
-        else:
-            if isinstance(place, dict) and place.get(key) is None:
-                place[key] = {}
-            place = place[key]
+            return
+        if isinstance(place, dict) and place.get(key) is None:
+            place[key] = {}
+        place = place[key]
 
 
 def parse_recipe(raw: Any, where: str) -> Recipe:

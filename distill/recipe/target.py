@@ -129,12 +129,6 @@ class Answers(Section):
         None, description="served answers, used in addition to the generated ones; null: off"
     )
 
-    @model_validator(mode="after")
-    def _have_a_source(self) -> Answers:
-        if self.prompts == 0 and self.traffic is None:
-            raise ValueError("prompts: 0 leaves no answers; give some prompts, or answers.traffic")
-        return self
-
     @property
     def group_size(self) -> int:
         """Prompts per file."""
@@ -148,7 +142,9 @@ class Answers(Section):
         return value
 
     @model_validator(mode="after")
-    def _penalties_exist(self) -> Answers:
+    def _can_be_written(self) -> Answers:
+        if self.prompts == 0 and self.traffic is None:
+            raise ValueError("prompts: 0 leaves no answers; give some prompts, or answers.traffic")
         if self.writer is None or not self.writer.urls:
             for name in ("presence_penalty", "frequency_penalty"):
                 if getattr(self, name):

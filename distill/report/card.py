@@ -107,7 +107,7 @@ def _making(results: RunResults) -> str:
     if results.training and results.training.curve:
         trained += f" {words(results.training.curve.sentence)}"
     machine, recipe = results.machine, results.config.get("name") or results.name
-    place = f"{machine_words(machine)}, {machine.gpu or 'no GPU'}"
+    place = f"{machine_words(machine)}, {machine['gpu'] or 'no GPU'}"
     return (
         f"{start} and trained to match the target with `distill`, recipe {code(recipe)}, finished "
         f"{words(results.date)}, on {words(place)}; {words(software_words(machine))}.\n\n"

@@ -20,14 +20,14 @@ TRAINED: dict[str, Callable[[TrainingStep], float]] = {
     MEASURES["top1_agreement"]: lambda step: step.agreement,
     "learning rate": lambda step: step.rate,
 }
-# Rows of the table of models: the label, and the field of ModelSizes.
-SIZES = {
-    "parameters": "parameters",
-    "layers": "layers",
-    "hidden width": "hidden",
-    "MLP width": "mlp",
-    "vocabulary": "vocabulary",
-    "bytes": "bytes",
+# Rows of the table of models: the label, and the size of a model.
+SIZES: dict[str, Callable[[ModelSizes], int]] = {
+    "parameters": lambda model: model.parameters,
+    "layers": lambda model: model.layers,
+    "hidden width": lambda model: model.hidden,
+    "MLP width": lambda model: model.mlp,
+    "vocabulary": lambda model: model.vocabulary,
+    "bytes": lambda model: model.bytes,
 }
 
 
@@ -36,27 +36,21 @@ def models(results: RunResults) -> Table:
     donor, draft = results.donor, results.draft
     every = {"target": results.target, "donor (before)": donor, "draft (after)": draft}
     shown = {title: model for title, model in every.items() if model is not None}
-
-    def cell(model: ModelSizes, field: str) -> Cell | str:
-        found: int = getattr(model, field)
-        return byte_cell(found) if field == "bytes" else number(found)
-
     rows: list[list[Cell | str]] = [
         ["path", *(Cell(model.path, "code") for model in shown.values())],
         ["architecture", *(Cell(model.architecture) for model in shown.values())],
-        *([label, *(cell(model, field) for model in shown.values())] for label, field in SIZES.items()),
     ]
+    for label, of in SIZES.items():
+        form = byte_cell if label == "bytes" else number
+        rows.append([label, *(form(of(model)) for model in shown.values())])
     if donor is None:
         return Table(["", *shown], rows, results.command)
-    same = donor.architecture == draft.architecture
-    changes = [_change(getattr(donor, field), getattr(draft, field)) for field in SIZES.values()]
-    for row, change in zip(rows, ["", "same" if same else "changed", *changes], strict=True):
+    same = "same" if donor.architecture == draft.architecture else "changed"
+    sizes = [(of(donor), of(draft)) for of in SIZES.values()]
+    changes = [percent(new / old - 1) if old and new != old else "same" for old, new in sizes]
+    for row, change in zip(rows, ["", same, *changes], strict=True):
         row.append(change)
     return Table(["", *shown, "donor → draft"], rows, results.command)
-
-
-def _change(before: int, after: int) -> str:
-    return percent(after / before - 1) if before and after != before else "same"
 
 
 def cuts(results: RunResults) -> Table:

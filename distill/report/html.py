@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from distill.errors import DataError
-from distill.report.text import clean, pair_cell, placeless
-from distill.results.speedup_results import PairMeasured
+from distill.report.text import clean, placeless
 from distill.results.tables import Cell, Row, Table
 
 MARKS = {"": "", "chosen": " <b>chosen</b>"}
@@ -40,11 +39,6 @@ def as_cell(cell: Cell | str) -> str:
         return as_text(cell)
     small = f"{'<br>' if cell.below else ' '}<small>{as_text(cell.small)}</small>" if cell.small else ""
     return STYLES[cell.style].format(as_text(cell.text)) + MARKS[cell.mark] + small
-
-
-def as_pair(one: PairMeasured) -> str:
-    """The name of a pair."""
-    return as_cell(pair_cell(one))
 
 
 def as_table(table: Table) -> Html:

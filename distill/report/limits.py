@@ -11,12 +11,12 @@ from distill.results.speedup_results import FASTER, SpeedupReport
 def limits(results: RunResults) -> list[str]:
     """Everything a reader must know before quoting these figures, one sentence each."""
     machine = results.machine
-    place = f"{machine.cpu} ({machine.cores} cores)" if machine.cpu else "one machine"
+    place = f"{machine['cpu']} ({machine['cores']} cores)" if machine["cpu"] else "one machine"
     sentences = [
         f"Every time and speedup was measured on {place}. Other hardware has other cost curves, so measure there "
         "before you rely on these figures."
     ]
-    if not machine.gpu:
+    if not machine["gpu"]:
         sentences.append("No GPU took part: nothing here shows how the pair behaves on one.")
     missing = results.stages_not_run
     if missing:

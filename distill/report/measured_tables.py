@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from distill.intervals import Interval
 from distill.report.text import (
@@ -38,8 +40,8 @@ from distill.results.evaluation_results import (
 )
 from distill.results.export_results import ExportedFile, ExportReport, Parity
 from distill.results.profile_results import MeasuredCurve, ProfileReport
-from distill.results.speedup_results import Measurement, PairMeasured, PlainReference, SpeedupReport
-from distill.results.tables import Cell, Columns, Row, Table, rows_of, table_of
+from distill.results.speedup_results import Measurement, PlainReference, SpeedupReport
+from distill.results.tables import Cell, Columns, Row, Table, table_of
 
 SHOWN_MEASURES = [name for name in MEASURES if name != CEILING]
 
@@ -158,7 +160,6 @@ def _slices(evaluation: EvaluationReport) -> Table:
 
 def curves(profile: ProfileReport) -> Table:
     """Milliseconds of a step of every number of tokens."""
-    counts = sorted({count for curve in profile.curves for count in curve.tokens})
     columns: dict[str, Callable[[MeasuredCurve], Cell | str]] = {
         "model": lambda one: Cell(one.model),
         "backend": lambda one: Cell(one.backend),
@@ -166,14 +167,12 @@ def curves(profile: ProfileReport) -> Table:
         "depth": lambda one: number(one.depth),
         "repeats": lambda one: number(one.repeats),
     }
-    rows = [
-        [*cells, *(_milliseconds(curve, count) for count in counts)]
-        for curve, cells in zip(profile.curves, rows_of(profile.curves, columns), strict=True)
-    ]
-    return Table([*columns, *(f"T({count}), ms" for count in counts)], rows, profile.command, words=3)
+    for count in sorted({count for curve in profile.curves for count in curve.tokens}):
+        columns[f"T({count}), ms"] = partial(_milliseconds, count)
+    return table_of(profile.curves, columns, profile.command, words=3)
 
 
-def _milliseconds(curve: MeasuredCurve, count: int) -> Cell | str:
+def _milliseconds(count: int, curve: MeasuredCurve) -> Cell | str:
     if count not in curve.tokens:
         return NOTHING
     place = curve.tokens.index(count)
@@ -181,47 +180,51 @@ def _milliseconds(curve: MeasuredCurve, count: int) -> Cell | str:
     return Cell(middle, small=f"[{low}, {high}]", below=True)
 
 
-def _backend(one: PairMeasured) -> Cell:
-    return Cell(one.backend)
+# Columns that the tables of measurements share.
+PAIR: Columns[Any] = {"pair": pair_cell, "backend": lambda one: Cell(one.backend)}
+PLAIN_SPEED: Columns[Any] = {"plain, tokens/s": lambda one: number(one.plain_tokens_per_second)}
+PACE: Columns[Measurement] = {
+    "tokens/s": lambda one: number(one.tokens_per_second),
+    "tokens per round": lambda one: number(one.tokens_per_round),
+    "acceptance": lambda one: percent(one.acceptance),
+}
+SAME_TEXT: Columns[Measurement] = {
+    "identical": lambda one: number(one.identical),
+    "excused": lambda one: number(one.excused),
+    "different": lambda one: number(one.different),
+}
 
 
 def sweep(report: SpeedupReport) -> Table:
     """Speculative beside plain decoding by draft length."""
     columns: Columns[Measurement] = {
-        "pair": pair_cell,
-        "backend": _backend,
+        **PAIR,
         "γ": lambda one: str(one.length or "plain"),
         "speedup": speedup_interval,
         "predicted": lambda one: NOTHING if one.predicted is None else f"{number(one.predicted)}×",
-        "tokens/s": lambda one: number(one.tokens_per_second),
-        "tokens per round": lambda one: number(one.tokens_per_round),
-        "acceptance": lambda one: percent(one.acceptance),
+        **PACE,
         "tokens": lambda one: number(one.tokens),
         "seconds": lambda one: number(one.seconds),
-        "identical": lambda one: number(one.identical),
-        "excused": lambda one: number(one.excused),
+        **SAME_TEXT,
         "different": lambda one: Cell(str(one.different), "bad") if one.different else "0",
     }
     best = {id(one) for one in report.fastest}
     classes = ["plain" if one.is_plain else "best" if id(one) in best else "" for one in report.sweep]
-    return Table(list(columns), rows_of(report.sweep, columns), report.command, 2, classes)
+    return table_of(report.sweep, columns, report.command, 2, classes)
 
 
 def fastest(report: SpeedupReport) -> Table:
     """The fastest draft length of each pair and backend."""
     columns: Columns[Measurement] = {
-        "pair": pair_cell,
-        "backend": _backend,
+        **PAIR,
         "γ": lambda one: str(one.length),
-        "plain, tokens/s": lambda one: number(one.plain_tokens_per_second),
+        **PLAIN_SPEED,
         "speculative, tokens/s": lambda one: number(one.tokens_per_second),
         "acceptance": lambda one: percent(one.acceptance),
         "tokens per round": lambda one: number(one.tokens_per_round),
         "speedup": speedup_interval,
         "": lambda one: one.verdict,
-        "identical / excused / different": lambda one: " / ".join(
-            map(number, (one.identical, one.excused, one.different))
-        ),
+        " / ".join(SAME_TEXT): lambda one: " / ".join(str(cell(one)) for cell in SAME_TEXT.values()),
     }
     return table_of(report.fastest, columns, report.command, words=2)
 
@@ -229,17 +232,12 @@ def fastest(report: SpeedupReport) -> Table:
 def others(report: SpeedupReport, plain: bool = True) -> Table:
     """Every configuration beside the sweep, `plain` decoding under a sampler too; lossy ones are red."""
     columns: Columns[Measurement] = {
-        "pair": pair_cell,
-        "backend": _backend,
+        **PAIR,
         "configuration": lambda one: Cell(one.configuration),
         "speedup": lambda one: "plain" if one.is_plain else speedup_interval(one),
-        "plain, tokens/s": lambda one: number(one.plain_tokens_per_second),
-        "tokens/s": lambda one: number(one.tokens_per_second),
-        "tokens per round": lambda one: number(one.tokens_per_round),
-        "acceptance": lambda one: percent(one.acceptance),
-        "identical": lambda one: number(one.identical),
-        "excused": lambda one: number(one.excused),
-        "different": lambda one: number(one.different),
+        **PLAIN_SPEED,
+        **PACE,
+        **SAME_TEXT,
         "distribution": lambda one: Cell(one.distribution, "bad" if one.lossy else ""),
     }
     return table_of([one for one in report.others if plain or not one.is_plain], columns, report.command, words=3)
@@ -248,11 +246,10 @@ def others(report: SpeedupReport, plain: bool = True) -> Table:
 def plain_references(report: SpeedupReport) -> Table:
     """The plain decoder beside the library's own generation."""
     columns: Columns[PlainReference] = {
-        "pair": pair_cell,
-        "backend": _backend,
+        **PAIR,
         "library": lambda one: one.library,
         "library, tokens/s": lambda one: number(one.library_tokens_per_second),
-        "plain, tokens/s": lambda one: number(one.plain_tokens_per_second),
+        **PLAIN_SPEED,
         "ratio": lambda one: percent(one.ratio),
     }
     return table_of(report.plain_references, columns, report.command, words=3)

@@ -10,11 +10,11 @@ from typing import TypeVar
 from distill.report import draft_tables, held_back, sections
 from distill.report.html import (
     Html,
+    as_cell,
     as_code,
     as_command,
     as_details,
     as_list,
-    as_pair,
     as_paragraph,
     as_table,
     as_text,
@@ -22,7 +22,7 @@ from distill.report.html import (
 )
 from distill.report.limits import limits
 from distill.report.style import CSS
-from distill.report.text import interval, machine_words, number, percent, software_words, speedup_bounds
+from distill.report.text import interval, machine_words, number, pair_cell, percent, software_words, speedup_bounds
 from distill.results.evaluation_results import MEASURES, SIDES, EvaluationReport
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import FASTER, SLOWER, UNCLEAR, Measurement, SpeedupReport
@@ -88,8 +88,8 @@ def _made(results: RunResults) -> Html:
         "recipe": as_text(results.config.get("name") or results.name),
         "date": as_text(results.date),
         "command": as_code(results.command),
-        "machine": as_text(f"{machine_words(machine)}, {machine.platform}"),
-        "GPU": as_text(machine.gpu or "none"),
+        "machine": as_text(f"{machine_words(machine)}, {machine['platform']}"),
+        "GPU": as_text(machine["gpu"] or "none"),
         "software": as_text(software_words(machine)),
     }
     if parent := results.parent:
@@ -103,18 +103,13 @@ def _made(results: RunResults) -> Html:
 
 def _headlines(results: RunResults) -> Html:
     """The best speedups and the acceptance of every domain, as cards."""
-    cards, commands, missing = [], [], []
-    costs = held_back.table(results.speedup) if results.speedup else None
-    if results.speedup:
-        cards += [_speedup_card(results.speedup, one) for one in results.speedup.best]
-        commands += [] if costs else [results.speedup.command]  # the table of costs names it already
-    else:
-        missing.append("speedup")
-    if results.evaluation:
-        cards += [_acceptance_card(results.evaluation, domain) for domain in results.evaluation.domains]
-        commands.append(results.evaluation.command)
-    else:
-        missing.append("eval")
+    measured, evaluation = results.speedup, results.evaluation
+    costs = held_back.table(measured) if measured else None
+    cards = [_speedup_card(measured, one) for one in measured.best] if measured else []
+    cards += [_acceptance_card(evaluation, domain) for domain in evaluation.domains] if evaluation else []
+    # The table of costs names its command already.
+    commands = [one.command for one in (None if costs else measured, evaluation) if one]
+    missing = [name for name, one in (("speedup", measured), ("eval", evaluation)) if one is None]
     shown = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
     return Html(
         as_paragraph(held_back.made(results))
@@ -129,7 +124,7 @@ def _speedup_card(report: SpeedupReport, one: Measurement) -> str:
     bounds = speedup_bounds(one)
     tried = sum((other.pair, other.backend) == (one.pair, one.backend) for other in report.rivals)
     return (
-        f'<div class="card"><div class="name">{as_pair(one)}</div>'
+        f'<div class="card"><div class="name">{as_cell(pair_cell(one))}</div>'
         f'<div class="figure">{one.speedup:.2f}×{f" <small>{bounds.strip()}</small>" if bounds else ""}</div>'
         f'<p class="{LEVEL[one.verdict]}">{one.verdict}</p><p class="soft">fastest of the '
         f"{tried} ways tried, {as_text(one.configuration)}, {as_text(one.backend)}; "

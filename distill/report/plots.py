@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -201,9 +202,8 @@ def search_front(search: SearchReport) -> str:
         axes.plot(*zip(*joined, strict=True), color=COLOURS[5], linewidth=1, label="no other beats it in both")
         for point in points:
             place = point.draft_seconds / single, point.acceptance
-            marker, size, colour = (MARKERS[0], 4, COLOURS[0])
-            if point.name == search.chosen:
-                marker, size, colour = (MARKERS[3], 7, COLOURS[1])
+            chosen = point.name == search.chosen
+            marker, size, colour = (MARKERS[3], 7, COLOURS[1]) if chosen else (MARKERS[0], 4, COLOURS[0])
             axes.plot(*place, linestyle="none", marker=marker, markersize=size, color=colour)
             axes.annotate(_label(point.name), place, fontsize=6.5, xytext=(4, -8), textcoords="offset points")
         axes.set(xlabel="step of the draft / step of the target", ylabel="acceptance")
@@ -326,18 +326,12 @@ def _legend(place: Callable[..., Any], axes: Axes) -> None:
         place(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
 
 
-def _renamed(tag: str, name: str) -> str:
-    """A tag whose ids and references begin with a name; labels, between tags, stay as they are."""
-    tag = re.sub(r'\bid="', f'id="{name}-', tag)
-    return tag.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
-
-
 def _inline(drawn: str, name: str, title: str) -> str:
     """A matplotlib SVG file as an element of a page: ids of its own, the page's colour and width."""
-    from html import escape
-
     svg = drawn[drawn.index("<svg") :].strip().replace(INK, "currentColor")
-    svg = re.sub(r"<[^>]+>", lambda tag: _renamed(tag[0], name), svg)
+    # Ids and references begin with the name; labels, between tags, stay as they are.
+    reference = re.compile(r'(\bid="|href="#|url\(#)')
+    svg = re.sub(r"<[^>]+>", lambda tag: reference.sub(rf"\g<1>{name}-", tag[0]), svg)
     opening = re.match(r"<svg[^>]*?(viewBox=\"[^\"]*\")[^>]*>", svg)
     assert opening is not None
     head = (

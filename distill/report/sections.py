@@ -10,11 +10,11 @@ from distill.report import draft_tables, measured_tables, plots
 from distill.report.html import (
     Html,
     absent,
+    as_cell,
     as_code,
     as_command,
     as_details,
     as_list,
-    as_pair,
     as_paragraph,
     as_plot,
     as_plots,
@@ -23,7 +23,7 @@ from distill.report.html import (
     as_text,
     not_run,
 )
-from distill.report.text import known, listed, number, percent, size
+from distill.report.text import known, listed, number, pair_cell, percent, size
 from distill.results.cut_results import SearchReport
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
@@ -209,11 +209,10 @@ def divergence(evaluation: EvaluationReport) -> Html:
     words = f"Before is the draft as cut from the donor, after is the trained draft; {evaluation.sampler_words}."
     stored = as_list(evaluation.stored.sentences) if evaluation.stored else ""
     tables = as_tables(measured_tables.divergences(evaluation))
-    if not evaluation.slices:
-        return Html(as_paragraph(words) + stored + tables)
     caption = "Where the trained draft is accepted, on the target's own text; lines are intervals over prompts."
-    plot = as_plot(partial(plots.acceptance_by_slice, evaluation.slices), caption)
-    return Html(as_paragraph(words) + stored + tables + as_plots(plot))
+    plot = partial(plots.acceptance_by_slice, evaluation.slices)
+    drawn = as_plots(as_plot(plot, caption)) if evaluation.slices else ""
+    return Html(as_paragraph(words) + stored + tables + drawn)
 
 
 def cost(profile: ProfileReport) -> Html:
@@ -301,7 +300,7 @@ def _sample(sample: Sample) -> str:
     )
     share = f", {percent(accepted / written)} of the characters from the draft" if written else ", nothing written"
     return (
-        f"<h3>{as_pair(sample)}</h3>"
+        f"<h3>{as_cell(pair_cell(sample))}</h3>"
         f'<p class="soft">{as_text(sample.backend)}{share}</p>'
         f'<pre><span class="prompt">{as_text(sample.prompt)}</span>{text}</pre>'
     )

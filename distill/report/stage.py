@@ -17,7 +17,7 @@ from distill.results.cut_results import CutReport, ModelSizes, SearchReport, Spa
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
 from distill.results.profile_results import ProfileReport
-from distill.results.run_results import Machine, Parent, RunResults
+from distill.results.run_results import Parent, RunResults
 from distill.results.serialise import from_json, read_result
 from distill.results.speedup_results import SpeedupReport
 from distill.results.text_results import AnswerTexts, CorpusTexts, QuestionTexts
@@ -42,19 +42,18 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
     # The command that made the run, not the one that redraws its report.
     starts = read_json(history, [{"argv": [str]}]) if history.exists() else []
     argv = starts[0]["argv"][1:] if starts else []
-    parent, lines = run.parent(), run.metrics()
-    export = found(ExportReport, "gguf", "export.json")
-    if export is not None:
+    parent, lines, target = run.parent(), run.metrics(), _target_sizes(recipe, cut)
+    if (export := found(ExportReport, "gguf", "export.json")) is not None:
         export = replace(export, files=[replace(file, path=placeless(file.path)) for file in export.files])
     # Models and files by their names alone: page and card are read elsewhere than they are made.
     return RunResults(
         name=recipe.name,
         date=now(),
         command=placeless("distill " + " ".join(argv)),
-        machine=from_json(machine(), Machine, "this machine"),
+        machine=machine(),
         config=placeless(recipe.model_dump(mode="json")),
-        target=_named(_target_sizes(recipe, cut)),
-        donor=_named(cut.donor),
+        target=replace(target, path=placeless(target.path)),
+        donor=replace(cut.donor, path=placeless(cut.donor.path)),
         draft=replace(cut.draft, path="draft"),
         cuts=cut.changes,
         parent=None if parent is None else from_json(parent, Parent, "parent.json"),
@@ -75,10 +74,6 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
             split: texts for split in HELD_OUT if (texts := found(AnswerTexts, split, "summary.json")) is not None
         },
     )
-
-
-def _named(model: ModelSizes) -> ModelSizes:
-    return replace(model, path=placeless(model.path))
 
 
 def _target_sizes(recipe: Recipe, cut: CutReport) -> ModelSizes:

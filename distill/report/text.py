@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from distill.intervals import Interval
-from distill.results.run_results import Machine
 from distill.results.speedup_results import Measurement, PairMeasured
 from distill.results.tables import Cell
 
@@ -113,14 +112,14 @@ def pair_cell(one: PairMeasured) -> Cell:
     return Cell(one.pair)
 
 
-def machine_words(machine: Machine) -> str:
+def machine_words(machine: Mapping[str, Any]) -> str:
     """Processor, cores and memory."""
-    return f"{machine.cpu}, {machine.cores} cores, {size(machine.memory_bytes)} memory"
+    return f"{machine['cpu']}, {machine['cores']} cores, {size(machine['memory_bytes'])} memory"
 
 
-def software_words(machine: Machine) -> str:
+def software_words(machine: Mapping[str, Any]) -> str:
     """The versions that figures depend on."""
-    return f"Python {machine.python}, torch {machine.torch}, transformers {machine.transformers}"
+    return f"Python {machine['python']}, torch {machine.get('torch')}, transformers {machine.get('transformers')}"
 
 
 def listed(counts: Mapping[str, int]) -> str:

@@ -15,20 +15,6 @@ from distill.results.training_results import Evaluation, TrainingStep, TrainingS
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Processor, memory, GPU and the versions that figures depend on; None where not known."""
-
-    cpu: str | None = None
-    cores: int | None = None
-    memory_bytes: int | None = None
-    gpu: str | None = None
-    platform: str | None = None
-    python: str | None = None
-    torch: str | None = None
-    transformers: str | None = None
-
-
-@dataclass(frozen=True)
 class Parent:
     """The run whose draft a refreshed run went on from."""
 
@@ -41,15 +27,15 @@ class Parent:
 class RunResults:
     """All results of a run; None or empty for stages that have not run. `config` is the resolved recipe.
 
-    `command` made the run; `steps` and `evaluated` are of its training. `donor` is what the draft was cut from.
-    `left_out` are the stages that the recipe's run does not have, with the reason; `held_out` the answers of its
-    held-out stages, by split.
+    `command` made the run; `machine` is what `distill.machine.machine` says of this one; `steps` and `evaluated` are of
+    its training. `donor` is what the draft was cut from. `left_out` are the stages that the recipe's run does not have,
+    with the reason; `held_out` the answers of its held-out stages, by split.
     """
 
     name: str
     date: str
     command: str
-    machine: Machine
+    machine: dict[str, Any]
     config: dict[str, Any]
     target: ModelSizes
     draft: ModelSizes

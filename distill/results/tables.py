@@ -47,14 +47,12 @@ class Table:
 Columns = Mapping[str, Callable[[Item], Cell | str]]  # by head, the cell of an item
 
 
-def rows_of(items: Iterable[Item], columns: Columns[Item]) -> list[list[Cell | str]]:
-    """A row for each item."""
-    return [[cell(item) for cell in columns.values()] for item in items]
-
-
-def table_of(items: Iterable[Item], columns: Columns[Item], command: str, words: int = 1) -> Table:
+def table_of(
+    items: Iterable[Item], columns: Columns[Item], command: str, words: int = 1, classes: Sequence[str] = ()
+) -> Table:
     """A table with a row for each item."""
-    return Table(list(columns), rows_of(items, columns), command, words)
+    rows = [[cell(item) for cell in columns.values()] for item in items]
+    return Table(list(columns), rows, command, words, classes)
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:

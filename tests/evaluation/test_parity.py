@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import tiny
 import torch
 
 from distill.commands.parity import bounds_of
-from distill.evaluation.parity import Read, Reader, Sums, Text, Way, as_markdown, compare_ways
+from distill.evaluation.parity import Read, Sums, Text, Way, as_markdown, compare_ways
 
 Capture = pytest.CaptureFixture[str]
 TEXTS = [Text([1, 2, 3, 4, 5], 2), Text([7, 0, 8, 3], 1)]
@@ -28,11 +26,7 @@ def logits(seed: int, near: list[torch.Tensor] | None = None) -> list[torch.Tens
 
 
 def way(name: str, target: list[torch.Tensor], draft: list[torch.Tensor], against: str | None = None) -> Way:
-    @contextmanager
-    def opened() -> Iterator[Reader]:
-        yield lambda text: Read(target[TEXTS.index(text)], draft[TEXTS.index(text)])
-
-    return Way(name, "x", opened, against)
+    return Way(name, "x", lambda _: [Read(*pair) for pair in zip(target, draft, strict=True)], against)
 
 
 def by_loops(target: list[torch.Tensor], draft: list[torch.Tensor]) -> tuple[float, float, float]:
@@ -51,18 +45,13 @@ def test_where_a_difference_enters() -> None:
         by_loops(*pair)[0] for pair in ((p, q), (other_p, q), (p, other_q), (other_p, other_q))
     )
     sums = Sums(0.5, 2.5, 1.0, math.nan)  # of one text, of three positions each
-
-    @contextmanager
-    def bounds() -> Iterator[Reader]:
-        yield lambda text: sums
-
     ways = [
         way("first", p, q),
         way("same", p, q, "first"),
         way("other target", other_p, q, "first"),
         way("other draft", p, other_q, "first"),
         way("both", other_p, other_q, "first"),
-        Way("bounds", "x", bounds, "first"),
+        Way("bounds", "x", lambda texts: [sums] * len(texts), "first"),
     ]
     table = compare_ways(ways, TEXTS, ["a server: none"], "distill eval --parity")
     rows = {row.way: row for row in table.rows}

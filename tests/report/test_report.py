@@ -35,7 +35,7 @@ from distill.results.evaluation_results import (
 )
 from distill.results.export_results import ExportedFile, Parity
 from distill.results.profile_results import MeasuredCurve
-from distill.results.run_results import Machine, RunResults
+from distill.results.run_results import RunResults
 from distill.results.serialise import from_json, write_result
 from distill.results.speedup_results import (
     ChosenLength,
@@ -223,12 +223,13 @@ def make_metadata() -> dict[str, Any]:
             Reliability(of, 3210, 0.617, Interval(0.533, 0.512, 0.551), 0.0837, 0.0191, bins) for of in RELIABILITIES
         ]
     }
-    llama, versions = "LlamaForCausalLM", ("Linux-6.1-x86_64", "3.11.7", "2.9.1+cpu", "5.3.0")
+    llama, versions = "LlamaForCausalLM", {"python": "3.11.7", "torch": "2.9.1+cpu", "transformers": "5.3.0"}
+    machine = {"cpu": "AMD EPYC 7B13", "cores": 2, "memory_bytes": 16_800_000_000, "gpu": None}
     return {
         "name": "demo",
         "date": "2026-11-21T14:31:00+00:00",
         "command": "distill train recipes/demo.yaml train.steps=900",
-        "machine": asdict(Machine("AMD EPYC 7B13", 2, 16_800_000_000, None, *versions)),
+        "machine": machine | {"platform": "Linux-6.1-x86_64"} | versions,
         "config": {"name": "demo", "cut": {"layers": 2, "mlp": 384}, "train": {"steps": 900, "loss": "forward_kl"}},
         "target": asdict(ModelSizes("models/target", llama, 134_515_008, 30, 576, 1536, 49152, 269_060_552)),
         "donor": asdict(ModelSizes("example/donor-30m", llama, 31_408_640, 12, 320, 960, 49152, 62_830_111)),
