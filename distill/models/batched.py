@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.models.base import check_chain, check_lengths, check_no_paths
+from distill.models.base import Ints, check_chain, check_lengths, check_no_paths
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel, model_name
 
@@ -102,11 +102,7 @@ class BatchedTorchModel:
 
     @torch.inference_mode()
     def extend(
-        self,
-        tokens: Sequence[int],
-        counts: Sequence[int] | None = None,
-        parents: Sequence[int] | None = None,
-        want: Sequence[int] | None = None,
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> TorchLogits:
         """Append `counts[r]` (0 allowed) of the flat `tokens` to each row; logits for those in `want` (None: all).
 
