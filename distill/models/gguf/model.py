@@ -127,19 +127,12 @@ class GgufModel:
         room = free - int(self.pad_single and count == 1)  # a lone node needs a cell for its dummy
         if count > room:
             raise ValueError(f"{count} more nodes do not fit: there is room for {room} in the cache and the batch")
-        growth = self._branches.grown(tree, self._length)
-        try:
-            self._branches.begin(growth)
-            mask, order = _outputs(count, want)
-            positions = np.asarray(tree.depths[old:], dtype=np.int32) + (self._length - 1)
-            ids = np.asarray(tokens, dtype=np.int64)
-            rows = self._context.decode_nodes(ids, mask, positions, growth.through[old:])
-            rows = rows if order is None else rows[order]
-        except BaseException:
-            self._branches.withdraw(growth, self._length)
-            raise
-        self._branches.finish(growth, self._length)
         lengths = [self._length + depth for depth in tree.depths[old:]]
+        mask, order = _outputs(count, want)
+        with self._branches.growing(tree, self._length) as through:
+            ids, positions = np.asarray(tokens, dtype=np.int64), np.asarray(lengths, dtype=np.int32) - 1
+            rows = self._context.decode_nodes(ids, mask, positions, through)
+        rows = rows if order is None else rows[order]
         return GgufLogits(self._context, rows, lengths if want is None else [lengths[index] for index in want])
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
