@@ -165,9 +165,9 @@ def _log_probabilities(model: Any, quantised: GgufModel, part: list[int]) -> tup
         logits = model(torch.tensor([part])).logits[0, :-1, : quantised.vocabulary_size]
     require_finite(logits.amax(-1).tolist(), place_of(model_name(model), range(1, len(part))))
     quantised.reset()
-    found = quantised.extend(part, want=range(len(part) - 1))
-    actual = found.full().log_softmax(-1)
-    require_finite(actual.amax(-1).tolist(), found.place)
+    output = quantised.extend(part, want=range(len(part) - 1))
+    actual = output.full().log_softmax(-1)
+    require_finite(actual.amax(-1).tolist(), output.place)
     return logits.float().log_softmax(-1), actual
 
 

@@ -36,10 +36,10 @@ class _Guided:
 
     def allowed(self) -> Bits:
         """The tokens that may follow; the bits of end tokens are ignored."""
-        found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             raise _stuck(self._matcher)
-        return found
+        return bits
 
     def accepting(self) -> bool:
         """Whether the text may end here."""
@@ -105,10 +105,10 @@ class State:
 
 
 def _unpacked(bits: Bits, size: int) -> NDArray[np.bool_]:
-    found = np.zeros(size, dtype=bool)
+    mask = np.zeros(size, dtype=bool)
     known = np.unpackbits(bits, count=min(8 * len(bits), size), bitorder="little")
-    found[: len(known)] = known
-    return found
+    mask[: len(known)] = known
+    return mask
 
 
 class Constraint:

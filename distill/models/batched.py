@@ -133,9 +133,9 @@ class BatchedTorchModel:
         mask = torch.zeros(len(active), 1, longest, size, dtype=dtype, device=self.device)
         hidden = torch.arange(size, device=self.device) > positions[:, None, :, None]
         mask.masked_fill_(hidden, torch.finfo(dtype).min)  # additive, because eager attention adds what it is given
-        chosen = None if len(active) == self.rows else self._tensor(active)
+        subset = None if len(active) == self.rows else self._tensor(active)
         for layer in self._layers:
-            layer.step = _Step(chosen, entries, columns, rows, slots, size)
+            layer.step = _Step(subset, entries, columns, rows, slots, size)
         read = [places[i] for i in (range(len(tokens)) if want is None else want)]
         wanted = [(entry, column) for entry, column, _, _ in read]
         kept = sorted({column for _, column in wanted})

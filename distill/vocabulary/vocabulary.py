@@ -230,8 +230,8 @@ def _normaliser(content: Mapping[str, Any], added: Mapping[int, Mapping[str, Any
         "normalizer": part,
         "model": {"type": "BPE", "vocab": {}, "merges": []},
     }
-    found: Callable[[str], str] = Tokenizer.from_str(json.dumps(alone)).normalizer.normalize_str
-    return found
+    normalise: Callable[[str], str] = Tokenizer.from_str(json.dumps(alone)).normalizer.normalize_str
+    return normalise
 
 
 def _bytes(

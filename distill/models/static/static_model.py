@@ -126,15 +126,15 @@ class StaticTorchModel:
 
     def _read(self, texts: Sequence[Sequence[int]], wanted: Sequence[tuple[int, int]]) -> Tensor:
         """Logits [n, V] after the `wanted` tokens (row, number in its text), read in steps of at most CHUNK columns."""
-        found: list[Tensor] = []
+        chunks: list[Tensor] = []
         order: list[int] = []
         for start in range(0, max(map(len, texts)), CHUNK):
             parts = [text[start : start + CHUNK] for text in texts]
             here = [i for i, (_, column) in enumerate(wanted) if start <= column < start + CHUNK]
             places = [(wanted[i][0], wanted[i][1] - start) for i in here]
-            found.append(self._chunk(parts, [length + start for length in self._lengths], places))
+            chunks.append(self._chunk(parts, [length + start for length in self._lengths], places))
             order += here
-        logits = found[0] if len(found) == 1 else torch.cat(found)
+        logits = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
         return _picked(logits, sorted(range(len(order)), key=order.__getitem__))
 
     def _chunk(
