@@ -79,12 +79,11 @@ class Source:
         return cls(folder, shape, tokenizer, load_model(str(folder), "float32", torch.device("cpu"), trimmed=False))
 
 
-def compare(source: Path | Source, gguf: Path, texts: list[str], positions: int) -> Parity:
+def compare(source: Source, gguf: Path, texts: list[str], positions: int) -> Parity:
     """Compare ids on all `texts` and logits on the first `positions` positions, in windows of at most 256 tokens.
 
-    Raises DataError when either model cannot be loaded, the vocabularies differ in size, or the texts hold no position.
+    Raises DataError when the file cannot be loaded, the vocabularies differ in size, or the texts hold no position.
     """
-    source = source if isinstance(source, Source) else Source.open(Path(source))
     window = min(WINDOW, source.shape.context)
     with GgufModel(gguf, context=window, batch=window) as quantised:
         if quantised.head_rows != source.shape.vocabulary:
@@ -166,9 +165,9 @@ def _log_probabilities(model: Any, quantised: GgufModel, part: list[int]) -> tup
         logits = model(torch.tensor([part])).logits[0, :-1, : quantised.vocabulary_size]
     require_finite(logits.amax(-1).tolist(), place_of(model_name(model), range(1, len(part))))
     quantised.reset()
-    found = quantised.extend(part, want=range(len(part) - 1))
-    actual = found.full().log_softmax(-1)
-    require_finite(actual.amax(-1).tolist(), found.place)
+    output = quantised.extend(part, want=range(len(part) - 1))
+    actual = output.full().log_softmax(-1)
+    require_finite(actual.amax(-1).tolist(), output.place)
     return logits.float().log_softmax(-1), actual
 
 

@@ -39,8 +39,8 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
     for name, folder_of_model in sources.items():
         if name == "target" and own is not None:
             tensors = len(open_head(own).shapes)
-            found = WrittenFile(own, file_type(own), own.stat().st_size, tensors, 0)
-            reports = [found] if recipe.export.outtypes else []  # without types, llama.cpp may be missing
+            written = WrittenFile(own, file_type(own), own.stat().st_size, tensors, 0)
+            reports = [written] if recipe.export.outtypes else []  # without types, llama.cpp may be missing
         else:
             outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}
             reports = export_files(folder_of_model, outputs, origin_of[name])

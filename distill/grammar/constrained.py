@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distill.grammar.constraint import Constraint, State
-from distill.models.base import ROOT, AroundModel, Model, PendingTree, check_call, check_lengths
+from distill.models.base import ROOT, AroundModel, Ints, Model, PendingTree, check_call, check_lengths
 from distill.models.finite import Place
 from distill.models.torch_logits import TorchLogits
 from distill.speculative.draft import NOTHING, Drafter
@@ -45,11 +45,7 @@ class Constrained(AroundModel):
         return [len(self._context)]
 
     def extend(
-        self,
-        tokens: Sequence[int],
-        counts: Sequence[int] | None = None,
-        parents: Sequence[int] | None = None,
-        want: Sequence[int] | None = None,
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> TorchLogits:
         """Logits [n, V] as the model's `extend`, −∞ where the grammar allows no token; the same errors."""
         check_call(tokens, counts, range(len(tokens)) if parents is None else parents, want, self.vocabulary_size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,49 +21,39 @@ from distill.errors import DataError
 from distill.files import kind_of, parse_json
 from distill.grammar import gbnf
 from distill.grammar.tokens import Tokens
-from distill.models.gguf.llama_grammar import open_grammar
+from distill.models.gguf.llama_grammar import GrammarPlace, open_grammar
 from distill.models.gguf.model import GgufModel
 
 STUCK = "allow texts that this vocabulary can write, or simplify the grammar"
 Bits = NDArray[np.uint8]  # [⌈V / 8⌉], a bit for each token, the lowest first
 
 
-class Position(Protocol):
-    """A position in a grammar, kept by its library; never changed."""
-
-    def allowed(self) -> Bits:
-        """The tokens that may follow; the bits of end tokens are ignored."""
-        ...
-
-    def accepting(self) -> bool:
-        """Whether the text may end here."""
-        ...
-
-    def after(self, token: int) -> Position:
-        """The position after one more allowed token."""
-        ...
-
-
 class _Guided:
-    """A position in llguidance."""
+    """A position in a grammar of llguidance; it never changes."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     def allowed(self) -> Bits:
-        found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        """The tokens that may follow; the bits of end tokens are ignored."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             raise _stuck(self._matcher)
-        return found
+        return bits
 
     def accepting(self) -> bool:
+        """Whether the text may end here."""
         return bool(self._matcher.is_accepting())
 
     def after(self, token: int) -> _Guided:
+        """The position after one more allowed token."""
         matcher = self._matcher.deep_copy()
         if not matcher.consume_token(token):
             raise _stuck(matcher)
         return _Guided(matcher)
+
+
+Position = _Guided | GrammarPlace
 
 
 def _stuck(matcher: Any) -> DataError:
@@ -115,10 +105,10 @@ class State:
 
 
 def _unpacked(bits: Bits, size: int) -> NDArray[np.bool_]:
-    found = np.zeros(size, dtype=bool)
+    mask = np.zeros(size, dtype=bool)
     known = np.unpackbits(bits, count=min(8 * len(bits), size), bitorder="little")
-    found[: len(known)] = known
-    return found
+    mask[: len(known)] = known
+    return mask
 
 
 class Constraint:

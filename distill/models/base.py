@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from distill.models.finite import Place
 
+Ints = Sequence[int]
+
 
 class Logits(Protocol):
     """Logits [n, V] where they were computed, rows in the order of `want`; valid until the model's next extend."""
@@ -89,11 +91,7 @@ class Model(Protocol):
         ...
 
     def extend(
-        self,
-        tokens: Sequence[int],
-        counts: Sequence[int] | None = None,
-        parents: Sequence[int] | None = None,
-        want: Sequence[int] | None = None,
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> Logits:
         """Take `tokens` (all rows flat, `counts` per row) and return the logits after those that `want` indexes.
 
@@ -209,13 +207,7 @@ class PendingTree:
         return path
 
 
-def check_call(
-    tokens: Sequence[int],
-    counts: Sequence[int] | None,
-    parents: Sequence[int],
-    want: Sequence[int] | None,
-    vocabulary: int,
-) -> None:
+def check_call(tokens: Ints, counts: Ints | None, parents: Ints, want: Ints | None, vocabulary: int) -> None:
     """Raise ValueError unless one row takes all tokens, with a parent for each, as of `check_tokens`."""
     if counts is not None and list(counts) != [len(tokens)]:
         raise ValueError(f"this model keeps one row: counts must be [{len(tokens)}], got {list(counts)}")
@@ -224,7 +216,7 @@ def check_call(
     check_tokens(tokens, want, vocabulary)
 
 
-def check_tokens(tokens: Sequence[int], want: Sequence[int] | None, vocabulary: int) -> None:
+def check_tokens(tokens: Ints, want: Ints | None, vocabulary: int) -> None:
     """Raise ValueError unless there are tokens, all in [0, V), and `want` indexes them."""
     if not len(tokens):
         raise ValueError("extend needs at least one token")
@@ -235,12 +227,7 @@ def check_tokens(tokens: Sequence[int], want: Sequence[int] | None, vocabulary: 
 
 
 def check_chain(
-    tokens: Sequence[int],
-    counts: Sequence[int] | None,
-    want: Sequence[int] | None,
-    lengths: Sequence[int],
-    capacity: int,
-    vocabulary: int,
+    tokens: Ints, counts: Ints | None, want: Ints | None, lengths: Ints, capacity: int, vocabulary: int
 ) -> list[int]:
     """The number of tokens that each row takes, from `counts` or, for one row, all.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.models.base import check_chain, check_lengths, check_no_paths
+from distill.models.base import Ints, check_chain, check_lengths, check_no_paths
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel, model_name
 
@@ -102,11 +102,7 @@ class BatchedTorchModel:
 
     @torch.inference_mode()
     def extend(
-        self,
-        tokens: Sequence[int],
-        counts: Sequence[int] | None = None,
-        parents: Sequence[int] | None = None,
-        want: Sequence[int] | None = None,
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> TorchLogits:
         """Append `counts[r]` (0 allowed) of the flat `tokens` to each row; logits for those in `want` (None: all).
 
@@ -137,9 +133,9 @@ class BatchedTorchModel:
         mask = torch.zeros(len(active), 1, longest, size, dtype=dtype, device=self.device)
         hidden = torch.arange(size, device=self.device) > positions[:, None, :, None]
         mask.masked_fill_(hidden, torch.finfo(dtype).min)  # additive, because eager attention adds what it is given
-        chosen = None if len(active) == self.rows else self._tensor(active)
+        subset = None if len(active) == self.rows else self._tensor(active)
         for layer in self._layers:
-            layer.step = _Step(chosen, entries, columns, rows, slots, size)
+            layer.step = _Step(subset, entries, columns, rows, slots, size)
         read = [places[i] for i in (range(len(tokens)) if want is None else want)]
         wanted = [(entry, column) for entry, column, _, _ in read]
         kept = sorted({column for _, column in wanted})

@@ -204,7 +204,6 @@ def load_tokenizer(reference: str) -> Any:
     """The tokenizer of a model; raises DataError when it cannot be loaded."""
     from transformers import AutoTokenizer
 
-    check_folder(reference)
     reference = _place(reference)
     require_tables(Path(reference) / "tokenizer.json")
     try:
@@ -222,7 +221,6 @@ def load_config(reference: str) -> Any:
     """The configuration of a model; reads no weights."""
     from transformers import AutoConfig, PretrainedConfig
 
-    check_folder(reference)
     reference = _place(reference)
     if is_path(reference):
         read_config(Path(reference))
@@ -270,7 +268,8 @@ def describe_model(reference: str, model: Any) -> ModelSizes:
 
 
 def _place(reference: str, weights: bool = False) -> str:
-    """A reference as transformers takes it: of a GGUF file, the folder that it is imported to."""
+    """A reference as transformers takes it, checked: of a GGUF file, the folder that it is imported to."""
+    check_folder(reference)
     return str(folder_of(reference, weights)) if is_gguf(reference) else reference
 
 
@@ -279,9 +278,7 @@ def local_folder(reference: str, weights: bool = True) -> Path:
 
     Of a GGUF file, the folder that it is imported to. Without `weights`, the folder may hold the other files alone.
     """
-    if is_gguf(reference):
-        return folder_of(reference, weights)
-    check_folder(reference)
+    reference = _place(reference, weights)
     if Path(reference).is_dir():
         return Path(reference)
     return _snapshot(reference) if weights else _snapshot(reference, allow_patterns=SMALL_FILES)

@@ -60,31 +60,22 @@ def require_whole(reference: str, model: Any, info: dict[str, Any]) -> None:
     Missing tensors, tensors of another shape, and tensors of the files that belong into a layer of the model, which
     has no place for them, are refused. Other tensors without a place are only named on stderr.
     """
-    missing, shapes = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
-    kind = model.config.model_type
+    missing, shapes, extra = (sorted(info[f"{what}_keys"]) for what in ("missing", "mismatched", "unexpected"))
+    misplaced = [] if is_quantised(model.config) else [name for name in extra if _inside_a_layer(model, name)]
+    kind, fault = model.config.model_type, None
     if missing:
-        raise DataError(
-            f"{reference}: missing in the weights: {_count(missing)} of the {kind} that config.json describes",
-            AGAIN,
-        )
-    if shapes:
+        fault = f"missing in the weights: {_count(missing)} of the {kind} that config.json describes"
+    elif shapes:
         name, stored, expected = shapes[0]
         more = f" (and {len(shapes) - 1} more tensors)" if len(shapes) > 1 else ""
-        raise DataError(
-            f"{reference}: {name} is {list(stored)} in the weights and {list(expected)} by config.json{more}",
-            AGAIN,
-        )
-    if info.get("error_msgs"):
-        first = str(info["error_msgs"][0]).strip().splitlines()[0]
-        raise DataError(f"{reference}: its tensors do not make a {kind}: {first}", AGAIN)
-    extra = sorted(info["unexpected_keys"])
-    foreign = [] if is_quantised(model.config) else [name for name in extra if _inside_a_layer(model, name)]
-    if foreign:
-        raise DataError(
-            f"{reference}: the weights hold {_count(foreign)} for which a {kind} has no place in its layers: "
-            "config.json is of another model type than the weights",
-            AGAIN,
-        )
+        fault = f"{name} is {list(stored)} in the weights and {list(expected)} by config.json{more}"
+    elif info.get("error_msgs"):
+        fault = f"its tensors do not make a {kind}: {str(info['error_msgs'][0]).strip().splitlines()[0]}"
+    elif misplaced:
+        fault = f"the weights hold {_count(misplaced)} for which a {kind} has no place in its layers: "
+        fault += "config.json is of another model type than the weights"
+    if fault is not None:
+        raise DataError(f"{reference}: {fault}", AGAIN)
     if extra:
         _warn(f"warning: {reference} holds {_count(extra)} for which a {kind} has no place; not used")
 

@@ -91,12 +91,8 @@ def _from_folder(reference: str) -> VocabularyMetadata:
     kept = read_kept(folder)
     return VocabularyMetadata(
         reference=reference,
-        kind=ends.kind,
         tokens=_padded_tokens(ids, rows),
-        bos=ends.bos,
-        eos=ends.eos,
-        add_bos=ends.add_bos or model == ALWAYS_ADDS_BOS,
-        add_eos=ends.add_eos,
+        **ends._replace(add_bos=ends.add_bos or model == ALWAYS_ADDS_BOS)._asdict(),
         context=context if isinstance(context, int) and context > 0 else None,
         architecture=config.model_type,
         chat_template=_has_chat_template(folder, settings),
@@ -178,14 +174,11 @@ def _from_gguf(path: Path) -> VocabularyMetadata:
         embedded = embedding[-1] if embedding else "none"
         raise DataError(f"{path} names {len(tokens)} tokens but embeds {embedded}", "export the model again")
     ends = stated_ends(head)
+    bos, eos = (_token_id(head, role, len(tokens), getattr(ends, role)) for role in ("bos", "eos"))
     return VocabularyMetadata(
         reference=str(path),
-        kind=ends.kind,
         tokens=tokens,
-        bos=_token_id(head, "bos", len(tokens), ends.bos),
-        eos=_token_id(head, "eos", len(tokens), ends.eos),
-        add_bos=ends.add_bos,
-        add_eos=ends.add_eos,
+        **ends._replace(bos=bos, eos=eos)._asdict(),
         context=head.size("context_length", 1, 2**31 - 1),
         architecture=head.architecture,
         chat_template="tokenizer.chat_template" in head.values,

@@ -97,10 +97,8 @@ def llama_server(
     return shlex.join(["llama-server", *pair_arguments(target, draft, n_max, p_min, probabilistic), *further])
 
 
-def vllm(
-    target: str, draft: str, length: int, ranks: int = 1, probabilistic: bool = False, same_vocabulary: bool = True
-) -> str:
-    """The command that serves two Hugging Face folders on `ranks` GPUs, of which vLLM asks the same for both models.
+def vllm(target: str, draft: str, length: int, probabilistic: bool = False, same_vocabulary: bool = True) -> str:
+    """The command that serves two Hugging Face folders.
 
     `probabilistic` drafts are drawn from the draft; by default vLLM drafts its best tokens, and where the vocabularies
     differ only those, of the tokens that both have.
@@ -110,11 +108,8 @@ def vllm(
         config["use_heterogeneous_vocab"] = True
     elif probabilistic:
         config["draft_sample_method"] = "probabilistic"
-    split = ""
-    if ranks > 1:
-        split, config["draft_tensor_parallel_size"] = f" --tensor-parallel-size {ranks}", ranks
     return (
-        f"vllm serve {shlex.quote(target)}{split} \\\n"
+        f"vllm serve {shlex.quote(target)} \\\n"
         f"  --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}"
     )
 

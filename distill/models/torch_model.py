@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.models.base import PendingTree, check_call, check_chain, check_lengths
+from distill.models.base import Ints, PendingTree, check_call, check_chain, check_lengths
 from distill.models.finite import place_of
 from distill.models.torch_logits import TorchLogits
 
@@ -72,11 +72,7 @@ class TorchModel:
 
     @torch.inference_mode()
     def extend(
-        self,
-        tokens: Sequence[int],
-        counts: Sequence[int] | None = None,
-        parents: Sequence[int] | None = None,
-        want: Sequence[int] | None = None,
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> TorchLogits:
         """Append `tokens`, or add them to the tree below `parents`; logits for those in `want` (None: all).
 
@@ -93,9 +89,7 @@ class TorchModel:
         self._length += len(tokens)
         return logits
 
-    def _extend_tree(
-        self, tokens: list[int], counts: Sequence[int] | None, parents: Sequence[int], want: Sequence[int] | None
-    ) -> TorchLogits:
+    def _extend_tree(self, tokens: list[int], counts: Ints | None, parents: Ints, want: Ints | None) -> TorchLogits:
         if (refusal := self._refusal()) is not None:
             raise ValueError(refusal)
         check_call(tokens, counts, parents, want, self.vocabulary_size)
@@ -111,9 +105,7 @@ class TorchModel:
         self._tree = tree
         return logits
 
-    def _forward(
-        self, tokens: list[int], want: Sequence[int] | None, lengths: Sequence[int] | None = None, **inputs: Any
-    ) -> TorchLogits:
+    def _forward(self, tokens: list[int], want: Ints | None, lengths: Ints | None = None, **inputs: Any) -> TorchLogits:
         """Run the model on `tokens`; the cache stays unchanged when that fails.
 
         `lengths` are those of the texts that the tokens end (None: the tokens are a chain).

@@ -98,20 +98,26 @@ def _shape(config: Any) -> dict[str, int] | None:
     return {word: size for word, size in sizes.items() if isinstance(size, int)} if all(sizes.values()) else None
 
 
+def _smallest(cut: Cut, layers: int, width: int) -> tuple[int, int]:
+    """Layers and MLP width that a cut leaves of a donor's; of a search, its smallest candidate's."""
+    counts = [layers, *filter(None, [cut.layers]), *(cut.search.layers if cut.search else ())]
+    widths = [width, *filter(None, [cut.mlp_width]), *(cut.search.mlp_width if cut.search else ())]
+    dropped = 0 if cut.drop_layers is None else len(parse_layers(cut.drop_layers, layers))
+    return min(counts) - dropped, min(widths)
+
+
 def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | None:
     """The sizes of the draft that a recipe cuts, by the words of SHAPE; of a search, its smallest candidate's. None for
     a model that does not name its own."""
     cut, sparsity, draft = recipe.cut, recipe.train.sparsity, _shape(donor)
     if draft is None:
         return None
-    layers = [draft["layers"], *filter(None, [cut.layers]), *(cut.search.layers if cut.search else ())]
-    widths = [draft["MLP width"], *filter(None, [cut.mlp_width]), *(cut.search.mlp_width if cut.search else ())]
+    layers, width = _smallest(cut, draft["layers"], draft["MLP width"])
     if sparsity is not None and sparsity.mlp_width is not None:
-        widths.append(sparsity.mlp_width)
-    dropped = 0 if cut.drop_layers is None else len(parse_layers(cut.drop_layers, draft["layers"]))
+        width = min(width, sparsity.mlp_width)
     return draft | {
-        "layers": min(layers) - dropped,
-        "MLP width": min(widths),
+        "layers": layers,
+        "MLP width": width,
         "rows": draft["rows"] if cut.vocabulary_rows == "donor" else target.get_text_config().vocab_size,
     }
 
@@ -119,14 +125,11 @@ def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | N
 def kept_share(recipe: Recipe, draft: Any = None) -> float:
     """The share of the donor's layers that a cut leaves, narrower MLPs in proportion: that of the configuration of a
     `draft`, else that of the recipe's cut, of a search the smallest candidate's."""
-    donor, cut = load_config(recipe.donor_model).get_text_config(), recipe.cut
+    donor = load_config(recipe.donor_model).get_text_config()
     layers, width = donor.num_hidden_layers, donor.intermediate_size
     if draft is not None:
         return float(draft.num_hidden_layers * draft.intermediate_size / (layers * width))
-    fewest = min(cut.search.layers) if cut.search else cut.layers or layers
-    if cut.drop_layers is not None:
-        fewest -= len(parse_layers(cut.drop_layers, layers))
-    narrowest = min(cut.search.mlp_width) if cut.search and cut.search.mlp_width else cut.mlp_width or width
+    fewest, narrowest = _smallest(recipe.cut, layers, width)
     return float(fewest * narrowest / (layers * width))
 
 

@@ -128,9 +128,9 @@ def price_vocabulary(
     tried = []
     full = healed.lm_head
     for size in sizes_between(least, len(order)):
-        kept = keep(counts, order, size)
-        healed.lm_head = full if size == len(order) else KeptHead(full, torch.tensor(kept.ids))
-        mass = min(kept.mass.values())
+        kept, shares = keep(counts, order, size)
+        healed.lm_head = full if size == len(order) else KeptHead(full, torch.tensor(kept))
+        mass = min(shares.values())
         step = _pytorch_steps(recipe, healed, [1])[0]
         point = price(f"head of {size}", {}, size, None, whole * mass, costs, step)
         rate = point.tokens_per_second

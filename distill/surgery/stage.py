@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distill.errors import DataError
-from distill.files import copy_file, file_digest, write_folder, write_json
+from distill.files import copy_file, file_digest, write_folder
 from distill.models.hugging_face import (
     describe_model,
     load_config,
@@ -32,14 +33,12 @@ from distill.recipe.recipe import REASON
 from distill.results.cut_results import Change, CutReport, ModelSizes
 from distill.results.serialise import write_result
 from distill.run import Run
-from distill.surgery.change import RECORD, size_of
+from distill.surgery.change import record_change, size_of
 from distill.surgery.checks import reader_of
 from distill.surgery.cutter import cut_model
 from distill.surgery.divergence import TargetDistributions
-from distill.surgery.vocabulary.rows import match_rows
 from distill.surgery.vocabulary.transplant import transplant
 from distill.surgery.vocabulary.trim import (
-    Kept,
     always_kept,
     check_size,
     count_tokens,
@@ -78,7 +77,7 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
 
         settings = search(recipe, run, model, target, distributions, apply_cut)
     changes += apply_cut(model, settings)
-    kept: Kept | None = None
+    kept: list[int] | None = None
     if settings.trim is not None:
         kept, metadata, change = trim(recipe, run, model, target, distributions, answers)
         changes.append(change)
@@ -91,8 +90,8 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
         model.save_pretrained(place)
         copy_tokenizer(text_folder(recipe.target.model), place)
         if kept is not None:
-            write_kept(place, kept.ids, model.config.vocab_size, metadata)
-        write_json(place / RECORD, {"changes": [change.as_json() for change in changes]})
+            write_kept(place, kept, model.config.vocab_size, metadata)
+        record_change(place, [], *changes)
         write_result(place / "cut.json", CutReport(donor, sizes, changes, context))
 
     write_folder(run.path("cut"), save)
@@ -167,6 +166,41 @@ def load_donor(
     return model, sizes, [replace(change, kl_after=distributions.kl(model))]
 
 
+def match_rows(model: Any, rows: int, real: int) -> list[Change]:
+    """Give a loaded model `rows` rows, of which the first `real` hold tokens and stay; the change, if there is one.
+
+    vLLM asks for equal vocab_size of target and draft, padding included, and models of one tokenizer may be padded
+    differently (Qwen2.5: 151,936 and 152,064 rows).
+    Appended rows are copies of the model's last padding row, or the mean of all tokens' rows: engines that do not mask
+    padding then give it no more than a common logit, where a zero row would outrank every negative one.
+    """
+    config = model.config
+    present: int = config.vocab_size
+    if present == rows:
+        return []
+    assert real <= min(present, rows), "a token would lose its row"
+    before = size_of(model)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = embedding.weight is head.weight
+    for layer in (embedding,) if tied else (embedding, head):
+        layer.weight = torch.nn.Parameter(_resized(layer.weight.detach(), rows, real), layer.weight.requires_grad)
+    if tied:
+        head.weight = embedding.weight
+    if getattr(head, "bias", None) is not None:
+        head.bias = torch.nn.Parameter(_resized(head.bias.detach(), rows, real), head.bias.requires_grad)
+    embedding.num_embeddings = head.out_features = rows
+    config.vocab_size = model.vocab_size = model.base_model.vocab_size = rows
+    return [Change("rows", before, size_of(model), details={"rows": rows, "donor_rows": present, "tokens": real})]
+
+
+def _resized(weight: Tensor, rows: int, real: int) -> Tensor:
+    """The first rows of a weight [R, …], with padding up to `rows`."""
+    if rows <= len(weight):
+        return weight[:rows].clone()
+    padding = weight[-1] if len(weight) > real else weight[:real].float().mean(0).to(weight.dtype)
+    return torch.cat([weight, padding.unsqueeze(0).expand(rows - len(weight), *weight.shape[1:])])
+
+
 def _own_blocks(recipe: Recipe, answers: list[Answer]) -> Packed:
     kept = ((a.prompt + a.answer, len(a.prompt)) for a in answers if not drop_reason(a))
     return pack(kept, recipe.corpus.block, split_long=False)
@@ -190,7 +224,7 @@ def judged_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
 
 def trim(
     recipe: Recipe, run: Run, model: Any, target: Any, distributions: TargetDistributions, answers: list[Answer]
-) -> tuple[Kept, dict[str, Any], Change]:
+) -> tuple[list[int], dict[str, Any], Change]:
     """Choose the kept tokens by the target's own text and its distributions there; the model itself stays whole."""
     settings = recipe.cut.trim
     assert settings is not None
@@ -211,8 +245,6 @@ def trim(
         size, metadata["tried"] = price_vocabulary(recipe, run, model, target, distributions, counts, order, least)
     elif size is None:
         size = smallest_size(counts, order, least, settings.mass)
-    kept = keep(counts, order, size)
-    metadata["mass"] = kept.mass
-    before = size_of(model)
-    change = Change("trim", before, size_of(model, len(kept.ids)), details=metadata | {"kept": len(kept.ids)})
+    kept, metadata["mass"] = keep(counts, order, size)
+    change = Change("trim", size_of(model), size_of(model, len(kept)), details=metadata | {"kept": len(kept)})
     return kept, metadata, change

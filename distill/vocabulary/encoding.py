@@ -84,13 +84,13 @@ class Encoder:
         if self.vocabulary.text_bytes(ids) == text.encode():
             return ids
         # It was normalised, or given a space in front: write it as it stands.
-        found: list[int] = []
+        ids = []
         for part in filter(None, self._named.split(text)):
             if self._named.fullmatch(part):
-                found.append(self.vocabulary.index[part])
+                ids.append(self.vocabulary.index[part])
             else:
-                found += self.word(part.encode())[0]
-        return found
+                ids += self.word(part.encode())[0]
+        return ids
 
     @cached_property
     def _named(self) -> re.Pattern[str]:

@@ -88,8 +88,8 @@ def named_id(
     number = config.get(key, (config.get("text_config") or {}).get(key))
     number = number[0] if isinstance(number, list) and number else number
     token = content_of(settings.get(f"{role}_token"))
-    found = number if token is None else ids.get(token, number)
-    return found if isinstance(found, int) and 0 <= found < rows else None
+    number = number if token is None else ids.get(token, number)
+    return number if isinstance(number, int) and 0 <= number < rows else None
 
 
 def role_counterparts(source: Mapping[str, int], destination: Mapping[str, int]) -> list[tuple[int, int]]:

@@ -44,7 +44,29 @@ class Vocabulary:
     @classmethod
     def read(cls, folder: Path) -> Vocabulary:
         """Read a tokenizer folder; raises DataError when it is missing, damaged or of an unknown kind."""
-        return _read(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise DataError(
+                f"{folder} has no tokenizer.json",
+                "give the folder of a fast tokenizer; "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one",
+            )
+        content, settings = tokenizer_content(path), named_settings(folder)
+        model = content["model"]
+        family = _family(path, content, model)
+        by_id, added = _tokens(path, content, model, settings)
+        roles = roles_in({token: number for number, token in by_id.items()}, settings, _unknown(path, model))
+        tokens = tuple(by_id.get(number) for number in range(max(by_id) + 1))
+        # Tokens that the settings name are special even without the flag; but an ordinary token may serve as padding.
+        serving = {roles[role] for role in NAMED_ROLES if role in roles}
+        byte_tokens = bool(model.get("byte_fallback")) or "ByteFallback" in _steps(content.get("decoder"))
+        kinds = tuple(_kind(number, token, added, serving, byte_tokens) for number, token in enumerate(tokens))
+        normalise = _normaliser(content, added)
+        bytes_of = tuple(
+            None if token is None else _bytes(token, kind, family, added.get(number), normalise)
+            for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        )
+        return cls(folder, family, tokens, bytes_of, kinds, roles)
 
     @property
     def size(self) -> int:
@@ -114,31 +136,6 @@ class Vocabulary:
     def same_as(self, other: Vocabulary) -> bool:
         """Whether every id is the same token in both, in the same roles."""
         return replace(self, folder=other.folder) == other
-
-
-def _read(folder: Path) -> Vocabulary:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise DataError(
-            f"{folder} has no tokenizer.json",
-            "give the folder of a fast tokenizer; AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one",
-        )
-    content, settings = tokenizer_content(path), named_settings(folder)
-    model = content["model"]
-    family = _family(path, content, model)
-    by_id, added = _tokens(path, content, model, settings)
-    roles = roles_in({token: number for number, token in by_id.items()}, settings, _unknown(path, model))
-    tokens = tuple(by_id.get(number) for number in range(max(by_id) + 1))
-    # Tokens that the settings name are special even without the flag; but an ordinary token may serve as, say, padding.
-    serving = {roles[role] for role in NAMED_ROLES if role in roles}
-    byte_tokens = bool(model.get("byte_fallback")) or "ByteFallback" in _steps(content.get("decoder"))
-    kinds = tuple(_kind(number, token, added, serving, byte_tokens) for number, token in enumerate(tokens))
-    normalise = _normaliser(content, added)
-    bytes_of = tuple(
-        None if token is None else _bytes(token, kind, family, added.get(number), normalise)
-        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-    )
-    return Vocabulary(folder, family, tokens, bytes_of, kinds, roles)
 
 
 def _steps(part: Any) -> set[str]:
@@ -233,8 +230,8 @@ def _normaliser(content: Mapping[str, Any], added: Mapping[int, Mapping[str, Any
         "normalizer": part,
         "model": {"type": "BPE", "vocab": {}, "merges": []},
     }
-    found: Callable[[str], str] = Tokenizer.from_str(json.dumps(alone)).normalizer.normalize_str
-    return found
+    normalise: Callable[[str], str] = Tokenizer.from_str(json.dumps(alone)).normalizer.normalize_str
+    return normalise
 
 
 def _bytes(

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from distill.errors import DataError, RunError
-from distill.export.parity import compare
+from distill.export.parity import Source, compare
 from distill.models.conversion import tokenizer as export_tokenizer
 from distill.models.conversion.model_shape import read_shape
 from distill.models.conversion.tensors import permute_for_llama, read_tensors
@@ -202,7 +202,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path, small_tokenizer: P
 @pytest.mark.parametrize(("outtype", "largest"), [("f32", 0.02), ("f16", 0.03), ("bf16", 0.2), ("q8_0", 0.4)])
 def test_parity_of_every_type(exported: Path, outtype: str, largest: float) -> None:
     texts = [text[:1500] for text in held_out_texts()[:2]]
-    parity = compare(exported, exported.parent / f"{outtype}.gguf", texts, positions=400)
+    parity = compare(Source.open(exported), exported.parent / f"{outtype}.gguf", texts, positions=400)
     assert parity.positions == 400
     assert parity.tokenizer_texts == 2
     assert parity.tokenizer_mismatches == []
@@ -224,9 +224,8 @@ def test_parity_reports_a_wrong_file(exported: Path, tmp_path: Path, small_token
     with torch.no_grad():
         noisy.model.layers[0].mlp.down_proj.weight.mul_(-1)
     noisy.save_pretrained(other)
-    parity = compare(
-        other, exported.parent / "f32.gguf", ["def function(self):\n    return 12\n" * 3], positions=10_000
-    )
+    texts = ["def function(self):\n    return 12\n" * 3]
+    parity = compare(Source.open(other), exported.parent / "f32.gguf", texts, positions=10_000)
     assert [index for index, _ in parity.tokenizer_mismatches] == [0]
     assert parity.max_abs_dlogprob > 0.1
     assert parity.top1_agreement < 0.9

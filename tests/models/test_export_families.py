@@ -154,7 +154,7 @@ def test_importance_measured_on_a_text(tmp_path: Path) -> None:
     calibration.write_text("\n".join(held_out_texts(("validation",)))[:30_000], encoding="utf-8")
     for importance in (None, calibration):
         export_files(demo, {tmp_path / "m.gguf": "q2_k"}, importance=importance)
-        kl.append(compare(demo, tmp_path / "m.gguf", held_out_texts(("test",))[:1], 400).kl)
+        kl.append(compare(Source.open(demo), tmp_path / "m.gguf", held_out_texts(("test",))[:1], 400).kl)
     assert kl[1] < 0.9 * kl[0]
     for content, message in (("a", "too short"), (b"\xff", "not UTF-8")):
         calibration.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -18,7 +18,7 @@ from toys import replacements
 from transformers import PreTrainedTokenizerFast
 
 from distill.errors import DataError
-from distill.export.parity import NASTY, PROSE, compare, faults_of
+from distill.export.parity import NASTY, PROSE, Source, compare, faults_of
 from distill.models.conversion.llama_tokenizer import (
     PROBE,
     GgufTokenizer,
@@ -121,7 +121,7 @@ def test_ids_equal(kind: str, prefix: bool, merge: bool, tmp_path: Path) -> None
 def test_a_decoder_with_unigram(tmp_path: Path) -> None:
     build("llama", tmp_path / "model", train("t5"))
     export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16")
-    parity = compare(tmp_path / "model", tmp_path / "m.gguf", [PROSE, *PROBE, *SPECIAL], 200)
+    parity = compare(Source.open(tmp_path / "model"), tmp_path / "m.gguf", [PROSE, *PROBE, *SPECIAL], 200)
     assert parity.tokenizer_mismatches == [] and faults_of(parity, "f16") == []
 
 

@@ -18,7 +18,7 @@ from distill.models.pairs import compare_pair
 from distill.pipeline.preflight import check_device
 from distill.recipe import dump_recipe, parse_recipe
 from distill.surgery.change import size_of
-from distill.surgery.vocabulary.rows import match_rows
+from distill.surgery.stage import match_rows
 
 TOKENIZER = toy_tokenizer(300)
 REAL = max(TOKENIZER.get_vocab().values()) + 1

@@ -340,7 +340,7 @@ def test_sharded_donors_and_sharded_drafts(tmp_path: Path, monkeypatch: pytest.M
     sharded = bytes_folder(tmp_path / "sharded")
     AutoModelForCausalLM.from_pretrained(donor).save_pretrained(sharded, max_shard_size="20KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
-    monkeypatch.setattr("distill.surgery.stored.SHARD_BYTES", 30_000)
+    monkeypatch.setattr("distill.surgery.vocabulary.transplant.SHARD_BYTES", 30_000)
     transplant(sharded, target, tmp_path / "split")
     expected = load_file(tmp_path / "whole" / "model.safetensors")
     index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # Part of a layer in Hugging Face: its name in GGUF, the letters of its shape.
@@ -76,61 +76,39 @@ GELU = "gelu_pytorch_tanh"
 GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": GELU}
 GEMMA3 = {**GEMMA, "sliding_window": 4096, "query_pre_attn_scalar": 256}
 GEMMA2 = {**GEMMA3, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_LLAMA = Family("llama", PLAIN, interleaved=True, llama_keys=True)
+_GEMMA = Family("gemma", PLAIN, norm_shift=1.0, activation=GELU, ropes=("default",), defaults=GEMMA)
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        "llama",
-        PLAIN,
-        more_biases=LLAMA_BIASES,
-        interleaved=True,
-        llama_keys=True,
-        ropes=("default", "linear", "llama3"),
-    ),
-    "mistral": Family(
-        "llama",
-        PLAIN,
-        interleaved=True,
-        llama_keys=True,
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-    ),
+    "llama": replace(_LLAMA, more_biases=LLAMA_BIASES, ropes=("default", "linear", "llama3")),
+    "mistral": replace(_LLAMA, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "qwen2": Family("qwen2", PLAIN, biases=QKV, states_head_size=False, ropes=("default", "linear", "yarn")),
     "qwen3": Family("qwen3", {**PLAIN, **HEAD_NORMS}, ropes=("default", "linear", "yarn")),
-    "gemma": Family("gemma", PLAIN, norm_shift=1.0, activation=GELU, ropes=("default",), defaults=GEMMA),
-    "gemma2": Family(
-        "gemma2",
-        {**FOUR_NORMS, **ATTENTION, **MLP},
-        norm_shift=1.0,
-        activation=GELU,
-        ropes=("default",),
+    "gemma": _GEMMA,
+    "gemma2": replace(
+        _GEMMA,
+        architecture="gemma2",
+        parts={**FOUR_NORMS, **ATTENTION, **MLP},
         full_every=2,
         large_layers=46,
         defaults=GEMMA2,
     ),
-    "gemma3_text": Family(
-        "gemma3",
-        {**FOUR_NORMS, **ATTENTION, **HEAD_NORMS, **MLP},
-        norm_shift=1.0,
-        activation=GELU,
+    "gemma3_text": replace(
+        _GEMMA,
+        architecture="gemma3",
+        parts={**FOUR_NORMS, **ATTENTION, **HEAD_NORMS, **MLP},
+        ropes=("default", "linear"),
         full_every=6,
         large_layers=62,
         defaults=GEMMA3,
     ),
     "phi3": Family("phi3", FUSED, states_head_size=False, ropes=("default", "longrope")),
-    "smollm3": Family(
-        "smollm3",
-        PLAIN,
-        interleaved=True,
-        llama_keys=True,
+    "smollm3": replace(
+        _LLAMA,
+        architecture="smollm3",
         states_head_size=False,
         defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
-    "granite": Family(
-        "granite",
-        PLAIN,
-        interleaved=True,
-        llama_keys=True,
-        states_head_size=False,
-        ropes=("default",),
-    ),
+    "granite": replace(_LLAMA, architecture="granite", states_head_size=False, ropes=("default",)),
 }
 OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",

@@ -18,7 +18,7 @@ from distill.errors import DataError
 from distill.faults import reading
 from distill.models.conversion.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS
 from distill.models.conversion.imported_config import sizes_of
-from distill.models.conversion.tensor_data import PART_VALUES, ValuesProgress
+from distill.models.conversion.tensors import PART_VALUES, ValuesProgress
 from distill.models.gguf.file_head import FileHead
 from distill.models.tensor_files import Floats, from_floats, to_floats, write_header
 

@@ -1,13 +1,19 @@
-"""The tensors of a Hugging Face folder under llama.cpp's names, read in parts.
+"""The tensors of a Hugging Face folder under llama.cpp's names: read, converted and written in parts by a few threads.
 
 A tensor is read, checked and converted a few million values at a time, so that memory does not grow with the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +22,19 @@ from distill.errors import DataError
 from distill.models.conversion.families import part_of
 from distill.models.conversion.model_fields import rope_tensors
 from distill.models.conversion.model_shape import Shape
-from distill.models.tensor_files import Floats, Stored, stored_tensors, to_floats
+from distill.models.tensor_files import Floats, Stored, from_floats, stored_tensors, to_floats
+from distill.progress import Progress
 
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+    from distill.models.gguf.file_head import TensorRow
+
+F16_MAX = 65504.0
+PART_VALUES = 2**21  # converted at a time, when written by each thread
+REPORTED_VALUES = 2**28  # below, a file is written too fast for lines of progress
+_SEEKING = threading.Lock()
+EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80}  # all set: infinity or NaN
 CHECK = "check that config.json belongs to these weights"
 
 
@@ -110,3 +127,158 @@ def _bits_reader(stored: Stored) -> Callable[[int, int], NDArray[np.uint16]]:
 
 def _constant(values: Floats) -> Callable[[int, int], Floats]:
     return lambda first, count: values[first : first + count]
+
+
+class Output(NamedTuple):
+    """A file that is written, and the name, shape, type and bytes of each tensor, in order."""
+
+    file: BinaryIO
+    rows: list[TensorRow]
+
+
+class _Place(NamedTuple):
+    """Where rows go: the file, its type for them, and their first byte."""
+
+    descriptor: int
+    kind: GGMLQuantizationType
+    first_byte: int
+
+
+class _Part(NamedTuple):
+    """Rows of a tensor, read once for all the files that they are written to."""
+
+    tensor: GgufTensor
+    first: int
+    rows: int
+    places: list[_Place]
+
+    @property
+    def values(self) -> int:
+        """Number of values, counted once for each file."""
+        return len(self.places) * self.rows * _width(self.tensor)
+
+
+def write_tensors(tensors: list[GgufTensor], outputs: Sequence[Output]) -> None:
+    """Write the tensors to each file from its position on, each padded to GGUF's alignment.
+
+    Raises DataError for values that are not finite or too large for a type, OSError for a full disk.
+    """
+    parts = list(_parts(tensors, outputs))
+    for output in outputs:
+        os.ftruncate(output.file.fileno(), output.file.tell() + sum(_padded(size) for *_, size in output.rows))
+    progress = ValuesProgress(sum(part.values for part in parts))
+    workers = min(4, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:
+        waiting: deque[tuple[Future[None], _Part]] = deque()
+        try:
+            for part in parts:
+                waiting.append((pool.submit(_write_part, part), part))
+                while len(waiting) > (2 * workers if part is not parts[-1] else 0):
+                    future, done = waiting.popleft()
+                    future.result()
+                    progress.add(done.values)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class ValuesProgress:
+    """Lines of progress in millions of values; none for a file that is written too fast for them."""
+
+    def __init__(self, total: int) -> None:
+        self._done = 0
+        self._lines = Progress("million values", max(1, total // 10**6)) if total > REPORTED_VALUES else None
+
+    def add(self, count: int) -> None:
+        """Count so many values more."""
+        before, self._done = self._done // 10**6, self._done + count
+        if self._lines is not None and self._done // 10**6 > before:
+            self._lines.step(self._done // 10**6 - before)
+
+
+def _padded(size: int) -> int:
+    import gguf
+
+    return int(size + -size % gguf.GGUF_DEFAULT_ALIGNMENT)
+
+
+def _width(tensor: GgufTensor) -> int:
+    return int(np.prod(tensor.shape[1:], dtype=np.int64))
+
+
+def _parts(tensors: list[GgufTensor], outputs: Sequence[Output]) -> Iterator[_Part]:
+    starts = [output.file.tell() for output in outputs]
+    for index, tensor in enumerate(tensors):
+        rows, written = tensor.shape[0], [output.rows[index] for output in outputs]
+        step = rows if tensor.whole else max(1, PART_VALUES // _width(tensor))
+        for first in range(0, rows, step):
+            places = [
+                _Place(output.file.fileno(), kind, start + first * (size // rows))
+                for output, (*_, kind, size), start in zip(outputs, written, starts, strict=True)
+            ]
+            yield _Part(tensor, first, min(step, rows - first), places)
+        starts = [start + _padded(size) for start, (*_, size) in zip(starts, written, strict=True)]
+
+
+def _write_part(part: _Part) -> None:
+    tensor = part.tensor
+    floats = cache(lambda: np.ascontiguousarray(tensor.read(part.first, part.rows)))
+    bits = cache(lambda: None if tensor.bits is None else tensor.bits(part.first, part.rows))
+    for place in part.places:
+        halves = _halves(tensor.dtype, place.kind, bits, floats) if place.kind.name in EXPONENTS else None
+        data = (_converted(tensor.name, place.kind, floats()) if halves is None else halves).data.cast("B")
+        at = place.first_byte
+        while data:
+            written = _write_at(place.descriptor, data, at)
+            data, at = data[written:], at + written
+
+
+def _write_at(descriptor: int, data: memoryview, at: int) -> int:
+    """The bytes written of those given, from byte `at` of a file that several threads write to."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, data, at)
+    with _SEEKING:  # Windows writes only where the file stands
+        os.lseek(descriptor, at, os.SEEK_SET)
+        return os.write(descriptor, data)
+
+
+def _halves(
+    dtype: str,
+    kind: GGMLQuantizationType,
+    bits: Callable[[], NDArray[np.uint16] | None],
+    floats: Callable[[], Floats],
+) -> NDArray[np.uint16] | None:
+    """Values of one 16-bit type in another; None where that needs fp32, or where one of them is not finite."""
+    stored = bits()
+    if stored is None:
+        return None
+    if dtype == kind.name:
+        halves = stored
+    else:
+        halves = _bf16_as_f16()[stored] if kind.name == "F16" else from_floats(floats(), "BF16")
+    exponent = EXPONENTS[kind.name]
+    # Values that are not finite go through fp32, whose checks name them.
+    return None if ((halves & exponent) == exponent).any() else halves
+
+
+def _converted(name: str, kind: GGMLQuantizationType, floats: Floats) -> NDArray[np.uint8]:
+    from gguf import quants
+
+    _require_range(name, floats, kind)
+    return np.ascontiguousarray(quants.quantize(floats, kind)).view(np.uint8)
+
+
+@cache
+def _bf16_as_f16() -> NDArray[np.uint16]:
+    """f16 for each of the 65,536 bf16 values, as bits: the rounding of numpy, looked up."""
+    return from_floats(to_floats(np.arange(2**16), "BF16"), "F16").view(np.uint16)
+
+
+def _require_range(name: str, array: Floats, kind: GGMLQuantizationType) -> None:
+    """DataError for values that overflow a type; the scales of blocks are f16, and a part of the largest value."""
+    if kind.name in ("F32", "BF16"):
+        return
+    limit = F16_MAX * {"Q8_0": 127, "Q4_0": 8, "Q5_0": 16}.get(kind.name, 1)
+    largest = max(float(array.max()), -float(array.min()))
+    if largest > limit:
+        raise DataError(f"{name} reaches {largest:.3g}, too large for {kind.name}", hint="export as bf16 or f32")

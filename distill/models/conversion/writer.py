@@ -19,8 +19,7 @@ from distill.models.conversion.llama_tokenizer import GgufTokenizer, add_tokeniz
 from distill.models.conversion.model_fields import add_model_fields
 from distill.models.conversion.model_shape import Shape, read_shape
 from distill.models.conversion.quantise import importance_of, quantise_file
-from distill.models.conversion.tensor_data import Output, write_tensors
-from distill.models.conversion.tensors import GgufTensor, read_tensors
+from distill.models.conversion.tensors import GgufTensor, Output, read_tensors, write_tensors
 from distill.models.conversion.tokenizer import read_tokenizer
 from distill.models.gguf.file_head import tensor_bytes, write_head
 from distill.models.gguf.library import library
@@ -30,6 +29,8 @@ from distill.recipe.gguf import DIRECT, OUTTYPES
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
+
+    from distill.models.gguf.file_head import TensorRow
 
 
 @dataclass(frozen=True)
@@ -156,15 +157,18 @@ def _write(model: _Model, types: Mapping[Path, str]) -> None:
         outputs = []
         for path, outtype in types.items():
             kinds = [_tensor_type(tensor, outtype) for tensor in model.tensors]
-            sizes = [tensor_bytes(tensor.shape, kind) for tensor, kind in zip(model.tensors, kinds, strict=True)]
+            rows = [
+                (t.name, t.shape, kind, tensor_bytes(t.shape, kind))
+                for t, kind in zip(model.tensors, kinds, strict=True)
+            ]
             file = stack.enter_context(path.open("wb"))
-            _add_head(file, model, outtype, kinds, sizes)
+            _add_head(file, model, outtype, rows)
             file.flush()
-            outputs.append(Output(file, kinds, sizes))
+            outputs.append(Output(file, rows))
         write_tensors(model.tensors, outputs)
 
 
-def _add_head(file: BinaryIO, model: _Model, outtype: str, kinds: list[GGMLQuantizationType], sizes: list[int]) -> None:
+def _add_head(file: BinaryIO, model: _Model, outtype: str, rows: list[TensorRow]) -> None:
     import gguf
 
     writer = gguf.GGUFWriter(path=None, arch=model.shape.architecture)
@@ -173,10 +177,6 @@ def _add_head(file: BinaryIO, model: _Model, outtype: str, kinds: list[GGMLQuant
         add_general_fields(writer, model.folder, model.origin, outtype, parameters)
         add_model_fields(writer, model.shape)
         add_tokenizer(writer, model.tokenizer)
-        rows = [
-            (tensor.name, tensor.shape, *type_and_size)
-            for tensor, *type_and_size in zip(model.tensors, kinds, sizes, strict=True)
-        ]
         write_head(file, writer, rows)
     finally:
         writer.close()

@@ -6,24 +6,11 @@ its leaf, and every node belongs to all branches through it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from distill.models.base import ROOT, PendingTree
 from distill.models.gguf.context import GgufContext
-
-
-@dataclass(frozen=True)
-class Growth:
-    """A tree with new nodes: the sequences through each node, and the beginning that each new sequence copies.
-
-    A copy is (source, end): the source's cells before position `end`, which hold the committed row and the decoded part
-    of the path.
-    """
-
-    tree: PendingTree
-    through: list[list[int]]
-    sources: dict[int, tuple[int, int]]
 
 
 class Branches:
@@ -41,10 +28,33 @@ class Branches:
     def __len__(self) -> int:
         return len(self.tree)
 
-    def grown(self, tree: PendingTree, length: int) -> Growth:
-        """The growth from the pending tree to `tree`; ValueError for more than `max_branches` branches.
+    @contextmanager
+    def growing(self, tree: PendingTree, length: int) -> Iterator[list[list[int]]]:
+        """In the block, `tree`'s new nodes are decoded, each into the sequences through it; then it is the pending one.
 
-        A first child continues its parent's sequence, any other child starts a new one.
+        Where the block fails, everything is as it was before. ValueError for more than `max_branches` branches.
+        """
+        through, sources = self._grown(tree, length)
+        try:
+            for sequence, (source, end) in sources.items():
+                # It may own a beginning of the committed row already, from an earlier tree.
+                self._context.share(source, sequence, self._shared[sequence], end)
+            yield through[len(self.tree) :]
+        except BaseException:
+            for sequence in {sequence for sequences in through for sequence in sequences}:
+                pending = zip(self.tree.depths, self._through, strict=True)
+                decoded = max((depth for depth, sequences in pending if sequence in sequences), default=0)
+                end = self._shared[sequence] if sequence in sources else length + decoded
+                self._context.withdraw(sequence, end)
+            raise
+        self._shared = [length if sequence in sources else shared for sequence, shared in enumerate(self._shared)]
+        self.tree, self._through = tree, through
+
+    def _grown(self, tree: PendingTree, length: int) -> tuple[list[list[int]], dict[int, tuple[int, int]]]:
+        """The sequences through each node of `tree`, and the beginning that each new sequence copies.
+
+        A first child continues its parent's sequence, any other child starts a new one. A copy is (source, end): the
+        source's cells before position `end`, which hold the committed row and the decoded part of the path.
         """
         old, through = len(self.tree), [list(sequences) for sequences in self._through]
         used = {sequence for sequences in through for sequence in sequences}
@@ -67,29 +77,7 @@ class Branches:
                 parent = tree.parents[parent]
             through.append([sequence])
             sources[sequence] = source
-        return Growth(tree, through, sources)
-
-    def begin(self, growth: Growth) -> None:
-        """Give each new sequence its beginning, before its nodes are decoded."""
-        for sequence, (source, end) in growth.sources.items():
-            # It may own a beginning of the committed row already, from an earlier tree.
-            self._context.share(source, sequence, self._shared[sequence], end)
-
-    def finish(self, growth: Growth, length: int) -> None:
-        """Make the grown tree the pending one, after its nodes were decoded."""
-        for sequence in growth.sources:
-            self._shared[sequence] = length
-        self.tree, self._through = growth.tree, growth.through
-
-    def withdraw(self, growth: Growth, length: int) -> None:
-        """Remove everything from the cache that a failed call may have added to these sequences."""
-        for sequence in {sequence for sequences in growth.through for sequence in sequences}:
-            if sequence in growth.sources:
-                end = self._shared[sequence]
-            else:
-                pending = zip(self.tree.depths, self._through, strict=True)
-                end = length + max(depth for depth, sequences in pending if sequence in sequences)
-            self._context.withdraw(sequence, end)
+        return through, sources
 
     def commit(self, paths: Sequence[Sequence[int]], length: int) -> int:
         """Give sequence 0 the one path in `paths` and drop the tree; the path's length. ValueError for no such path."""

@@ -133,8 +133,8 @@ def model_settings(options: GgufOptions) -> tuple[Any, list[Any]]:
         settings.n_gpu_layers = 0
     if options.device:
         handles = {gpu.name: gpu.handle for gpu in gpus()}
-        chosen = [handles[name] for name in options.device if name != NO_DEVICE]
-        kept.append((ctypes.c_void_p * (len(chosen) + 1))(*chosen, None))
+        used = [handles[name] for name in options.device if name != NO_DEVICE]
+        kept.append((ctypes.c_void_p * (len(used) + 1))(*used, None))
         settings.devices = ctypes.cast(kept[-1], ctypes.c_void_p)
     if options.tensor_split:
         shares = (ctypes.c_float * max(llama.llama_max_devices(), len(options.tensor_split)))(*options.tensor_split)

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from distill.models.base import check_call, check_chain, check_lengths
+from distill.models.base import Ints, check_call, check_chain, check_lengths
 from distill.models.gguf.branches import Branches
 from distill.models.gguf.context import FEW, GgufContext, GgufLogits
 from distill.models.gguf.file import GgufFile
@@ -77,11 +77,7 @@ class GgufModel:
         return [self._length]
 
     def extend(
-        self,
-        tokens: Sequence[int],
-        counts: Sequence[int] | None = None,
-        parents: Sequence[int] | None = None,
-        want: Sequence[int] | None = None,
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> GgufLogits:
         """Commit `tokens`, or add them to the tree below `parents`; logits [n, V] for those in `want` (None: all).
 
@@ -97,7 +93,7 @@ class GgufModel:
             return self._extend_chain(tokens, counts, want)
         return self._extend_tree(tokens, counts, parents, want)
 
-    def _is_short_step(self, tokens: Sequence[int], want: Sequence[int] | None) -> bool:
+    def _is_short_step(self, tokens: Ints, want: Ints | None) -> bool:
         """Whether a chain is a valid step or verification, which can skip the bookkeeping of prompts and trees."""
         return (
             (want is None or (len(want) == 1 and want[0] == len(tokens) - 1))
@@ -108,9 +104,7 @@ class GgufModel:
             and max(tokens) < self.vocabulary_size
         )
 
-    def _extend_chain(
-        self, tokens: Sequence[int], counts: Sequence[int] | None, want: Sequence[int] | None
-    ) -> GgufLogits:
+    def _extend_chain(self, tokens: Ints, counts: Ints | None, want: Ints | None) -> GgufLogits:
         (count,) = check_chain(tokens, counts, want, [self._length], self.capacity, self.vocabulary_size)
         if len(self._branches):
             raise ValueError("a tree is pending: keep a path of it or roll back first")
@@ -119,15 +113,11 @@ class GgufModel:
         except BaseException:
             self._context.withdraw(0, self._length)
             raise
+        lengths = range(self._length + 1, self._length + count + 1)
         self._length += count
-        begin = self._length - count + 1
-        return GgufLogits(
-            self._context, rows, range(begin, begin + count) if want is None else [begin + index for index in want]
-        )
+        return GgufLogits(self._context, rows, lengths if want is None else [lengths[index] for index in want])
 
-    def _extend_tree(
-        self, tokens: Sequence[int], counts: Sequence[int] | None, parents: Sequence[int], want: Sequence[int] | None
-    ) -> GgufLogits:
+    def _extend_tree(self, tokens: Ints, counts: Ints | None, parents: Ints, want: Ints | None) -> GgufLogits:
         if not self.max_leaves:
             raise ValueError("this model was opened without room for trees: give it max_leaves")
         check_call(tokens, counts, parents, want, self.vocabulary_size)
@@ -137,25 +127,13 @@ class GgufModel:
         room = free - int(self.pad_single and count == 1)  # a lone node needs a cell for its dummy
         if count > room:
             raise ValueError(f"{count} more nodes do not fit: there is room for {room} in the cache and the batch")
-        growth = self._branches.grown(tree, self._length)
-        try:
-            self._branches.begin(growth)
-            rows = self._decode_nodes(tokens, tree.depths[old:], growth.through[old:], want)
-        except BaseException:
-            self._branches.withdraw(growth, self._length)
-            raise
-        self._branches.finish(growth, self._length)
         lengths = [self._length + depth for depth in tree.depths[old:]]
+        mask, order = _outputs(count, want)
+        with self._branches.growing(tree, self._length) as through:
+            ids, positions = np.asarray(tokens, dtype=np.int64), np.asarray(lengths, dtype=np.int32) - 1
+            rows = self._context.decode_nodes(ids, mask, positions, through)
+        rows = rows if order is None else rows[order]
         return GgufLogits(self._context, rows, lengths if want is None else [lengths[index] for index in want])
-
-    def _decode_nodes(
-        self, tokens: Sequence[int], depths: Sequence[int], through: list[list[int]], want: Sequence[int] | None
-    ) -> NDArray[np.float32]:
-        """Decode nodes of these depths in these sequences; logits [n, V] in the order of `want`."""
-        mask, order = _outputs(len(tokens), want)
-        positions = np.asarray(depths, dtype=np.int32) + (self._length - 1)
-        rows = self._context.decode_nodes(np.asarray(tokens, dtype=np.int64), mask, positions, through)
-        return rows if order is None else rows[order]
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root."""

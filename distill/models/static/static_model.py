@@ -19,6 +19,7 @@ from torch import Tensor
 from distill.errors import DataError
 from distill.models.base import (
     SPARE_NODES,
+    Ints,
     PendingTree,
     check_call,
     check_chain,
@@ -99,11 +100,7 @@ class StaticTorchModel:
 
     @torch.inference_mode()
     def extend(
-        self,
-        tokens: Sequence[int],
-        counts: Sequence[int] | None = None,
-        parents: Sequence[int] | None = None,
-        want: Sequence[int] | None = None,
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> TorchLogits:
         """Append `counts[r]` (0 allowed) of the flat `tokens` to each row, or add them to the tree below `parents`.
 
@@ -129,15 +126,15 @@ class StaticTorchModel:
 
     def _read(self, texts: Sequence[Sequence[int]], wanted: Sequence[tuple[int, int]]) -> Tensor:
         """Logits [n, V] after the `wanted` tokens (row, number in its text), read in steps of at most CHUNK columns."""
-        found: list[Tensor] = []
+        chunks: list[Tensor] = []
         order: list[int] = []
         for start in range(0, max(map(len, texts)), CHUNK):
             parts = [text[start : start + CHUNK] for text in texts]
             here = [i for i, (_, column) in enumerate(wanted) if start <= column < start + CHUNK]
             places = [(wanted[i][0], wanted[i][1] - start) for i in here]
-            found.append(self._chunk(parts, [length + start for length in self._lengths], places))
+            chunks.append(self._chunk(parts, [length + start for length in self._lengths], places))
             order += here
-        logits = found[0] if len(found) == 1 else torch.cat(found)
+        logits = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
         return _picked(logits, sorted(range(len(order)), key=order.__getitem__))
 
     def _chunk(
@@ -185,9 +182,7 @@ class StaticTorchModel:
         """Count as committed what steps wrote: the rows are `lengths` long."""
         self._lengths = [int(length) for length in lengths]
 
-    def _extend_tree(
-        self, tokens: list[int], counts: Sequence[int] | None, parents: Sequence[int], want: Sequence[int] | None
-    ) -> TorchLogits:
+    def _extend_tree(self, tokens: list[int], counts: Ints | None, parents: Ints, want: Ints | None) -> TorchLogits:
         if not self.max_leaves:
             kind = f"{self.rows} rows take chains" if self.rows > 1 else "attention windows take chains"
             raise ValueError(f"{kind}, not trees")

@@ -111,10 +111,7 @@ def sparsity_by_tensor(matrices: dict[str, torch.nn.Parameter]) -> dict[str, flo
 
 def weight_shares_by_layer(matrices: dict[str, torch.nn.Parameter]) -> list[float]:
     """Zero share of each layer's weights together [L], from `block_matrices`, which holds them in order."""
-    zeros: dict[str, int] = {}
-    weights: dict[str, int] = {}
+    layers: dict[str, list[Tensor]] = {}
     for name, weight in matrices.items():
-        layer = name.split(".")[1]
-        zeros[layer] = zeros.get(layer, 0) + weight.numel() - int(weight.count_nonzero())
-        weights[layer] = weights.get(layer, 0) + weight.numel()
-    return [zeros[layer] / weights[layer] for layer in zeros]
+        layers.setdefault(name.split(".")[1], []).append(weight == 0)
+    return [sum(int(zeros.sum()) for zeros in own) / sum(zeros.numel() for zeros in own) for own in layers.values()]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,16 +22,32 @@ from distill.errors import DataError
 from distill.files import read_object, write_folder, write_json
 from distill.models.hugging_face import pick_device
 from distill.models.model_files import copy_tokenizer
-from distill.models.tensor_files import ITEM_BYTES, Stored, torch_type
+from distill.models.tensor_files import ITEM_BYTES, NUMPY_FLOATS, Stored, torch_type, write_header
+from distill.progress import Progress
 from distill.results.cut_results import Change, Size
 from distill.surgery.change import read_changes, record_change
-from distill.surgery.stored import FLOATS, WRITTEN, Written, write_tensors
 from distill.surgery.vocabulary.pursuit import pursue_rows
 from distill.surgery.vocabulary.subtokens import Entries, Mixture, Subtokens, describe_subtokens, map_subtokens
 from distill.surgery.vocabulary.transplant_plan import EMBEDDING, HEAD, Plan, check_transplant
 
 CHUNK_BYTES = 2**24
 CHUNK_ROWS = 2048
+SHARD_BYTES = 5 * 10**9
+WRITTEN = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor to be written: its type, its shape, and its values a part at a time."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Callable[[], Iterator[Tensor]]
+
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def transplant(
@@ -73,7 +90,7 @@ def transplant(
 
     def save(folder: Path) -> None:
         with _one_thread():
-            write_tensors(folder, outputs)
+            _write_tensors(folder, outputs)
         write_json(folder / "config.json", config)
         copy_tokenizer(target, folder)
         write_json(folder / "generation_config.json", _generation(target, config))
@@ -159,7 +176,7 @@ def _outputs(
     """Every tensor of the new model, in the order of its file."""
 
     def copied(tensor: Stored) -> Written:
-        kind = WRITTEN[dtype] if dtype is not None and tensor.dtype in FLOATS else tensor.dtype
+        kind = WRITTEN[dtype] if dtype is not None and tensor.dtype in NUMPY_FLOATS else tensor.dtype
         step = CHUNK_BYTES // ITEM_BYTES[tensor.dtype]
 
         def parts() -> Iterator[Tensor]:
@@ -188,6 +205,33 @@ def _outputs(
         new[HEAD] = mixed(plan.tensors[EMBEDDING if plan.tied else HEAD], mixtures[HEAD])
     # The format aligns values: wide types first.
     return dict(sorted(new.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0])))
+
+
+def _write_tensors(folder: Path, outputs: Mapping[str, Written]) -> None:
+    """Write tensors to safetensors files of about SHARD_BYTES each, with an index where there are several."""
+    shards: list[dict[str, Written]] = [{}]
+    for name, tensor in outputs.items():
+        if shards[-1] and sum(t.bytes for t in shards[-1].values()) + tensor.bytes > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = tensor
+    progress = Progress("transplant: tensors", len(outputs))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        single = len(shards) == 1
+        path = folder / ("model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors")
+        weight_map |= dict.fromkeys(shard, path.name)
+        with path.open("wb") as file:
+            write_header(file, {name: (tensor.dtype, tensor.shape) for name, tensor in shard.items()})
+            for name, tensor in shard.items():
+                for part in tensor.parts():
+                    if tensor.dtype == "F16" and not bool(part.isfinite().all()):
+                        raise DataError(f"values of {name} do not fit float16", "write bfloat16 or float32")
+                    file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+                progress.step()
+    if len(shards) > 1:
+        total = sum(tensor.bytes for tensor in outputs.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def _new_config(plan: Plan, tied: bool, dtype: str | None) -> dict[str, Any]:

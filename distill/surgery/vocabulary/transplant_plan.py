@@ -11,9 +11,8 @@ from distill.errors import DataError
 from distill.files import has_form
 from distill.models.hugging_face import check_folder
 from distill.models.model_files import read_config
-from distill.models.tensor_files import Stored, stored_tensors
+from distill.models.tensor_files import NUMPY_FLOATS, Stored, stored_tensors
 from distill.surgery.change import require_supported
-from distill.surgery.stored import FLOATS
 from distill.surgery.vocabulary.subtokens import check_overrides, require_bytes
 from distill.vocabulary import Vocabulary
 
@@ -96,7 +95,7 @@ def _check_matrices(donor: Path, config: Mapping[str, Any], tensors: Mapping[str
                 f"{name} in {donor} is {tensors[name].shape}; its config.json has vocab_size, hidden_size {expected}",
                 hint,
             )
-        if tensors[name].dtype not in FLOATS:
+        if tensors[name].dtype not in NUMPY_FLOATS:
             raise DataError(f"{name} in {donor} is stored as {tensors[name].dtype}", "give a model in floating point")
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy
 import torch
@@ -24,14 +23,6 @@ MULTIPLE = 256  # sizes that suit matrix products and GGUF's block types
 
 Counts = NDArray[numpy.int64]
 Shares = NDArray[numpy.float64]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Kept ids, ascending, and the share of each domain's target-written tokens that they hold."""
-
-    ids: list[int]
-    mass: dict[str, float]
 
 
 def count_tokens(answers: Sequence[Answer], vocabulary: int) -> dict[str, Counts]:
@@ -93,10 +84,10 @@ def rank_tokens(counts: Mapping[str, Counts], forced: Sequence[int], expected: S
     return order
 
 
-def keep(counts: Mapping[str, Counts], order: Sequence[int], size: int) -> Kept:
-    """The first `size` ids of the order, and the share of each domain that they hold."""
+def keep(counts: Mapping[str, Counts], order: Sequence[int], size: int) -> tuple[list[int], dict[str, float]]:
+    """The first `size` ids of the order, ascending, and the share of each domain's tokens that they hold."""
     ids = sorted(order[:size])
-    return Kept(ids, {domain: float(column[ids].sum() / column.sum()) for domain, column in counts.items()})
+    return ids, {domain: float(column[ids].sum() / column.sum()) for domain, column in counts.items()}
 
 
 def smallest_size(counts: Mapping[str, Counts], order: Sequence[int], forced: int, mass: float) -> int:
