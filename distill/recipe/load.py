@@ -12,7 +12,7 @@ import yaml
 from distill.errors import RecipeError
 from distill.files import is_utf8, kind_of, require_path
 from distill.recipe.recipe import Recipe
-from distill.recipe.section import parse_section, shown
+from distill.recipe.section import RETIRED, parse_section, shown
 
 KINDS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
 DEEPEST, MOST = 60, 100_000  # levels of nesting and values of a recipe, repeated ones included
@@ -203,6 +203,11 @@ def parse_recipe(raw: Any, where: str) -> Recipe:
     """The recipe in a mapping; raises one RecipeError with every mistake."""
     if not isinstance(raw, dict):
         raise RecipeError(f"{where}: a recipe is a mapping, got {kind_of(raw)}", "see docs/recipes.md")
+    speedup = raw.get("speedup")
+    if (
+        isinstance(speedup, dict) and speedup.get("grown", "") is None
+    ):  # so do runs of before say that nothing was grown
+        raw = raw | {"speedup": {key: value for key, value in speedup.items() if f"speedup.{key}" not in RETIRED}}
     return parse_section(Recipe, raw, where)
 
 

@@ -107,15 +107,16 @@ def _headlines(results: RunResults) -> Html:
     costs = held_back.table(measured) if measured else None
     cards = [_speedup_card(measured, one) for one in measured.best] if measured else []
     cards += [_acceptance_card(evaluation, domain) for domain in evaluation.domains] if evaluation else []
-    # The table of costs names its command already.
-    commands = [one.command for one in (None if costs else measured, evaluation) if one]
+    commands = dict.fromkeys(one.command for one in (measured, evaluation) if one)
+    if measured and costs:
+        commands.pop(measured.command)  # which the table of costs names already
     missing = [name for name, one in (("speedup", measured), ("eval", evaluation)) if one is None]
     shown = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
     return Html(
         as_paragraph(held_back.made(results))
         + shown
         + (as_list(held_back.advice(results)) + as_table(costs) if costs else "")
-        + "".join(map(as_command, dict.fromkeys(commands)))
+        + "".join(map(as_command, commands))
         + "".join(not_run(name, results.left_out.get(name)) for name in missing)
     )
 

@@ -160,6 +160,13 @@ def test_bad_override(small: Path, override: str, said: str) -> None:
 # Mistakes
 
 
+def test_a_run_of_before_that_grew_no_target_is_read(small: Path) -> None:
+    switched_off = ["speedup.grown=null", "speedup.grown_prompts=4", "speedup.grown_lengths=[1]"]
+    assert load_recipe(small, switched_off) == load_recipe(small)
+    with pytest.raises(RecipeError, match=r"speedup\.grown: gone: enlarge the target"):
+        load_recipe(small, ["speedup.grown={tile: 2}"])
+
+
 def test_all_mistakes_at_once(tmp_path: Path) -> None:
     text = """\
 name: small
