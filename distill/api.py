@@ -112,9 +112,9 @@ def decode(
     if not isinstance(configuration, Configuration):
         sampled = {"sampler": "recipe" if sampler.temperature else "greedy"}
         configuration = parse_section(Configuration, sampled | dict(configuration))
-    if configuration.foreign:
+    if configuration.other_vocabulary:
         raise RecipeError(f"drafter {configuration.drafter} reads two vocabularies", "use `distill generate`")
-    if configuration.chosen:
+    if configuration.needs_tree_choice:
         raise RecipeError(f"`{configuration.title}` leaves the tree's size open, which a run chooses", "give its nodes")
     if tokens < 1:
         raise RecipeError(f"{tokens} new tokens are requested", "request at least one")

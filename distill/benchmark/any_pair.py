@@ -95,7 +95,7 @@ def measure_any_pair(
     configurations that do not go together.
     """
     configurations, new_tokens = (*sweep, *others), recipe.speedup.new_tokens
-    other_vocabulary = any(one.foreign for one in configurations)
+    other_vocabulary = any(one.other_vocabulary for one in configurations)
     own_draft = None if other_vocabulary else draft
     count = CALIBRATION_PROMPTS if need_other_prompts(configurations) else 0
     prompts = _read_prompts(recipe, own_draft, count, prompt_tokens)
@@ -107,7 +107,7 @@ def measure_any_pair(
     measured, spare = [prompt.ids for prompt in prompts.measured], [prompt.ids for prompt in prompts.others]
     middle = sum(map(len, measured)) // len(measured) + new_tokens // 2  # steps are timed in the middle of a text
     recipe = recipe.model_copy(update={"profile": recipe.profile.model_copy(update={"depth": middle})})
-    longest_step = max(recipe.profile.max_tokens, *(one.most + 1 for one in configurations))
+    longest_step = max(recipe.profile.max_tokens, *(one.max_length + 1 for one in configurations))
     with load_pair(
         recipe.target,
         own_draft,
@@ -168,7 +168,7 @@ def measure_any_pair(
 
 def need_other_prompts(configurations: Sequence[Configuration]) -> bool:
     """Whether some configuration reads what is measured on other prompts beforehand."""
-    return need_calibration(configurations) or any(one.priced for one in configurations)
+    return need_calibration(configurations) or any(one.needs_costs for one in configurations)
 
 
 def _read_prompts(recipe: Recipe, draft: str | None, spare: int, prompt_tokens: int) -> UserPrompts:

@@ -172,7 +172,7 @@ def calibrate_pair(
 
 def need_calibration(configurations: Sequence[Configuration]) -> bool:
     """Whether some configuration reads what is counted on other texts beforehand."""
-    return any(one.learns or one.chosen for one in configurations)
+    return any(one.needs_calibration or one.needs_tree_choice for one in configurations)
 
 
 def calibrate_run(recipe: Recipe, run: Run) -> Calibrated | None:

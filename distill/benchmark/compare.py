@@ -176,5 +176,5 @@ def choose_length(
     chosen = max((PLAIN, *sweep), key=speed)
     tokens, seconds = totals(odd, chosen.title)
     ratio = speed_ratio(tokens, seconds, *totals(odd, PLAIN.title), intervals.resamples, intervals.confidence)
-    length, rate = chosen.most if chosen.drafts else 0, float(tokens.sum() / seconds.sum())
+    length, rate = chosen.max_length if chosen.drafts else 0, float(tokens.sum() / seconds.sum())
     return ChosenLength(*pair.key, length, ratio.mean, ratio.low, ratio.high, rate)

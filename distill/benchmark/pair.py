@@ -123,7 +123,7 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     )
     predictions.finish()
     plain = next(text.decoded.tokens for text in texts if text.title == PLAIN.title)
-    lengths = [one.most for one in comparison.sweep] or [LONGEST_OF_NONE]
+    lengths = [one.max_length for one in comparison.sweep] or [LONGEST_OF_NONE]
     others = _others_drafted(comparison.others, choices)
     noise, sizes = tie_noise(recipe, pair.backend, pair.target, prompts[0], plain, lengths, others)
     synthetic = comparison.rates is not None
@@ -172,7 +172,7 @@ def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, Choic
     for one in others:
         if one.sampler == "greedy":
             tree = one.drawn_nodes or one.nodes or (choices[one.title].nodes if one.title in choices else 0)
-            sizes |= {tree} if one.drafter == "tree" else {tree, one.most}
+            sizes |= {tree} if one.drafter == "tree" else {tree, one.max_length}
     return sorted(sizes - {0})
 
 
@@ -194,8 +194,8 @@ def with_cheapest_steps(
 def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> tuple[LoadedPair, list[str]]:
     """`with_cheapest_steps` for all steps of the comparison."""
     profile = recipe.profile
-    max_tokens = max(one.most for one in comparison.configurations) + 1
-    if any(one.chosen for one in comparison.configurations):
+    max_tokens = max(one.max_length for one in comparison.configurations) + 1
+    if any(one.needs_tree_choice for one in comparison.configurations):
         max_tokens = max(max_tokens, profile.max_tokens)
     room = min(pair.target.capacity, pair.draft.capacity) - max(max_tokens, *DRAFT_STEPS)
     depth = max(1, min(profile.depth, room))
@@ -214,18 +214,18 @@ def _fit(
     Rounds are timed of the lengths that may be drafted, behind `spare` prompts.
     """
     configurations, calibrated = comparison.configurations, comparison.calibrated
-    settings, chooses = recipe.profile, any(one.chosen for one in configurations)
-    priced = [one.most for one in configurations if one.priced]
+    settings, chooses = recipe.profile, any(one.needs_tree_choice for one in configurations)
+    priced = [one.max_length for one in configurations if one.needs_costs]
     paid, costs = None, NO_COSTS
     if priced or comparison.of_run:
-        lengths = [one.most for one in comparison.sweep]
+        lengths = [one.max_length for one in comparison.sweep]
         if priced:
             longest = max(*lengths, *priced, settings.max_tokens - 1 if chooses else 1)
             lengths = [*range(1, longest + 1)]
         paid = measure_paid(pair.target, pair.draft, spare, lengths, settings.repeats, recipe.speedup.new_tokens)
         costs = paid.step_costs()
     calibrations: Mapping[str, Calibration] = {}
-    if calibrated is not None and any(one.learns for one in configurations):
+    if calibrated is not None and any(one.needs_calibration for one in configurations):
         calibrations = read_calibrations(calibrated.table, calibrated.source)
     choices: dict[str, Choice] = {}
     if calibrated is not None and chooses:

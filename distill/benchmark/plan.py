@@ -118,7 +118,7 @@ def step_costs(target: Sequence[float], draft: float, draft_two: float, lengths:
     if not reached:
         raise DataError(
             f"the target's curve ends at m = {len(target)}, no drafted length of {list(lengths)} can be verified",
-            "measure a longer one (`distill profile --most 17`), or give smaller --lengths",
+            "measure a longer one (`distill profile --max-tokens 17`), or give smaller --lengths",
         )
     steps = DraftSteps(draft, max(draft, draft_two), draft)
     return PaidCosts(target[0], reached, steps, steps, 0.0, 0.0)

@@ -84,7 +84,7 @@ def prepare(
     rules = Rules(sampler, configuration.verified_by, ends, draws)
     tree = fitted.trees.get(configuration.title)
     make = partial(make_drafter, configuration, draft, sampler, draws, fitted.costs, fitted.calibrations, tree)
-    if configuration.foreign:
+    if configuration.other_vocabulary:
         return Prepared(configuration, rules, make, refusal(rules.verifier, make().kind, sampler.temperature))
     return Prepared(configuration, rules, make, lossy_reason(configuration, sampler))
 
@@ -102,6 +102,6 @@ def prepare_all(
     Where some of these are sampled, plain sampling stands before them, as their base.
     """
     ready = partial(prepare, recipe, draft=draft, ends=ends, fitted=fitted)
-    lengths = [replace(ready(PLAIN), length=0), *(replace(ready(one), length=one.most) for one in sweep)]
+    lengths = [replace(ready(PLAIN), length=0), *(replace(ready(one), length=one.max_length) for one in sweep)]
     sampled = Sampler.of(recipe.sampler).temperature > 0 and any(one.sampler == "recipe" for one in others)
     return [*lengths, *map(ready, [*([PLAIN_SAMPLED] if sampled else []), *others])]

@@ -206,7 +206,7 @@ def choose_trees(
     prompts = [prompt for prompt, _ in texts[: timed[0]]]
     choices = []
     for configuration in configurations:
-        if not configuration.chosen:
+        if not configuration.needs_tree_choice:
             continue
         title = configuration.title
         sampler = configured_sampler(configuration, recipe.sampler)
@@ -216,7 +216,7 @@ def choose_trees(
         trees: dict[int, Tree] = {size: size for size in sizes}
         if configuration.ranked:
             nodes = sizes if configuration.nodes is None else [configuration.nodes]
-            shapes = best_shapes(rates, nodes, configuration.most, costs)
+            shapes = best_shapes(rates, nodes, configuration.max_length, costs)
             trees = {**shapes}
         make = partial(make_drafter, configuration.tree_alone, draft, sampler, draws, costs, fitted)
         lossy = lossy_reason(configuration, sampler) is not None

@@ -160,14 +160,14 @@ def _standalone_pair(target: str | None, draft: str | None, configuration: Confi
 
     if target is None:
         raise RecipeError("--draft was given without --target", "give both, or name a run with --run")
-    if draft is None and (configuration.asks_the_draft or configuration.foreign):
+    if draft is None and (configuration.asks_the_draft or configuration.other_vocabulary):
         raise RecipeError(
             f"drafter {configuration.drafter} needs a draft", "give --draft, or use --drafter lookup or --length 0"
         )
     target = shared.local_reference(target)
     if draft is None:
         return target, None
-    return require_drafts(target, shared.local_reference(draft), configuration.foreign)
+    return require_drafts(target, shared.local_reference(draft), configuration.other_vocabulary)
 
 
 def _measured(run: Run) -> dict[str, Any]:

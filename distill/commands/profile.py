@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from distill.speculative.costs.curve import CostCurve
 
 
-OF_MODEL = ("depths", "most", "repeats", "static", "compile", "prepack", "out", "output")  # not of --describe
+OF_MODEL = ("depths", "max_tokens", "repeats", "static", "compile", "prepack", "out", "output")  # not of --describe
 
 
 @takes_gguf_options("target")
@@ -32,7 +32,7 @@ def profile(
         str | None, typer.Argument(metavar="[MODEL]", help="Hugging Face folder, hub name or GGUF file.")
     ] = None,
     depths: Annotated[str, typer.Option(help="Tokens already in the cache, separated by commas.")] = "64,512",
-    most: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
     dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
     static: Annotated[bool | None, typer.Option(help=shared.STATIC_HELP)] = None,
@@ -67,7 +67,7 @@ def profile(
     shared.require_dtype_used(dtype, model)
     pytorch = shared.pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
     place = shared.target_settings(model, dtype)
-    curve = measured_curve(place, shared.numbers(depths, "--depths", int), most, repeats, threads, gguf, pytorch)
+    curve = measured_curve(place, shared.numbers(depths, "--depths", int), max_tokens, repeats, threads, gguf, pytorch)
     if out is not None:
         from distill.speculative.costs.curve import save_cost_curve
 
@@ -112,7 +112,13 @@ def _describe(path: Path, dtype: str, threads: int | None) -> None:
 
 
 def measured_curve(
-    place: Target, depths: list[int], most: int, repeats: int, threads: int | None, gguf: Gguf | None, pytorch: PyTorch
+    place: Target,
+    depths: list[int],
+    max_tokens: int,
+    repeats: int,
+    threads: int | None,
+    gguf: Gguf | None,
+    pytorch: PyTorch,
 ) -> CostCurve:
     """The curve of a folder or a GGUF file on this machine; DataError or RecipeError where it cannot be opened."""
     from distill.speculative.costs.curve import measure_curve
@@ -121,7 +127,7 @@ def measured_curve(
         # Sizes take turns, and each has primitives of its own: up to 64 of them would push one another out, and every
         # step would be timed with the compilation of its own. The process ends with the command.
         os.environ[PRIMITIVES] = str(2 * int(MOST_PRIMITIVES))
-    model, room = place.model, max(depths) + most
+    model, room = place.model, max(depths) + max_tokens
     if model.endswith(".gguf"):
         from distill.models.gguf.model import GgufModel
 
@@ -129,7 +135,7 @@ def measured_curve(
             raise DataError(f"there is no file {model}", "give a GGUF file or a Hugging Face folder")
         options = (gguf or Gguf()).target
         with GgufModel(model, context=room, threads=threads, options=options) as quantised:
-            return measure_curve(quantised, model, "gguf", depths, most, repeats)
+            return measure_curve(quantised, model, "gguf", depths, max_tokens, repeats)
     require_used(gguf, model, None)
     import torch
 
@@ -140,4 +146,4 @@ def measured_curve(
     loaded = load_model(shared.local_reference(model), place.dtype, pick_device("auto"))
     decoder = torch_decoder(loaded, None, pytorch, room)
     title = model + pytorch.suffix + ("" if place.dtype == "float32" else f", {place.dtype}")
-    return measure_curve(decoder, title, "pytorch", depths, most, repeats)
+    return measure_curve(decoder, title, "pytorch", depths, max_tokens, repeats)

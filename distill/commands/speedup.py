@@ -152,7 +152,7 @@ def speedup(
         pytorch=shared.pytorch_settings(PyTorch(), big, **given),
         allow_lossy=allow_lossy,
     )
-    for line in check_configurations(recipe, [one for one in every if not one.foreign], "the options"):
+    for line in check_configurations(recipe, [one for one in every if not one.other_vocabulary], "the options"):
         print(line, file=sys.stderr)
     rates = None
     if synthetic_acceptance is not None:
@@ -219,7 +219,7 @@ def _batch_sizes(text: str | None, target: str) -> tuple[int, ...]:
 
 def _require_meaning(configurations: Sequence[Configuration], batches: tuple[int, ...]) -> None:
     """Raise RecipeError for measurements that synthetic acceptance would make meaningless."""
-    fitted = next((one for one in configurations if one.learns or one.chosen), None)
+    fitted = next((one for one in configurations if one.needs_calibration or one.needs_tree_choice), None)
     if fitted is not None:
         raise RecipeError(
             f"`{fitted.title}` is fitted to what the target accepts, and synthetic acceptance is not that",

@@ -79,7 +79,7 @@ def _measured(report: SpeedupReport, recipe: Recipe) -> Advice | None:
     best = max(tried, key=lambda measurement: measurement.speedup)
     floor = floors.get(best.configuration)
     if floor is not None:
-        return Advice(floor.most, P_MIN if floor.p_min is None else floor.p_min)
+        return Advice(floor.max_length, P_MIN if floor.p_min is None else floor.p_min)
     return Advice(best.length or 0, 0.0 if floors else None)
 
 

@@ -76,7 +76,7 @@ def stream(
     target's distribution. `pytorch` says how folders decode.
     """
     configuration = request.configuration
-    if configuration.foreign and is_gguf(target.model):
+    if configuration.other_vocabulary and is_gguf(target.model):
         raise DataError(
             f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders", "give two of those"
         )
@@ -91,7 +91,7 @@ def stream(
             rest = "only the lookup drafts" if looks_up else "the target decodes plainly"
             print(f"the draft {loaded} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
         reader = None
-        if configuration.foreign and draft is not None:
+        if configuration.other_vocabulary and draft is not None:
             place = pair.pytorch.draft_device or device
             reader = read_with(target, draft, place, pair.target.vocabulary_size, pair.pytorch)
         _continue(pair, reader, request, text if message is None else "", ids, room)
@@ -200,7 +200,7 @@ def _drafter(pair: LoadedPair, reader: Reader | None, request: Request, rules: R
         return make_drafter(configuration, reader, rules.sampler, rules.random)
     costs = request.costs or NO_COSTS
     if configuration.rule == "expected-value" and request.costs is None:
-        lengths = range(1, configuration.most + 1)
+        lengths = range(1, configuration.max_length + 1)
         costs = measure_paid(pair.target, pair.draft, [ids], lengths, COST_REPEATS).step_costs()
     asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)
     drafter = make_drafter(configuration, asked, rules.sampler, rules.random, costs, request.fitted)

@@ -221,7 +221,7 @@ def pair_references(target: str, draft: str | None, configurations: Sequence[Con
 
     RecipeError, DataError or PairError for a draft that is missing, unused or does not fit.
     """
-    foreign = [configuration for configuration in configurations if configuration.foreign]
+    foreign = [configuration for configuration in configurations if configuration.other_vocabulary]
     native = [configuration for configuration in configurations if configuration.asks_the_draft]
     if foreign and native:
         raise RecipeError(

@@ -169,7 +169,7 @@ class Configuration(Section):
         return self.rule or "fixed"
 
     @property
-    def most(self) -> int:
+    def max_length(self) -> int:
         """Tokens drafted at most, of a tree its depth: the default spelled out."""
         return LENGTH if self.length is None else self.length
 
@@ -189,7 +189,7 @@ class Configuration(Section):
         return self.drafter in ("draft", "lookup+draft", *TREES)
 
     @property
-    def foreign(self) -> bool:
+    def other_vocabulary(self) -> bool:
         """Whether it uses a draft of another vocabulary."""
         return self.drafter in OTHER_VOCABULARY
 
@@ -206,7 +206,7 @@ class Configuration(Section):
         return self.model_copy(update={"drafter": "tree", "rule": None, "length": self.depth or DEPTH, "depth": None})
 
     @property
-    def learns(self) -> bool:
+    def needs_calibration(self) -> bool:
         """Whether it needs a calibration that is fitted first."""
         grown = self.branches and not self.ranked and self.widths is None
         draft = self.rule == "expected-value" and self.drafter in ("draft", "lookup+draft")
@@ -223,19 +223,19 @@ class Configuration(Section):
         return sum(accumulate(self.widths or (), operator.mul))
 
     @property
-    def chosen(self) -> bool:
+    def needs_tree_choice(self) -> bool:
         """Whether its tree is chosen by measuring, before it decodes: how large it is, or its shape."""
         return self.branches and self.widths is None and (self.nodes is None or self.ranked)
 
     @property
-    def priced(self) -> bool:
+    def needs_costs(self) -> bool:
         """Whether it needs the measured costs of steps and rounds."""
-        return self.rule == "expected-value" or self.chosen
+        return self.rule == "expected-value" or self.needs_tree_choice
 
     @property
     def title(self) -> str:
         """Its name in tables; different configurations have different titles."""
-        lookup = f"lookup{', expected value' if self.rule == 'expected-value' else ''}, ≤ {self.most}"
+        lookup = f"lookup{', expected value' if self.rule == 'expected-value' else ''}, ≤ {self.max_length}"
         tree = "tree" if self.nodes is None else f"tree of {self.nodes}"
         if self.drafter == "none":
             parts = ["plain"]
@@ -244,16 +244,16 @@ class Configuration(Section):
         elif self.widths is not None:
             parts = [f"drawn tree {'×'.join(map(str, self.widths))}"]
         elif self.ranked:
-            parts = [f"static {tree}", f"depth ≤ {self.most}"]
+            parts = [f"static {tree}", f"depth ≤ {self.max_length}"]
         elif self.drafter == "tree":
-            parts = [tree, f"depth ≤ {self.most}", self.calibrated_by]
+            parts = [tree, f"depth ≤ {self.max_length}", self.calibrated_by]
         elif self.drafter == "lookup+tree":
             parts = [lookup, f"+ {tree}", f"depth ≤ {self.depth or DEPTH}", self.calibrated_by]
         elif self.length_rule == "fixed":
-            parts = [self.drafter, f"γ = {self.most}"]
+            parts = [self.drafter, f"γ = {self.max_length}"]
         else:
             words = " ".join(filter(None, [self.length_rule.replace("-", " "), *self._rule_settings()]))
-            parts = [self.drafter, words, f"≤ {self.most}"]
+            parts = [self.drafter, words, f"≤ {self.max_length}"]
         if self.drafts and (self.verifier is not None or self.sampler == "recipe"):
             parts.append(f"verifier {self.verified_by}")
         if self.draft_top_k is not None:

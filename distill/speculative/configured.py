@@ -50,7 +50,7 @@ def configured_calibration(configuration: Configuration, fitted: Mapping[str, Ca
 
 def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[str, Calibration]) -> LengthRule:
     """The length rule in its first state; only the expected-value rule reads `costs` and `fitted`."""
-    rule, longest = configuration.length_rule, configuration.most
+    rule, longest = configuration.length_rule, configuration.max_length
     p_min = P_MIN if configuration.p_min is None else configuration.p_min
     if rule == "p_min":
         return ProbabilityFloor(longest, p_min)
@@ -83,31 +83,33 @@ def make_drafter(
     leaves it open (`chosen`). ValueError for a tree under a repetition penalty.
     """
     fitted = fitted or {}
-    if configuration.foreign:
+    if configuration.other_vocabulary:
         assert isinstance(draft, Reader)
         return other_vocabulary_drafter(configuration, draft, sampler, random)
     if configuration.drafter.startswith("lookup"):
         price = LookupPrice(costs) if configuration.rule == "expected-value" else None
         if configuration.drafter == "lookup":
-            return LookupDrafter(configuration.most, price=price)
+            return LookupDrafter(configuration.max_length, price=price)
         chain = configuration.model_copy(update={"drafter": "draft"})
         second = configuration.tree_alone if configuration.branches else chain
         own = make_drafter(second, draft, sampler, random, costs, fitted, tree)
-        return FirstThen(LookupDrafter(configuration.most, 2, price), own)
+        return FirstThen(LookupDrafter(configuration.max_length, 2, price), own)
     assert not isinstance(draft, Reader), f"`{configuration.title}` needs a draft of the target's vocabulary"
     if configuration.widths is not None:
         shape = Shape.of_widths(configuration.widths)
         distinct = configuration.verified_by == "distinct"
         return TreeDrafter(draft, sampler, random, len(shape), shape=shape, distinct=distinct)
     if configuration.drafter == "tree":
-        calibration = configured_calibration(configuration, fitted) if configuration.learns and fitted else None
+        calibration = (
+            configured_calibration(configuration, fitted) if configuration.needs_calibration and fitted else None
+        )
         tree = configuration.nodes if tree is None else tree
         assert tree is not None and isinstance(tree, Shape) == configuration.ranked, (
             f"no tree was chosen for `{configuration.title}`"
         )
         if isinstance(tree, Shape):
             return TreeDrafter(draft, sampler, random, len(tree), shape=tree, best=True)
-        return TreeDrafter(draft, sampler, random, tree, depth=configuration.most, calibration=calibration)
+        return TreeDrafter(draft, sampler, random, tree, depth=configuration.max_length, calibration=calibration)
     assert configuration.drafter == "draft", f"`{configuration.title}` has no drafter of its own here"
     argmax = sampler.temperature == 0 or configuration.verified_by == "match"
     if configuration.draft_top_k is not None:
@@ -123,7 +125,9 @@ def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:
     if not configuration.drafts:
         return None
     nobody: Any = None  # the kind of the drafted tokens depends on no model
-    some = (Shape(()) if configuration.ranked else 1) if configuration.chosen else None  # nor on the tree's size
+    some = (
+        (Shape(()) if configuration.ranked else 1) if configuration.needs_tree_choice else None
+    )  # nor on the tree's size
     drafter = make_drafter(configuration, nobody, sampler, lambda: 0.0, tree=some)
     return refusal(configuration.verified_by, drafter.kind, sampler.temperature, drafter.tree)
 

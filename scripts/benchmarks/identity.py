@@ -164,7 +164,7 @@ def alone(
 ) -> Callable[[int], list[list[int]]]:
     """Decodes one prompt by a configuration, whose rule keeps what it learns for the next prompt."""
     rules = Rules(GREEDY, one.verified_by)
-    drafter = make_drafter(one, draft, GREEDY, rules.random, costs, fitted, STATIC if one.chosen else None)
+    drafter = make_drafter(one, draft, GREEDY, rules.random, costs, fitted, STATIC if one.needs_tree_choice else None)
 
     def run(at: int) -> list[list[int]]:
         result = decode_text(target, drafter, prompts[at], tokens, rules)

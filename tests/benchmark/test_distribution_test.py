@@ -163,7 +163,7 @@ def test_the_commands(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_profile(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--depths", "8,16", "--most", 3, "--repeats", 5, "--threads", 1)
+    options = ("--depths", "8,16", "--max-tokens", 3, "--repeats", 5, "--threads", 1)
     assert tiny.call("profile", copied / "draft", *options, "--out", tmp_path / "c.json") == 0
     said = capsys.readouterr().out
     assert said.count("\n| 8 |") == 3 == said.count("\n| 16 |")

@@ -295,7 +295,9 @@ def test_settings_of_trees_that_are_refused() -> None:
         hot = one.model_copy(update={"sampler": "recipe"})
         assert lossy_reason(one, GREEDY) is None and lossy_reason(hot, Sampler(0.8)) is None
         assert "best token" in str(lossy_reason(hot.model_copy(update={"verifier": "greedy"}), Sampler(0.8)))
-    assert not Configuration(drafter="tree", nodes=3).chosen and all(one.chosen and one.priced for one in CHOSEN)
+    assert not Configuration(drafter="tree", nodes=3).needs_tree_choice and all(
+        one.needs_tree_choice and one.needs_costs for one in CHOSEN
+    )
 
 
 @pytest.mark.slow
@@ -314,7 +316,7 @@ def test_the_stage_chooses_trees_on_its_own_curves(copied: Path, capsys: pytest.
     assert len(ranks.tried) == RANKS and ranks.tried[0] >= sum(ranks.taken) > 0
     report = read_result(copied / "speedup.json", SpeedupReport)
     trees = [tree for part in report.parts for tree in part.trees]
-    chosen = [one.title for one in recipe.speedup.configurations if one.chosen]
+    chosen = [one.title for one in recipe.speedup.configurations if one.needs_tree_choice]
     backends = recipe.speedup.backends
     expected = [(title, backend) for backend in backends for title in chosen]
     assert [(tree.configuration, tree.backend) for tree in trees] == expected
@@ -337,7 +339,9 @@ def test_drawn_trees_are_verified_by_what_their_draws_ask_for() -> None:
     target = TableModel(12, 3)
     for verifier, kind in ((None, "sampled"), ("token", "sampled"), ("distinct", "distinct")):
         one = Configuration(drafter="tree", widths=(3, 2, 1), verifier=verifier, sampler="recipe")
-        assert one.drawn_nodes == 15 and not (one.chosen or one.learns or one.ranked or one.priced)
+        assert one.drawn_nodes == 15 and not (
+            one.needs_tree_choice or one.needs_calibration or one.ranked or one.needs_costs
+        )
         assert one.title == f"drawn tree 3×2×1, verifier {verifier or 'token'}, sampled"
         drafter = make_drafter(one, target, Sampler(0.8), random.Random(0).random)
         assert isinstance(drafter, TreeDrafter) and drafter.kind == kind and len(drafter.shape or ()) == 15

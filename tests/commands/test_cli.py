@@ -409,7 +409,7 @@ def test_a_command_says_where_it_writes_before_it_does(world: Path, copied: Path
         ("transplant", target, target, out / "transplant"): out / "transplant",
         ("cut", target, out / "cut", "--text", world / "corpus" / "test", "--layers", "2"): out / "cut",
         ("export-gguf", target, "--to", out / "gguf", "--outtype", "f16"): out / "gguf",
-        ("profile", target, "--most", "2", "--repeats", "5", "--out", out / "curve.json"): out / "curve.json",
+        ("profile", target, "--max-tokens", "2", "--repeats", "5", "--out", out / "curve.json"): out / "curve.json",
     }
     for arguments, place in commands.items():
         seen: list[bool] = []

@@ -369,7 +369,7 @@ def test_generate_and_profile_pass_the_options_on(
         ("32.gguf", GgufOptions(flash_attn="on", cache_type_v="q4_0", threads=2), 1),
     ]
     opened.clear()
-    assert tiny.call("profile", files[32], "--most", 2, "--repeats", 5, "--threads-batch", 2, "--depths", 8) == 0
+    assert tiny.call("profile", files[32], "--max-tokens", 2, "--repeats", 5, "--threads-batch", 2, "--depths", 8) == 0
     assert opened == [("32.gguf", GgufOptions(threads_batch=2), None)]
     capsys.readouterr()
 

@@ -151,7 +151,7 @@ def test_texts_take_what_is_predicted_between_them(
             Rules(random=draws, rates=rates if one.drafts else None),
             (lambda: ModelDrafter(draft, Fixed(3), Rules().sampler, draws)) if one.drafts else None,
             SYNTHETIC if rates and one.drafts else None,
-            one.most if one.drafts else 0,
+            one.max_length if one.drafts else 0,
         )
         for one in (PLAIN, Configuration(length=3), *others)
     ]

@@ -282,5 +282,5 @@ def other_vocabulary_drafter(configuration: Configuration, reader: Reader, sampl
         raise ValueError(f"drafter {configuration.drafter} drafts fixed lengths only")
     argmax = configuration.verified_by == "match"
     if configuration.drafter == "intersection":
-        return IntersectionDrafter(reader, Fixed(configuration.most), sampler, random, argmax)
-    return StringMatchDrafter(reader, configuration.most, sampler, random, argmax)
+        return IntersectionDrafter(reader, Fixed(configuration.max_length), sampler, random, argmax)
+    return StringMatchDrafter(reader, configuration.max_length, sampler, random, argmax)
