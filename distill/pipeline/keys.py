@@ -14,6 +14,7 @@ from distill.pipeline.stages import Stage
 from distill.recipe import PyTorch, Recipe, Source
 from distill.recipe.gguf import CHANGES_LOGITS
 from distill.recipe.recipe import left_out
+from distill.recipe.section import RETIRED
 from distill.run import Run
 
 Parts = dict[str, Any]  # the settings and digests that a key is the hash of, by name
@@ -80,6 +81,8 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
         found = began[name] if name in began else look(recipe, run)
         if found is not None:
             parts[name] = found
+    # Settings that earlier versions had stay as they were recorded: nothing can change them any more.
+    parts |= {name: value for name, value in began.items() if name in RETIRED}
     for name in stage.models:
         label, value = _content(name, recipe, contents)
         if value is not None:

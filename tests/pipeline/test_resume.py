@@ -336,6 +336,15 @@ def test_a_corpus_without_document_numbers_is_read_again(
     assert all(after[name] == before[name] for name in before if name.startswith(("corpus/", "answers/", "draft/")))
 
 
+def test_a_setting_that_is_gone_changes_no_stage(world: Path, copied: Path) -> None:
+    path = copied / "stages" / "corpus.json"
+    record = json.loads(path.read_text())
+    record["inputs"]["speedup.grown_prompts"] = 4
+    path.write_text(json.dumps(record | {"key": digest(record["inputs"])}))
+    recipe = load_recipe(world / "recipe.yaml")
+    assert {action.kind for action in plan_run(recipe, Run(copied, recipe))} == {"skip"}
+
+
 def test_a_dry_run_prints_the_whole_plan(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = tiny.contents(copied)
     assert train(world, copied, "eval.new_tokens=10", "--dry-run") == 0
