@@ -124,10 +124,10 @@ def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:
     """
     if not configuration.drafts:
         return None
-    nobody: Any = None  # the kind of the drafted tokens depends on no model
-    some = (
-        (Shape(()) if configuration.ranked else 1) if configuration.needs_tree_choice else None
-    )  # nor on the tree's size
+    # The kind of the drafted tokens depends on no model and on no tree's size.
+    nobody: Any = None
+    tree = Shape(()) if configuration.ranked else 1
+    some = tree if configuration.needs_tree_choice else None
     drafter = make_drafter(configuration, nobody, sampler, lambda: 0.0, tree=some)
     return refusal(configuration.verified_by, drafter.kind, sampler.temperature, drafter.tree)
 

@@ -68,7 +68,7 @@ RECIPE: dict[str, Callable[[], LengthRule]] = {
 EAGER: dict[str, Callable[[], LengthRule]] = {
     "ratio, forgetting": lambda: AcceptedRatio(2, 0.3, 0.1, 0.1, 1, 3),
     "beta, forgetting": lambda: BetaFilter(3, 0.35, 4, 0.5, 0.2),
-    "expected-value, learning": lambda: ExpectedValue(COSTS, Calibration(), 3, 2, 0.4, memory=4.0),
+    "expected-value, learning": lambda: ExpectedValue(COSTS, Calibration(-0.5), 3, 2, 0.4, memory=2.0),
     "expected-value, tired": lambda: ExpectedValue(
         COSTS, Calibration(-0.5), 3, patience=1, tries=1, probe=1, allowance=0.5
     ),
