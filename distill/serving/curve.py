@@ -20,8 +20,8 @@ TIMED = 32  # new tokens of a request, at most
 TOKENS = range(100, 1000)  # of made-up prompts: in every vocabulary, none of them special
 NOTE = (
     "Measured through the server, with m requests at once, each with a cache of its own. m tokens of one request share "
-    "one cache and usually cost a little less, most of all at great depths; what the server does between two steps is "
-    "part of them."
+    "one cache and cost less (docs/plan.md), and what the server does between two steps is part of these: take the "
+    "speedups for the least to expect."
 )
 
 
