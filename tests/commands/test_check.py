@@ -85,7 +85,7 @@ def lines_of(folder: Path, name: str, text: str) -> str:
         (lambda v, f: v["train"].update(trackers=["wandb"]), ["train.trackers names wandb"]),
         (lambda v, f: traffic(v, f, {"question": "a", "answer": "b"}), ["no answer in lines 1 to 1", "question"]),
         (
-            lambda v, f: v["speedup"].update(grown=None),
+            lambda v, f: v["speedup"].update(grown={"tile": 2}),
             ["speedup.grown: gone", "scripts/grow_target.py", "leave the key"],
         ),
     ],
