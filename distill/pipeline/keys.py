@@ -14,9 +14,10 @@ from distill.pipeline.stages import Stage
 from distill.recipe import PyTorch, Recipe, Source
 from distill.recipe.gguf import CHANGES_LOGITS
 from distill.recipe.recipe import left_out
-from distill.recipe.section import RETIRED
 from distill.run import Run
 
+# Settings of earlier versions that are gone and change nothing that a stage has made: recorded ones stay in its key.
+INERT = ("speedup.grown_prompts",)  # of the test prompts that stage corpus cuts, at least so many
 Parts = dict[str, Any]  # the settings and digests that a key is the hash of, by name
 CONTENTS = "contents.json"  # of a run: the files of each model whose digest stands in one
 MOST_FILES = 1000  # of a reference whose files are remembered
@@ -81,8 +82,7 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
         found = began[name] if name in began else look(recipe, run)
         if found is not None:
             parts[name] = found
-    # Settings that earlier versions had stay as they were recorded: nothing can change them any more.
-    parts |= {name: value for name, value in began.items() if name in RETIRED}
+    parts |= {name: value for name, value in began.items() if name in INERT}
     for name in stage.models:
         label, value = _content(name, recipe, contents)
         if value is not None:

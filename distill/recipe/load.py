@@ -204,9 +204,7 @@ def parse_recipe(raw: Any, where: str) -> Recipe:
     if not isinstance(raw, dict):
         raise RecipeError(f"{where}: a recipe is a mapping, got {kind_of(raw)}", "see docs/recipes.md")
     speedup = raw.get("speedup")
-    if (
-        isinstance(speedup, dict) and speedup.get("grown", "") is None
-    ):  # so do runs of before say that nothing was grown
+    if isinstance(speedup, dict) and speedup.get("grown", "") is None:  # as every earlier run that grew no target says
         raw = raw | {"speedup": {key: value for key, value in speedup.items() if f"speedup.{key}" not in RETIRED}}
     return parse_section(Recipe, raw, where)
 

@@ -336,13 +336,17 @@ def test_a_corpus_without_document_numbers_is_read_again(
     assert all(after[name] == before[name] for name in before if name.startswith(("corpus/", "answers/", "draft/")))
 
 
-def test_a_setting_that_is_gone_changes_no_stage(world: Path, copied: Path) -> None:
+def test_only_a_setting_that_changed_nothing_may_be_gone(world: Path, copied: Path) -> None:
     path = copied / "stages" / "corpus.json"
-    record = json.loads(path.read_text())
-    record["inputs"]["speedup.grown_prompts"] = 4
-    path.write_text(json.dumps(record | {"key": digest(record["inputs"])}))
-    recipe = load_recipe(world / "recipe.yaml")
-    assert {action.kind for action in plan_run(recipe, Run(copied, recipe))} == {"skip"}
+    record, recipe = json.loads(path.read_text()), load_recipe(world / "recipe.yaml")
+
+    def planned(**gone: Any) -> list[str]:
+        inputs = record["inputs"] | {name.replace("__", "."): value for name, value in gone.items()}
+        path.write_text(json.dumps(record | {"inputs": inputs, "key": digest(inputs)}))
+        return [action.kind for action in plan_run(recipe, Run(copied, recipe))]
+
+    assert {*planned(speedup__grown_prompts=4)} == {"skip"}
+    assert planned(train__average=0.9)[0] == "redo"
 
 
 def test_a_dry_run_prints_the_whole_plan(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
