@@ -72,6 +72,12 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", line.strip().lower()).replace(" ", "-") for line in headings}
 
 
+def test_files_that_documents_name_exist() -> None:
+    for path in [*DOCUMENTS, tiny.ROOT / "CONTRIBUTING.md"]:
+        for name in re.findall(r"`((?:distill|tests|scripts|data)/[\w/.-]+)`", path.read_text(encoding="utf-8")):
+            assert (tiny.ROOT / name).exists(), f"{path.name}: {name}"
+
+
 def test_places_in_documents_that_recipes_and_messages_name() -> None:
     files = [path for name in ("recipes", "distill", "scripts") for path in (tiny.ROOT / name).rglob("*.*")]
     for path in [*files, tiny.ROOT / "CONTRIBUTING.md", tiny.ROOT / "CHANGELOG.md"]:
