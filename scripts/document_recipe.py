@@ -17,6 +17,11 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from distill.recipe import Recipe, Section  # noqa: E402
+from distill.recipe.gguf import OutType  # noqa: E402
+from distill.recipe.training import LossName  # noqa: E402
+
+# Lists of values that several keys take: named in their tables, and printed once, under this name.
+NAMED = {OutType: "GGUF type", LossName: "loss"}
 
 INTRODUCTION = """\
 <!-- Written by `python scripts/document_recipe.py` from distill/recipe/; edit those, not this file. -->
@@ -77,6 +82,7 @@ def document() -> str:
 def describe_schema() -> str:
     """Each key with its values, default and meaning, as Markdown."""
     lines: list[str] = []
+    anchors: dict[type[Section], str] = {}  # of each section, where its keys are listed
 
     def walk(section: type[Section], title: str, prefix: str) -> None:
         lines.extend([f"## {title}", "", inspect.cleandoc(section.__doc__ or ""), ""])
@@ -84,9 +90,10 @@ def describe_schema() -> str:
         nested: list[tuple[type[Section], str]] = []
         for name, field in section.model_fields.items():
             inner = _section_in(field.annotation)
-            if inner is not None:
+            if inner is not None and inner not in anchors:
                 nested.append((inner, prefix + name))
-            cells = (f"`{name}`", _takes(field.annotation, field.metadata, prefix + name), _default(field))
+                anchors[inner] = (prefix + name).replace(".", "")
+            cells = (f"`{name}`", _takes(field.annotation, field.metadata, anchors), _default(field))
             meaning = field.description or (inspect.cleandoc(inner.__doc__ or "").split("\n\n")[0] if inner else "")
             lines.append(
                 "| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, " ".join(meaning.split()))) + " |"
@@ -96,6 +103,8 @@ def describe_schema() -> str:
             walk(inner, name, f"{name}.")
 
     walk(Recipe, "The recipe itself", "")
+    for values, name in NAMED.items():
+        lines.extend([f"## {_plural(name)}", "", ", ".join(f"`{value}`" for value in typing.get_args(values)), ""])
     return "\n".join(lines)
 
 
@@ -106,8 +115,14 @@ def _section_in(annotation: Any) -> type[Section] | None:
     return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
 
 
-def _takes(annotation: Any, metadata: typing.Sequence[Any], name: str) -> str:
+def _plural(name: str) -> str:
+    return f"{name}es" if name.endswith("s") else f"{name}s"
+
+
+def _takes(annotation: Any, metadata: typing.Sequence[Any], anchors: dict[type[Section], str]) -> str:
     """The values that a key takes: type, choices and bounds."""
+    if annotation in NAMED:
+        return f"[{NAMED[annotation]}](#{_plural(NAMED[annotation]).lower().replace(' ', '-')})"
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     bounds = [
         f"{sign} {getattr(bound, attribute)}"
@@ -116,17 +131,17 @@ def _takes(annotation: Any, metadata: typing.Sequence[Any], name: str) -> str:
         if getattr(bound, attribute, None) is not None
     ]
     if origin in (typing.Union, types.UnionType):
-        some = [_takes(argument, metadata, name) for argument in arguments if argument is not type(None)]
+        some = [_takes(argument, metadata, anchors) for argument in arguments if argument is not type(None)]
         return " or ".join([*some, "`null`"] if type(None) in arguments else some)
     if origin is Literal:
         return ", ".join(f"`{argument}`" for argument in arguments)
     if origin is tuple:
-        return f"list of {_takes(arguments[0], (), name)}"
+        return f"list of {_takes(arguments[0], (), anchors)}"
     if origin is dict:
-        return f"mapping of {_takes(arguments[0], (), name)} to {_takes(arguments[1], (), name)}"
+        return f"mapping of {_takes(arguments[0], (), anchors)} to {_takes(arguments[1], (), anchors)}"
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return f"[section](#{name.replace('.', '')})"
-    words = {str: "text", int: "integer", float: "number", bool: "`true`, `false`"}
+        return f"[section](#{anchors[annotation]})"
+    words = {str: "text", int: "integer", float: "number", bool: "`true`, `false`", Any: "any value"}
     return " ".join([words.get(annotation, str(annotation)), ", ".join(bounds)]).strip()
 
 

@@ -44,73 +44,75 @@ SHAPE = "best-first"
 
 
 class Configuration(Section):
-    """One way to decode. Settings that its drafter and rule do not read must be left out."""
+    """One way to decode. Settings that its drafter and rule do not use must be left out."""
 
     drafter: DrafterName = Field(
         "draft",
-        description="draft: the draft model; lookup: the tokens that followed the longest match before in the text; "
-        "lookup+draft: the draft where the lookup finds nothing; tree: the draft's best tokens, branching; "
-        "lookup+tree: a tree where the lookup finds nothing; "
-        "none: plain decoding; for a draft of another vocabulary (`distill generate`) intersection: by the tokens that "
-        "both share; string: by its text",
+        description="draft: the draft model; lookup: the tokens that followed the longest earlier match in the text; "
+        "lookup+draft: the draft model if the lookup finds nothing; tree: a tree of the draft model's likeliest "
+        "tokens; lookup+tree: a tree if the lookup finds nothing; none: plain decoding. For a draft with another "
+        "vocabulary (`distill generate`): intersection: through the tokens both share; string: through its text",
     )
     rule: RuleName | None = Field(
         None,
-        description="how many tokens to draft; null: fixed. p_min: while the largest probability is at least p_min; "
-        "p_min-after: the same for the drawn token, dropped after its draw (as llama.cpp does: lossy when sampled); "
-        "start-continue: two floors; ratio: accepted ÷ drafted; beta: counted acceptance; expected-value: measured "
-        "costs and calibrated probabilities, of a lookup those of each length of match as counted in the session",
+        description="decides how many tokens are drafted; null: fixed. fixed: always `length`; p_min: while the "
+        "largest probability is at least p_min; p_min-after: the same for the drawn token, dropped after it is drawn "
+        "(as llama.cpp does; lossy when sampled); start-continue: one threshold for the first position and one for "
+        "later ones; ratio: by accepted ÷ drafted so far; beta: by the acceptance counted so far; expected-value: by "
+        "measured costs and calibrated probabilities (for a lookup, those counted for each match length)",
     )
     length: int | None = Field(
         None,
         ge=1,
         le=63,
-        description=f"tokens drafted at most, in lookup+tree by the lookup; of a tree, its depth; null: {LENGTH}",
+        description=f"maximum tokens drafted (lookup+tree: by the lookup); for a tree, its depth; null: {LENGTH}",
     )
     depth: int | None = Field(
-        None, ge=1, le=63, description=f"lookup+tree: levels of its tree, a draft step each; null: {DEPTH}"
+        None, ge=1, le=63, description=f"lookup+tree: depth of the tree, one draft step per level; null: {DEPTH}"
     )
     nodes: int | None = Field(
         None,
         ge=1,
         le=63,
-        description="tree: tokens verified in a round; null: as many, below `profile.max_tokens`, as measured costs "
-        "and calibrated probabilities make fastest on validation text",
+        description="tree: tokens verified per round; null: the number, below `profile.max_tokens`, that is fastest on "
+        "validation text by measured costs and calibrated probabilities",
     )
     shape: Literal["best-first", "static"] | None = Field(
         None,
-        description=f"tree: the likeliest nodes of each round; or always the shape that is best for the acceptance by "
-        f"rank, as counted on validation text (Sequoia); null: {SHAPE}",
+        description=f"tree: best-first: the likeliest nodes of each round; static: always the same shape, the best for "
+        f"the acceptance by rank counted on validation text (Sequoia); null: {SHAPE}",
     )
     widths: tuple[int, ...] | None = Field(
         None,
         min_length=1,
-        description="tree: drawn instead; every node of a level has so many children, drawn from the draft's "
-        "distribution; verified by token, or by distinct when drawn without replacement",
+        description="tree: children of every node, by level, drawn from the draft's distribution instead; verified by "
+        "token, or by distinct if drawn without replacement",
     )
-    p_min: float | None = Field(None, gt=0, le=1, description=f"p_min, p_min-after: the floor; null: {P_MIN}")
+    p_min: float | None = Field(None, gt=0, le=1, description=f"p_min, p_min-after: the threshold; null: {P_MIN}")
     start: float | None = Field(
-        None, ge=0, le=1, description=f"start-continue: the first position's floor; null: {START}"
+        None, ge=0, le=1, description=f"start-continue: threshold at the first position; null: {START}"
     )
-    more: float | None = Field(None, ge=0, le=1, description=f"start-continue: later positions' floor; null: {MORE}")
-    floor: float | None = Field(None, ge=0, le=1, description="beta: the floor; null: 0.3")
+    more: float | None = Field(
+        None, ge=0, le=1, description=f"start-continue: threshold at later positions; null: {MORE}"
+    )
+    floor: float | None = Field(None, ge=0, le=1, description="beta: the threshold; null: 0.3")
     calibration: CalibrationName | None = Field(
         None,
-        description="expected-value, tree: from draft probabilities to acceptance, fitted on validation text. "
-        "features: logistic on everything the distribution shows; context: also on which token followed the same "
-        f"tokens before; none: q itself; null: {CALIBRATION}",
+        description=f"expected-value, tree: maps draft probabilities to acceptance, fitted on validation text. "
+        f"features: logistic regression on features of the distribution; context: also on which token followed the "
+        f"same tokens before; none: the probability itself; null: {CALIBRATION}",
     )
     draft_top_k: int | None = Field(
         None,
         ge=1,
-        description="draft, lookup+draft with rule fixed or p_min, verified by token or block: tokens are drawn from "
-        "so many likeliest ones of the draft at the served temperature, whatever else the sampler does, as "
-        "llama-server's probabilistic drafts are (10); null: from the draft's distribution under the served sampler",
+        description="draft, lookup+draft with rule fixed or p_min, verified by token or block: draw from this many of "
+        "the draft's likeliest tokens at the served temperature and ignore the rest of the sampler, as llama-server's "
+        "probabilistic drafts do (10); null: draw under the served sampler",
     )
     verifier: VerifierName | None = Field(
-        None, description="null: greedy; under a sampler token, and match for lookup and for trees that are not drawn"
+        None, description="null: greedy; when sampling, token, or match for a lookup and for trees that are not drawn"
     )
-    sampler: Literal["greedy", "recipe"] = Field("greedy", description="recipe: the served sampler")
+    sampler: Literal["greedy", "recipe"] = Field("greedy", description="greedy, or recipe: the served sampler")
 
     @field_validator("rule", "calibration", mode="before")
     @classmethod

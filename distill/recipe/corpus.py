@@ -31,75 +31,77 @@ class Source(Section):
     """One source of text."""
 
     kind: Literal["tree", "text", "jsonl", "csv", "parquet", "hub", "target"] = Field(
-        description="tree: each matching file below a folder is a document; text: a file is one document, or "
-        "is cut into pieces of at least 16,384 characters that are, where it is longer than 32,768; "
-        "jsonl, csv, parquet: each line or row is a record; hub: a data set by its hub name (through `datasets`); "
-        "target: no data, but questions that the target itself writes behind the user header of its chat template"
+        description="tree: every matching file below a folder is a document; text: a file is one document, or, if "
+        "longer than 32,768 characters, is split into documents of at least 16,384; jsonl, csv, parquet: every line or "
+        "row is a record; hub: a data set by its hub name (through `datasets`); target: no data: the target writes the "
+        "questions itself, after the user header of its chat template"
     )
     path: str = Field(
         "",
         validate_default=True,
-        description="folder, file or hub name, required but for kind target; `python:stdlib` is the library of the "
-        "running interpreter; of text, jsonl, csv and parquet also a pattern of files, such as logs/*.jsonl",
+        description="folder, file or hub name; required except for kind target. `python:stdlib` is the standard "
+        "library of the running interpreter; for text, jsonl, csv and parquet, a pattern such as logs/*.jsonl also "
+        "works",
     )
     questions: int | None = Field(
         None,
         ge=1,
         le=10_000_000,
-        description="target: questions wanted, required; the target is asked until so many are usable, at most three "
-        "times as often",
+        description="target: number of usable questions to collect (required); the target writes at most three times "
+        "as many",
     )
     openings: tuple[str, ...] = Field(
         (),
-        description="target: what its questions begin with, such as `Translate into English:`; one is drawn by the "
-        "seed for each, and the target goes on behind it",
+        description="target: how its questions begin, such as `Translate into English:`; the seed draws one for each "
+        "question, and the target continues it",
     )
     tokens: int = Field(
         96,
         ge=4,
-        description="target: most tokens that it writes of a question, the end included; a longer one is dropped",
+        description="target: maximum tokens of a question, including its end; longer ones are dropped",
     )
-    temperature: float = Field(1.0, gt=0, le=HOTTEST, description="target: temperature that questions are drawn at")
-    top_p: float = Field(0.99, gt=0, le=1, description="target: top-p that questions are drawn with; 1: off")
+    temperature: float = Field(1.0, gt=0, le=HOTTEST, description="target: sampling temperature of its questions")
+    top_p: float = Field(0.99, gt=0, le=1, description="target: top-p of its questions; 1: off")
     turns: int = Field(
         1,
         ge=1,
         le=MOST_TURNS,
-        description="target: user's turns of a conversation at most; above 1, the target answers its question with the "
-        "served sampler, and writes the user's next turn behind that",
+        description="target: maximum user turns of a conversation; above 1, the target answers each question with the "
+        "served sampler and then writes the next user turn",
     )
-    pattern: str = Field("**/*.py", description="tree: pattern of the files")
+    pattern: str = Field("**/*.py", description="tree: pattern that file paths must match")
     form: Literal["auto", "text", "prompt", "messages", "conversations", "turns"] = Field(
         "auto",
-        description="what a record holds: text; a prompt, with an answer or without; messages of role and content; "
-        "conversations as ShareGPT writes them; turns: the user's, a list of texts; auto: by its fields. With prompt, "
-        "a file of a tree or text source is a user's message",
+        description="what a record holds: text; prompt: a prompt, with or without an answer; messages: a list with "
+        "role and content; conversations: ShareGPT's format; turns: a list of user messages; auto: decided by its "
+        "fields. For tree and text sources, prompt makes every file a user message",
     )
-    field: str = Field("text", description="records: the field that holds a text")
+    field: str = Field("text", description="records: field that holds the text")
     fields: dict[Literal["prompt", "answer", "messages", "conversations", "turns", "system", "label"], str] = Field(
-        {}, description="records: other names of these fields"
+        {}, description="records: names of these fields, where they differ"
     )
     given: bool = Field(
         True,
-        description="records: learn from the answers that conversations hold too; false: ask their questions alone",
+        description="records: also learn from the answers that conversations contain; false: use only their questions",
     )
     label: str | None = Field(
-        None, max_length=100, description="class of its prompts in reports; null: the record's `category`, else none"
+        None, max_length=100, description="class of its prompts in reports; null: the record's `category`, if any"
     )
     weight: float | None = Field(
         None,
         ge=0,
         le=1e6,
-        description="its share among the prompts, relative to the other sources', 0 for none; null in all: by size",
+        description="share of the prompts, relative to the other sources; 0: none; null in every source: by size",
     )
-    subset: str | None = Field(None, description="hub: name of the data set's configuration")
-    hub_split: str = Field("train", description="hub: split of the data set that is read")
-    exclude: tuple[str, ...] = Field((), description="tree: names of folders to skip")
+    subset: str | None = Field(None, description="hub: configuration of the data set")
+    hub_split: str = Field("train", description="hub: split of the data set to read")
+    exclude: tuple[str, ...] = Field((), description="tree: folder names to skip")
     split: Literal["by-name", "train", "validation", "test"] = Field(
-        "by-name", description="by-name: chosen by a hash of the document's name; otherwise the split of all documents"
+        "by-name",
+        description="by-name: chosen by a hash of the document's name; otherwise, the split of every document",
     )
     keep: tuple[Literal["train", "validation", "test"], ...] = Field(
-        ("train", "validation", "test"), description="documents of other splits are dropped and counted"
+        ("train", "validation", "test"), description="splits to keep; documents of other splits are dropped and counted"
     )
 
     @field_validator("path")
@@ -156,33 +158,31 @@ class Chat(Section):
     """How conversations are rendered: by the target's own chat template."""
 
     system: tuple[str, ...] = Field(
-        (), description="system prompts; one, drawn by the seed, for each conversation that has none of its own"
+        (), description="system prompts; a conversation without one is given one of these, drawn by the seed"
     )
     thinking: float | None = Field(
-        None, ge=0, le=1, description="share of conversations with thinking on; null: the template's own choice"
+        None, ge=0, le=1, description="share of conversations with thinking on; null: the template's default"
     )
-    thinking_argument: str = Field(
-        "enable_thinking", description="the template's argument that switches thinking on and off"
-    )
-    arguments: dict[str, Any] = Field({}, description="other arguments of the template")
-    tools: tuple[dict[str, Any], ...] = Field((), description="JSON schemas of tools, offered in every conversation")
-    turns: int = Field(4, ge=1, description="user's turns of a conversation that the target answers at most")
+    thinking_argument: str = Field("enable_thinking", description="template argument that turns thinking on or off")
+    arguments: dict[str, Any] = Field({}, description="other template arguments")
+    tools: tuple[dict[str, Any], ...] = Field((), description="JSON schemas of tools offered in every conversation")
+    turns: int = Field(4, ge=1, description="maximum user turns that the target answers per conversation")
 
 
 class Corpus(Section):
     """Text, split into train, validation and test by document."""
 
     sources: tuple[Source, ...] = Field(
-        min_length=1, description="read in this order; of documents with the same name, only the first is kept"
+        min_length=1, description="read in this order; if several documents share a name, the first is kept"
     )
-    validation: float = Field(0.04, ge=0, lt=1, description="share of by-name documents for validation")
-    test: float = Field(0.04, ge=0, lt=1, description="share of by-name documents for test")
+    validation: float = Field(0.04, ge=0, lt=1, description="share of by-name documents used for validation")
+    test: float = Field(0.04, ge=0, lt=1, description="share of by-name documents used for test")
     block: int = Field(512, ge=16, description="positions per packed block")
-    tokens: int = Field(400_000, ge=0, description="tokens of train text for the teacher, in addition to the answers")
+    tokens: int = Field(400_000, ge=0, description="tokens of train text to learn from, in addition to the answers")
     max_documents: int = Field(
         100_000,
         ge=1,
-        description="at most this many documents are read per source; a limit that takes effect is reported",
+        description="maximum documents read per source; reported when reached",
     )
 
     @field_validator("sources")

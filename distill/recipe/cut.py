@@ -15,79 +15,82 @@ class Transplant(Section):
 
     method: Literal["subtokens", "pursuit"] = Field(
         "subtokens",
-        description="rows of tokens that the donor lacks: subtokens: from the donor's tokens for the same bytes; "
-        "pursuit: orthogonal matching pursuit over the shared tokens (reads the target's embeddings)",
+        description="how rows of tokens missing from the donor are made. subtokens: from the donor's tokens for the "
+        "same bytes; pursuit: orthogonal matching pursuit over the shared tokens (needs the target's embeddings)",
     )
     overrides: dict[str, str] = Field(
-        {}, description="target token, such as a turn marker: text whose donor tokens initialise it"
+        {}, description="for target tokens such as turn markers: text whose donor tokens initialise them"
     )
     decay: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="subtokens: in the head, weight of each subtoken relative to the previous one; 1: their mean, "
-        "which loses least (docs/benchmarks/cuts.md)",
+        description="subtokens: weight of each subtoken in the head's rows, relative to the previous one; 1: their "
+        "mean, which measured best (docs/benchmarks/cuts.md)",
     )
 
 
 class Trim(Section):
-    """Restrict the draft to tokens that the target writes often; distill's decoders compute only their logits."""
+    """Restrict the draft to tokens the target writes often; distill's decoders compute only their logits."""
 
-    size: int | None = Field(None, ge=256, description="tokens to keep; null: chosen `by` mass or price")
+    size: int | None = Field(None, ge=256, description="tokens to keep; null: decided by `by`")
     by: Literal["mass", "price"] = Field(
         "mass",
-        description="mass: as few as cover `mass` of every domain; price: as many as give most tokens per second",
+        description="mass: the fewest tokens that cover `mass` in every domain; price: the number predicted to decode "
+        "fastest",
     )
-    mass: float = Field(
-        0.995, gt=0, le=1, description="share of the tokens written by the target that is covered in each domain"
-    )
+    mass: float = Field(0.995, gt=0, le=1, description="share of the target's written tokens to cover in every domain")
 
 
 class Search(Section):
-    """Try several cuts, train each for a few steps, predict its speed, and take the fastest."""
+    """Try several cuts: train each briefly, predict its speed, and keep the fastest."""
 
     layers: tuple[int, ...] = Field(min_length=1, description="layer counts tried")
     mlp_width: tuple[int, ...] = Field(
-        (), description="MLP widths tried with each layer count; empty: cut.mlp_width alone"
+        (), description="MLP widths tried with each layer count; empty: only cut.mlp_width"
     )
-    heal_steps: int = Field(60, ge=0, description="training steps of each cut before it is measured")
+    heal_steps: int = Field(60, ge=0, description="training steps for each cut before it is measured")
     backend: Literal["pytorch", "gguf"] = Field("pytorch", description="backend whose step costs are used")
-    outtypes: tuple[OutType, ...] = Field(("f16",), description="gguf: file types of the draft tried with each cut")
-    max_length: int = Field(16, ge=1, le=63, description="longest draft length in a prediction")
+    outtypes: tuple[OutType, ...] = Field(
+        ("f16",), description="gguf: file types of the draft, each tried with every cut"
+    )
+    max_length: int = Field(16, ge=1, le=63, description="longest draft length that predictions consider")
 
 
 class Cut(Section):
-    """The donor and its cuts, made in this order: transplant, layers, widths, head."""
+    """The donor and how it is cut, in this order: transplant, layers, widths, head."""
 
     donor: str = Field(
-        "target", description="`target` (the target itself), or a folder, hub name or GGUF file, as target.model"
+        "target", description="`target` for the target itself, or another model, given as target.model is"
     )
-    transplant: Transplant | None = Field(None, description="for a donor with another vocabulary; null: off")
+    transplant: Transplant | None = Field(None, description="needed if the donor has another vocabulary; null: off")
     vocabulary_rows: Literal["target", "donor"] = Field(
         "target",
-        description="rows of embeddings and head: as many as the target's, padding rows appended or removed, which "
-        "vLLM asks for; donor: as they are. A transplanted draft has the target's",
+        description="rows of embeddings and head. target: as many as the target has, which vLLM requires, by adding or "
+        "removing padding rows; donor: unchanged. A transplanted draft always has the target's",
     )
     layers: int | None = Field(None, ge=1, description="layers to keep; null: all")
     layer_rule: Literal["auto", "greedy", "influence", "last-but-one"] = Field(
         "auto",
-        description="layers to drop: greedy: one at a time, the layer whose removal adds least KL to the target; "
-        "influence: those of least influence; last-but-one: the last ones before the final layer; auto: greedy up to "
-        "28 layers, above that influence, because greedy takes long",
+        description="which layers are dropped. greedy: one at a time, the layer whose removal adds least KL to the "
+        "target; influence: those that change the hidden state least; last-but-one: the last ones before the final "
+        "layer; auto: greedy up to 28 layers, influence for deeper models, where greedy takes too long",
     )
-    drop_layers: str | None = Field(None, description="layers to drop, by number, such as `14-21` or `3,7,9-11`")
+    drop_layers: str | None = Field(
+        None, description="layers to drop, by number (the first is 0), such as `14-21` or `3,7,9-11`"
+    )
     layer_repair: bool = Field(
         True,
-        description="adjust down_proj of the kept layers by least squares, so that each makes up for those dropped "
-        "behind it",
+        description="refit down_proj of the kept layers by ridge regression, so that each makes up for the layers "
+        "dropped after it",
     )
     mlp_width: int | None = Field(
-        None, ge=32, description="MLP neurons to keep per layer: those that add most to the residual stream; null: all"
+        None, ge=32, description="MLP neurons to keep per layer, those that add most to the residual stream; null: all"
     )
-    trim: Trim | None = Field(None, description="trim the head; null: off")
-    search: Search | None = Field(None, description="search for layers and mlp_width; null: off")
+    trim: Trim | None = Field(None, description="restrict the head to frequent tokens; null: off")
+    search: Search | None = Field(None, description="search for the best layers and mlp_width; null: off")
     allow_full_size: bool = Field(
-        False, description="allow a draft that costs as much as its target, for instance without any cut"
+        False, description="allow a draft as costly as its target, such as one without any cut"
     )
     score_blocks: int = Field(16, ge=1, description="blocks on which cuts are scored and measured")
 

@@ -26,37 +26,40 @@ CHANGES_LOGITS = ("flash_attn", "cache_type_k", "cache_type_v")
 
 
 class GgufOptions(Section):
-    """One model's options. What the build of llama.cpp cannot do, and what would do nothing, is refused."""
+    """Options of one model. Options that this build of llama.cpp lacks, or that would have no effect, are refused."""
 
     n_gpu_layers: int | None = Field(
         None,
         ge=0,
         le=10_000,
-        description="layers on GPUs, the head counts as one; null: all where llama.cpp was built for a GPU and "
-        "`device` is not cpu, else none",
+        description="layers on GPUs, counting the head as one; null: all if llama.cpp was built for a GPU and `device` "
+        "is not cpu, else none",
     )
     device: tuple[str, ...] = Field(
         (), description="GPUs by llama.cpp's names, such as CUDA0; [none]: no GPU; []: all of them"
     )
     tensor_split: tuple[float, ...] = Field(
-        (), max_length=MOST_DEVICES, description="share of the layers for each GPU, in their order; []: by free memory"
+        (), max_length=MOST_DEVICES, description="share of the layers on each GPU, in order; []: by free memory"
     )
     flash_attn: Literal["on", "off", "auto"] = Field(
         "off",
-        description="off: logits do not depend on how tokens were divided into steps of two and more; auto: where "
-        "the device has it",
+        description="off: logits do not depend on how tokens are grouped into steps of two or more; auto: on if the "
+        "device supports it",
     )
     cache_type_k: CacheType = Field("f16", description="type of the cached keys")
     cache_type_v: CacheType = Field("f16", description="type of the cached values; quantised ones need flash_attn")
     threads: int | None = Field(None, ge=1, le=MOST_THREADS, description="CPU threads of a step; null: `threads`")
     threads_batch: int | None = Field(
-        None, ge=1, le=MOST_THREADS, description="CPU threads of steps of several tokens; null: as of a step"
+        None, ge=1, le=MOST_THREADS, description="CPU threads of steps of several tokens; null: as `threads` here"
     )
     ubatch_size: int | None = Field(
-        None, ge=1, le=65_536, description="tokens computed at once (micro-batch); null: all of a call, 512 at most"
+        None,
+        ge=1,
+        le=65_536,
+        description="tokens computed at once (micro-batch); null: all tokens of a call, up to 512",
     )
     mmap: bool | None = Field(
-        None, description="true: map the file into memory; false: read it; null: llama.cpp's choice"
+        None, description="true: map the file into memory; false: read it; null: llama.cpp's default"
     )
     mlock: bool = Field(False, description="keep the weights in RAM")
 
@@ -119,12 +122,13 @@ ON_CPU = GgufOptions(device=(NO_DEVICE,))
 
 
 class Gguf(Section):
-    """How llama.cpp opens GGUF files: stages profile, cut (a search with gguf), speedup, and the target's file in
-    answers.writer and teacher. The names are llama.cpp's own.
+    """How llama.cpp opens GGUF files in profile, speedup, a search with gguf, and as answers.writer or teacher.
+
+    The names are llama.cpp's own.
     """
 
-    target: GgufOptions = Field(GgufOptions(), description="of the target's files")
-    draft: GgufOptions = Field(GgufOptions(), description="of the draft's files")
+    target: GgufOptions = Field(GgufOptions(), description="the target's files")
+    draft: GgufOptions = Field(GgufOptions(), description="the draft's files, with the same options")
 
     def described(self) -> str:
         """The options that differ from their defaults, in words; empty where none does."""

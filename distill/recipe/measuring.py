@@ -16,44 +16,46 @@ class Profile(Section):
 
     max_tokens: int = Field(16, ge=2, le=64, description="m runs from 1 to this")
     depth: int = Field(128, ge=1, description="tokens already in the cache")
-    repeats: int = Field(7, ge=5, le=10_000, description="timed repeats after the discarded first; the median is kept")
+    repeats: int = Field(7, ge=5, le=10_000, description="timed repeats, after a discarded one; the median is used")
 
 
 class Evaluate(Section):
     """Divergences and acceptance on the test split."""
 
-    prompts: int = Field(64, ge=4, description="test prompts: continuations measured, and rounds decoded")
-    new_tokens: int = Field(128, ge=8, description="tokens of each continuation")
-    file_blocks: int = Field(48, ge=1, description="blocks of test files measured at most")
+    prompts: int = Field(64, ge=4, description="test prompts to continue and to decode rounds for")
+    new_tokens: int = Field(128, ge=8, description="tokens per continuation")
+    file_blocks: int = Field(48, ge=1, description="maximum blocks of test files to measure")
     length: int = Field(8, ge=1, description="draft length of the decoded rounds")
     resamples: int = Field(2000, ge=100, le=1_000_000, description="bootstrap resamples, by prompt or document")
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="of the intervals")
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="confidence level of the intervals")
 
 
 class Export(Section):
     """GGUF files of draft and target."""
 
     outtypes: tuple[OutType, ...] = Field(("f16", "q8_0"), description="one file each")
-    parity_positions: int = Field(2000, ge=1, description="test positions compared with Hugging Face fp32")
+    parity_positions: int = Field(
+        2000, ge=1, description="test positions on which each file is compared with transformers in float32"
+    )
 
 
 class Speedup(Section):
-    """Plain against speculative decoding."""
+    """Plain decoding against speculative decoding."""
 
-    backends: tuple[Literal["pytorch", "gguf"], ...] = Field(("pytorch", "gguf"), description="who decodes")
+    backends: tuple[Literal["pytorch", "gguf"], ...] = Field(("pytorch", "gguf"), description="decoders to measure")
     outtype: OutType = Field("f16", description="GGUF type of both models")
-    lengths: tuple[int, ...] = Field((1, 2, 4, 6, 8), min_length=1, description="draft lengths swept")
+    lengths: tuple[int, ...] = Field((1, 2, 4, 6, 8), min_length=1, description="fixed draft lengths to measure")
     prompts: int = Field(12, ge=2, description="distinct test prompts")
     new_tokens: int = Field(96, ge=8, description="tokens decoded per prompt")
     configurations: tuple[Configuration, ...] = Field(
         (Configuration(rule="expected-value", calibration="context"),),
-        description="other ways to decode, measured in turn with the lengths",
+        description="other ways to decode, measured interleaved with the lengths",
     )
     calibration_prompts: int = Field(
-        16, ge=2, description="validation texts decoded to calibrate the configurations that want it, `new_tokens` each"
+        16, ge=2, description="validation texts of `new_tokens` tokens decoded for configurations that need calibration"
     )
     allow_lossy: bool = Field(
-        False, description="run configurations that change the target's distribution too, labelled LOSSY"
+        False, description="also run configurations that change the target's distribution, labelled LOSSY"
     )
 
     @field_validator("configurations")

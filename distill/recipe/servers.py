@@ -16,22 +16,20 @@ REACHING = ("urls", "key", "headers", "concurrency", "timeout", "retries")  # no
 
 
 class Servers(Section):
-    """Servers with OpenAI's API that hold one model. Keys come from the environment and are never written."""
+    """Servers with OpenAI's API that run one model. Keys come from the environment and are never written."""
 
     urls: tuple[str, ...] = Field(
-        (), description="base URLs of servers that hold the same target, such as http://localhost:8000/v1"
+        (), description="base URLs of servers that run the same target, such as http://localhost:8000/v1"
     )
-    model: str | None = Field(None, description="its name on the servers; null: the only one that they serve")
-    key: str | None = Field(
-        None, pattern=VARIABLE, description="name of the environment variable that holds the servers' API key"
-    )
+    model: str | None = Field(None, description="its name on the servers; null: the only model they serve")
+    key: str | None = Field(None, pattern=VARIABLE, description="environment variable that holds the servers' API key")
     headers: dict[str, str] = Field(
-        {}, description="further HTTP headers: the name of each, and the environment variable that holds its value"
+        {}, description="additional HTTP headers: name, and environment variable that holds the value"
     )
-    concurrency: int = Field(8, ge=1, le=4096, description="requests at a time, over all servers")
+    concurrency: int = Field(8, ge=1, le=4096, description="simultaneous requests, over all servers")
     timeout: float = Field(600, gt=0, le=LONGEST_WAIT, description="seconds to wait for a reply")
     retries: int = Field(
-        6, ge=0, le=100, description="further attempts after a busy server, a broken connection or an unreadable reply"
+        6, ge=0, le=100, description="retries after a busy server, a broken connection or an unreadable reply"
     )
 
     @field_validator("urls")
@@ -64,24 +62,23 @@ class Servers(Section):
 
 
 class Writer(Servers):
-    """The target as a GGUF file, read by llama-cpp-python, or as servers with OpenAI's API that hold it.
+    """Who writes the answers: a GGUF file of the target, run by llama-cpp-python, or servers with OpenAI's API.
 
-    Exactly one of `gguf` and `urls` is given. Prompts are rendered and encoded here, with the tokenizer of
-    `target.model`, whose weights are not loaded. A server gets the token ids where it takes them, else the text.
+    Give exactly one of `gguf` and `urls`. Prompts are rendered and tokenized here, with the tokenizer of
+    `target.model`, whose weights are not loaded. Servers receive token ids if they accept them, else text.
     """
 
     gguf: str | None = Field(None, description="a GGUF file of the target")
     api: Literal["completions", "chat"] = Field(
         "completions",
-        description="completions: send our rendered prompt; chat: send the messages of chat prompts, which the server "
-        "renders",
+        description="completions: send the rendered prompt; chat: send the messages and let the server render them",
     )
     missing: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="largest share of prompts that may stay without a reply after all attempts: they are dropped and "
-        "counted; with more of them, stage answers stops, and the next command asks again",
+        description="share of prompts that may remain unanswered after all retries: they are dropped and counted. "
+        "Above it, stage answers stops, and the next command asks again",
     )
 
     @model_validator(mode="after")
@@ -97,18 +94,18 @@ class Writer(Servers):
 
 
 class TeacherServer(Servers):
-    """Servers of the target that return log-probabilities of prompts, as vLLM's /v1/completions does.
+    """Servers that run the target and return log-probabilities of prompts, as vLLM's /v1/completions does.
 
-    They hold at temperature 1, whatever sampler the server uses. vLLM has to be started with `--max-logprobs`
-    `teacher.top_k`, and up to 32 more where the head has padding rows: `distill check` prints the number.
+    The log-probabilities are those of temperature 1, whatever the server's sampler. Start vLLM with `--max-logprobs`
+    `teacher.top_k`, and up to 32 more if the head has padding rows: `distill check` prints the number.
     """
 
     urls: tuple[str, ...] = Field(
-        min_length=1, description="base URLs of servers of the same model, such as http://localhost:8000/v1"
+        min_length=1, description="base URLs of servers that run the same model, such as http://localhost:8000/v1"
     )
     model: str = Field(min_length=1, description="its name on the servers, as /v1/models lists it")
     prompts: Literal["ids", "text"] = Field(
         "ids",
-        description="send token ids, or text where the server takes nothing else; documents whose text gives other ids "
-        "are then left out and counted",
+        description="send token ids, or text if the server accepts nothing else; documents whose text tokenizes to "
+        "other ids are then skipped and counted",
     )

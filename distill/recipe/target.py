@@ -17,44 +17,44 @@ class Target(Section):
     """The large model that the draft is for."""
 
     model: str = Field(
-        description="folder (`./name` for a relative one), hub name, or GGUF file, which is imported; what exists here "
-        "wins over a hub name"
+        description="folder (`./name` for a relative one), hub name, or GGUF file, which is imported; a file or folder "
+        "takes precedence over a hub name"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "float32",
-        description="type that it runs in; auto: bfloat16 where the device has instructions for it, else float32 "
-        "(a run keeps its type)",
+        description="number type it runs in; auto: bfloat16 if the device has instructions for it, else float32 (a run "
+        "keeps the type it began with)",
     )
     load: bool = Field(
         True,
-        description="false: never load or download its weights; its tokenizer and config.json are read. Servers or "
-        "GGUF files give its answers and distributions (answers.writer, teacher; of a GGUF file, the file itself where "
-        "the recipe names no other), and what needs the weights is not run",
+        description="false: never load or download its weights; only its tokenizer and config.json are read. Answers "
+        "and distributions come from servers or GGUF files (answers.writer, teacher; if the target is a GGUF file, "
+        "from that file by default), and steps that need the weights are skipped",
     )
     quantise: Literal["int8", "int4"] | None = Field(
-        None, description="load its weights in 8 or 4 bits with bitsandbytes; null: not quantised"
+        None, description="load the weights in 8 or 4 bits with bitsandbytes; null: not quantised"
     )
-    shard: bool = Field(False, description="spread its layers over all accelerators of this machine, in one process")
+    shard: bool = Field(False, description="spread the layers over all accelerators of this machine, in one process")
 
 
 class PyTorch(Section):
-    """How models of transformers decode; GGUF files are not concerned."""
+    """How models decode in PyTorch; GGUF files ignore this section."""
 
     static: bool = Field(
         False,
-        description="decode with caches of fixed size, which roll back by length; rounds stay on the device, which the "
-        "host waits for once a round, or once a drafted token where the length rule asks (docs/decoding.md)",
+        description="use caches of fixed size, which roll back by length. Rounds stay on the device: the host "
+        "synchronises once a round, or once a drafted token if the length rule needs it (docs/decoding.md)",
     )
     compile: bool = Field(
         False,
-        description="static: compile the step of each number of tokens when it first comes (10 to 30 s each); on CUDA "
-        "recorded as graphs",
+        description="static: compile the step for each number of tokens on first use (10 to 30 s each); recorded as "
+        "graphs on CUDA",
     )
     draft_device: str | None = Field(None, description="the draft's device; null: the target's")
     prepack: bool = Field(
         True,
-        description="on a CPU: lay the weights of linear layers out once as oneDNN's kernels for few tokens read them; "
-        "takes their memory a second time, and is left out, with a message, where half of the free memory is less",
+        description="CPU: store the weights of linear layers a second time, in the layout of oneDNN's kernels for few "
+        "tokens; skipped, with a message, if they would take more than half of the free memory",
     )
 
     @model_validator(mode="after")
@@ -85,46 +85,45 @@ class SamplerSettings(Section):
 
 
 class Traffic(Section):
-    """A jsonl file of served prompts and the target's answers, which may grow while it is read, or a folder of them.
+    """Served prompts with the target's answers: a jsonl file, which may still be growing, or a folder of such files.
 
-    `distill record` writes them (docs/serving.md); of a folder, all `*.jsonl` files are read. A line is
-    `{"prompt": …, "answer": …}` or `{"messages": […]}`. The last of the messages is the assistant's answer; the others
-    are formatted with the chat template of the target's tokenizer, which is given `chat.arguments` and the line's own
-    `chat_template_kwargs`. An answer ends with the target's end token, unless the line has a `finish_reason` other than
-    `stop`. A hash of the prompt chooses its split, with the shares of the corpus: the draft learns from answers to
-    train prompts and is measured on prompts of the other splits.
+    `distill record` writes them (docs/serving.md). A line is `{"prompt": …, "answer": …}` or `{"messages": […]}`. The
+    last message is the assistant's answer; the others are rendered with the target's chat template, which receives
+    `chat.arguments` and the line's own `chat_template_kwargs`. An answer ends with the target's end token, unless the
+    line has a `finish_reason` other than `stop`. A hash of the prompt decides its split, by the shares of the corpus:
+    the draft learns from answers to train prompts and is measured on prompts of the other splits.
     """
 
-    path: str = Field(description="the jsonl file, or the folder")
-    prompt_field: str = Field("prompt", description="field with the prompt, exactly as it was sent to the target")
-    answer_field: str = Field("answer", description="field with the target's answer")
+    path: str = Field(description="the jsonl file or folder")
+    prompt_field: str = Field("prompt", description="field that holds the prompt, exactly as it was sent to the target")
+    answer_field: str = Field("answer", description="field that holds the target's answer")
 
 
 class Answers(Section):
     """The target's own text: its continuations of train prompts."""
 
-    prompts: int = Field(256, ge=0, description="number of train prompts; 0: traffic alone")
+    prompts: int = Field(256, ge=0, description="train prompts to answer; 0: only traffic is used")
     prompt_tokens: int = Field(
-        64, ge=1, description="tokens per prompt, from the beginning of a document or a later place in it"
+        64, ge=1, description="tokens per prompt, taken from the beginning of a document or further on"
     )
-    new_tokens: int = Field(192, ge=1, description="most tokens generated per prompt")
-    batch: int = Field(32, ge=1, description="texts that the target in transformers writes at a time")
+    new_tokens: int = Field(192, ge=1, description="maximum tokens generated per prompt")
+    batch: int = Field(32, ge=1, description="texts generated at a time by the target in PyTorch")
     group: int | None = Field(
         None,
         ge=1,
-        description="prompts per file, the unit of resuming of the target in transformers; within it, a finished text "
-        "makes room for the next prompt; null: 8 × batch",
+        description="PyTorch: prompts per file, the unit of resuming; within a group, a finished text makes room for "
+        "the next prompt; null: 8 × batch",
     )
     writer: Writer | None = Field(
-        None, description="a GGUF file of the target or servers that hold it; null: the target in transformers"
+        None, description="a GGUF file of the target, or servers that run it; null: the target in PyTorch"
     )
-    stop: tuple[str, ...] = Field((), description="texts before which an answer ends")
-    keep_truncated: bool = Field(True, description="learn from answers that new_tokens cut short, too")
+    stop: tuple[str, ...] = Field((), description="stop strings: an answer ends before the first of them")
+    keep_truncated: bool = Field(True, description="also learn from answers cut short by new_tokens")
     repetition_penalty: float = Field(
-        1.0, gt=0, le=100, description="as in transformers and llama.cpp, over prompt and answer; 1: off"
+        1.0, gt=0, le=100, description="as in transformers and llama.cpp, applied to prompt and answer; 1: off"
     )
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="as in OpenAI's API; servers alone; 0: off")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="as in OpenAI's API; servers alone; 0: off")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="as in OpenAI's API; servers only; 0: off")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="as in OpenAI's API; servers only; 0: off")
     traffic: Traffic | None = Field(
         None, description="served answers, used in addition to the generated ones; null: off"
     )
@@ -160,35 +159,35 @@ class TeacherStore(Section):
 
     kind: Literal["compact", "exact", "online"] = Field(
         "compact",
-        description="compact: store the top-k log-probabilities and the log of the tail's mass; exact: store the last "
-        "hidden states and the head, which give whole distributions; online: store nothing and run the target "
+        description="compact: store the top-k log-probabilities and the log of the remaining mass; exact: store the "
+        "last hidden states and the head, which give full distributions; online: store nothing and run the target "
         "during training",
     )
-    top_k: int = Field(256, ge=1, description="compact: entries stored per position; an upper bound with `mass`")
+    top_k: int = Field(256, ge=1, description="compact: entries stored per position; with `mass`, the maximum")
     mass: float | None = Field(
         0.99,
         gt=0,
         lt=1,
-        description="compact: store as few entries as cover this mass on average over a sample of positions; "
+        description="compact: store as few entries as cover this mass, on average over a sample of positions; "
         "null: store `top_k`",
     )
     temperatures: tuple[float, ...] = Field(
         (1.0,),
-        description="compact: temperatures for which the tail's mass is stored, which must include 1; losses can use "
-        "only these",
+        description="compact: temperatures for which the remaining mass is stored; must include 1. Losses can use only "
+        "these",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="exact: type of the stored hidden states; null: the target's"
+        None, description="exact: number type of the stored hidden states; null: the target's"
     )
-    shard_blocks: int = Field(64, ge=1, description="blocks per shard; also the unit of resuming")
+    shard_blocks: int = Field(64, ge=1, description="blocks per shard, the unit of resuming")
     batch: int = Field(8, ge=1, description="blocks per forward pass")
     gguf: str | None = Field(
         None,
-        description="compact: take the distributions from this GGUF file of the target, through llama.cpp, with the "
-        "errors of its quantisation; null: from target.model",
+        description="compact: take the distributions from this GGUF file of the target, through llama.cpp, including "
+        "its quantisation error; null: from target.model",
     )
     server: TeacherServer | None = Field(
-        None, description="compact: take the distributions from servers of the target; null: from target.model"
+        None, description="compact: take the distributions from servers that run the target; null: from target.model"
     )
 
     @field_validator("temperatures")

@@ -11,36 +11,38 @@ from distill.recipe.section import Section
 
 
 class Adapter(Section):
-    """LoRA, or QLoRA over a quantised base: for drafts whose full training does not fit the memory. Merged at the end.
+    """LoRA, or QLoRA on a quantised base, for drafts too large to train in full. Merged at the end.
 
-    The merged draft has full precision. Where the base was quantised during training, the merged draft differs from the
-    trained one: it lacks the rounding of the base.
+    The merged draft has full precision. After QLoRA it differs from the draft as trained, which included the
+    quantisation error of the base.
     """
 
-    rank: int = Field(16, ge=1, description="r of the two matrices [out, r] and [r, in] added to each layer")
-    alpha: float = Field(32.0, gt=0, le=1e6, description="their product is multiplied by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of an adapter during training")
+    rank: int = Field(16, ge=1, description="r, for the two matrices [out, r] and [r, in] added to each layer")
+    alpha: float = Field(32.0, gt=0, le=1e6, description="the product of the two is multiplied by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapters' inputs during training")
     targets: tuple[str, ...] = Field(
-        (), description="last names of the layers, such as `q_proj`; empty: all linear layers of the body"
+        (),
+        description="layers that get adapters, by the last part of their name, such as `q_proj`; empty: all linear "
+        "layers of the body",
     )
     base: Literal["int8", "int4"] | None = Field(
-        None, description="QLoRA: bitsandbytes holds the frozen weights in 8 bits, or in 4 (NF4); null: not quantised"
+        None, description="QLoRA: bitsandbytes keeps the frozen weights in 8 bits or 4 bits (NF4); null: not quantised"
     )
     train_outer: bool = Field(
-        False, description="also train embeddings and head, in full, as a transplanted vocabulary needs"
+        False, description="also train embeddings and head in full, as a transplanted vocabulary needs"
     )
 
 
 class Sparsity(Section):
-    """An L1 penalty in training drives neurons or single weights to zero; they are removed and the rest debiased."""
+    """An L1 penalty during training drives neurons or weights to zero; they are removed and the rest is debiased."""
 
     method: Literal["group", "unstructured"] = Field(
         "group",
         description="group: whole MLP neurons, removed at the end; unstructured: single weights, which stay as zeros "
-        "and give no speedup",
+        "and make nothing faster",
     )
-    mlp_width: int | None = Field(None, ge=32, description="group: neurons that remain per layer")
-    share: float | None = Field(None, gt=0, lt=1, description="unstructured: share of weights that become zero")
+    mlp_width: int | None = Field(None, ge=32, description="group: neurons left per layer")
+    share: float | None = Field(None, gt=0, lt=1, description="unstructured: share of the weights that become zero")
     ramp: float = Field(0.2, gt=0, le=1, description="share of the steps over which the penalty grows")
 
     @model_validator(mode="after")
@@ -63,49 +65,49 @@ def _weighs_something(value: Loss | None) -> Loss | None:
 
 
 class Acceptance(Section):
-    """Decode validation prompts during training, to choose the best weights and, with `patience`, to end early."""
+    """Decode validation prompts during training, to keep the best weights and, with `patience`, to stop early."""
 
-    every: int = Field(100, ge=1, description="steps between evaluations; the end is also evaluated")
+    every: int = Field(100, ge=1, description="steps between evaluations; the last step is always evaluated")
     prompts: int = Field(16, ge=2, description="validation prompts, decoded as one batch")
-    new_tokens: int = Field(48, ge=8, description="tokens decoded of each")
+    new_tokens: int = Field(48, ge=8, description="tokens decoded per prompt")
     length: int = Field(4, ge=1, description="draft length")
     patience: int | None = Field(
-        None, ge=1, description="the training ends after this many evaluations without improvement; null: never early"
+        None, ge=1, description="stop after this many evaluations without improvement; null: never stop early"
     )
 
 
 class HiddenStates(Section):
-    """A loss on the final hidden state, which the head reads: its squared distance from the target's, relative to that.
+    """A loss on the final hidden state, the head's input: its squared distance to the target's, relative to its size.
 
-    For a draft of the target's hidden size and a teacher of kind exact or online. Its weight falls in a line to 0.
+    Needs a draft of the target's hidden size and a teacher of kind exact or online. Its weight falls linearly to 0.
     """
 
-    weight: float = Field(0.1, gt=0, le=1e6, description="weight at the first step, beside that of the other losses")
-    end: float = Field(0.8, gt=0, le=1, description="share of the steps after which the weight is 0")
+    weight: float = Field(0.1, gt=0, le=1e6, description="initial weight, relative to the other losses")
+    end: float = Field(0.8, gt=0, le=1, description="share of the steps after which the weight has reached 0")
 
 
 FEWEST_JUDGES = 4  # as train.replay.judges; an interval over fewer prompts is meaningless
 
 
 class Replay(Section):
-    """Train further on positions where the decoder rejected the draft.
+    """Continue training on positions where the decoder rejected the draft.
 
-    Kept only if tokens per round rise on validation prompts.
+    The result is kept only if tokens per round rise on validation prompts.
     """
 
     prompts: int = Field(
         64,
         ge=1,
-        description="prompts of train answers, generated or served, that are decoded to find rejected positions",
+        description="train prompts, generated or served, that are decoded to find rejected positions",
     )
-    new_tokens: int = Field(128, ge=8, description="tokens decoded of each")
+    new_tokens: int = Field(128, ge=8, description="tokens decoded per prompt")
     length: int = Field(4, ge=1, description="draft length while decoding")
     steps: int = Field(50, ge=1, description="optimizer steps")
-    share: float = Field(0.25, gt=0, le=1, description="share of a step's blocks that contain rejected positions")
+    share: float = Field(0.25, gt=0, le=1, description="share of each step's blocks that contain rejected positions")
     rate: float | None = Field(None, gt=0, le=10, description="peak learning rate; null: a third of train.rate")
     loss: Loss | None = Field(None, description="as train.loss")
     judges: int = Field(
-        32, ge=FEWEST_JUDGES, description="validation prompts on which the drafts before and after are compared"
+        32, ge=FEWEST_JUDGES, description="validation prompts on which the draft is compared before and after"
     )
 
     _loss = field_validator("loss")(_weighs_something)
@@ -116,92 +118,93 @@ class Train(Section):
 
     protocol: Protocol = Field(
         "auto",
-        description="how drafts will be verified: sampling: sampled drafts, rejection sampling; match: argmax drafts, "
-        "compared with the sampled target; greedy; auto: greedy at temperature 0, else sampling. It sets the default "
-        "loss and the measure by which the best weights are chosen",
+        description="how drafted tokens will be verified. sampling: drafts are sampled and verified by rejection "
+        "sampling; match: argmax drafts, compared with sampled tokens of the target; greedy; auto: greedy at "
+        "temperature 0, else sampling. Decides the default loss and how the best weights are chosen",
     )
     steps: int = Field(300, ge=1, description="optimizer steps")
-    batch: int = Field(4, ge=1, description="blocks per step, in all processes together")
+    batch: int = Field(4, ge=1, description="blocks per step, over all processes")
     micro_batch: int | None = Field(
         None,
         ge=1,
-        description="blocks per forward pass of a process, whose gradients are added; null: all of its blocks",
+        description="blocks per forward pass of a process, with gradients accumulated; null: all of its blocks",
     )
     optimizer: Literal["adamw", "muon"] = Field(
         "muon",
-        description="muon: for the matrices of the layers, with AdamW for embeddings, head, norms and biases; its "
-        "steps are as large as AdamW's at the same rate",
+        description="muon: Muon for the matrices of the layers, AdamW for embeddings, head, norms and biases; scaled "
+        "so that its steps are as large as AdamW's at the same rate",
     )
     rate: float | None = Field(
         None,
         gt=0,
         le=10,
-        description="peak learning rate; null: by how much of its donor the cut leaves, from 5e-5 for a whole one to "
+        description="peak learning rate; null: depends on how much of the donor is left, from 5e-5 for all of it to "
         "1.5e-3 for a sixth of its layers or less",
     )
     matrix_rate: float | None = Field(
         None,
         gt=0,
         le=10,
-        description="muon: peak rate of the layers' matrices where train.rate is the peak, and in proportion in a "
-        "replay; null: the same rate",
+        description="muon: peak rate of the layers' matrices, beside train.rate for all else (a replay keeps their "
+        "ratio); null: the same rate",
     )
-    warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps for a linear warm-up")
+    warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps used for a linear warm-up")
     schedule: Literal["cosine", "wsd"] = Field(
         "cosine",
-        description="of the rate after the warm-up: cosine: down to `final_rate_share` along a cosine; wsd: constant, "
-        "then down in a line over the last `decay_share` of the steps",
+        description="learning rate after the warm-up: cosine: falls along a cosine to `final_rate_share`; wsd: "
+        "constant, then falls linearly over the last `decay_share` of the steps",
     )
-    decay_share: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which the rate falls")
-    final_rate_share: float = Field(0.1, ge=0, le=1, description="share of its peak that the rate falls to")
+    decay_share: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps over which the rate falls")
+    final_rate_share: float = Field(0.1, ge=0, le=1, description="final rate, as a share of the peak")
     loss: Loss | None = Field(
         None,
-        description="weights of the losses; null: the best known for protocol: jsd for sampling, forward_kl for match "
-        "and greedy",
+        description="weights of the losses; null: the best measured for the protocol: jsd for sampling, forward_kl for "
+        "match and greedy",
     )
     temperature: float = Field(
         1.0,
         gt=0,
         le=100,
-        description="temperature of both distributions in forward_kl, reverse_kl and jsd, whose losses are multiplied "
+        description="temperature of both distributions in forward_kl, reverse_kl and jsd; these losses are multiplied "
         "by its square",
     )
     hidden_states: HiddenStates | None = Field(
-        None, description="also learn the target's final hidden states, but in a replay; null: off"
+        None, description="also learn the target's final hidden states, except in a replay; null: off"
     )
-    jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: share of the target in the mixture")
+    jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: weight of the target in the mixture")
     lk_decay: float = Field(
         3.0,
         ge=0,
         le=1000,
-        description="lk_hybrid: weight e^(-lk_decay · acceptance) for a token's forward KL, the rest for its TV",
+        description="lk_hybrid: forward KL has weight e^(-lk_decay · acceptance) at each token, total variation the "
+        "rest",
     )
-    clip: float = Field(1.0, gt=0, le=1e12, description="largest gradient norm")
+    clip: float = Field(1.0, gt=0, le=1e12, description="maximum gradient norm")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
     momentum: float = Field(0.95, ge=0, lt=1, description="muon")
-    weight_decay: float = Field(0.0, ge=0, le=10, description="decoupled, on matrices")
-    chunk: int = Field(256, ge=1, description="positions for which the head is computed at once")
+    weight_decay: float = Field(0.0, ge=0, le=10, description="decoupled, applied to matrices")
+    chunk: int = Field(256, ge=1, description="positions per chunk of the head and its loss")
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "float32", description="type of autocast; the weights stay float32; auto: as for target.dtype"
+        "float32", description="autocast type; the weights stay float32; auto: as for target.dtype"
     )
-    checkpointing: bool = Field(False, description="recompute activations in the backward pass, to save memory")
-    compile: bool = Field(False, description="torch.compile the draft's body")
+    checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    compile: bool = Field(False, description="use torch.compile on the draft's body")
     embedding_steps: int = Field(
-        0, ge=0, description="first steps, which train embeddings and head alone, as useful after a transplant"
+        0, ge=0, description="initial steps that train only embeddings and head, useful after a transplant"
     )
     acceptance: Acceptance | None = Field(
-        Acceptance(), description="choose the best weights; null, or with sparsity: take the last"
+        Acceptance(), description="keep the best weights; null, or with sparsity: keep the last"
     )
-    adapter: Adapter | None = Field(None, description="LoRA instead of full training; null: off")
-    replay: Replay | None = Field(None, description="further steps on rejected positions; null: off")
+    adapter: Adapter | None = Field(None, description="train LoRA adapters instead of all weights; null: off")
+    replay: Replay | None = Field(None, description="additional steps on rejected positions; null: off")
     sparsity: Sparsity | None = Field(None, description="L1 penalty during training; null: off")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (),
-        description="also send metrics to these, through accelerate; they write to trackers/ of the run, trackio to "
-        "its own folder; metrics.jsonl is always written",
+        description="also send metrics to these trackers, through accelerate. They write to trackers/ in the run "
+        "directory (trackio to its own folder); metrics.jsonl is always written",
     )
 
     _loss = field_validator("loss")(_weighs_something)
