@@ -67,6 +67,15 @@ def packages() -> list[Package]:
     return found
 
 
+def install_extra(extra: str) -> str:
+    """The command that installs what an extra, such as `llama`, names.
+
+    It names the packages themselves: pip finds `distill[llama]` on an index alone, and many run a checkout or a wheel.
+    """
+    named = [one.requirement for one in packages() if one.extra == extra]
+    return pip_install(*named) if named else f"{pip_install('-e', f'.[{extra}]')} in the checkout of distill"
+
+
 def version_of(name: str) -> str | None:
     """The version of a package that is installed; None without one."""
     try:

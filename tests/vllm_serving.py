@@ -1,4 +1,4 @@
-"""A server with vLLM 0.33.0's /v1/models, streamed /v1/completions, /metrics and /version, on loopback, no model.
+"""A server with vLLM 0.32.0's /v1/models, streamed /v1/completions, /metrics and /version, on loopback, no model.
 
 Formats from its sources: CompletionStreamResponse of entrypoints/openai/completion/protocol.py, with the usage in a
 last chunk without choices; the counters of v1/spec_decode/metrics.py with the labels model_name and engine of
@@ -17,7 +17,7 @@ from typing import Any
 
 from loopback import LoopbackHandler, running
 
-VERSION = "0.33.0"
+VERSION = "0.32.0"
 
 
 class VllmServing:

@@ -166,7 +166,7 @@ def _bfloat16() -> Finding:
     what, able = "bfloat16 on the processor", has_instructions("bfloat16")
     if able is None:
         return Finding(what, "unknown on this system: dtype auto takes float32")
-    slow = "no instructions for it: products take 3 to 50 times as long"
+    slow = "no instructions for it: products take 3 to 10 times as long"
     found = "instructions for it: dtype auto takes it" if able else slow
     return judged(what, found, not able, "dtype: auto in recipes, which takes float32 here")
 

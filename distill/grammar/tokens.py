@@ -14,6 +14,7 @@ from typing import Any
 from distill.errors import DataError
 from distill.models.gguf.llama_grammar import token_bytes_and_ends
 from distill.models.gguf.model import GgufModel
+from distill.packages import install_extra
 from distill.vocabulary import Vocabulary
 from distill.vocabulary.encoding import Encoder
 
@@ -58,7 +59,7 @@ class Tokens:
         try:
             module: Any = importlib.import_module("llguidance")
         except ImportError as error:
-            raise DataError(f"grammars need llguidance ({error})", "pip install 'distill[grammar]'") from None
+            raise DataError(f"grammars need llguidance ({error})", install_extra("grammar")) from None
         ends = set(self.ends)
         # An end token has no bytes here, whatever its text: `accepting` decides where it may stand.
         texts = [b"" if number in ends else data for number, data in enumerate(self.bytes_of)]

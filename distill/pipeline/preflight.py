@@ -26,6 +26,7 @@ from distill.models.loaded import context_of
 from distill.models.pairs import compare_pair
 from distill.models.static.static_model import require_static
 from distill.models.weight_check import check_weights
+from distill.packages import install_extra, pip_install
 from distill.pipeline.stages import NAMES, require_part
 from distill.progress import Caution
 from distill.recipe import Recipe, is_path
@@ -213,7 +214,7 @@ def check_export(recipe: Recipe) -> list[str]:
         if importlib.util.find_spec(package) is None:
             raise RecipeError(
                 f"export.outtypes and speedup.backends ask for GGUF files, and {name} is not installed",
-                f"pip install 'distill[llama]'; or {without}",
+                f"{pip_install(name) if name == package else install_extra('llama')}; or {without}",
             )
     lines = []
     for model in dict.fromkeys([recipe.target.model, recipe.donor_model]):

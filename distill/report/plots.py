@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
 from distill.intervals import Interval, ratio_interval
+from distill.packages import install_extra
 from distill.report.text import clean, known
 from distill.results.cut_results import SearchReport
 from distill.results.evaluation_results import (
@@ -280,7 +281,7 @@ def _figure(name: str, title: str, height: float = 3.3) -> Iterator[tuple[Axes, 
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise DataError("matplotlib is not installed", "pip install 'distill[report]'") from error
+        raise DataError("matplotlib is not installed", install_extra("report")) from error
     settings: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": name,

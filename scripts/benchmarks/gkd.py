@@ -10,11 +10,13 @@ and seed, or with --narrow every rate at the first seed and the other seeds at i
 
 From the trainer come its loss, its mixture of texts that the draft writes (temperature .9, at most 128 tokens: its
 defaults) and its denominator. From us come the optimiser, each step's rate and clipping, as for every other method. Its
-default rate (2e-5), meant for large models, would hardly move one this small, so the grid replaces it; its default bf16
-and gradient checkpointing are off. Tokens are counted as positions, scored or not. A step of ours is `batch` blocks;
-here it is the documents of those blocks, one a row, scored at the same positions. Where the draft writes instead, the
-longest pieces of the same documents give as many prompts as fill the same positions with their answers (prompts are not
-scored).
+default rate (2e-5), meant for large models, would hardly move one this small, so the grid replaces it; gradient
+checkpointing, its default, is off, and bf16 where --bf16 does not ask for it. --cut names another draft to start from,
+such as one without repaired layers, which other tools lack.
+
+Tokens are counted as positions, scored or not. A step of ours is `batch` blocks; here it is the documents of those
+blocks, one a row, scored at the same positions. Where the draft writes instead, the longest pieces of the same
+documents give as many prompts as fill the same positions with their answers (prompts are not scored).
 """
 
 from __future__ import annotations
@@ -128,7 +130,7 @@ def arguments_of(options: Any, beta: float, share: float, seed: int, folder: str
         lmbda=share,
         temperature=TEMPERATURE,
         max_new_tokens=NEW_TOKENS,
-        bf16=False,
+        bf16=options.bf16,
         gradient_checkpointing=False,
         use_cpu=True,
         dataloader_pin_memory=False,
@@ -197,8 +199,9 @@ class Trainings:
         recipe = load_recipe(options.run / "config.yaml")
         self.options, self.run = options, Run(options.run, recipe)
         self.target = load_model(recipe.target.model, "float32", torch.device("cpu"))
+        self.cut = options.cut or self.run.path("cut")
         source = open_teacher(self.run, recipe, pick_device("cpu"))
-        tokenizer = load_tokenizer(str(self.run.path("cut")))
+        tokenizer = load_tokenizer(str(self.cut))
         self.data = source.packed, tokenizer, recipe.answers.prompt_tokens
         self.texts = {
             split: Texts(self.target, recipe, read_prompts(self.run, split), options, source.vocabulary)
@@ -215,7 +218,7 @@ class Trainings:
         if path.exists():
             return dict(json.loads(path.read_text()))
         torch.manual_seed(seed)
-        draft = load_model(str(self.run.path("cut")), "float32", torch.device("cpu"), trimmed=False)
+        draft = load_model(str(self.cut), "float32", torch.device("cpu"), trimmed=False)
         started = time.time()
         counts = train(draft, self.target, self.data, self.options, beta, share, rate, seed)
         seconds = time.time() - started
@@ -311,6 +314,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--to", type=Path, default=Path("losses"))
+    parser.add_argument("--cut", type=Path, help="draft to start from; the run's cut/ where it is not given")
+    parser.add_argument("--bf16", action="store_true", help="forward passes in bfloat16, as a training of ours may be")
     parser.add_argument("--tune", action="store_true", help="choose β and λ too")
     parser.add_argument("--narrow", action="store_true", help="seeds after the first take only the rate best for it")
     parser.add_argument("--base", default="adamw", help="the training in --to that the table compares with")

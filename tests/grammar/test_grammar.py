@@ -238,7 +238,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(DataError, match="llguidance") as caught:
         constraint("regex", "a", tokens_of(SAID, [END]))
-    assert "distill[grammar]" in (caught.value.hint or "")
+    assert "llguidance>=1" in (caught.value.hint or "")
 
 
 # The distribution, by enumeration of everything that chance can do.

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from distill.errors import DataError
+from distill.packages import install_extra
 from distill.progress import is_verbose
 
 LOG_LEVEL_WARNING, LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 3, 4, 5
@@ -29,7 +30,7 @@ def library() -> Any:
     try:
         module: Any = importlib.import_module("llama_cpp")
     except ImportError as error:
-        raise DataError(f"GGUF needs llama-cpp-python ({error})", hint="pip install 'distill[llama]'") from None
+        raise DataError(f"GGUF needs llama-cpp-python ({error})", hint=install_extra("llama")) from None
 
     level_before = [0]
 
