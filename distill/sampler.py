@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -174,14 +175,21 @@ def _outside(probabilities: Tensor, top_p: float, looks: bool) -> Tensor:
 def _smallest(rows: Tensor, top_p: float, count: int) -> tuple[Tensor, Tensor]:
     """Of each row [N, V] the smallest probability that stays, and how many tokens of just that stay: [N, 1] each.
 
-    Looked for among the `count` likeliest, and where these are too few among more, in the end among all.
+    Looked for among the `count` likeliest, and where these are too few, among all.
     """
-    whole = 16 * count > rows.shape[-1]
-    values = rows.sort(dim=-1, descending=True).values if whole else rows.topk(count, dim=-1).values
+    whole = count >= rows.shape[-1]
+    values = _falling(rows) if whole else rows.topk(count, dim=-1).values
     stays = values.cumsum(-1) - values < top_p
     least = values.gather(-1, stays.sum(-1, keepdim=True).sub_(1).clamp_(min=0))
     last = ((values == least) & stays).sum(-1, keepdim=True)
     # Behind the K-th the mass before a token is no smaller: none stays there where the K-th does not.
     if not whole and bool((more := stays[:, -1]).any()):
-        least[more], last[more] = _smallest(rows[more], top_p, 16 * count)
+        least[more], last[more] = _smallest(rows[more], top_p, rows.shape[-1])
     return least, last
+
+
+def _falling(rows: Tensor) -> Tensor:
+    """Each row [N, V] in falling order, NaN first. On a CPU numpy sorts many times faster: it keeps no indices."""
+    if rows.device.type != "cpu":
+        return rows.sort(dim=-1, descending=True).values
+    return torch.from_numpy(np.sort(rows.numpy(), axis=-1)).flip(-1)

@@ -54,8 +54,8 @@ def rounding_noise(model: Model, prompt: Sequence[int], tokens: Sequence[int]) -
 def top_gap(model: Model, context: Sequence[int]) -> float:
     """Difference of the two largest logits after `context`."""
     model.rollback([0])
-    _, values = model.extend(context, want=[len(context) - 1]).top(2)
-    return float(values[0, 0] - values[0, 1])
+    best, second = model.extend(context, want=[len(context) - 1]).full()[0].topk(2).values.tolist()
+    return float(best - second)
 
 
 def is_tie(

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from distill.models.finite import Place
 
@@ -36,13 +34,6 @@ class Logits(Protocol):
         """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere.
 
         DataError for NaN or +∞ and, without `empty`, for a row that is −∞ everywhere.
-        """
-        ...
-
-    def top(self, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The k best ids [n, k] and their logits [n, k], best first, smaller ids first on ties.
-
-        DataError as `argmax`.
         """
         ...
 

@@ -1,16 +1,14 @@
 """Logits that torch computed: those of Hugging Face models, and of models that wrap another model.
 
-Legend: n rows, V vocabulary, k candidates.
+Legend: n rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-import numpy
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.models.finite import Place, finite_argmax, require_finite
+from distill.models.finite import Place, finite_argmax
 from distill.models.static.transfers import fetch
 
 
@@ -28,13 +26,6 @@ class TorchLogits:
         best = self.values.argmax(-1)
         ids, largest = fetch(best, self.values.gather(-1, best.unsqueeze(-1)).squeeze(-1))
         return finite_argmax(ids.tolist(), largest.tolist(), self.place, empty)
-
-    def top(self, k: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.float32]]:
-        """The k best ids [n, k] and their logits [n, k], best first, smaller ids first on ties."""
-        values, ids = self.values.sort(dim=-1, descending=True, stable=True)  # topk leaves the order of ties open
-        best, logits = fetch(ids[:, :k], values[:, : max(k, 1)].float())
-        require_finite(logits[:, 0].tolist(), self.place)
-        return best.numpy(), logits[:, :k].numpy()
 
     def full(self) -> Tensor:
         """A copy [n, V] on the CPU, in fp64 where they were computed so, else in fp32."""

@@ -430,29 +430,9 @@ def test_logits_object(exported: Path) -> None:
         assert (logits.full() - expected).abs().max() < 1e-4
         expected = logits.full()
         assert logits.argmax() == expected.argmax(-1).tolist()
-        best_ids, best = logits.top(7)
-        assert best.shape == best_ids.shape == (6, 7)
-        assert torch.equal(torch.from_numpy(best), expected.topk(7).values)
-        assert np.array_equal(np.take_along_axis(expected.numpy(), best_ids, axis=1), best)
-        assert logits.top(1)[0][:, 0].tolist() == logits.argmax()
         assert len(gguf.extend([1, 2], want=[])) == 0
         with pytest.raises(ValueError, match="overwritten"):
             logits.argmax()
-        with pytest.raises(ValueError, match="k must"):
-            gguf.extend([1]).top(0)
-
-
-@needs_llama
-def test_top_breaks_ties_by_id(exported: Path) -> None:
-    from distill.models.gguf.context import GgufLogits
-
-    with GgufModel(exported.parent / "f32.gguf", context=8) as gguf:
-        rows = np.array([[0, 2, 1, 2, 1, 1, 0], [5, 5, 5, 5, 5, 5, 5]], dtype=np.float32)
-        assert GgufLogits(gguf._context, rows, [1, 2]).top(4)[0].tolist() == [[1, 3, 2, 4], [0, 1, 2, 3]]
-        assert GgufLogits(gguf._context, rows, [1, 2]).top(7)[0].tolist() == [
-            [1, 3, 2, 4, 5, 0, 6],
-            [0, 1, 2, 3, 4, 5, 6],
-        ]
 
 
 @needs_llama

@@ -102,9 +102,8 @@ def test_an_argmax_is_checked(engine: str, wrong: str) -> None:
         return GgufLogits(Files(), values, range(len(rows)))  # type: ignore[arg-type]
 
     bad = logits([[-INF, 1.0, 0.0], WRONG[wrong]])
-    for read in (bad.argmax, lambda: bad.top(1), lambda: bad.top(2)):
-        with pytest.raises(DataError, match="model after 1 tokens"):
-            read()
+    with pytest.raises(DataError, match="model after 1 tokens"):
+        bad.argmax()
     with pytest.raises(DataError, match="model after 0 tokens"):  # a lone row
         logits([WRONG[wrong]]).argmax()
     assert logits([[-INF, 1.0, 1.0]]).argmax() == [1]

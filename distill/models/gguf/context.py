@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.models.base import SPARE_NODES
-from distill.models.finite import Place, finite_argmax, place_of, require_finite
+from distill.models.finite import Place, finite_argmax, place_of
 from distill.models.gguf.build import fill_context
 from distill.models.gguf.file import GgufFile
 from distill.models.gguf.library import ERRORS, last_errors
@@ -231,16 +231,6 @@ class GgufLogits:
         rows = self._rows()
         ids: list[int] = rows.argmax(axis=1).tolist()
         return finite_argmax(ids, [rows.item(row, token) for row, token in enumerate(ids)], self.place, empty)
-
-    def top(self, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The k best ids [n, k] and their logits [n, k], best first, smaller ids first on ties; 1 <= k <= V."""
-        rows = self._rows()
-        size = rows.shape[1]
-        if not 1 <= k <= size:
-            raise ValueError(f"k must lie in 1..{size}, got {k}")
-        require_finite(rows.max(axis=1).tolist(), self.place)
-        ids = np.argsort(-rows, axis=1, kind="stable")[:, :k]
-        return ids, np.take_along_axis(rows, ids, axis=1)
 
     def full(self) -> torch.Tensor:
         """All logits [n, V] as an fp32 copy."""
