@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from distill.errors import RecipeError
+from distill.errors import DataError, RecipeError
 from distill.files import read_utf8
 from distill.models.conversion.importing import is_gguf
 from distill.models.gguf.file_head import open_head, tensor_bytes
@@ -29,6 +29,7 @@ from distill.surgery.checks import EXPERTS
 
 CACHED_BYTES = 2  # of a cached key or value: both engines cache 16 bits by default
 IN_LAYER = re.compile(r"(^blk|\blayers)\.\d+\.")
+OF_A_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_top_k")  # experts that a token uses, by family
 OF_EXPERT = re.compile(r"_exps\.|\.experts\.")
 INPUT, HEAD = ("token_embd.weight", "embed_tokens.weight"), ("output.weight", "lm_head.weight")
 
@@ -135,7 +136,18 @@ def work_of(reference: str, weight_bytes: float) -> StepWork:
 
 
 def work_of_config(config: Any, weight_bytes: float) -> StepWork:
-    """The work of the model that a configuration of transformers describes."""
+    """The work of the model that a configuration of transformers describes; DataError for one without attention."""
+    try:
+        return _work_of_attention(config, weight_bytes)
+    except (AttributeError, TypeError, ValueError) as error:  # each family's code says in its own way what it lacks
+        kind = getattr(config, "model_type", "of no type")
+        raise DataError(
+            f"what a step of this model reads is not known, {kind}: {error}",
+            "plan from measured steps: --target-curve (`distill profile MODEL --out FILE`) or --server",
+        ) from error
+
+
+def _work_of_attention(config: Any, weight_bytes: float) -> StepWork:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -150,7 +162,10 @@ def work_of_config(config: Any, weight_bytes: float) -> StepWork:
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         cached = 2 * (getattr(config, "num_key_value_heads", None) or heads) * width * CACHED_BYTES
     experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 0)
-    used = config.num_experts_per_tok / experts if experts else 1.0
+    each = next((count for name in OF_A_TOKEN if (count := getattr(config, name, None))), None)
+    if experts and not each:
+        raise ValueError(f"its configuration does not say how many of {experts} experts a token uses")
+    used = each / experts if each and experts else 1.0
     return _work(sizes, config.num_hidden_layers, used, cached)
 
 

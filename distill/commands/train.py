@@ -144,7 +144,7 @@ def _check(recipe: Recipe, run: Run, until: str | None) -> None:
 
     stages = ["teacher", *(HELD_OUT if not recipe.target.load else [])]  # those that read the teacher's source
     unread = any(run.done(name) is None for name in stages)
-    found = preflight(recipe, run.done("corpus") is None, until=until, teacher=unread)
+    found = preflight(recipe, run.done("corpus") is None, until=until, teacher=unread, folder=run.folder)
     for line in found.warnings:
         print(line, file=sys.stderr)
 

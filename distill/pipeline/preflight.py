@@ -30,7 +30,7 @@ from distill.packages import install_extra, pip_install
 from distill.pipeline.stages import NAMES, require_part
 from distill.progress import Caution
 from distill.recipe import Recipe, is_path
-from distill.recipe.recipe import REASON, not_run
+from distill.recipe.recipe import HELD_OUT, REASON, not_run
 from distill.speculative.configured import check_configurations, check_trees
 from distill.surgery.checks import check_cut, check_smaller
 from distill.target.groups import check_writer
@@ -58,13 +58,18 @@ class Preflight:
 
 
 def preflight(
-    recipe: Recipe, inputs: bool = True, offline: bool = False, until: str | None = None, teacher: bool = True
+    recipe: Recipe,
+    inputs: bool = True,
+    offline: bool = False,
+    until: str | None = None,
+    teacher: bool = True,
+    folder: Path | None = None,
 ) -> Preflight:
-    """Check a recipe before its first stage, for the stages up to `until`.
+    """Check a recipe before its first stage, for the stages up to `until` of the run in `folder`, if there is one.
 
     Without `inputs`, the corpus sources, the traffic file and the writer of answers are left out: a run that has read
-    them does not need them any more; without `teacher`, the teacher's file or servers are. With `offline`, checks that
-    need a model hub or a server are skipped and listed.
+    them does not need them any more; without `teacher`, the teacher's file or servers and room for what they give are.
+    With `offline`, checks that need a model hub or a server are skipped and listed.
     """
     found = Preflight()
     if until is not None:
@@ -89,7 +94,7 @@ def preflight(
         found.skipped += [f"model {model}" for model in remote]
         found.skipped.append("pair rules, sizes and the cut, which need those models' configurations")
         return found
-    for check in (check_stages, check_pair, check_weights_of_models, check_draft, check_static, check_disk):
+    for check in (check_stages, check_pair, check_weights_of_models, check_draft, check_static):
         found.lines += check(recipe)
     if inputs:
         found.lines += check_traffic(recipe) + check_questions(recipe) + check_chat(recipe, documents)
@@ -97,7 +102,7 @@ def preflight(
         found.lines += check_export(recipe)
     found.lines += check_gguf(recipe)
     if teacher and "teacher" in ahead:
-        found.lines += check_teacher(recipe, offline)
+        found.lines += check_teacher(recipe, offline) + check_disk(recipe, folder)
     return found
 
 
@@ -185,8 +190,8 @@ def _without_weights(reference: str) -> Any:
         return AutoModelForCausalLM.from_config(load_config(reference))
 
 
-def check_disk(recipe: Recipe) -> list[str]:
-    """The teacher's distributions fit the disk."""
+def check_disk(recipe: Recipe, folder: Path | None = None) -> list[str]:
+    """The teacher's distributions fit the disk of the run in `folder`, of which it may hold some, or of this folder."""
     hidden = load_config(recipe.target.model).get_text_config().hidden_size
     answers, acceptance, test = recipe.answers, recipe.train.acceptance, recipe.eval
     positions = recipe.corpus.tokens + answers.prompts * (answers.prompt_tokens + answers.new_tokens)
@@ -195,10 +200,16 @@ def check_disk(recipe: Recipe) -> list[str]:
             positions += count * (answers.prompt_tokens + tokens)
         positions += (recipe.cut.score_blocks + test.file_blocks) * recipe.corpus.block
     store = positions * bytes_per_position(recipe.teacher, hidden, recipe.target.dtype)
-    free = shutil.disk_usage(Path.cwd()).free
-    if store > free:
+    place, stored = Path.cwd(), 0
+    if folder is not None:
+        place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+        files = (file for name in ("teacher", *HELD_OUT) for file in folder.glob(f"{name}/**/*"))
+        stored = sum(file.stat().st_size for file in files if file.is_file())
+    free = shutil.disk_usage(place).free
+    if store - stored > free:
         raise RunError(
-            "the teacher store does not fit the disk",
+            f"the teacher store does not fit the disk: it needs {(store - stored) / 1e9:.1f} GB more in {place}, where "
+            f"{free / 1e9:.1f} GB are free",
             "lower corpus.tokens, answers.prompts or teacher.top_k, or store nothing with teacher.kind: online",
         )
     return [f"disk: the teacher store needs about {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here"]

@@ -15,7 +15,12 @@ from distill.files import parse_object
 CHAT, TEXT = "chat", "text"  # messages, as of /v1/chat/completions; a prompt, as of /v1/completions and /completion
 MARK = "[redacted]"
 OF_MESSAGE = ("role", "content", "name", "reasoning_content")  # what a template reads of a message
-FIXED = ("role", "finish_reason")  # fields of a line that hold no text of a person
+# What holds no text of a person: the names of a line's own fields, and the values that two of them usually have.
+NAMES = frozenset(("prompt", "messages", "answer", "finish_reason", "model", "chat_template_kwargs", *OF_MESSAGE))
+USUAL = {
+    "role": ("system", "developer", "user", "assistant", "tool"),
+    "finish_reason": ("stop", "length", "stop_string"),
+}
 LLAMA_ENDS = {"eos": "stop", "limit": "length", "word": "stop_string", None: None, "none": None}
 
 
@@ -43,14 +48,23 @@ def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str,
 
 
 def redacted(value: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
-    """A line with every text that a pattern matches replaced by MARK, one pattern after the other."""
-    if isinstance(value, str):
-        for pattern in patterns:
-            value = pattern.sub(MARK, value)
-        return value
+    """A line with every text that a pattern matches replaced by MARK, one pattern after the other; a number that one
+    matches, too."""
     if isinstance(value, dict):
-        return {name: one if name in FIXED else redacted(one, patterns) for name, one in value.items()}
-    return [redacted(one, patterns) for one in value] if isinstance(value, list) else value
+        return {
+            name if name in NAMES else redacted(name, patterns): one
+            if one in USUAL.get(name, ())
+            else redacted(one, patterns)
+            for name, one in value.items()
+        }
+    if isinstance(value, list):
+        return [redacted(one, patterns) for one in value]
+    if value is None or isinstance(value, bool):
+        return value
+    text = str(value)
+    for pattern in patterns:
+        text = pattern.sub(MARK, text)
+    return value if text == str(value) else text
 
 
 def _object(raw: bytes, fault: str) -> dict[str, Any]:
@@ -113,6 +127,8 @@ def _choices(kind: str, events: Iterator[dict[str, Any]]) -> list[dict[str, Any]
             raise LeftOut("an error within the reply")
         end = LLAMA_ENDS.get(event.get("stop_type"), "unknown")
         own = {"text": event.get("content"), "finish_reason": end}  # llama-server's own API has no choices
+        if end == "stop":
+            own["stop_reason"] = None  # an end token: stop strings have a type of their own
         for piece in event.get("choices", [own]):
             one = found.setdefault(piece.get("index", 0), {"texts": [], "end": None, "fault": "", "model": ""})
             part = piece if kind != CHAT else piece.get("message") or piece.get("delta") or {}

@@ -21,7 +21,7 @@ from distill.files import has_form
 from distill.models.pairs import compare_pair
 from distill.recipe import SamplerSettings
 from distill.serving.counts import Text, TextCounts, Totals, totals_of
-from distill.serving.http import Http
+from distill.serving.http import Http, Timing
 from distill.serving.llama_server import LlamaServer, Running, started
 
 # Whatever else could shape a distribution is switched off: a server has defaults of its own, vLLM's from the model's
@@ -46,8 +46,8 @@ class Reply(Text):
 
     `cached` are the tokens of the prompt that the server did not compute again, `later_seconds` those that it took for
     all tokens behind the first, by its own clock. `started` is the moment at which the request was sent, `times` are
-    those of its events (perf_counter): a llama-server sends one for each token, vLLM for each step. The counts of a
-    server that counts for no single request are those of a text without a draft.
+    those of its events with tokens (perf_counter): a llama-server sends one for each token, vLLM for each step. The
+    counts of a server that counts for no single request are those of a text without a draft.
     """
 
     count: int
@@ -104,6 +104,15 @@ class Client(ABC):
         return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
 
 
+def _tokens_and_moments(written: Sequence[Sequence[int]], timing: Timing) -> tuple[list[int], Timing]:
+    """The tokens of a reply's events, and its timing with the moments of those that hold some.
+
+    What follows them at once, such as the counts of tokens, would look like a step that took no time.
+    """
+    holding = sum(map(bool, written))
+    return [token for tokens in written for token in tokens], timing._replace(times=timing.times[: holding or None])
+
+
 class LlamaClient(Client):
     """A llama-server, started by us (with --metrics) or by the user."""
 
@@ -118,7 +127,8 @@ class LlamaClient(Client):
         timings = last.get("timings")
         if not isinstance(timings, dict):
             raise ServingError(f"{self.url} gives no timings with its replies", "llama-server of this year does")
-        tokens = [token for event in events for token in event.get("tokens", ())]
+        written = [event.get("tokens", ()) for event in events]
+        tokens, timing = _tokens_and_moments(written, timing)
         count = int(timings.get("predicted_n", last.get("tokens_predicted", len(tokens))))
         counts = TextCounts.of(count, int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0)))
         cached, later_seconds = max(0, int(timings.get("cache_n", 0))), float(timings.get("predicted_ms", 0)) / 1e3
@@ -195,9 +205,9 @@ class VllmClient(Client):
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         before = self.totals() if self.alone else None
         events, timing = self.http.stream("/v1/completions", body)
-        tokens = [
-            token for event in events for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()
-        ]
+        choices = [event.get("choices", ()) for event in events]
+        written = [[token for one in several for token in one.get("token_ids") or ()] for several in choices]
+        tokens, timing = _tokens_and_moments(written, timing)
         usage: dict[str, Any] = next((event["usage"] for event in reversed(events) if event.get("usage")), {})
         count = int(usage.get("completion_tokens", len(tokens)))
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

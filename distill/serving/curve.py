@@ -41,12 +41,16 @@ def served_curve(client: Client, depth: int, new: int, limit: int) -> CostCurve:
     client.alone, client.ignores_end = False, True
     timed, draw = min(new, TIMED), random.Random(0)
     progress = Progress(f"{client.url}: up to {wanted[-1]} requests at once", REPEATS * len(wanted))
-    requests: list[Request] = []
+    by_load: dict[int, list[Request]] = {together: [] for together in wanted}
     for repeat in range(REPEATS):
         for together in wanted if repeat % 2 == 0 else wanted[::-1]:
-            requests += send(client, [made_up(depth, draw) for _ in range(together)], timed, Load(together), repeat)
+            by_load[together] += send(
+                client, [made_up(depth, draw) for _ in range(together)], timed, Load(together), repeat
+            )
             progress.step()
-    steps = step_seconds(requests)
+    # Of its own requests alone: those of larger loads would make a single one rare.
+    found = {together: step_seconds(requests) for together, requests in by_load.items()}
+    steps = {together: own[together] for together, own in found.items() if together in own}
     known = next((m for m in range(1, limit + 1) if m + 1 not in steps), limit) if 1 in steps else 0
     if known < 2:
         raise ServingError(

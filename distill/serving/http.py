@@ -142,9 +142,10 @@ class Http:
         error: Any = None if isinstance(found, str) else found.get("error", found.get("message", found))
         if isinstance(error, dict):
             error = error.get("message", error)
-        text = " ".join(str(error or content.decode("utf-8", "replace")).split())[:SHOWN] or "no message"
+        text = " ".join(str(error or content.decode("utf-8", "replace")).split())
         if self._key:
             text = text.replace(self._key, "***")
+        text = text[:SHOWN] or "no message"  # cut last: part of a key is no key to replace
         hint = "see the server's log"
         if status in (401, 403):
             hint = "name the environment variable that holds its key: --key NAME"

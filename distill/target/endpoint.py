@@ -37,11 +37,14 @@ Result = TypeVar("Result")
 
 
 class Unusable(Exception):
-    """A request without a reply: the reason, what the server said about it, and the seconds that it asks to wait."""
+    """A request without a reply: the reason, what the server said about it, the seconds that it asks to wait, and the
+    reply's status (None without a reply)."""
 
-    def __init__(self, reason: str, detail: str = "", wait_seconds: float | None = None) -> None:
+    def __init__(
+        self, reason: str, detail: str = "", wait_seconds: float | None = None, status: int | None = None
+    ) -> None:
         super().__init__(reason)
-        self.reason, self.detail, self.wait_seconds = reason, detail, wait_seconds
+        self.reason, self.detail, self.wait_seconds, self.status = reason, detail, wait_seconds, status
 
 
 class Refused(Unusable):
@@ -150,7 +153,7 @@ class Endpoint:
             return {}
         if status in AGAIN or status >= 500:
             wait_seconds = retry_after(response.headers.get("retry-after"))
-            raise Unanswered(f"status {status}", self._message(response), wait_seconds)
+            raise Unanswered(f"status {status}", self._message(response), wait_seconds, status)
         if status >= 300:
             raise self._refusal(place, status, response)
         reply = parse_object(response.content)

@@ -58,7 +58,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
                 break
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)  # an adapter's dropout
             rate = rate_of(part, step, settings)
-            body_rate = rate * body_share(step, work.steps, settings)
+            body_rate = rate * body_share(step, settings)
             set_rates(work.optimizer, rate, body_rate)
             began = time.monotonic()
             figures = one_step(work, part, step)

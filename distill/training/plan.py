@@ -114,7 +114,7 @@ def warm_steps(steps: int, warmup: float) -> int:
     return max(1, round(warmup * steps))
 
 
-def body_share(step: int, steps: int, settings: Train) -> float:
+def body_share(step: int, settings: Train) -> float:
     """The share of the rate for the body (all but embeddings and head): 0 at first, then a warm-up of its own.
 
     Adam's first steps have full size whatever the gradient; without the warm-up they undo the embeddings' progress.
@@ -123,7 +123,7 @@ def body_share(step: int, steps: int, settings: Train) -> float:
         return 0.0
     if not settings.embedding_steps:
         return 1.0
-    warm = max(10, round(settings.warmup * steps))
+    warm = max(10, round(settings.warmup * settings.steps))
     return min(1.0, (step - settings.embedding_steps + 1) / warm)
 
 

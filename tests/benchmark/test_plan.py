@@ -19,7 +19,7 @@ import tiny
 import yaml
 from test_cost import enumerated
 from toys import toy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, T5Config
 
 from distill.benchmark.hardware import Hardware, StepWork, read_hardware, work_of, work_of_config
 from distill.benchmark.plan import ALL, RATES, Case, Plan, as_markdown, by_position, outlook, step_costs
@@ -192,6 +192,12 @@ def test_latents_of_a_gguf_file(heads: int, numbers: int, tmp_path: Path) -> Non
     writer.write_tensors_to_file()
     writer.close()
     assert work_of(str(tmp_path / "m.gguf"), 2).position_bytes == 2 * numbers * 2
+
+
+@pytest.mark.parametrize("config", [MambaConfig(num_hidden_layers=2, hidden_size=32), T5Config(d_model=32)])
+def test_a_model_without_the_sizes_of_a_decoder_is_refused_by_its_type(config: Any) -> None:
+    with pytest.raises(DataError, match=f"not known, {config.model_type}: "):
+        work_of_config(config, 2)
 
 
 def test_work_of_a_gguf_file_is_that_of_its_folder(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import tiny
 import torch
 
 from distill.documents.sources import PIECE, cut_text, read_documents
-from distill.errors import RecipeError
+from distill.errors import RecipeError, RunError
 from distill.pipeline import preflight
 from distill.recipe import Corpus, Source, load_recipe
 from distill.training.trackers import require_trackers
@@ -147,6 +148,29 @@ def test_what_a_check_says_of_the_corpus(world: Path, tmp_path: Path, capsys: Ca
     found = preflight.preflight(load_recipe(world / "recipe.yaml", [f"corpus.sources={json.dumps(few)}"]))
     assert len(found.lines) > 5, "of which a training shows the warning alone"
     assert [line.partition(";")[0] for line in found.warnings] == ["warning: the test split has 1 documents"]
+
+
+def test_a_store_that_a_run_holds_needs_no_room_again(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is free is asked of the disk of the run, whose own shards are not counted twice."""
+    recipe, asked = load_recipe(world / "recipe.yaml", ["corpus.tokens=1000000"]), list[Path]()
+    (line,) = preflight.check_disk(recipe)
+    needed = float(line.split()[6]) * 1e6
+
+    def usage(place: Path) -> Any:
+        asked.append(place)
+        return types.SimpleNamespace(free=needed / 2)
+
+    monkeypatch.setattr(preflight.shutil, "disk_usage", usage)
+    run = tmp_path / "runs" / "new"
+    with pytest.raises(RunError, match=f"GB more in {tmp_path}, where"):
+        preflight.check_disk(recipe, run)
+    (run / "teacher").mkdir(parents=True)
+    with open(run / "teacher" / "shard-00000.safetensors", "wb") as shard:
+        shard.truncate(round(needed * 0.6))  # a file of holes
+    preflight.check_disk(recipe, run)
+    assert asked == [tmp_path, run]
 
 
 def test_the_first_records_of_a_hub_data_set(world: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

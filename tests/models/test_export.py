@@ -616,12 +616,12 @@ def test_full_disk_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert not list(folder.glob("*out.gguf*"))
 
 
-def test_missing_llama_cpp_names_the_extra(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_llama_cpp_names_the_package(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     from distill.models.gguf import file as room
 
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setattr(room, "library", room.library.__wrapped__)
-    with pytest.raises(DataError, match=r"pip install 'distill\[llama\]'"):
+    with pytest.raises(DataError, match="pip install \"llama-cpp-python>="):
         GgufModel(exported.parent / "f16.gguf")

@@ -85,11 +85,13 @@ def test_messages_are_kept_as_the_template_reads_them() -> None:
     ("more", "reply", "expected"),
     [
         ({}, text(), "stop"),
-        ({"stop": ["\n"]}, text(), "stop_string"),  # llama-server does not say which it was
+        ({"stop": ["\n"]}, text(), "stop_string"),  # llama-server does not say which it was here
         ({"stop": ["\n"]}, text(stop_reason=None), "stop"),  # vLLM: an end token
         ({"stop": ["\n"]}, text(stop_reason="\n"), "stop_string"),
         ({"stop": ["\n"]}, text(finish="length"), "length"),
         ({}, {"content": "4", "stop_type": "word"}, "stop_string"),
+        ({"stop": ["\n"]}, {"content": "4", "stop_type": "word"}, "stop_string"),
+        ({"stop": ["\n"]}, {"content": "4", "stop_type": "eos"}, "stop"),  # its own API does
     ],
 )
 def test_an_answer_ends_with_an_end_token_only_where_the_target_wrote_one(
@@ -175,16 +177,22 @@ def test_no_body_ends_the_recording() -> None:
 
 def test_redaction_reaches_every_text() -> None:
     """Also one that came in two pieces, and one that JSON had escaped."""
-    patterns = [re.compile(r"\S+@\S+"), re.compile("user|Jörg")]
+    patterns = [re.compile(r"\S+@\S+"), re.compile("user|Jörg"), re.compile(r"\d{4}"), re.compile("messages|stop|None")]
     asked = {"messages": [{"role": "user", "content": "I am Jörg, j@x.de", "name": "Jörg"}]}
-    asked["chat_template_kwargs"] = {"greet": ["user"]}
+    asked["chat_template_kwargs"] = {"greet": ["user"], "role": "clerk j@x.de", "a@x.de": 1, "card": 4111, "none": None}
     (line,) = found(CHAT, asked, stream(delta("Write to j@"), delta("x.de, J"), delta("örg", "stop")))
     assert redacted(line, patterns) == {
         "messages": [
             {"role": "user", "content": "I am [redacted], [redacted]", "name": "[redacted]"},
             {"role": "assistant", "content": "Write to [redacted] [redacted]"},
         ],
-        "chat_template_kwargs": {"greet": ["[redacted]"]},
+        "chat_template_kwargs": {
+            "greet": ["[redacted]"],
+            "role": "clerk [redacted]",
+            "[redacted]": 1,
+            "card": "[redacted]",
+            "none": None,
+        },
         "finish_reason": "stop",
         "model": "m",
     }

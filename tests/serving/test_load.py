@@ -144,6 +144,9 @@ def test_the_curve_of_a_server_is_its_law() -> None:
     assert found.seconds == (tuple(pytest.approx(steps(m)) for m in range(1, 5)),)
     assert (found.depths, found.unit, found.backend) == ((32,), "seconds", "vllm") and "ends at" not in found.note
     assert client.ignores_end and not client.alone
+    many = [*range(1, 17)]  # one at a time is then a hundredth of all steps
+    longer = served_curve(cast("Client", Simulated(plainly, [*many, *many[::-1], *many])), 16, 61, 16)
+    assert longer.seconds == (tuple(pytest.approx(steps(m)) for m in many),)
     assert len(set(client.prompts)) == 30 and all(len(ids) == 16 for ids in client.prompts)  # B of every load
 
 

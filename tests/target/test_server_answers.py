@@ -89,6 +89,17 @@ def test_every_fault_that_passes_loses_nothing(
         assert one.answer == [*encode(tokenizer, bad.text(shown)), tokenizer.eos_token_id][:24]
 
 
+@pytest.mark.parametrize("takes_ids", [True, False])
+def test_a_busy_server_is_asked_again_whether_it_takes_token_ids(
+    world: Path, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], takes_ids: bool
+) -> None:
+    with BadServer(tokenizer, lambda _, attempt: "ok" if attempt else "503", takes_ids) as server:
+        write(world, tmp_path / "run", 3, served(server.url, retries=2))
+        assert {isinstance(body["prompt"], list) for body in server.bodies[2:]} >= {takes_ids}
+        assert all(isinstance(body["prompt"], list) is takes_ids for body in server.bodies[-2:])
+    assert ("prompts were sent as text" in capsys.readouterr().err) is not takes_ids
+
+
 def test_several_servers_share_the_work(world: Path, tokenizer: Any, tmp_path: Path) -> None:
     """Where one of them is broken, its requests go to the other."""
     with BadServer(tokenizer, ok) as first, BadServer(tokenizer, ok) as second:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -14,7 +15,7 @@ from distill.errors import DataError, EndpointError
 from distill.files import has_form
 from distill.models.hugging_face import encode, end_ids, real_tokens
 from distill.recipe import Recipe
-from distill.target.endpoint import Endpoint, Refused, Unanswered
+from distill.target.endpoint import Endpoint, Refused, Unanswered, delay_seconds
 from distill.texts import Reply, Request, listed
 
 MAX_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
@@ -47,6 +48,7 @@ class ServerWriter:
         self.first_faults: dict[str, str] = {}  # what the server said about the first of each kind
         self._lock = Lock()
         self.takes_ids: bool | None = None
+        self.as_text = ""  # why prompts are sent as text
         try:
             self.model = self.endpoint.served()[0][1]
         except BaseException:
@@ -92,17 +94,29 @@ class ServerWriter:
             )
 
     def _probe(self, request: Request) -> bool:
-        """Whether the servers take token ids as a prompt, asked with one token of answer."""
+        """Whether the servers take token ids as a prompt, asked with one token of answer.
+
+        A server that is busy or cannot be reached is asked again: one that takes none refuses, or fails with status 500
+        each time (llama-cpp-python).
+        """
         if self.settings.api == "chat":
             return False
         body = {"model": self.model, "prompt": request.ids, "max_tokens": 1, "temperature": 0, "stream": False}
-        once = Endpoint(self.settings.model_copy(update={"retries": min(1, self.settings.retries)}), "answers.writer")
-        with closing(once):
-            try:
-                once.post("completions", body)
-            except (Refused, Unanswered):  # llama-cpp-python fails with status 500
-                return False
-        return True
+        failed = 0
+        with closing(Endpoint(self.settings.model_copy(update={"retries": 0}), "answers.writer")) as once:
+            for attempt in range(self.settings.retries + 1):
+                try:
+                    once.post("completions", body)
+                    return True
+                except Refused:
+                    break
+                except Unanswered as error:
+                    failed += error.status == 500
+                    if failed == 2 or attempt == self.settings.retries:
+                        break
+                    time.sleep(delay_seconds(attempt, error.wait_seconds))
+        self.as_text = "prompts were sent as text, which a server may read as other tokens: it took no token ids"
+        return False
 
     def _ask(self, request: Request) -> Reply:
         """The reply to one request; runs in a thread of the pool."""
@@ -257,6 +271,7 @@ class ServerWriter:
         failed = self.endpoint.counts
         return [
             *([f"{failed.total()} requests were sent again: {listed(failed, ' × ')}"] if failed else []),
+            *([self.as_text] if self.as_text else []),
             *(f"{count} {what}" for what, count in sorted(self.notes.items())),
             *(f"{what}, the first: {detail}" for what, detail in self.first_faults.items() if detail),
         ]
