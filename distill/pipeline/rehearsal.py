@@ -17,7 +17,7 @@ from distill.errors import RunError
 from distill.faults import faults_explained
 from distill.files import write_atomically, write_text
 from distill.pipeline.estimate import as_markdown, expect, verdicts
-from distill.pipeline.running import run_pipeline
+from distill.pipeline.running import forget_begun, run_pipeline
 from distill.pipeline.stages import find_stage
 from distill.progress import Progress, watched
 from distill.recipe import Recipe, dump_recipe
@@ -104,8 +104,8 @@ def rehearse(recipe: Recipe, short: Recipe, run: Run) -> str:
     """Run the stages of `short` in `run` and return the table of what `recipe` will take, in Markdown, with a
     verdict on this machine.
 
-    A killed rehearsal goes on where it was; that of another recipe is replaced. Raises RunError where the folder is a
-    run that no rehearsal made.
+    A killed rehearsal goes on at the stage where it was; that of another recipe is replaced. Raises RunError where the
+    folder is a run that no rehearsal made.
     """
     path, config = run.path(RESULT), dump_recipe(short)
     if run.folder.exists() and not path.exists() and any(run.folder.iterdir()):
@@ -120,6 +120,7 @@ def rehearse(recipe: Recipe, short: Recipe, run: Run) -> str:
                 shutil.rmtree(run.folder)
     finished = {entry.stage for entry in done}
     run.open(config)
+    forget_begun(run)  # what is left of such a stage would be taken for the whole of it
     write_result(path, Rehearsal(recipe.name, config, done, []))
     traffic, own = recipe.answers.traffic, short.answers.traffic
     if traffic is not None and own is not None and not Path(own.path).exists():

@@ -270,6 +270,13 @@ def _carry_out(action: Action, planner: Planner) -> None:
     run.say(f"{stage.name}: done in {duration(time.time() - started)}")
 
 
+def forget_begun(run: Run) -> None:
+    """Remove what stages that were killed have written, so that they begin anew."""
+    for stage in STAGES:
+        if begun_path(run, stage).exists() and run.done(stage.name) is None:
+            _remove_all(run, stage)
+
+
 def _remove_all(run: Run, stage: Stage) -> None:
     """Remove everything that a stage has written, its records first."""
     with faults_explained(run.folder):

@@ -15,7 +15,7 @@ from distill.results.serialise import Figure, Result, from_json
 DECODED, STORED = "decoded rounds", "α on stored distributions"
 
 # The stages of the lines on evaluated weights and on points of the learning curve.
-ACCEPTANCE_STAGE, CURVE_STAGE = "acceptance", "curve"
+ACCEPTANCE_STAGE, CURVE_STAGE, REPLAY_STAGE = "acceptance", "curve", "replay"
 
 
 @dataclass(frozen=True)

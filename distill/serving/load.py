@@ -6,13 +6,14 @@ T(B) seconds of a step that makes a token of each.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import numpy
 
@@ -56,24 +57,39 @@ def send(client: Client, prompts: Sequence[Sequence[int]], limit: int, load: Loa
     """
     due, ended = load.due(load.count(len(prompts)), seed), threading.Event()
     begun = time.perf_counter()
+    waiting: SimpleQueue[int] = SimpleQueue()
+    answered: SimpleQueue[tuple[int, Reply | BaseException]] = SimpleQueue()
+    for number in range(len(due)):
+        waiting.put(number)
 
-    def reply_to(number: int) -> Reply:
-        if ended.wait(max(0.0, begun + due[number] - time.perf_counter())):
-            raise CancelledError
-        return client.complete(prompts[number % len(prompts)], limit, number // len(prompts))
+    def work() -> None:
+        with contextlib.suppress(Empty):
+            while not ended.is_set():
+                number = waiting.get_nowait()
+                if ended.wait(max(0.0, begun + due[number] - time.perf_counter())):
+                    return
+                try:
+                    answered.put(
+                        (number, client.complete(prompts[number % len(prompts)], limit, number // len(prompts)))
+                    )
+                except BaseException as error:
+                    answered.put((number, error))
 
-    pool = ThreadPoolExecutor(max_workers=load.concurrency or CONNECTIONS)  # which take requests in their order
+    # Not a ThreadPoolExecutor: the interpreter waits for its threads, and a request may hang for minutes.
+    for _ in range(min(load.concurrency or CONNECTIONS, len(due))):
+        threading.Thread(target=work, daemon=True).start()
+    replies: dict[int, Reply] = {}
     try:
-        futures = [pool.submit(reply_to, number) for number in range(len(due))]
-        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-            future.result()
+        while len(replies) < len(due):
+            number, found = answered.get()
+            if isinstance(found, BaseException):
+                raise found
+            replies[number] = found
     finally:
         ended.set()
-        pool.shutdown(wait=False, cancel_futures=True)
-    replies = [future.result() for future in futures]
     return [
         Request(number % len(prompts), reply.started if load.concurrency else begun + float(due[number]), reply)
-        for number, reply in enumerate(replies)
+        for number, reply in sorted(replies.items())
     ]
 
 

@@ -156,16 +156,24 @@ def _first_line(error: Exception) -> str:
     return f"it does not hold what this version writes ({type(error).__name__})"
 
 
-def save_weights(run: Run, name: str, learner: torch.nn.Module, main: bool) -> None:
-    """Keep the present weights as checkpoints/`name`, in the `main` process; every process must call it."""
+def save_weights(run: Run, name: str, learner: torch.nn.Module, main: bool, step: int) -> None:
+    """Keep the present weights, those after `step`, as checkpoints/`name`, in the `main` process; every process must
+    call it."""
 
     def write(temporary: Path) -> None:
         _save_model(learner, temporary)
         _write_digests(temporary)
+        write_json(temporary / "state.json", {"step": step})
 
     if main:
         write_folder(run.path("checkpoints", name), write)
     barrier()  # before any process reads them
+
+
+def step_of_weights(run: Run, name: str) -> int | None:
+    """The step after which the weights in checkpoints/`name` were kept; None where there are none."""
+    path = run.path("checkpoints", name, "state.json")
+    return int(read_json(path, {"step": int})["step"]) if path.exists() else None
 
 
 def load_weights(run: Run, name: str, learner: torch.nn.Module) -> None:

@@ -7,6 +7,7 @@ Replaying verified errors comes from Draft-OPD (arXiv 2605.29343). Legend: n blo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from distill.intervals import paired_ratio_interval
 from distill.packing import PADDING, Packed, pack
 from distill.progress import Progress
 from distill.recipe import Replay
+from distill.results.training_results import REPLAY_STAGE
 from distill.speculative.decode import Decoded
 from distill.texts import Answer, Prompt, read_answers
 from distill.training.checkpoint import BEST, REPLAYED, load_weights, save_weights
@@ -68,10 +70,15 @@ def pack_rejected(prompts: Sequence[Prompt], texts: Sequence[Decoded], block: in
     return packed
 
 
+def decoding_batches(prompts: int) -> int:
+    """Into how many batches prompts are divided."""
+    return -(-prompts // BATCH)
+
+
 def decode_all(target: ServedTarget, draft: Any, prompts: Sequence[Prompt], settings: Replay) -> list[Decoded]:
     """Every prompt decoded, some of them together."""
     texts: list[Decoded] = []
-    progress = Progress("replay, batches decoded", -(-len(prompts) // BATCH))
+    progress = Progress("replay, batches decoded", decoding_batches(len(prompts)))
     for start in range(0, len(prompts), BATCH):
         texts += target.decode(draft, prompts[start : start + BATCH], settings.new_tokens, settings.length)
         progress.step()
@@ -126,14 +133,16 @@ def enter_replay(work: Training) -> bool:
     if work.state.get("replay") is None:
         take_best(work)
         if work.state["best"] is None:
-            save_weights(run, BEST, work.learner, work.is_main)
+            save_weights(run, BEST, work.learner, work.is_main, work.state["step"])
 
         def collected(draft: Any) -> dict[str, Any]:
             prompts = replay_prompts(read_answers(run, "train"), settings.prompts)
             return collect(served_target(work), draft, prompts, settings, work.recipe.corpus.block, path)
 
+        began = time.monotonic()
         with memory_explained(replaying, work):
             work.state["replay"] = figures = measured_on_main(work, collected)
+        run.record(REPLAY_STAGE, batches=decoding_batches(figures["prompts"]), seconds=time.monotonic() - began)
         run.say("  replay: {rejected} rejected positions in {rounds} rounds of {prompts} prompts".format_map(figures))
     packed = Packed.load(path)
     if not len(packed):
@@ -156,15 +165,17 @@ def decide_on_replay(work: Training) -> None:
     """Keep the replayed weights only if they are better on validation prompts; writes replay/decision.json."""
     settings, run = work.settings.replay, work.run
     assert settings is not None
-    save_weights(run, REPLAYED, work.learner, work.is_main)
+    save_weights(run, REPLAYED, work.learner, work.is_main, work.state["step"])
     _, prompts = validation_prompts(work)
     decoded: list[list[Decoded]] = []
+    began = time.monotonic()
     for name in (BEST, REPLAYED):
         load_weights(run, name, work.learner)
         with memory_explained(replaying, work):
             decoded.append(
                 measured_on_main(work, lambda draft: decode_all(served_target(work), draft, prompts, settings))
             )
+    run.record(REPLAY_STAGE, batches=2 * decoding_batches(len(prompts)), seconds=time.monotonic() - began)
     evaluation = work.recipe.eval
     decision = compare_rounds(decoded[0], decoded[1], evaluation.resamples, evaluation.confidence)
     if work.is_main:

@@ -34,7 +34,7 @@ from distill.teacher.distributions import TeacherChunk
 from distill.teacher.held_out import held_out
 from distill.teacher.store import TeacherStore
 from distill.texts import Prompt, prompt_seed, read_prompts
-from distill.training.checkpoint import BEST, load_weights, save_weights
+from distill.training.checkpoint import BEST, load_weights, save_weights, step_of_weights
 from distill.training.memory import evaluating, memory_explained
 from distill.training.plan import REPLAY, PlannedPart, Verifying, protocol_of
 from distill.training.setup import Training
@@ -252,10 +252,12 @@ def evaluate_weights(work: Training) -> None:
     shown = from_json({"step": step, **figures}, EvaluatedWeights, "the evaluation")
     best = state["best"]
     better = best is None or figures["acceptance"] > best["acceptance"]
+    # Before a kill they were, and took the place of `best`; where rounding differs they may not be any more.
+    better |= step_of_weights(work.run, BEST) == step
     state["misses"] = 0 if better else state["misses"] + 1
     if better:
         state["best"] = {"step": step, **figures}
-        save_weights(work.run, BEST, work.learner, work.is_main)
+        save_weights(work.run, BEST, work.learner, work.is_main, step)
     work.run.say(
         f"  step {step}: {shown.words}"
         + (" (the best so far)" if better else f" (best {best['acceptance']:.3f} at step {best['step']})")

@@ -623,5 +623,5 @@ def test_missing_llama_cpp_names_the_package(exported: Path, monkeypatch: pytest
 
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setattr(room, "library", room.library.__wrapped__)
-    with pytest.raises(DataError, match="pip install \"llama-cpp-python>="):
+    with pytest.raises(DataError, match='pip install "llama-cpp-python>='):
         GgufModel(exported.parent / "f16.gguf")

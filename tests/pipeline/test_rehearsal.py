@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -14,7 +15,10 @@ import tiny
 
 from distill.errors import RunError
 from distill.pipeline.estimate import expect
+from distill.pipeline.keys import begun_path
 from distill.pipeline.rehearsal import RESULT, MemoryWatch, rehearse, shortened
+from distill.pipeline.running import forget_begun
+from distill.pipeline.stages import find_stage
 from distill.progress import Progress, watched
 from distill.recipe import load_recipe
 from distill.results.rehearsal_results import Rehearsal, Rehearsed
@@ -84,6 +88,34 @@ def test_expected_seconds_follow_the_counts(world: Path, rehearsed: tuple[Path, 
     assert train.disk_bytes == 45, "two checkpoints and the best weights, of which the rehearsal had two"
     assert (answers.low, answers.high) == (2 + 3 * 8, 2 + 3 * 8), "three batches of four prompts"
     assert answers.disk_bytes == 15
+
+
+def test_a_replay_decodes_more_prompts_than_its_rehearsal(
+    world: Path, rehearsed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 prompts are three batches and 20 judges two, twice; five evaluations and points stay those of 8 steps."""
+    runs, stages = rehearsed[0].parent, [Rehearsed("train", 100.0, 0, 1, 0, 30)]
+    recipe = load_recipe(world / "recipe.yaml", ["train.replay={prompts: 40, steps: 2, judges: 20}"])
+    run = Run(rehearsed[0], shortened(recipe, runs))
+    lines = run.metrics()
+    (without,) = expect(load_recipe(world / "recipe.yaml"), shortened(recipe, runs), run, stages)
+    more = [{"stage": "replay", "batches": 1, "seconds": 5.0}, {"stage": "replay", "batches": 2, "seconds": 4.0}]
+    monkeypatch.setattr(run, "metrics", lambda: [*lines, *more])
+    (whole,) = expect(recipe, shortened(recipe, runs), run, stages)
+    steps, saved = ([line["seconds"] for line in lines if line["stage"] == kind] for kind in ("train", "checkpoint"))
+    assert whole.low - without.low == pytest.approx(2 * (steps[1] + steps[2]) / 2 + saved[0] - 9 + 7 * 9 / 3)
+
+
+def test_what_a_killed_stage_wrote_is_removed(world: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", load_recipe(world / "recipe.yaml"))
+    teacher = run.path("teacher", "shard-00000.json")
+    with contextlib.closing(run):
+        run.open("")
+        for path in (teacher, run.path("corpus", "train.jsonl"), begun_path(run, find_stage("teacher"))):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{}")
+        forget_begun(run)
+    assert not teacher.parent.exists() and run.path("corpus", "train.jsonl").exists()
 
 
 def test_again_it_only_shows(world: Path, rehearsed: tuple[Path, str], capsys: Capture) -> None:

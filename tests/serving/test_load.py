@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ from typing import Any, cast
 
 import numpy
 import pytest
+import tiny
 
 from distill.errors import DataError, RecipeError, ServingError
 from distill.results.serving_results import ServedSpeed
@@ -455,6 +458,30 @@ def test_requests_are_sent_when_they_are_due(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_first_fault_ends_a_load(load: Load) -> None:
     with pytest.raises(ServingError, match="it failed"):
         send(Batching(fails=2), PLACES, 3, load, 0)  # type: ignore[arg-type]
+
+
+HUNG = """
+import time
+from distill.errors import ServingError
+from distill.serving.arrivals import Load
+from distill.serving.load import send
+
+class Hung:
+    def complete(self, ids, limit, seed):
+        if ids == [1]:
+            raise ServingError("it is gone", "look")
+        time.sleep(600)
+
+try:
+    send(Hung(), [[0], [1]], 1, Load(2), 0)
+except ServingError:
+    print("ended")
+"""
+
+
+def test_a_request_that_hangs_holds_nobody_after_a_fault() -> None:
+    ended = subprocess.run([sys.executable, "-c", HUNG], capture_output=True, text=True, timeout=60, cwd=tiny.ROOT)
+    assert ended.stdout == "ended\n", ended.stderr
 
 
 def test_every_load_on_each_server() -> None:

@@ -41,13 +41,14 @@ from trainings import (
 from distill.errors import RunError
 from distill.models.hugging_face import load_model
 from distill.packing import pack
-from distill.recipe import Replay, Train, parse_recipe, parse_section
+from distill.recipe import Replay, Train, load_recipe, parse_recipe, parse_section
+from distill.run import Run
 from distill.sampler import Sampler
 from distill.teacher.distributions import Head
 from distill.texts import Prompt, lacking_classes
 from distill.training import checkpoint, loop, replay, validation
 from distill.training import finish as finish_module
-from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from distill.training.checkpoint import BEST, load_checkpoint, newest_checkpoint, save_checkpoint, step_of_weights
 from distill.training.losses.settings import LossSettings
 from distill.training.plan import PlannedPart, planned
 from distill.training.replay import compare_rounds, pack_rejected, rejected_positions
@@ -214,6 +215,18 @@ def test_the_best_weights_are_taken_not_the_last(train: Trainer, monkeypatch: py
     assert all(torch.equal(saved[f"draft.{name}"], value) for name, value in own.items())
     last = torch.load(run / "checkpoints" / "step-000008" / "model.pt", weights_only=True)
     assert any(not torch.equal(last[f"draft.{name}"], value) for name, value in own.items())
+
+
+def test_the_weights_named_best_are_those_that_were_kept(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a training measures less after a kill than before it, as on a GPU: step 4 had taken the place of step 2."""
+    often = ("train.acceptance.every=2", "train.save_every=3")
+    tell(monkeypatch, 0.3, 0.6, 0.7)
+    with interrupted_after(5, monkeypatch):
+        train(*often, status=130)
+    tell(monkeypatch, 0.5, 0.4, 0.4)
+    run = train(*often)
+    assert json.loads((run / "training.json").read_text())["best"]["step"] == 4
+    assert step_of_weights(Run(run, load_recipe(run / "config.yaml")), BEST) == 4
 
 
 def test_a_training_ends_when_patience_has_run_out(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
