@@ -121,8 +121,8 @@ def test_the_cost_curve_of_a_server(settings: LlamaServer) -> None:
     (steps,) = curve.seconds
     assert len(steps) == 3 and "it has 3 slots" in curve.note and curve.depths == (80,)
     by_its_clock = statistics.median(reply.later_seconds / 32 for reply in alone if reply.later_seconds)
-    assert 0.5 < steps[0] / by_its_clock < 2
-    assert steps[0] < steps[2] < 8 * steps[0]
+    assert 0.1 < steps[0] / by_its_clock < 10, "seconds of a token; other programs may have come between the two"
+    assert 0.5 < steps[2] / steps[0] < 20
     with opened(settings, (60.0, 120.0)) as client, pytest.raises(ServingError, match="drafts, so that"):
         served_curve(client, 64, 32, 5)
 
