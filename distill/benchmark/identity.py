@@ -52,9 +52,11 @@ def rounding_noise(model: Model, prompt: Sequence[int], tokens: Sequence[int]) -
 
 
 def top_gap(model: Model, context: Sequence[int]) -> float:
-    """Difference of the two largest logits after `context`."""
+    """Difference of the two largest logits after `context`; DataError where they are not finite."""
     model.rollback([0])
-    best, second = model.extend(context, want=[len(context) - 1]).full()[0].topk(2).values.tolist()
+    logits = model.extend(context, want=[len(context) - 1])
+    logits.argmax()  # refuses NaN and infinity, of which no gap can be told
+    best, second = logits.full()[0].topk(2).values.tolist()
     return float(best - second)
 
 

@@ -102,20 +102,24 @@ class ServerWriter:
         if self.settings.api == "chat":
             return False
         body = {"model": self.model, "prompt": request.ids, "max_tokens": 1, "temperature": 0, "stream": False}
-        failed = 0
+        failed, reason = 0, ""
         with closing(Endpoint(self.settings.model_copy(update={"retries": 0}), "answers.writer")) as once:
             for attempt in range(self.settings.retries + 1):
                 try:
                     once.post("completions", body)
                     return True
-                except Refused:
+                except Refused as error:
+                    reason = error.reason
                     break
                 except Unanswered as error:
+                    reason = error.reason
                     failed += error.status == 500
                     if failed == 2 or attempt == self.settings.retries:
                         break
                     time.sleep(delay_seconds(attempt, error.wait_seconds))
-        self.as_text = "prompts were sent as text, which a server may read as other tokens: it took no token ids"
+        self.as_text = (
+            f"prompts were sent as text, which may be read as other tokens: no token ids were taken ({reason})"
+        )
         return False
 
     def _ask(self, request: Request) -> Reply:
