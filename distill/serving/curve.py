@@ -48,9 +48,7 @@ def served_curve(client: Client, depth: int, new: int, limit: int) -> CostCurve:
                 client, [made_up(depth, draw) for _ in range(together)], timed, Load(together), repeat
             )
             progress.step()
-    # Of its own requests alone: those of larger loads would make a single one rare.
-    found = {together: step_seconds(requests) for together, requests in by_load.items()}
-    steps = {together: own[together] for together, own in found.items() if together in own}
+    steps = step_seconds(by_load.values())
     known = next((m for m in range(1, limit + 1) if m + 1 not in steps), limit) if 1 in steps else 0
     if known < 2:
         raise ServingError(

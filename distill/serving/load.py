@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -157,31 +157,34 @@ def percentiles(values: Sequence[float]) -> tuple[float, float]:
     return float(numpy.median(values)), float(numpy.quantile(values, 0.95))
 
 
-def step_seconds(requests: Sequence[Request]) -> dict[int, float]:
-    """T(B) by B, from the texts of a plain server: the seconds between two tokens of a text, the median over texts.
+def step_seconds(loads: Iterable[Sequence[Request]]) -> dict[int, float]:
+    """T(B) by B, from the texts of a plain server under several loads: the median over texts of a text's step.
 
-    Those count in which B texts went on, none of them began or ended, and no request waited for its first token: steps
-    that read prompts take longer. Of a text they are averaged: a client that is held up gets several tokens at once.
-    Numbers of texts that are rare, as at the end of a replay, are left out.
+    A text's step is the mean of the seconds between two of its tokens, because a client that is held up gets several at
+    once. Those count in which B texts went on, none of them began or ended, and no request waited for its first token:
+    steps that read prompts take longer. A B that is rare under a load, as where its texts end, is left out of that
+    load; under another it may be what all texts have.
     """
-    replies = [one.reply for one in requests if len(one.reply.times) > 1]
-    streams, sent = [numpy.array(one.times) for one in replies], numpy.sort([one.started for one in replies])
-    first, last = (numpy.sort([times[place] for times in streams]) for place in (0, -1))
-    means, gaps = defaultdict[int, list[float]](list), Counter[int]()
-    for times in streams:
-        left, right = times[:-1], times[1:]
-        begun, ended = numpy.searchsorted(first, left, "right"), numpy.searchsorted(last, right, "left")
-        steady = begun == numpy.searchsorted(sent, right, "right")
-        steady &= ended == numpy.searchsorted(last, left, "right")
-        for together, count in Counter((begun - ended)[steady].tolist()).items():
-            gaps[together] += count
-            if count >= MIN_STEPS:
-                means[together].append(float((right - left)[steady & (begun - ended == together)].mean()))
-    return {
-        together: float(numpy.median(seconds))
-        for together, seconds in sorted(means.items())
-        if len(seconds) >= together and gaps[together] >= RARE * gaps.total() and numpy.median(seconds) > 0
-    }
+    means = defaultdict[int, list[float]](list)
+    for requests in loads:
+        replies = [one.reply for one in requests if len(one.reply.times) > 1]
+        streams, sent = [numpy.array(one.times) for one in replies], numpy.sort([one.started for one in replies])
+        first, last = (numpy.sort([times[place] for times in streams]) for place in (0, -1))
+        own, gaps = defaultdict[int, list[float]](list), Counter[int]()
+        for times in streams:
+            left, right = times[:-1], times[1:]
+            begun, ended = numpy.searchsorted(first, left, "right"), numpy.searchsorted(last, right, "left")
+            steady = begun == numpy.searchsorted(sent, right, "right")
+            steady &= ended == numpy.searchsorted(last, left, "right")
+            for together, count in Counter((begun - ended)[steady].tolist()).items():
+                gaps[together] += count
+                if count >= MIN_STEPS:
+                    own[together].append(float((right - left)[steady & (begun - ended == together)].mean()))
+        for together, seconds in own.items():
+            if gaps[together] >= RARE * gaps.total():
+                means[together] += seconds
+    steps = {together: float(numpy.median(seconds)) for together, seconds in sorted(means.items())}
+    return {together: step for together, step in steps.items() if len(means[together]) >= together and step > 0}
 
 
 def speeds_under(
@@ -198,7 +201,7 @@ def speeds_under(
     spell of the machine meets all of them.
     """
     served = {name: Served.alone(own) for name, own in replayed.items()}
-    every, plain = [(Load(1), served)], list(served[PLAIN].requests) if PLAIN in served else []
+    every = [(Load(1), served)]
     replays: dict[tuple[Load, str], list[list[Request]]] = {(load, name): [] for load in loads for name in clients}
     progress, order = Progress("under load", repeats * len(replays)), list(replays)
     for repeat in range(repeats):
@@ -208,10 +211,9 @@ def speeds_under(
     for load in loads:
         served = {name: Served.under(load, replays[load, name], len(prompts)) for name in clients}
         every.append((load, served))
-        plain += served[PLAIN].requests if PLAIN in served else []
     speeds = [
         own.speed(name, load, found.get(PLAIN) if name != PLAIN else None)
         for load, found in every
         for name, own in found.items()
     ]
-    return speeds, step_seconds(plain) if plain else {}
+    return speeds, step_seconds(found[PLAIN].requests for _, found in every if PLAIN in found)

@@ -171,14 +171,14 @@ def measured(law: Law, loads: Sequence[int], prompt_seconds: float = 0.0) -> tup
     """The load table of simulated servers, and their speeds."""
     laws = {"plain": plainly, "draft": law}
     replayed = {name: alone(one, prompt_seconds) for name, one in laws.items()}
-    speeds, plain = [], list[Request]()
+    speeds, plain = [], list[Sequence[Request]]()
     for together in loads:
         load = Load(together)
         served = {
             name: Served.under(load, [simulate(load, one, prompt_seconds)], PROMPTS) for name, one in laws.items()
         }
         speeds += [served[name].speed(name, load, None if name == "plain" else served["plain"]) for name in laws]
-        plain += behind(plain, served["plain"].requests)
+        plain.append(served["plain"].requests)
     own = acceptance("own", counts_of(replayed["draft"]))
     return load_table(speeds, step_seconds(plain), own, N_MAX), speeds
 
@@ -287,7 +287,7 @@ def test_steps_are_read_from_requests_that_arrive() -> None:
     found = simulate(Load(rate=1 / 60), plainly, prompt_seconds=5.0, seed=3)
     for seed in range(4):
         found += behind(found, simulate(Load(rate=1 / 100), plainly, prompt_seconds=5.0, seed=seed))
-    told = step_seconds(found)
+    told = step_seconds([found])
     assert len(told) > 3 and told == pytest.approx({m: steps(m) for m in told})
 
 
@@ -295,7 +295,15 @@ def test_steps_of_a_client_that_is_held_up() -> None:
     """Several tokens are seen at once; the seconds of a step are the same. So is one text less at the very end."""
     seen = [4.0 * math.ceil(place / 4) for place in range(1, 42)]
     found = [request(0, 0.0, seen), request(1, 0.0, [*seen, 45.0])]
-    assert step_seconds(found) == pytest.approx({2: 1.0}, rel=0.05)
+    assert step_seconds([found]) == pytest.approx({2: 1.0}, rel=0.05)
+
+
+def test_a_large_load_does_not_make_a_small_one_rare() -> None:
+    """One text at a time is a hundredth of all steps here, but all of those of its own load."""
+    small = [request(0, 0.0, range(1, 42))]
+    large = behind(small, [request(one, 0.0, range(2, 84, 2)) for one in range(100)])
+    assert step_seconds([small, large]) == {1: 1.0, 100: 2.0}
+    assert step_seconds([[*small, *large]]).keys() == {100}
 
 
 # Figures.
