@@ -24,7 +24,7 @@ MIXED = "train.loss={lk_hybrid: 0.9, cross_entropy: 0.1}"
 REPLAY = (
     "train.replay.prompts=6",
     "train.replay.new_tokens=16",
-    "train.replay.judges=4",
+    "train.replay.validation_prompts=4",
     "train.replay.steps=2",
     "train.replay.share=0.5",
 )

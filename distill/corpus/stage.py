@@ -48,7 +48,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         "train": recipe.answers.prompts,
         # The choice of weights, and the judgement of a replay.
         "validation": (train.acceptance.prompts if train.acceptance else 0)
-        + (train.replay.judges if train.replay else 0),
+        + (train.replay.validation_prompts if train.replay else 0),
         "test": max(recipe.eval.prompts, recipe.speedup.prompts),
     }
     summary: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def _require_prompts(recipe: Recipe, split: Split, prompts: list[Prompt], count:
             + (", or train without: train.acceptance=null, train.replay=null" if split == "validation" else ""),
         )
     if split == "validation" and recipe.answers.traffic is None:  # traffic brings prompts of its own
-        recipe.train.require_judges(len(prompts))
+        recipe.train.require_validation_prompts(len(prompts))
 
 
 def pack_given(

@@ -149,7 +149,8 @@ def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     decoded = sum(float(line["seconds"]) for line in replays)
     rest = stage.seconds - decoded - sum(sum(seconds) for seconds in own.values())
     if replays and recipe.train.replay is not None:
-        batches = decoding_batches(recipe.train.replay.prompts) + 2 * decoding_batches(recipe.train.replay.judges)
+        replay = recipe.train.replay
+        batches = decoding_batches(replay.prompts) + 2 * decoding_batches(replay.validation_prompts)
         rest += batches * decoded / sum(int(line["batches"]) for line in replays)
     # The first step warms up caches and, with train.compile, compiles.
     paces = {kind: fmean(found[1:] or found) for kind, found in own.items() if found}

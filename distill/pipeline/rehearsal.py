@@ -61,7 +61,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "train.acceptance.every": STEPS,
         "train.acceptance.patience": None,
         "train.replay.steps": 1,
-        "train.replay.judges": PROMPTS,
+        "train.replay.validation_prompts": PROMPTS,
         "train.trackers": (),
         "eval.prompts": PROMPTS,
         "eval.file_blocks": min(PROMPTS, recipe.eval.file_blocks),

@@ -111,7 +111,8 @@ STAGES = (
         "corpus",
         "distill.corpus.stage:corpus",
         (
-            *("seed", "corpus", "chat", "cut.score_blocks", "train.acceptance.prompts", "train.replay.judges"),
+            *("seed", "corpus", "chat", "cut.score_blocks"),
+            *("train.acceptance.prompts", "train.replay.validation_prompts"),
             *_keys("answers", "prompts prompt_tokens new_tokens"),
             *_keys("eval", "prompts file_blocks"),
             "speedup.prompts",

@@ -86,7 +86,7 @@ class HiddenStates(Section):
     end: float = Field(0.8, gt=0, le=1, description="share of the steps after which the weight has reached 0")
 
 
-FEWEST_JUDGES = 4  # as train.replay.judges; an interval over fewer prompts is meaningless
+MIN_VALIDATION_PROMPTS = 4  # as train.replay.validation_prompts; an interval over fewer prompts is meaningless
 
 
 class Replay(Section):
@@ -106,8 +106,8 @@ class Replay(Section):
     share: float = Field(0.25, gt=0, le=1, description="share of each step's blocks that contain rejected positions")
     rate: float | None = Field(None, gt=0, le=10, description="peak learning rate; null: a third of train.rate")
     loss: Loss | None = Field(None, description="as train.loss")
-    judges: int = Field(
-        32, ge=FEWEST_JUDGES, description="validation prompts on which the draft is compared before and after"
+    validation_prompts: int = Field(
+        32, ge=MIN_VALIDATION_PROMPTS, description="validation prompts on which the draft is compared before and after"
     )
 
     _loss = field_validator("loss")(_weighs_something)
@@ -227,12 +227,12 @@ class Train(Section):
             raise ValueError("sparsity needs all steps; leave acceptance.patience out")
         return self
 
-    def require_judges(self, prompts: int) -> None:
+    def require_validation_prompts(self, prompts: int) -> None:
         """Raise RecipeError where too few of so many validation prompts are left to judge a replay."""
         chosen = self.acceptance.prompts if self.acceptance else 0
-        if self.replay is not None and prompts < chosen + FEWEST_JUDGES:
+        if self.replay is not None and prompts < chosen + MIN_VALIDATION_PROMPTS:
             raise RecipeError(
                 f"there are {prompts} validation prompts, of which train.acceptance.prompts takes {chosen}: a replay "
-                f"is judged on at least {FEWEST_JUDGES} others",
+                f"is judged on at least {MIN_VALIDATION_PROMPTS} others",
                 "raise corpus.validation, lower train.acceptance.prompts, or leave train.replay out",
             )

@@ -65,7 +65,7 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     if recipe.target.load:
         target = load_target(recipe.target, device)
         vocabulary = real_tokens(target.config, load_tokenizer(recipe.target.model))
-        distributions = TargetDistributions.measure(target, judged_blocks(recipe, run, answers), vocabulary)
+        distributions = TargetDistributions.measure(target, scored_blocks(recipe, run, answers), vocabulary)
     else:
         distributions = TargetDistributions.stored(recipe, run)
         run.say(f"  KL to the stored distributions of {len(distributions.blocks)} validation blocks, {REASON}")
@@ -212,7 +212,7 @@ def score_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
     return own if len(own) else Packed.load(run.path("corpus", "text-validation.safetensors"))
 
 
-def judged_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
+def scored_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
     """The text on which cuts are compared: that of the validation split, or the target's last answers where the corpus
     has questions alone. DataError where there is neither."""
     text = Packed.load(run.path("corpus", "text-validation.safetensors"))

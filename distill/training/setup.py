@@ -238,7 +238,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     width = load_config(recipe.target.model).get_text_config().hidden_size
     check_hidden_states(settings, manifest["kind"], config.hidden_size, width)
     kept = trim["kept"] if trim else None
-    settings.require_judges(len(read_prompts(run, "validation")))
+    settings.require_validation_prompts(len(read_prompts(run, "validation")))
     draft = load_draft(recipe, run, device)
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)

@@ -189,7 +189,7 @@ def validation_prompts(work: Training) -> tuple[list[Prompt], list[Prompt]]:
     """Validation prompts: those for the choice of weights, and the others, for the decision on a replay."""
     prompts = read_prompts(work.run, "validation")
     choosing = work.settings.acceptance.prompts if work.settings.acceptance else 0
-    judging = work.settings.replay.judges if work.settings.replay else 0
+    judging = work.settings.replay.validation_prompts if work.settings.replay else 0
     return prompts[:choosing], prompts[choosing : choosing + judging]
 
 

@@ -93,9 +93,9 @@ def test_expected_seconds_follow_the_counts(world: Path, rehearsed: tuple[Path, 
 def test_a_replay_decodes_more_prompts_than_its_rehearsal(
     world: Path, rehearsed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """40 prompts are three batches and 20 judges two, twice; five evaluations and points stay those of 8 steps."""
+    """40 prompts are three batches and 20 of validation two, twice; five evaluations and points are as of 8 steps."""
     runs, stages = rehearsed[0].parent, [Rehearsed("train", 100.0, 0, 1, 0, 30)]
-    recipe = load_recipe(world / "recipe.yaml", ["train.replay={prompts: 40, steps: 2, judges: 20}"])
+    recipe = load_recipe(world / "recipe.yaml", ["train.replay={prompts: 40, steps: 2, validation_prompts: 20}"])
     run = Run(rehearsed[0], shortened(recipe, runs))
     lines = run.metrics()
     (without,) = expect(load_recipe(world / "recipe.yaml"), shortened(recipe, runs), run, stages)

@@ -141,6 +141,7 @@ def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
         ),
         ("train.parts=[{name: a, steps: 2}]", "train.parts: gone: a second loss"),
         ("train.decay=0.5", "train.decay: is now called train.decay_share"),
+        ("train.replay.judges=4", "train.replay.judges: is now called train.replay.validation_prompts"),
         ("train.acceptance.worth=0.01", "train.acceptance.worth: gone: no training has shown"),
         ("train.steps=0", "train.steps: must be at least 1 (got 0)"),
         ("train.steps=many", "got 'many'"),

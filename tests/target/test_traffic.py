@@ -143,7 +143,7 @@ def test_a_replay_decodes_served_prompts(world: Path, log: Path, runs: Path) -> 
     """Also where nothing was generated, so that stage `corpus` cut no train prompts at all."""
     run = runs / "served"
     assert not (run / "corpus" / "prompts-train.jsonl").read_text()
-    replay = "train.replay={prompts: 5, new_tokens: 16, judges: 4, steps: 1}"
+    replay = "train.replay={prompts: 5, new_tokens: 16, validation_prompts: 4, steps: 1}"
     code = train(world, runs, replay, "train.acceptance.prompts=2", "--until", "train", "--redo", "train")
     assert code == 0
     found = json.loads((run / "training.json").read_text())["replay"]

@@ -41,7 +41,9 @@ def exact(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) ->
     shutil.copytree(ready, runs / "tiny")
     stages = ("--redo", "teacher", "--until", "profile")
     with tiny.one_thread():
-        code = tiny.call("train", world / "recipe.yaml", "--runs", runs, "train.replay.judges=4", EXACT, *stages)
+        code = tiny.call(
+            "train", world / "recipe.yaml", "--runs", runs, "train.replay.validation_prompts=4", EXACT, *stages
+        )
     assert code == 0
     return runs / "tiny"
 
