@@ -37,6 +37,7 @@ from distill.results.evaluation_results import EvaluationReport
 from distill.results.pair_results import PairSpeedup
 from distill.sampler import Sampler
 from distill.speculative.decode import Decoded
+from distill.surgery.checks import reader_of
 from distill.surgery.cutter import cut_folder
 from distill.surgery.vocabulary import transplant as transplanting
 
@@ -225,9 +226,11 @@ def transplant(donor: str | Path, target: str | Path, out: str | Path, **setting
     """Write `donor` with the vocabulary of `target` to a new folder, so that it can draft for it.
 
     `settings` are those of `distill.surgery.vocabulary.transplant.transplant`: rows, overrides, method, decay, dtype.
+    DataError for an impossible transplant and a folder that is not empty.
     """
-    places = [local_folder(_reference(one)) for one in (donor, target)]
-    return transplanting.transplant(places[0], places[1], Path(out), **settings)
+    require_new_folder(Path(out))
+    read = reader_of(settings.get("method", "subtokens"))
+    return transplanting.transplant(local_folder(_reference(donor)), read(_reference(target)), Path(out), **settings)
 
 
 def export_gguf(model: str | Path, out: str | Path, outtype: str = "f16") -> WrittenFile:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from typing import Any
 from distill.errors import DataError, RecipeError
 from distill.faults import explain_write_fault, faults_explained, reading, system_error
 from distill.interruption import check
+
+STALE = 600  # seconds in which a living process writes something
 
 
 def is_utf8(text: str) -> bool:
@@ -149,12 +153,27 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, several: bo
     folder cannot be written; an old file then stays intact.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp" if several else f".{path.name}.tmp")
+    if several:
+        remove_left(path.parent, path.name, "tmp")
     with _replacing(path, temporary):
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         _fsync(temporary)
         os.replace(temporary, path)
         _fsync(path.parent)
+
+
+def remove_left(folder: Path, name: str, ending: str) -> None:
+    """Remove the files `.NAME.PID.ENDING` of processes that were killed: gone, and nothing written for ten minutes (a
+    process of another machine may share the folder)."""
+    import psutil
+
+    for path in folder.glob(f".{glob.escape(name)}.*.{ending}"):
+        number = path.name.removeprefix(f".{name}.").removesuffix(f".{ending}")
+        with contextlib.suppress(OSError):
+            old = time.time() - path.stat().st_mtime > STALE
+            if number.isdecimal() and old and not psutil.pid_exists(int(number)):
+                path.unlink()
 
 
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
@@ -277,17 +296,21 @@ def reference_digest(reference: str) -> str:
 
 
 def file_digests(reference: str) -> dict[str, str] | None:
-    """The digest of each file of a local model or source, by name (empty for a single file); None for a hub name.
-
-    What Python compiled from files beside it (`__pycache__`) is no content: it differs between installations.
-    """
+    """The digest of each file of a local model or source, by name (empty for a single file); None for a hub name."""
     path = Path(reference)
     with reading(path):
         if not path.exists():
             return None
         files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    named = {file.relative_to(path).as_posix() if file != path else "": file for file in files}
-    return {name: _quick_digest(file) for name, file in named.items() if "__pycache__" not in name.split("/")}
+    return digests_of({file.relative_to(path).as_posix() if file != path else "": file for file in files})
+
+
+def digests_of(files: Mapping[str, Path]) -> dict[str, str]:
+    """The digests of files, by name.
+
+    What Python compiled from files beside it (`__pycache__`) is no content: it differs between installations.
+    """
+    return {name: _quick_digest(file) for name, file in files.items() if "__pycache__" not in name.split("/")}
 
 
 def joint_digest(files: Mapping[str, str]) -> str:

@@ -24,6 +24,8 @@ from distill.machine import machine
 from distill.progress import announce, note, warn
 from distill.recipe import Recipe, dump_recipe
 
+BEGIN = "begin"  # the line of metrics.jsonl with which a training begins
+
 if sys.platform == "win32":
     import msvcrt
 else:
@@ -190,7 +192,8 @@ class Run:
             handle.write(line.encode())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The objects of metrics.jsonl: for each stage and step the last line written; a torn last line is left out.
+        """The objects of metrics.jsonl since the training last began: for each stage and step the last line written; a
+        torn last line is left out.
 
         A run that was killed after a step but before its checkpoint repeats that step and writes its line again.
         """
@@ -202,7 +205,9 @@ class Run:
             lines = path.read_bytes().splitlines()
         for number, line in enumerate(lines):
             value = parse_object(line)
-            if isinstance(value, dict) and has_form(value, {"stage": str}):
+            if isinstance(value, dict) and value.get("stage") == BEGIN:
+                latest.clear()  # what follows is another training, after --redo train
+            elif isinstance(value, dict) and has_form(value, {"stage": str}):
                 latest[(value["stage"], str(value.get("step", -number)))] = value
         return list(latest.values())
 
@@ -216,6 +221,27 @@ class Run:
         """The record of a finished stage; None for an unfinished one."""
         path = self.done_path(stage)
         return read_json(path, RECORD) if path.exists() else None
+
+    def artifacts_digest(self, stage: str, pattern: str) -> str | None:
+        """Digest of a finished stage's artifacts whose names match `pattern`; None for an unfinished stage."""
+        record = self.done(stage)
+        if record is None:
+            return None
+        return digest({file: entry["sha256"] for file, entry in record["artifacts"].items() if fnmatch(file, pattern)})
+
+    def outdated(self, stage: str) -> bool:
+        """Whether a stage's artifacts are missing, or were made from others that have been replaced since.
+
+        So it is where a training was redone and the stages behind it were not.
+        """
+        record = self.done(stage)
+        if record is None:
+            return True
+        read = [(name, value, *name.split(": ", 1)) for name, value in record["inputs"].items() if ": " in name]
+        return any(
+            value != self.artifacts_digest(source, pattern) or (value is not None and self.outdated(source))
+            for _, value, source, pattern in read
+        )
 
     def damaged_artifacts(self, record: dict[str, Any]) -> dict[str, str]:
         """The faults of a record's artifacts that are missing or of another size, by name.

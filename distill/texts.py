@@ -205,11 +205,15 @@ def read_prompts(run: Run, split: str) -> list[Prompt]:
 
     Raises DataError when a file is damaged.
     """
-    served = run.path("answers", f"prompts-{split}.jsonl")
-    lines = _read_lines(served, "answers", PROMPT) if served.exists() else []
-    lines += _read_lines(run.path("corpus", f"prompts-{split}.jsonl"), "corpus", PROMPT)
-    if not all(has_form(line["chat"], CHAT) for line in lines if line.get("chat") is not None):
-        raise DataError(f"{served.with_name('prompts')}: a conversation is damaged", "`--redo corpus` makes it again")
+    lines = []
+    for stage in ("answers", "corpus"):
+        path = run.path(stage, f"prompts-{split}.jsonl")
+        if stage == "answers" and not path.exists():
+            continue
+        own = _read_lines(path, stage, PROMPT)
+        if not all(has_form(line["chat"], CHAT) for line in own if line.get("chat") is not None):
+            raise DataError(f"{path}: a conversation is damaged", f"`--redo {stage}` makes it again")
+        lines += own
     return [_from_line(Prompt, line) for line in lines]
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from distill.benchmark.batches import measure_batches, not_batched
+from distill.benchmark.batches import measure_batches, not_batched, require_rows
 from distill.benchmark.calibrate import calibrate_pair, need_calibration
 from distill.benchmark.libraries import plain_reference
 from distill.benchmark.pair import Comparison, largest_tree, measure_pair
@@ -117,10 +117,13 @@ def measure_any_pair(
         gguf=recipe.gguf,
         pytorch=recipe.pytorch,
     ) as pair:
+        if batches:
+            require_rows(pair)
         reader = None
         if other_vocabulary:
             assert draft is not None
-            reader = read_with(recipe.target, draft, "auto", pair.target.vocabulary_size)
+            place = pair.pytorch.draft_device or recipe.device
+            reader = read_with(recipe.target, draft, place, pair.target.vocabulary_size, pair.pytorch)
         calibrated = None
         if need_calibration(configurations):
             calibrated = calibrate_pair(pair, spare, new_tokens, command, "prompts of the same files")

@@ -12,11 +12,12 @@ from functools import partial
 
 from distill.benchmark.compare import acceptance
 from distill.benchmark.prepared import Fitted, Prepared
+from distill.errors import RecipeError
 from distill.models.base import Model
 from distill.models.batched import BatchedTorchModel
 from distill.models.loaded import LoadedPair
 from distill.models.static.static_model import StaticTorchModel
-from distill.models.torch_model import TorchModel
+from distill.models.torch_model import TorchModel, model_name
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.results.pair_results import BatchFigures
@@ -27,6 +28,17 @@ from distill.speculative.rules import Rules
 from distill.speculative.verify import CHAINS, Random
 
 BatchRun = Callable[..., list[Decoded]]  # of prompts, at most so many new tokens, and `randoms`
+
+
+def require_rows(pair: LoadedPair) -> None:
+    """Raise RecipeError where a model cannot decode texts of different lengths at once."""
+    for model in (pair.target, pair.draft):
+        if isinstance(model, TorchModel) and not model.max_leaves:
+            raise RecipeError(
+                f"--batch: {model_name(model.model)} has attention windows, or an attention of its own, which take no "
+                "texts of different lengths",
+                "add --static, which many such models can, or leave --batch out",
+            )
 
 
 def not_batched(prepared: Sequence[Prepared]) -> list[str]:

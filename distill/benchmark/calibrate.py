@@ -123,6 +123,8 @@ def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = N
 
     def scored(calibration: Calibration) -> dict[str, float]:
         probabilities, accepted = predicted(calibration, odd)
+        if not probabilities:
+            raise DataError("no judged position in the odd-numbered texts, which score a fit", "give more prompts")
         return {
             "log_loss": log_loss(probabilities, accepted),
             "calibration_error": expected_calibration_error(probabilities, accepted),

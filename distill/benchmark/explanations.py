@@ -41,9 +41,11 @@ def explain(
             "Acceptance is synthetic: these speedups are of the costs alone, no text of this pair has them."
         )
     elif chosen is not None and chosen.length:
+        # Of a single odd prompt there is no interval.
+        interval = f" [{chosen.speedup_low:.2f}, {chosen.speedup_high:.2f}]"
         sentences.append(
             f"{chosen.length} drafted tokens a round were chosen on the even prompts; on the odd ones they give "
-            f"{chosen.speedup:.2f}x [{chosen.speedup_low:.2f}, {chosen.speedup_high:.2f}]."
+            f"{chosen.speedup:.2f}x{interval if chosen.speedup_low < chosen.speedup_high else ''}."
         )
     elif chosen is not None:
         sentences.append("Of the lengths, plain decoding was fastest on the even prompts.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from distill.benchmark.calibrate import Calibrated, read_calibrations, read_ranks
 from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, time_texts
@@ -278,7 +279,8 @@ def _predicted(
     choice = choices.get(one.configuration.title)
     if choice is not None:
         return replace(row, nodes=choice.nodes, predicted=choice.speedup)
-    return replace(row, predicted=predictions.speedup(one.title, _accepted(comparison, one, texts)))
+    tokens = fmean(len(text.decoded.tokens) for text in texts if text.title == one.base)
+    return replace(row, predicted=predictions.speedup(one.title, _accepted(comparison, one, texts), tokens))
 
 
 def _accepted(comparison: Comparison, one: Prepared, texts: Sequence[TimedText]) -> list[float]:

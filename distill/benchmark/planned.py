@@ -151,7 +151,7 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
     if room < prompt:
         raise DataError(
             f"{title}: the context has no room for {new} tokens after {prompt}",
-            "plan for fewer tokens: --depth, --tokens",
+            "plan for fewer tokens: --depth, --tokens; of a recipe profile.depth, speedup.new_tokens",
         )
     progress = Progress(f"{title}: timings", TIMINGS + 2 * REPEATS + 2)
     pair, _ = with_cheapest_steps(pair, max_tokens, prompt, REPEATS, progress)

@@ -28,7 +28,6 @@ class Predictions:
         prepared: Sequence[Prepared],
     ) -> None:
         self.refused: str | None = None
-        self._new_tokens = new_tokens
         self._prompt = round(sum(map(len, prompts)) / len(prompts))
         chains = [one for one in prepared if one.configuration.drafter == "draft" and not one.sampled]
         fixed = [one for one in chains if one.configuration.length_rule == "fixed"]
@@ -56,9 +55,10 @@ class Predictions:
         except DataError as error:
             self.refused = error.what
 
-    def speedup(self, title: str, accepted: Sequence[float]) -> float | None:
-        """The speedup predicted for a configuration at an acceptance by position; None where nothing is predicted."""
+    def speedup(self, title: str, accepted: Sequence[float], tokens: float) -> float | None:
+        """The speedup predicted for a configuration at an acceptance by position, for texts of so many tokens; None
+        where nothing is predicted."""
         length = self._lengths.get(title)
         if length is None or self._costs is None or not accepted:
             return None
-        return self._costs.predicted_speedup(length, accepted, self._prompt, self._new_tokens)
+        return self._costs.predicted_speedup(length, accepted, self._prompt, tokens)

@@ -19,7 +19,7 @@ from distill.machine import machine
 from distill.models.conversion.importing import file_type
 from distill.models.conversion.writer import own_file
 from distill.models.gguf.model import MOST_LEAVES
-from distill.models.hugging_face import end_ids, load_config, load_tokenizer
+from distill.models.hugging_face import end_ids, load_tokenizer
 from distill.models.loaded import LoadedPair, load_pair
 from distill.recipe import Gguf, Recipe, Target
 from distill.recipe.measuring import fixed_length
@@ -75,10 +75,13 @@ def _measure(
     """All measurements of the pair by one backend, on test prompts; their explanations are said, too."""
     settings = recipe.speedup
     prompts = [prompt.ids for prompt in read_prompts(run, "test")][: settings.prompts]
+    spare = validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS)
+    if not spare:
+        run.say("    there is no validation text: costs are timed on the test prompts, which does not change them")
     comparison = Comparison(
         label=label,
         prompts=prompts,
-        spare_prompts=validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS),
+        spare_prompts=spare or prompts,
         sweep=tuple(fixed_length(length) for length in settings.lengths),
         others=settings.configurations,
         calibrated=calibrated,
@@ -124,7 +127,7 @@ def _load(recipe: Recipe, run: Run, backend: str) -> LoadedPair:
     options = Gguf(target=recipe.gguf_options("target"), draft=recipe.gguf_options("draft"))
     pair = load_pair(target, draft, tokens=recipe.corpus.block, nodes=nodes, gguf=options)
     # Both backends end their texts with the same tokens: llama.cpp knows some more by their names.
-    ends = end_ids(load_config(recipe.target.model), load_tokenizer(recipe.target.model))
+    ends = end_ids(recipe.target.model, load_tokenizer(recipe.target.model))
     return replace(pair, ends=ends)
 
 

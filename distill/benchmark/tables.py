@@ -143,7 +143,10 @@ def _rounds(report: PairSpeedup) -> list[str]:
         seconds = (one.seconds, one.target_seconds, one.draft_seconds, one.overhead_seconds)
         shown = ["" if part is None else f"{part * 1e3:.3f}" for part in seconds]
         counts = [f"{one.tokens:.2f}", f"{one.verified:.1f}", f"{one.draft_steps:.1f}"]
-        speeds = [f"{one.tokens_per_second:.1f}", f"{one.bound:.1f}", f"{one.attained:.0%}"]
+        speeds = [
+            "" if math.isnan(value) else format(value, form)
+            for value, form in ((one.tokens_per_second, ".1f"), (one.bound, ".1f"), (one.attained, ".0%"))
+        ]
         rows.append([one.configuration, *counts, *shown, *speeds])
     return [
         "A round, the prompt apart, in ms (of plain decoding, a step). Bound: τ ÷ (T(n+1) + nD), from steps timed "

@@ -178,6 +178,12 @@ def _check_options(
             f"{of_models} goes with --target and --draft; a run has its own sampler and test prompts",
             "leave it out, or give the run's models as a pair: --target TARGET --draft RUN/draft --text FILE",
         )
+    if given["run"] is not None and (given["target"] or given["draft"]):
+        raise RecipeError("a run was given beside --target or --draft", "name a run, or a pair of models")
+    of_all = shared.first_given(context, ("kl", "acceptance", "by")) if any(kinds.values()) else None
+    if of_all is not None:
+        option = next(name for name, values in kinds.items() if values)
+        raise RecipeError(f"{of_all} and {option} were given together", "compare types, or look at one draft closely")
     parity = given["parity"]
     others = gguf is not None or shared.first_given(context, NOT_OF_PARITY) is not None
     if (parity and others) or (given["url"] is not None and not parity):

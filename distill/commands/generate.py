@@ -12,7 +12,7 @@ from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_utf8, require_path
-from distill.recipe import Chat, Configuration, Gguf, PyTorch, Target, parse_section
+from distill.recipe import Chat, Configuration, Gguf, PyTorch, SamplerSettings, Target, parse_section
 from distill.recipe.configuration import TREES
 from distill.run import Run
 
@@ -93,6 +93,10 @@ def generate(
     text = _standard_input() if prompt == "-" else prompt
     levels = None if widths is None else tuple(shared.numbers(widths, "--widths", int, "3,2,1"))
     given = {"drafter": drafter, "rule": rule, "p_min": p_min, "widths": levels, "verifier": verifier}
+    drawn = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    shared.require_sampler_used(drawn)
+    if run is not None and (target or draft):
+        raise RecipeError("--run was given beside --target or --draft", "name a run, or a pair of models")
     configuration = _configuration(given, length, temperature)
     constraint = _grammar(regex, json_schema, grammar)
     from distill.models.conversion.importing import one_engine
@@ -146,6 +150,8 @@ def _configuration(given: dict[str, Any], length: int | None, temperature: float
     settings = {name: value for name, value in given.items() if value is not None}
     settings["sampler"] = "recipe" if temperature > 0 else "greedy"
     if length == 0:
+        if given["drafter"] not in (None, "none"):
+            raise RecipeError(f"--length 0 drafts nothing, and --drafter {given['drafter']} drafts", "give one of them")
         settings["drafter"] = "none"
     elif length is not None or ("widths" not in settings and given["drafter"] != "none"):
         settings["length"] = LENGTH if length is None else length

@@ -27,7 +27,15 @@ from distill.evaluation.stage import continue_all
 from distill.evaluation.standalone import PromptedPair
 from distill.evaluation.types import files_of_types
 from distill.models.conversion.importing import file_type, is_gguf
-from distill.models.hugging_face import end_ids, load_model, load_target, load_tokenizer, pick_device, real_tokens
+from distill.models.hugging_face import (
+    end_ids,
+    load_model,
+    load_target,
+    load_tokenizer,
+    pick_device,
+    real_tokens,
+    text_folder,
+)
 from distill.models.trimmed_head import read_kept
 from distill.packing import pack
 from distill.serving.clients import LlamaClient
@@ -60,10 +68,11 @@ def measure_parity(pair: PromptedPair, url: str | None, threads: int | None, com
     vocabulary = real_tokens(big.config, tokenizer)
     ids = [prompt.ids for prompt in pair.prompts]
     seeds = [prompt_seed(pair.seed, prompt.id) for prompt in pair.prompts]
-    written = continue_all(big, ids, pair.sampler, TOKENS, seeds, end_ids(big.config, tokenizer), TEXTS, vocabulary)
+    ends = end_ids(pair.target.model, tokenizer)
+    written = continue_all(big, ids, pair.sampler, TOKENS, seeds, ends, TEXTS, vocabulary)
     del big
     texts = [Text(prompt + text, len(prompt)) for prompt, text in zip(ids, written, strict=True) if text]
-    trim = None if is_gguf(pair.draft) else read_kept(Path(pair.draft))
+    trim = None if is_gguf(pair.draft) else read_kept(text_folder(pair.draft))
     kept = None if trim is None else trim["kept"]
     types = pair.target.dtype
     ways = [

@@ -28,6 +28,7 @@ REPLY_SECONDS = 600.0  # that a server may take for one
 
 @takes_gguf_options("target", "draft")
 def plan(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(metavar="TARGET|RECIPE", help="Folder, hub name or GGUF file; or a recipe: its target and cut."),
@@ -85,8 +86,15 @@ def plan(
     drafted = sorted(set(shared.numbers(lengths, "--lengths", int, "1,2,4")))
     if not all(1 <= n <= 63 for n in drafted):
         raise RecipeError(f"--lengths {lengths}: draft lengths run from 1 to 63", "for instance --lengths 1,2,4,8")
+    if model is not None and draft_curve is not None and hardware is not None:
+        raise RecipeError(
+            "--draft-curve is in seconds of another machine than --hardware", "give --draft-cost or --draft"
+        )
     given = _given(acceptance, sister)
     recipe = _recipe(model, overrides or [], given_otherwise=(draft, draft_cost, draft_curve, gguf, threads, dtype))
+    if recipe is not None and (option := shared.first_given(context, ("depth", "tokens"))) is not None:
+        key = {"--depth": "profile.depth", "--tokens": "speedup.new_tokens"}[option]
+        raise RecipeError(f"{option} is for models; a recipe has its own", f"override its key: {key}=…")
     from distill.benchmark.batched_bench import settings as llama_settings
     from distill.benchmark.hardware import read_hardware
     from distill.benchmark.plan import Case, Plan, PlannedStage, as_markdown, by_position, flat_rows, outlook

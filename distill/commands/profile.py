@@ -66,8 +66,10 @@ def profile(
     assert model is not None
     shared.require_dtype_used(dtype, model)
     pytorch = shared.pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
-    place = shared.target_settings(model, dtype)
-    curve = measured_curve(place, shared.numbers(depths, "--depths", int), max_tokens, repeats, threads, gguf, pytorch)
+    place, places = shared.target_settings(model, dtype), shared.numbers(depths, "--depths", int)
+    if min(places) < 1:
+        raise RecipeError(f"--depths {depths}: a step follows at least one token", "for instance --depths 1,512,4096")
+    curve = measured_curve(place, places, max_tokens, repeats, threads, gguf, pytorch)
     if out is not None:
         from distill.speculative.costs.curve import save_cost_curve
 

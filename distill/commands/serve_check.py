@@ -136,6 +136,7 @@ def serve_check(
     sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     shared.require_sampler_used(sampler)
     _check_options(context.params | {"run": run}, gguf, [*further, *(server_option or ())])
+    _refuse_idle(context, context.params | {"run": run})
     shared.require_place(to)
     counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16")})
     if counts[0] < 1 or counts[-1] > 64:
@@ -199,6 +200,22 @@ def serve_check(
     if to is not None:
         write_result(to, report)
     shared.print_result(report, as_markdown(report), flat_rows(report), output)
+
+
+def _refuse_idle(context: typer.Context, given: Mapping[str, Any]) -> None:
+    """Refuse options that the others leave nothing to do."""
+    of_a_start = ("p_min", "whole_grid", "start_seconds")
+    idle: list[tuple[Any, tuple[str, ...], str]] = [
+        (given["url"] is not None, of_a_start, "is for a server that this command starts (--server)"),
+        (given["server"] is not None, ("key",), "is for servers that run already (--url)"),
+        (not given["choose"], ("whole_grid",), "belongs to the search that --no-choose leaves out"),
+        (given["target"] is not None and given["draft"] is not None, ("outtype",), "is of a run's files"),
+        (not given["prompts"], ("prompt_tokens",), "is for --prompts"),
+    ]
+    for condition, names, why in idle:
+        option = shared.first_given(context, names) if condition else None
+        if option is not None:
+            raise RecipeError(f"{option} {why}", "leave it out")
 
 
 def _check_options(given: Mapping[str, Any], gguf: Gguf | None, further: Sequence[str]) -> None:

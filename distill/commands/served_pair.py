@@ -42,22 +42,24 @@ def pair_files(
 
     _, run = shared.find_run(name, runs)
     path = run.path("gguf", "export.json")
-    if not path.exists():
-        if required:
-            raise RunError(f"{run.folder} has no GGUF files yet", f"`distill train {run.folder} --until export`")
-        return PairFiles(given[0], given[1], None, run)
-    files = read_result(path, ExportReport).files
+    if run.outdated("export") and required:
+        state = "files of an earlier draft" if path.exists() else "no GGUF files yet"
+        raise RunError(f"{run.folder} has {state}", f"`distill train {run.folder} --until export`")
+    files = [] if run.outdated("export") else read_result(path, ExportReport).files
     own: dict[str, Path] = {}
     for file in files:
         if outtype in (None, file.outtype) or Path(file.path).is_absolute():  # a target that is its own file
             own.setdefault(file.model, run.folder / file.path)
-    if outtype is not None and "draft" not in own:
+    if outtype is not None and files and "draft" not in own:
         kinds = ", ".join(dict.fromkeys(file.outtype for file in files))
         raise RecipeError(f"the run has no files of type {outtype}, but of {kinds}", "correct --outtype")
-    if "target" not in own and given[0] is None:
-        raise RunError("the run wrote no file of its target, which it never loads", "give the target's file: --target")
-    made = (own["target"], own["draft"]) if "target" in own else None
-    return PairFiles(given[0] or own["target"], given[1] or own["draft"], made, run)
+    files_of = {role: one or own.get(role) for role, one in zip(("target", "draft"), given, strict=True)}
+    for role, one in files_of.items():
+        if one is None and required:
+            hint = f"name one: --{role}, or write it with `distill export-gguf`"
+            raise RunError(f"{run.folder} holds no GGUF file of its {role}", hint)
+    made = (own["target"], own["draft"]) if {"target", "draft"} <= own.keys() else None
+    return PairFiles(files_of["target"], files_of["draft"], made, run)
 
 
 def _gguf(path: Path) -> str:

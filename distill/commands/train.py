@@ -91,7 +91,9 @@ def train(
     finish_refresh(folder)  # one that was killed
     parent = plan_refresh(found, run) if refresh else None
     if dry_run:
-        plan = plan_run(found, run, until, redo or ())
+        # --fresh begins in an empty folder.
+        planned = Run(folder.with_name(f".{folder.name}.fresh"), found) if fresh else run
+        plan = plan_run(found, planned, until, redo or ())
         for action in plan:
             run.say(action.line())
         require_allowed(plan)

@@ -9,6 +9,7 @@ import typer
 
 from distill.commands.shared import local_reference, number_option, read_texts
 from distill.errors import DataError, RecipeError
+from distill.files import require_new_folder
 from distill.progress import announce
 
 
@@ -43,10 +44,12 @@ def transplant(
             )
         overrides[token] = words
     from distill.models.hugging_face import local_folder
+    from distill.surgery.checks import reader_of
     from distill.surgery.vocabulary.transplant import transplant as write
 
+    require_new_folder(out)
     texts = read_texts(text or [])
-    folders = [local_folder(local_reference(name)) for name in (donor, target)]
+    folders = [local_folder(local_reference(donor)), reader_of(method)(local_reference(target))]
     announce(out)
     change = write(
         folders[0],

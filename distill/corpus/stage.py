@@ -14,7 +14,7 @@ from distill.documents.prompts import ChatPrompts, cut_prompts
 from distill.documents.sources import SPLITS, UNREAD, Document, Split, read_documents, require_splits, with_questions
 from distill.errors import DataError
 from distill.files import write_atomically, write_json
-from distill.models.hugging_face import encode, end_ids, load_config, load_tokenizer
+from distill.models.hugging_face import encode, end_ids, load_tokenizer
 from distill.packing import Packed, concatenate, pack
 from distill.progress import Caution
 from distill.recipe import Corpus, Recipe
@@ -31,7 +31,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     """Write text-SPLIT.safetensors (packed blocks), prompts-SPLIT.jsonl and summary.json to corpus/."""
     folder = run.path("corpus")
     tokenizer = load_tokenizer(recipe.target.model)
-    ends = end_ids(load_config(recipe.target.model), tokenizer)
+    ends = end_ids(recipe.target.model, tokenizer)
     sources = with_questions(recipe.corpus, run.path("questions"))
     documents, dropped = read_documents(sources)
     to_ids = functools.partial(encode, tokenizer)

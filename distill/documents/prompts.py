@@ -105,7 +105,6 @@ class ChatPrompts:
             "messages": head,
             "turns": turns,
             "thinking": thinking,
-            "tools": list(settings.tools) or None,
             "arguments": self.template.arguments(thinking),
         }
 

@@ -124,13 +124,16 @@ def _document(
     return Document(name, split, text, Path(source.path).name, messages, label, source.kind == "target")
 
 
+def tree_files(source: Source) -> dict[str, Path]:
+    """The files of a tree that match its pattern and are not excluded, in order, by their names below its folder."""
+    root = source_path(source)
+    places = ((path.relative_to(root), path) for path in sorted(root.glob(source.pattern)) if path.is_file())
+    return {place.as_posix(): path for place, path in places if not set(source.exclude) & set(place.parts)}
+
+
 def _tree_texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
     """Names and texts of the files of a tree."""
-    root = source_path(source)
-    for path in sorted(root.glob(source.pattern)):
-        place = path.relative_to(root)
-        if not path.is_file() or set(source.exclude) & set(place.parts):
-            continue
+    for name, path in tree_files(source).items():
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
@@ -138,7 +141,7 @@ def _tree_texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, st
             continue
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}", "exclude it, or correct it") from error
-        yield place.as_posix(), text
+        yield name, text
 
 
 def _text_pieces(source: Source) -> Iterator[tuple[str, str]]:

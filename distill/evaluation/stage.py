@@ -18,9 +18,9 @@ from distill.models.hugging_face import (
     load_model,
     load_target,
     load_tokenizer,
-    local_folder,
     pick_device,
     real_tokens,
+    text_folder,
 )
 from distill.models.loaded import growing_decoder
 from distill.models.trimmed_head import read_kept
@@ -94,7 +94,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
     drafts = {"before": load(str(run.path("cut"))), "after": load(str(run.path("draft")))}
     if read_kept(run.path("draft")) is not None:  # as llama.cpp and others run it, without the trimmed head
         drafts["after, full head"] = load(str(run.path("draft")), trimmed=False)
-    ends = end_ids(target.config, tokenizer)
+    ends = end_ids(recipe.target.model, tokenizer)
     vocabulary = real_tokens(target.config, tokenizer)
     sampler = Sampler.of(recipe.sampler)
     prompts = read_prompts(run, "test")[: recipe.eval.prompts]
@@ -106,7 +106,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
     own = pack_answers(ids, texts, recipe.corpus.block)
     files = Packed.load(run.path("corpus", "text-test.safetensors")).take(slice(0, recipe.eval.file_blocks))
     domains = {"answers": own, **({"files": files} if len(files) else {})}  # a corpus of questions has no given text
-    bytes_of = Vocabulary.read(local_folder(recipe.target.model)).bytes_of
+    bytes_of = Vocabulary.read(text_folder(recipe.target.model)).bytes_of
     sliced = SlicedValues.of(own, lambda token: bytes_of[token] or b"", ends)
     measured = {}
     for name, blocks in domains.items():

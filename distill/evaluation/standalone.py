@@ -95,7 +95,7 @@ def open_pair(target: str, draft: str, block: int, threads: int | None, gguf: Gg
 
 
 def _encoded(pair: LoadedPair, text: str) -> list[int]:
-    return pair.target.tokenize(text) if isinstance(pair.target, GgufModel) else encode(pair.tokenizer, text)
+    return pair.target.tokenize(text, True) if isinstance(pair.target, GgufModel) else encode(pair.tokenizer, text)
 
 
 def corpus_of(paths: Sequence[Path]) -> Corpus:
@@ -176,7 +176,7 @@ def of_run(recipe: Recipe, run: Run, count: int) -> PromptedPair:
         recipe.device,
         recipe.seed,
         recipe.train.dtype,
-        run.path("gguf"),
+        None if run.outdated("export") else run.path("gguf"),
     )
 
 

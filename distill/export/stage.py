@@ -22,13 +22,18 @@ from distill.texts import read_documents_of
 def export(recipe: Recipe, run: Run) -> list[Path]:
     """Write gguf/MODEL-OUTTYPE.gguf for draft and target, and gguf/export.json with the parity of each file.
 
-    A target that the recipe never loads is left out. One that is a GGUF file is not written again: where files are
-    asked for, its own file is compared with the folder that it is imported to. The files say nothing that was timed, so
-    that their bytes depend on the models alone; `distill export-gguf RUN` adds the draft length.
+    Without `export.outtypes` no model is opened: GGUF may not hold it. A target that the recipe never loads is left
+    out. One that is a GGUF file is not written again: its own file is compared with the folder that it is imported to.
+    The files say nothing that was timed, so that their bytes depend on the models alone; `distill export-gguf RUN` adds
+    the draft length.
     """
     folder = run.path("gguf")
-    texts = read_documents_of(run, "test")
     files: list[ExportedFile] = []
+    if not recipe.export.outtypes:
+        run.say("  no file is written: export.outtypes is empty")
+        write_result(folder / "export.json", ExportReport(run.command, files))
+        return [folder]
+    texts = read_documents_of(run, "test")
     sources = {"draft": run.path("draft")}
     own = own_file(recipe)
     if recipe.target.load:
@@ -39,8 +44,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
     for name, folder_of_model in sources.items():
         if name == "target" and own is not None:
             tensors = len(open_head(own).shapes)
-            written = WrittenFile(own, file_type(own), own.stat().st_size, tensors, 0)
-            reports = [written] if recipe.export.outtypes else []  # without types, llama.cpp may be missing
+            reports = [WrittenFile(own, file_type(own), own.stat().st_size, tensors, 0)]
         else:
             outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}
             reports = export_files(folder_of_model, outputs, origin_of[name])

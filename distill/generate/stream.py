@@ -23,7 +23,7 @@ from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, make_drafter, require_trees
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.costs.paid import measure_paid
-from distill.speculative.decode import Decoded, decode, plain
+from distill.speculative.decode import Decoded, decode, plain_steps
 from distill.speculative.draft import Drafter
 from distill.speculative.other_vocabulary.drafters import Reader, read_with
 from distill.speculative.rules import Rules, require_lossless
@@ -143,8 +143,7 @@ def begin(pair: LoadedPair, reader: Reader | None, request: Request, ids: Sequen
     if not configuration.drafts:
 
         def plainly(result: Decoded) -> Iterator[Sequence[int]]:
-            vars(result).update(vars(plain(pair.target, ids, room, rules=rules)))
-            yield result.tokens
+            return plain_steps(pair.target, ids, room, rules, result)
 
         return Continuation(rules, bytes_of, plainly)
     if configuration.branches:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from distill.errors import DataError, DistillError, RunError
+from distill.files import has_form, read_object
 from distill.machine import has_instructions
 from distill.models.conversion.importing import folder_of, is_gguf
-from distill.models.intact import quiet, require_own_type, require_possible, require_whole
+from distill.models.intact import quiet, require_language_model, require_own_type, require_possible, require_whole
 from distill.models.model_files import HINT, read_config
 from distill.models.tensor_files import weight_files
 from distill.processes import process_count
@@ -25,7 +26,8 @@ from distill.recipe import Recipe, Target, is_path
 from distill.results.cut_results import ModelSizes
 from distill.vocabulary.tokenizer_files import require_tables, without_panic
 
-SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of a model on the hub: all but its weights
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.md", "tokenizer.model"]  # of a model on the hub: all but its weights
+OTHER_WEIGHTS = ["original/*", "onnx/*", "consolidated*"]  # the same weights in formats that transformers does not read
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -145,6 +147,7 @@ def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
     reference = _place(reference, weights=True)
     config = load_config(reference)
     require_own_type(reference, config)
+    require_language_model(reference, config)
     require_possible(reference, config)
     with quiet():
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -183,7 +186,7 @@ def load_model(
     except Exception as error:  # transformers raises many kinds for faulty files
         raise _explained(reference, error) from error
     model = (model if options else model.to(device)).eval()
-    kept = read_kept(Path(reference)) if trimmed and not is_gguf(reference) else None
+    kept = read_kept(text_folder(reference)) if trimmed and not is_gguf(reference) else None
     return model if kept is None else trim_head(model, kept["kept"])
 
 
@@ -240,10 +243,20 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def end_ids(model_config: Any, tokenizer: Any) -> list[int]:
-    """Ids that end a text: the configuration's and the tokenizer's eos."""
-    eos = model_config.eos_token_id
-    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id}
+def end_ids(reference: str, tokenizer: Any) -> list[int]:
+    """Ids that end a text of a model: eos as config.json, the tokenizer and generation_config.json state it.
+
+    The last often names the end of a turn, which the others do not know.
+    """
+    path = text_folder(reference) / "generation_config.json"
+    stated = read_object(path).get("eos_token_id") if path.is_file() else None
+    if not (stated is None or has_form(stated, int) or has_form(stated, [int])):
+        raise DataError(
+            f"{path}: eos_token_id is {stated!r}", "an id, or a list of ids, is needed; copy the file again"
+        )
+    ids = {tokenizer.eos_token_id}
+    for eos in (load_config(reference).eos_token_id, stated):
+        ids |= set(eos) if isinstance(eos, list) else {eos}
     return sorted(ids - {None})
 
 
@@ -281,7 +294,12 @@ def local_folder(reference: str, weights: bool = True) -> Path:
     reference = _place(reference, weights)
     if Path(reference).is_dir():
         return Path(reference)
-    return _snapshot(reference) if weights else _snapshot(reference, allow_patterns=SMALL_FILES)
+    if not weights:
+        return _snapshot(reference, allow_patterns=SMALL_FILES)
+    folder = _snapshot(reference, allow_patterns=[*SMALL_FILES, "*.safetensors"], ignore_patterns=OTHER_WEIGHTS)
+    if not any(folder.glob("*.safetensors")):
+        return _snapshot(reference, allow_patterns=[*SMALL_FILES, "*.bin"], ignore_patterns=OTHER_WEIGHTS)
+    return folder
 
 
 def text_folder(reference: str) -> Path:

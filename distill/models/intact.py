@@ -35,6 +35,21 @@ def require_own_type(reference: str, config: Any) -> None:
         )
 
 
+def require_language_model(reference: str, config: Any) -> None:
+    """Raise DataError for a config.json that describes no language model alone, or does not say how long its texts
+    may be."""
+    if not hasattr(config, "vocab_size"):
+        raise DataError(
+            f"{reference} is a {config.model_type}, whose language model is one part beside others",
+            "name a folder or GGUF file of the language model alone",
+        )
+    if not hasattr(config, "max_position_embeddings"):
+        raise DataError(
+            f"{reference}/config.json names no max_position_embeddings",
+            "add it: the number of tokens that the model was made for",
+        )
+
+
 def require_possible(reference: str, config: Any) -> None:
     """Raise DataError for a config.json of a folder whose largest tensors cannot be in its weight files.
 

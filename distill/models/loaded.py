@@ -26,9 +26,9 @@ from distill.models.hugging_face import (
     load_model,
     load_target,
     load_tokenizer,
-    local_folder,
     pick_device,
     real_tokens,
+    text_folder,
 )
 from distill.models.metadata import VocabularyMetadata
 from distill.models.torch_model import TorchModel, model_name
@@ -59,7 +59,7 @@ class LoadedPair:
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The target's vocabulary, read from its Hugging Face folder."""
-        return Vocabulary.read(local_folder(self.reference))
+        return Vocabulary.read(text_folder(self.reference))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token; none for ids that stand for nothing."""
@@ -166,7 +166,7 @@ def pair_of_models(
     vocabulary = real_tokens(target.config, tokenizer)
     big = torch_decoder(target, vocabulary, pytorch, tokens)
     small = big if draft is None else torch_decoder(draft, vocabulary, pytorch, tokens)
-    ends = end_ids(target.config, tokenizer)
+    ends = end_ids(reference, tokenizer)
     return LoadedPair(
         "pytorch", reference, big, small, ends, tokenizer, (target, target if draft is None else draft), pytorch
     )
@@ -205,7 +205,7 @@ def encode_prompt(reference: str, text: str) -> list[int]:
     """Token ids of a text, read without the model's weights. Raises DataError for a text without any."""
     if is_gguf(reference):
         with contextlib.closing(GgufFile(Path(reference), vocabulary_only=True)) as file:
-            ids = file.tokenize(text)
+            ids = file.tokenize(text, parse_special=True)  # as transformers does
     else:
         ids = encode(load_tokenizer(reference), text)
     if not ids:

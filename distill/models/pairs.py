@@ -112,9 +112,16 @@ Verdict = tuple[str, str] | None  # the reason against, and the next step
 
 
 def distill_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
-    """Our decoder: every id that is a token and no padding in one model is the same string in both."""
-    last = max(target.rows, draft.rows)
-    different = _differences(0, last, target, draft, VocabularyMetadata.real)
+    """Our decoder: every id that is a token and no padding in one model is the same string in both.
+
+    Files of converters write the spaces of some added tokens as they are, where folders have SentencePiece's.
+    """
+
+    def spaced(side: VocabularyMetadata, index: int) -> str | None:
+        token = side.real(index)
+        return token if token is None or side.kind == BYTE_LEVEL else token.replace(SPACE, " ")
+
+    different = _differences(0, max(target.rows, draft.rows), target, draft, spaced)
     return (different, TRANSPLANT) if different else None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.errors import DataError
 from distill.models.base import Ints, PendingTree, check_call, check_chain, check_lengths
 from distill.models.finite import place_of
 from distill.models.torch_logits import TorchLogits
@@ -23,6 +24,21 @@ def shortest_window(config: Any) -> int:
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     windows = [getattr(config, sizes[kind], None) for kind in set(kinds) & set(sizes)]
     return min((int(size) for size in windows if size), default=sys.maxsize)
+
+
+def state_refusal(kind: type, config: Any) -> str | None:
+    """The reason why the cache of such a model cannot be rolled back; None where all layers have keys and values."""
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+    if getattr(kind, "_is_stateful", False):
+        return "it has a recurrent state, which cannot be rolled back"
+    try:
+        layers = StaticCache(config=config, max_cache_len=1).layers
+    except KeyError as error:  # a kind of layer for which transformers has no cache of fixed size
+        kinds = {str(error.args[0])}
+    else:
+        kinds = {type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer)}
+    return f"it has layers whose state is no list of keys and values ({min(kinds)})" if kinds else None
 
 
 def model_name(model: Any) -> str:
@@ -42,6 +58,8 @@ class TorchModel:
     def __init__(self, model: Any, vocabulary: int | None = None) -> None:
         from transformers import DynamicCache
 
+        if (reason := state_refusal(type(model), model.config)) is not None:
+            raise DataError(f"{model_name(model)} cannot be decoded here: {reason}", "name a model of attention layers")
         self.model = model
         self.device = next(model.parameters()).device
         self.vocabulary_size: int = min(model.config.vocab_size, vocabulary or model.config.vocab_size)

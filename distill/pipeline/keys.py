@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from distill.documents.sources import source_files
-from distill.files import digest, file_digests, has_form, joint_digest, parse_object, read_json, write_json
+from distill.documents.sources import source_files, tree_files
+from distill.files import digests_of, file_digests, has_form, joint_digest, parse_object, read_json, write_json
 from distill.pipeline.stages import Stage
 from distill.recipe import PyTorch, Recipe, Source
 from distill.recipe.gguf import CHANGES_LOGITS
@@ -39,10 +38,15 @@ class Contents:
         """The digest of a local model or source; for a hub name, the name itself."""
         if reference not in self._digests:
             files = file_digests(reference)
-            self._digests[reference] = reference if files is None else joint_digest(files)
-            if files is not None and len(files) <= MOST_FILES:
-                self._files[self._digests[reference]] = files
+            self._digests[reference] = reference if files is None else self.joint(files)
         return self._digests[reference]
+
+    def joint(self, files: dict[str, str]) -> str:
+        """One digest of several files, given by their own."""
+        found = joint_digest(files)
+        if len(files) <= MOST_FILES:
+            self._files[found] = files
+        return found
 
     def changed(self, old: Any, new: Any) -> str:
         """The files in which two digests differ, for a message; empty where that is not known."""
@@ -90,7 +94,7 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
     absent = left_out(recipe)
     for name, pattern in stage.inputs:
         if name not in absent:
-            parts[f"{name}: {pattern}"] = _artifacts_digest(run, name, pattern)
+            parts[f"{name}: {pattern}"] = run.artifacts_digest(name, pattern)
     return parts
 
 
@@ -166,17 +170,11 @@ def _content(name: str, recipe: Recipe, contents: Contents) -> tuple[str, Any]:
 def _source_digest(source: Source, contents: Contents) -> Any:
     if source.path == "python:stdlib":
         return sys.version.split()[0]
-    if source.kind in ("hub", "tree") or Path(source.path).exists():
+    if source.kind == "tree":
+        return contents.joint(digests_of(tree_files(source)))
+    if source.kind == "hub" or Path(source.path).exists():
         return contents.digest(source.path)
     return [contents.digest(str(path)) for path in source_files(source)]
-
-
-def _artifacts_digest(run: Run, stage: str, pattern: str) -> str | None:
-    """Digest of a finished stage's artifacts whose names match `pattern`; None for an unfinished stage."""
-    record = run.done(stage)
-    if record is None:
-        return None
-    return digest({file: entry["sha256"] for file, entry in record["artifacts"].items() if fnmatch(file, pattern)})
 
 
 def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
@@ -193,18 +191,26 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     unloaded = () if recipe.target.load else ("target.load",)
     timed = pair if "gguf" in recipe.speedup.backends else ()
     timed += () if recipe.pytorch == PyTorch() else ("pytorch",)
+    timed += () if recipe.device == "auto" else ("device",)
     measured_cuts: tuple[str, ...] = ()
     if search is not None or (trim is not None and trim.size is None and trim.by == "price"):
         measured_cuts = ("seed", "train", "sampler", "profile", "speedup.outtype", "corpus.block", "threads")
         measured_cuts += ("target.dtype", "target.quantise", *pair)
         measured_cuts += () if recipe.pytorch.prepack else ("pytorch.prepack",)
+    if measured_cuts and recipe.device != "auto":
+        measured_cuts += ("device",)
     turns: tuple[str, ...] = ()
+    split: tuple[str, ...] = (
+        () if recipe.answers.traffic is None else ("corpus.block", "corpus.validation", "corpus.test", "chat")
+    )
     if any(source.turns > 1 for source in recipe.corpus.asked):  # further turns are written behind the target's answers
         answers = ("new_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
         turns = ("sampler", "corpus.block", *(f"answers.{name}" for name in answers))
+        split = split or ("corpus.block",)
     return {
         "questions": written + turns,
-        "answers": written + (() if recipe.answers.traffic is None else unloaded),  # which keep held-out ones then
+        # Served texts hold held-out ones, too, which are kept where the target is not loaded.
+        "answers": written + split + (() if recipe.answers.traffic is None else unloaded),
         "teacher": distributions,
         "validation": written + distributions,
         "test": written + distributions,

@@ -25,6 +25,7 @@ from distill.models.hugging_face import check_placement, load_config, local_snap
 from distill.models.loaded import context_of
 from distill.models.pairs import compare_pair
 from distill.models.static.static_model import require_static
+from distill.models.torch_model import state_refusal
 from distill.models.weight_check import check_weights
 from distill.packages import install_extra, pip_install
 from distill.pipeline.stages import NAMES, require_part
@@ -42,6 +43,7 @@ from distill.training.adapters import layer_names, require_quantisation
 from distill.training.plan import check_training
 from distill.training.setup import require_plain_logits, require_processes
 from distill.training.trackers import require_trackers
+from distill.vocabulary import Vocabulary
 
 
 @dataclass
@@ -135,6 +137,13 @@ def check_stages(recipe: Recipe) -> list[str]:
             "cannot be loaded as a target",
             "leave it on a server (target.load: false), or name a folder or GGUF file of the language model alone",
         )
+    if recipe.target.load:
+        kind = AutoModelForCausalLM._model_mapping.get(type(target), type(None))
+        if (reason := state_refusal(kind, target)) is not None:
+            raise RecipeError(
+                f"{recipe.target.model} cannot be decoded here: {reason}",
+                "leave it on a server or in a GGUF file (target.load: false)",
+            )
     lines = check_cut(recipe) + check_training(recipe)
     lines += map(Caution, check_configurations(recipe))  # what it names is lossy
     check_trees(recipe, recipe.donor_model)
@@ -148,6 +157,7 @@ def check_pair(recipe: Recipe) -> list[str]:
 
     A transplanted draft has the target's own vocabulary and rows: only the context remains to be compared.
     """
+    Vocabulary.read(text_folder(recipe.target.model))  # as evaluation does, after hours
     pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=recipe.cut.vocabulary_rows == "target")
     if recipe.cut.transplant is not None:
         return [f"context: {pair.context or 'fits'}"]

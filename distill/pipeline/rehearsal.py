@@ -7,6 +7,7 @@ repeats. estimate.py says from its figures what the whole run will take.
 from __future__ import annotations
 
 import gc
+import math
 import shutil
 import sys
 import threading
@@ -19,11 +20,13 @@ from distill.files import write_atomically, write_text
 from distill.pipeline.estimate import as_markdown, expect, verdicts
 from distill.pipeline.running import forget_begun, run_pipeline
 from distill.pipeline.stages import find_stage
+from distill.processes import process_count
 from distill.progress import Progress, watched
 from distill.recipe import Recipe, dump_recipe
 from distill.results.rehearsal_results import Rehearsal, Rehearsed
 from distill.results.serialise import read_result, write_result
 from distill.run import Run
+from distill.surgery.sparsity.ramp import LEAST_RAMP
 from distill.target.traffic import first_lines
 
 PROMPTS, STEPS, LINES = 4, 3, 32
@@ -47,7 +50,11 @@ def _with(section: Any, values: dict[str, Any]) -> Any:
 def shortened(recipe: Recipe, runs: Path) -> Recipe:
     """The recipe of a rehearsal in the folder `runs`."""
     name = recipe.name[: 100 - len(SUFFIX)] + SUFFIX
-    train, cut, speedup = recipe.train, recipe.cut, recipe.speedup
+    train, cut, speedup, processes = recipe.train, recipe.cut, recipe.speedup, process_count()
+    warming, steps = min(1, train.embedding_steps), STEPS
+    if train.sparsity is not None:  # which takes a number of steps to remove anything
+        ramp = train.sparsity.ramp
+        steps = max(STEPS, math.ceil(LEAST_RAMP / ramp), math.ceil(warming / (1 - ramp)) if ramp < 1 else 0)
     values: dict[str, Any] = {
         "name": name,
         "corpus": _shortened_corpus(recipe),
@@ -55,10 +62,10 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "answers.traffic.path": str((runs / name / "traffic.jsonl").resolve()),
         "cut.score_blocks": min(2, cut.score_blocks),
         "profile.repeats": 5,
-        "train.steps": STEPS,
-        "train.embedding_steps": min(1, train.embedding_steps),
-        "train.save_every": STEPS,
-        "train.acceptance.every": STEPS,
+        "train.steps": steps,
+        "train.embedding_steps": warming,
+        "train.save_every": steps,
+        "train.acceptance.every": steps,
         "train.acceptance.patience": None,
         "train.replay.steps": 1,
         "train.replay.validation_prompts": PROMPTS,
@@ -70,6 +77,9 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     }
     if train.replay is not None:
         values["train.replay.prompts"] = min(PROMPTS, train.replay.prompts)
+    if processes > 1:  # each needs a group of prompts and a shard of distributions
+        values["answers.group"] = min(recipe.answers.group or PROMPTS, max(1, PROMPTS // processes))
+        values["teacher.shard_blocks"] = 1
     if cut.search is not None:  # the largest cut: it takes the most memory
         values |= {
             "cut.search.layers": (max(cut.search.layers),),

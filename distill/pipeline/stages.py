@@ -174,7 +174,7 @@ STAGES = (
         "profile",
         "distill.benchmark.profile:profile",
         ("profile", "speedup.backends", "speedup.outtype", *TYPES, "threads"),
-        (("cut", "cut/config.json"),),
+        (("cut", "cut/config.json"), ("cut", "cut/kept_tokens.json")),
         ("profile.json",),
         ("target",),
         version=2,  # 2: linear layers prepacked

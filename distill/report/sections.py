@@ -47,7 +47,7 @@ def texts(results: RunResults) -> Html:
     assert corpus is not None
     notes = [f"Left out of the corpus: {listed(corpus.dropped)}."] if corpus.dropped else []
     if answers is not None and answers.answers:
-        cut = f"{number(answers.not_ended)} of {number(answers.answers)} answers were cut short by answers.new_tokens."
+        cut = f"{number(answers.not_ended)} of {number(answers.answers)} answers were cut short by a limit."
         notes.append(f"Answers by {answers.writer or 'the target'}: {cut}")
         if answers.dropped:
             notes.append(f"Answers left out: {listed(answers.dropped)}.")

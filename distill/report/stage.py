@@ -28,14 +28,15 @@ Report = TypeVar("Report")
 
 
 def gather(recipe: Recipe, run: Run) -> RunResults:
-    """All that the page and the card show, read from the run directory; None for stages that have not run.
+    """All that the page and the card show, read from the run directory; None for stages that have not run, or not since
+    the draft was made again.
 
     Raises DataError where the cut is missing, or a file has another form than this version writes.
     """
 
-    def found(kind: type[Report], *parts: str) -> Report | None:
+    def found(kind: type[Report], *parts: str, stage: str | None = None) -> Report | None:
         path = run.path(*parts)
-        return read_result(path, kind) if path.exists() else None
+        return read_result(path, kind) if path.exists() and not (stage and run.outdated(stage)) else None
 
     cut = read_result(run.path("cut", "cut.json"), CutReport)
     history = run.path("provenance.json")
@@ -43,7 +44,7 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
     starts = read_json(history, [{"argv": [str]}]) if history.exists() else []
     argv = starts[0]["argv"][1:] if starts else []
     parent, lines, target = run.parent(), run.metrics(), _target_sizes(recipe, cut)
-    if (export := found(ExportReport, "gguf", "export.json")) is not None:
+    if (export := found(ExportReport, "gguf", "export.json", stage="export")) is not None:
         export = replace(export, files=[replace(file, path=placeless(file.path)) for file in export.files])
     # Models and files by their names alone: page and card are read elsewhere than they are made.
     return RunResults(
@@ -65,10 +66,10 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         questions=found(QuestionTexts, "questions", "summary.json"),
         corpus=found(CorpusTexts, "corpus", "summary.json"),
         answers=found(AnswerTexts, "answers", "manifest.json"),
-        profile=found(ProfileReport, "profile.json"),
-        evaluation=found(EvaluationReport, "eval.json"),
+        profile=found(ProfileReport, "profile.json", stage="profile"),
+        evaluation=found(EvaluationReport, "eval.json", stage="eval"),
         export=export,
-        speedup=found(SpeedupReport, "speedup.json"),
+        speedup=found(SpeedupReport, "speedup.json", stage="speedup"),
         left_out=not_run(recipe),
         held_out={
             split: texts for split in HELD_OUT if (texts := found(AnswerTexts, split, "summary.json")) is not None

@@ -136,7 +136,8 @@ class RoundFigures:
     turns), mean tokens of the target's step (`verified`) and draft steps of a round; `target_seconds`,
     `draft_seconds` and `overhead_seconds` of a round as they were paid: in the target, in all steps of the draft, and
     in neither; None where a device computes on after a call returns. `bound` is τ ÷ (T(m) + Σ D), tokens per second,
-    from steps timed with one model alone; `attained` is the share of it that was measured.
+    from steps timed with one model alone; `attained` is the share of it that was measured. These three are NaN where
+    every text ended with its first token.
     """
 
     configuration: str
@@ -149,9 +150,9 @@ class RoundFigures:
     target_seconds: float | None
     draft_seconds: float | None
     overhead_seconds: float | None
-    tokens_per_second: float
-    bound: float
-    attained: float
+    tokens_per_second: Figure
+    bound: Figure
+    attained: Figure
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,14 @@ def plain(
 
     Without `rules` it is greedy and stops at `ends`.
     """
-    rules = rules or Rules(ends=ends)
     result = Decoded()
+    for _ in plain_steps(target, prompt, limit, rules or Rules(ends=ends), result):
+        pass
+    return result
+
+
+def plain_steps(target: Model, prompt: Sequence[int], limit: int, rules: Rules, result: Decoded) -> Iterator[list[int]]:
+    """`plain` into `result`, yielding after each step the tokens that became certain, as `decode`."""
     target = constrained(target, prompt, rules)
     target.rollback([0])
     started = time.perf_counter()
@@ -120,18 +126,21 @@ def plain(
     token = next_token(target.extend(prompt, want=[len(prompt) - 1]), context, rules)
     prefilled = time.perf_counter()
     result.prefill_seconds = prefilled - started
-    _, ended = add_tokens(result, [token], 0, rules)
+    certain, ended = add_tokens(result, [token], 0, rules)
     # The largest logit is read from the device as it is; a distribution would be copied whole.
     rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
+    yielded, result.seconds = 0, time.perf_counter() - prefilled
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
+        yield result.tokens[yielded:certain]
+        yielded, started = certain, time.perf_counter()
         context.append(token)
         if rounds is not None:
             token = rounds.run([RowRound(0, context, rules.random)])[0].token
         else:
             token = next_token(target.extend([token], want=ONLY), context, rules)
-        _, ended = add_tokens(result, [token], 0, rules)
-    result.seconds = time.perf_counter() - prefilled
-    return result
+        certain, ended = add_tokens(result, [token], 0, rules)
+        result.seconds += time.perf_counter() - started
+    yield result.tokens[yielded:]
 
 
 def decode(

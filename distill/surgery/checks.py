@@ -74,9 +74,10 @@ def check_cut(recipe: Recipe) -> list[str]:
         vocabulary = Vocabulary.read(text_folder(recipe.target.model))
         check_size(settings.trim.size, len(always_kept(vocabulary)), vocabulary.size, recipe.teacher.top_k)
     sparsity, full = recipe.train.sparsity, settings.mlp_width or config.intermediate_size
-    if sparsity is not None and sparsity.mlp_width is not None and not 0 < sparsity.mlp_width < full:
+    width = None if sparsity is None else sparsity.mlp_width
+    if width is not None and (not 0 < width < full or width % 32):
         raise RecipeError(
-            f"train.sparsity.mlp_width is {sparsity.mlp_width}; training starts with {full} neurons a layer",
+            f"train.sparsity.mlp_width is {width}; training starts with {full} neurons a layer",
             f"ask for a multiple of 32 below that, for instance {max(32, full // 2 // 32 * 32)}",
         )
     if settings.search is not None:

@@ -10,8 +10,9 @@ import torch
 
 from distill.errors import DataError
 from distill.files import require_new_folder, write_folder
-from distill.models.hugging_face import encode, load_config, load_model, load_tokenizer, local_folder, real_tokens
+from distill.models.hugging_face import encode, load_config, load_model, load_tokenizer, real_tokens, text_folder
 from distill.models.model_files import copy_tokenizer
+from distill.models.pairs import require_pair
 from distill.packing import Packed, pack
 from distill.recipe import Cut
 from distill.results.cut_results import Change
@@ -78,6 +79,8 @@ def cut_folder(
     require_supported(config.model_type)
     check_shape(config, settings)
     require_new_folder(destination)
+    if target is not None:
+        require_pair(target, source)
     tokenizer = load_tokenizer(source)
     block = min(BLOCK, config.max_position_embeddings)
     blocks = pack(((encode(tokenizer, text), 1) for text in texts if text.strip()), block, split_long=True)
@@ -89,11 +92,11 @@ def cut_folder(
     compared = blocks.take(slice(half, 2 * half))
     distributions = TargetDistributions.measure(teacher, compared, real_tokens(config, tokenizer))
     changes = cut_model(model, settings, blocks.take(slice(0, half)), distributions, own=target is None)
-    before = read_changes(local_folder(source))
+    before = read_changes(text_folder(source))
 
     def save(folder: Path) -> None:
         model.save_pretrained(folder)
-        copy_tokenizer(local_folder(source), folder)
+        copy_tokenizer(text_folder(source), folder)
         record_change(folder, before, *changes)
 
     write_folder(destination, save)

@@ -16,7 +16,7 @@ from distill.models.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.teacher.distributions import TeacherChunk
+from distill.teacher.distributions import TeacherChunk, logit_form
 from distill.teacher.held_out import held_out
 from distill.teacher.store import TeacherStore, compress
 
@@ -74,5 +74,4 @@ class TargetDistributions:
 def scored_logits(model: Any, part: Packed) -> Tensor:
     """Logits [N, V] of a model at the scored positions of some blocks, in order."""
     hidden = hidden_states(model, part)
-    logits: Tensor = model.lm_head(hidden[part.mask.to(hidden.device)])
-    return logits
+    return logit_form(model.config).apply(model.get_output_embeddings()(hidden[part.mask.to(hidden.device)]))

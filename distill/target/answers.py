@@ -66,7 +66,7 @@ def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:
     reasons = "".join(f", {count} dropped: {reason}" for reason, count in counts["dropped"].items())
     run.say(
         f"  {counts['answers']} answers of {counts['answer_tokens']} tokens, {counts['not_ended']} of them cut "
-        f"short by the limit{reasons}"
+        f"short by a limit{reasons}"
     )
     manifest = {"format": 2, **target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json")}
     manifest |= {"writer": writer_kind(recipe), "groups": groups}

@@ -74,7 +74,7 @@ def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = Non
     """The rules of requests and answers."""
     config = load_config(recipe.target.model)
     context: int = config.get_text_config().max_position_embeddings
-    ends = set(end_ids(config, tokenizer))
+    ends = set(end_ids(recipe.target.model, tokenizer))
 
     def text_of(ids: Sequence[int]) -> str:
         kept = [token for token in ids if token not in ends]

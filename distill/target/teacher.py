@@ -53,10 +53,13 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
     texts = [(kept[index].prompt + kept[index].answer, len(kept[index].prompt)) for index in order]
     own = pack(texts, recipe.corpus.block, split_long=False)
     text = Packed.load(run.path("corpus", "text-train.safetensors"))
-    blocks = concatenate([part for part in (own, text) if len(part)])
+    blocks = concatenate([part for part in (own, text) if len(part)] or [own])
+    dropped = f"{reasons.total()} of {len(answers)} answers dropped: {listed(reasons)}" if reasons else ""
     if not int(blocks.mask.sum()):
-        raise DataError("no answer and no corpus text is left to learn from", "raise corpus.tokens")
-    return blocks, f"{reasons.total()} of {len(answers)} answers dropped: {listed(reasons)}" if reasons else ""
+        what = "no answer and no corpus text is left to learn from"
+        hint = "see the answers in answers/train-*.jsonl; ask for more (answers.prompts), or give text (corpus.tokens)"
+        raise DataError(f"{what}: {dropped}" if dropped else what, hint)
+    return blocks, dropped
 
 
 def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:

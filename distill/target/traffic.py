@@ -244,13 +244,14 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
         room = recipe.corpus.block - len(prompt)
         if room < (2 if split == "train" else recipe.answers.new_tokens):
             found.too_long += 1
-        elif split == "train":
-            found.cut += len(answer) > room
-            answer = answer[:room]
-            found.train.append(Answer(f"{line.name}@{line.number}", prompt, answer, is_looping(answer), SOURCE))
+            continue
+        fits, answer = len(answer) <= room, answer[:room]
+        ended = line.ended and fits
+        if split == "train":
+            found.cut += not fits
+            found.train.append(Answer(f"{line.name}@{line.number}", prompt, answer, is_looping(answer), SOURCE, ended))
         else:  # a prompt that is served often is measured once
-            ended = line.ended and len(answer) <= room
-            first = Answer(line.name, prompt, answer[:room], is_looping(answer), SOURCE, ended)
+            first = Answer(line.name, prompt, answer, is_looping(answer), SOURCE, ended)
             found.held_out[split].setdefault(line.name, (Prompt(line.name, prompt, SOURCE), first))
     return found
 

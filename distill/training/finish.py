@@ -51,12 +51,16 @@ def write_draft(work: Training) -> list[Path]:
 def _summary(work: Training, decision: Path) -> TrainingSummary:
     # Under a sparsity penalty the last weights stay, however earlier ones were accepted.
     best = work.state["best"] if work.penalty is None else None
+    ends = work.state["ends"]  # patience may end a part early, and a replay without rejections never begins
+    parts = [
+        TrainedPart(part.name, part.first, ends[part.name] - part.first, part.rate, dict(part.loss.losses))
+        for part in work.parts
+        if part.name in ends
+    ]
     return TrainingSummary(
-        steps=work.state["step"],
+        steps=sum(part.steps for part in parts),
         processes=work.accelerator.num_processes,
-        parts=[
-            TrainedPart(part.name, part.first, part.steps, part.rate, dict(part.loss.losses)) for part in work.parts
-        ],
+        parts=parts,
         best=None if best is None else from_json(best, EvaluatedWeights, "the last checkpoint"),
         replay=read_result(decision, ReplayDecision) if decision.exists() else None,
         curve=learning_curve(work),

@@ -20,7 +20,7 @@ from distill.interruption import noting
 from distill.processes import barrier
 from distill.progress import duration
 from distill.recipe import Recipe
-from distill.run import Run
+from distill.run import BEGIN, Run
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from distill.training.finish import write_draft
 from distill.training.learning_curve import add_point
@@ -44,6 +44,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         work = set_up(recipe, run)
         resumed = resume(work)
     if work.is_main and not resumed:
+        run.record(BEGIN)
         say_what_lacks(run)
     settings, state = work.settings, work.state
     if not resumed and settings.acceptance is not None:

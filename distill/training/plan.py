@@ -11,6 +11,7 @@ from distill.models.hugging_face import load_config
 from distill.recipe import Loss, Recipe, Train
 from distill.recipe.recipe import REASON
 from distill.surgery.checks import kept_share
+from distill.surgery.sparsity.ramp import require_ramp
 from distill.training.losses.settings import LossSettings
 
 Verifying = Literal["sampling", "match", "greedy"]
@@ -165,6 +166,8 @@ def check_training(recipe: Recipe) -> list[str]:
     if settings.hidden_states is not None:
         target, donor = (load_config(name).get_text_config() for name in (recipe.target.model, recipe.donor_model))
         check_hidden_states(settings, teacher.kind, donor.hidden_size, target.hidden_size)
+    if settings.sparsity is not None:
+        require_ramp(settings.steps, settings.embedding_steps, settings.sparsity.ramp)
     positions = settings.batch * recipe.corpus.block
     lines = []
     if recipe.train.rate is None and recipe.cut.search is not None:

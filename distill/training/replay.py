@@ -33,6 +33,7 @@ from distill.training.validation import (
 )
 
 BATCH = 16  # prompts decoded together
+RESAMPLES, CONFIDENCE = 2000, 0.95  # of the interval that decides
 
 
 def replay_prompts(answers: Sequence[Answer], count: int) -> list[Prompt]:
@@ -176,10 +177,9 @@ def decide_on_replay(work: Training) -> None:
                 measured_on_main(work, lambda draft: decode_all(served_target(work), draft, prompts, settings))
             )
     run.record(REPLAY_STAGE, batches=2 * decoding_batches(len(prompts)), seconds=time.monotonic() - began)
-    evaluation = work.recipe.eval
-    decision = compare_rounds(decoded[0], decoded[1], evaluation.resamples, evaluation.confidence)
+    decision = compare_rounds(decoded[0], decoded[1], RESAMPLES, CONFIDENCE)
     if work.is_main:
-        record = decision | {"collected": work.state["replay"], "confidence": evaluation.confidence}
+        record = decision | {"collected": work.state["replay"], "confidence": CONFIDENCE}
         write_json(run.path("replay", "decision.json"), record)
     if not decision["kept"]:
         load_weights(run, BEST, work.learner)

@@ -37,7 +37,7 @@ from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
 
 # The state before the first step. `tokens` counted in the loss; the points of `curve` are measured on `texts`.
-START = {"step": 0, "best": None, "misses": 0, "sparsity": None, "tokens": 0, "texts": None}
+START: dict[str, Any] = {"step": 0, "best": None, "misses": 0, "sparsity": None, "tokens": 0, "texts": None, "ends": {}}
 
 
 @dataclass

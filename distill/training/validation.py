@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from distill import divergences
 from distill.models.batched import BatchedTorchModel
 from distill.models.hugging_face import end_ids, load_tokenizer
 from distill.models.packed_forward import hidden_states
+from distill.models.torch_model import TorchModel
 from distill.models.trimmed_head import KeptHead
 from distill.processes import agree
 from distill.recipe import Recipe
@@ -57,12 +59,20 @@ class ServedTarget:
         self.protocol, self.seed = protocol, seed
 
     def decode(self, draft: Any, prompts: Sequence[Prompt], new_tokens: int, length: int) -> list[Decoded]:
-        """Decode B prompts together with γ = `length`; each has random numbers of its own, the same at every call."""
+        """Decode B prompts with γ = `length`; each has random numbers of its own, the same at every call.
+
+        Together, or one by one with models whose attention windows allow no rows of different lengths.
+        """
         rules = Rules(self.sampler, VERIFIERS[self.protocol], self.ends)
         randoms = [random.Random(prompt_seed(self.seed, prompt.id)).random for prompt in prompts]
-        target, small = (BatchedTorchModel(model, len(prompts), self.vocabulary) for model in (self.model, draft))
         ids = [prompt.ids for prompt in prompts]
-        return decode_batch(target, small, ids, new_tokens, rules, length, randoms, argmax=self.protocol == "match")
+        target, small = (TorchModel(model, self.vocabulary) for model in (self.model, draft))
+        decode = partial(decode_batch, limit=new_tokens, rules=rules, length=length, argmax=self.protocol == "match")
+        if not (target.max_leaves and small.max_leaves):
+            alone = zip(ids, randoms, strict=True)
+            return [decode(target, small, [own], randoms=[draw])[0] for own, draw in alone]
+        rows = [BatchedTorchModel(model, len(prompts), self.vocabulary) for model in (self.model, draft)]
+        return decode(rows[0], rows[1], ids, randoms=randoms)
 
     @torch.inference_mode()
     def expected(self, draft: Any, prompts: Sequence[Prompt], texts: Sequence[Sequence[int]]) -> list[float]:
@@ -180,7 +190,7 @@ def measured_on_main(work: Training, measure: Callable[[Any], Item]) -> Item:
 def served_target(work: Training) -> ServedTarget:
     """The target, loaded on first use, as the recipe serves it."""
     recipe, model = work.recipe, work.loaded_target()
-    ends = end_ids(model.config, load_tokenizer(recipe.target.model))
+    ends = end_ids(recipe.target.model, load_tokenizer(recipe.target.model))
     protocol = protocol_of(recipe.train, recipe.sampler.temperature)
     return ServedTarget(model, work.source.vocabulary, ends, Sampler.of(recipe.sampler), protocol, recipe.seed)
 
@@ -271,6 +281,7 @@ def part_ended(work: Training, part: PlannedPart) -> bool:
         if settings is None or settings.patience is None or state["misses"] < settings.patience:
             return False
         work.run.say(f"  the training ends early: {state['misses']} evaluations without a better one")
+    state["ends"] = {**state["ends"], part.name: state["step"]}
     state["step"], state["misses"] = part.end, 0
     return True
 

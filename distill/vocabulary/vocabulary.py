@@ -68,6 +68,14 @@ class Vocabulary:
         )
         return cls(folder, family, tokens, bytes_of, kinds, roles)
 
+    def within(self, rows: int) -> Vocabulary:
+        """Without the tokens at the end that a model of so many rows does not have, where all of them are special."""
+        if any(kind not in ("special", "unused") for kind in self.kinds[rows:]):
+            return self
+        roles = {role: number for role, number in self.roles.items() if number < rows}
+        parts = {name: getattr(self, name)[:rows] for name in ("tokens", "bytes_of", "kinds")}
+        return replace(self, **parts, roles=roles)
+
     @property
     def size(self) -> int:
         """Number of ids, the missing ones among them."""

@@ -27,7 +27,7 @@ class Texts:
 
     def __init__(self, target: Any, recipe: Recipe, prompts: list[Prompt], options: Any, vocabulary: int) -> None:
         sampler = Sampler.of(recipe.sampler)
-        ends = end_ids(target.config, load_tokenizer(recipe.target.model))
+        ends = end_ids(recipe.target.model, load_tokenizer(recipe.target.model))
         seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in prompts]
         ids = [prompt.ids for prompt in prompts]
         answers = continue_all(target, ids, sampler, options.new_tokens, seeds, ends, recipe.answers.batch, vocabulary)

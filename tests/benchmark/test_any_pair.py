@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -417,6 +418,26 @@ def test_lookup_needs_no_draft(place: Path, capsys: Capture) -> None:
     options = ("--prompts", place / "plain.txt", "--lengths", 4, "--drafter", "lookup", "-o", "json")
     found = json.loads(call(place, capsys, *options, draft=None))
     assert found["draft"] is None and found["steps"]["draft"] == {} and found["rounds"][1]["draft_steps"] == 0
+
+
+@LLAMA
+def test_a_lookup_that_is_priced_needs_no_draft(place: Path, capsys: Capture) -> None:
+    """Its costs are the target's steps, also where the context is as long as the texts."""
+    priced = "{drafter: lookup, length: 8, rule: expected-value}"
+    options = ("--prompts", place / "plain.txt", "--lengths", 0, "--configuration", priced, "--tokens", 12)
+    found = json.loads(call(place, capsys, *options, "-o", "json", target="target.gguf", draft=None))
+    assert [row["drafter"] for row in found["measurements"]] == [None, "lookup"]
+    assert all(row["different"] == 0 for row in found["measurements"])
+
+
+def test_batches_of_models_with_windows_are_refused_at_once(place: Path, tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(place / "target", tmp_path / "target")
+    path = tmp_path / "target" / "config.json"
+    windows = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0, "layer_types": None}
+    path.write_text(json.dumps(json.loads(path.read_text()) | windows))
+    pair = ("--target", tmp_path / "target", "--draft", place / "draft", "--prompts", place / "plain.txt")
+    with mock.patch("distill.benchmark.any_pair.measure_pair", side_effect=AssertionError("measured")):
+        assert "add --static" in tiny.refused(capsys, "speedup", *pair, "--lengths", 2, "--batch", 2)
 
 
 def test_synthetic_figures_are_labelled_wherever_they_are_printed(place: Path, capsys: Capture) -> None:

@@ -15,8 +15,12 @@ import torch
 
 from distill.documents.sources import PIECE, cut_text, read_documents
 from distill.errors import RecipeError, RunError
+from distill.export.stage import export
 from distill.pipeline import preflight
 from distill.recipe import Corpus, Source, load_recipe
+from distill.results.export_results import ExportReport
+from distill.results.serialise import read_result
+from distill.run import Run
 from distill.training.trackers import require_trackers
 
 Capture = pytest.CaptureFixture[str]
@@ -114,6 +118,10 @@ def test_a_target_that_gguf_cannot_hold(world: Path, tmp_path: Path, capsys: Cap
     code = tiny.call("check", tmp_path / "changed.yaml", "export.outtypes=[]", "speedup.backends=[pytorch]")
     assert code == 0, capsys.readouterr().err
     assert tiny.call("train", tmp_path / "changed.yaml", "--until", "corpus", "--runs", tmp_path / "r") == 0
+    recipe = load_recipe(tmp_path / "changed.yaml", ["export.outtypes=[]", "speedup.backends=[pytorch]"])
+    run = Run(tmp_path / "r" / recipe.name, recipe)
+    assert export(recipe, run) == [run.path("gguf")]  # the stage opens neither model
+    assert read_result(run.path("gguf", "export.json"), ExportReport).files == []
 
 
 def test_without_llama_cpp(world: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

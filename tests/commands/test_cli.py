@@ -278,6 +278,37 @@ def test_faults_of_a_standalone_pair(
     assert expected in tiny.refused(capsys, "eval", *(places.get(name, name) for name in arguments))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["generate", "x", "--run", "RUN", "--target", "TARGET"], "--run was given beside --target or --draft"),
+        (["generate", "x", "--run", "RUN", "--top-k", "4"], "--top-k does nothing without --temperature"),
+        (["generate", "x", "--run", "RUN", "--drafter", "tree", "--length", "0"], "--length 0 drafts nothing"),
+        (["plan", "RECIPE", "--depth", "64"], "override its key: profile.depth"),
+        (["plan", "RECIPE", "--tokens", "64"], "override its key: speedup.new_tokens"),
+        (["plan", "TARGET", "--draft-curve", "x.json", "--hardware", "y.yaml"], "--draft-curve is in seconds of"),
+        (["profile", "TARGET", "--depths", "0,8"], "a step follows at least one token"),
+        (["serve-check", "RUN", "--url", "http://127.0.0.1:1", "--p-min", "0.5"], "--p-min is for a server that this"),
+        (["serve-check", "RUN", "--server", "x", "--key", "K"], "--key is"),
+        (["serve-check", "RUN", "--server", "x", "--no-choose", "--whole-grid"], "--whole-grid belongs to the search"),
+        (["serve-check", "RUN", "--server", "x", "--prompt-tokens", "9"], "--prompt-tokens is"),
+    ],
+)
+def test_options_that_would_do_nothing(
+    world: Path, finished: Path, capsys: Capture, arguments: list[str], expected: str
+) -> None:
+    places = {"TARGET": world / "target", "RUN": finished, "RECIPE": world / "recipe.yaml"}
+    assert expected in tiny.refused(capsys, *(places.get(name, name) for name in arguments))
+
+
+def test_a_fresh_run_is_planned_as_one(world: Path, finished: Path, capsys: Capture) -> None:
+    """Also where the run that it replaces was made with other settings."""
+    again = ("train", world / "recipe.yaml", "--runs", finished.parent, "--fresh", "--dry-run", "corpus.block=48")
+    assert tiny.call(*again) == 0
+    said = capsys.readouterr().err
+    assert "corpus: would run (new)" in said and "up to date" not in said
+
+
 def test_export_of_a_folder_and_of_a_run(world: Path, copied: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "out"
     assert tiny.call("export-gguf", world / "target", "--outtype", "f32", "--outtype", "q8_0", "--to", out) == 0

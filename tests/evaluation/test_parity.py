@@ -138,5 +138,7 @@ def test_mistakes(finished: Path, world: Path, capsys: Capture) -> None:
         ([*pair, "--draft", finished / "draft", "--parity"], "--parity is of one pair"),
         (["--parity", "--target", target], "a pair without a run needs"),
         ([*pair, "--parity", "--url", "http://127.0.0.1:1"], "http://127.0.0.1:1"),
+        ([finished, *pair], "a run was given beside --target or --draft"),
+        ([finished, "--outtype", "q8_0", "--by", "depth"], "--by and --outtype were given together"),
     ):
         assert said in tiny.refused(capsys, "eval", *arguments)

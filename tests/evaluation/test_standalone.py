@@ -39,7 +39,7 @@ def test_answers_stand_behind_the_template(place: Path, capsys: pytest.CaptureFi
     for at, text in enumerate(QUESTIONS):
         ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], return_tensors="pt")["input_ids"]
         options = {"max_new_tokens": Evaluate().new_tokens, "do_sample": False}
-        whole = big.generate(ids, eos_token_id=end_ids(big.config, tokenizer), **options)
+        whole = big.generate(ids, eos_token_id=end_ids(str(place / "target"), tokenizer), **options)
         here = slice(ids.shape[1] - 1, whole.shape[1] - 1)
         own, drafted = (model(whole).logits[0, here].argmax(-1) for model in (big, small))
         found[("odd", "even")[at % 2]] += (own == drafted).tolist()

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from distill.benchmark.compare import TimedText
 from distill.benchmark.pair import Comparison, measure_pair
 from distill.benchmark.speedup import sample_texts
 from distill.errors import DataError, RecipeError
-from distill.generate.stream import Request, stream
+from distill.generate.stream import Request, begin, stream
 from distill.models.batched import BatchedTorchModel
 from distill.models.conversion.writer import export_gguf
-from distill.models.loaded import LoadedPair
+from distill.models.hugging_face import encode
+from distill.models.loaded import LoadedPair, load_pair
 from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
 from distill.recipe import Configuration, Recipe, Target, load_recipe, parse_recipe
@@ -97,6 +99,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_toy(draft, tokenizer, folder / "short")
     save_toy(toy("mistral", vocabulary=size, sliding_window=20), tokenizer, folder / "sliding")
     return folder
+
+
+def test_plain_text_is_streamed(folders: Path) -> None:
+    """Token by token, as transformers generates it; and what the generator makes is what `plain` makes."""
+    target = Target(model=str(folders / "target"))
+    with load_pair(target, None, tokens=40, threads=1) as pair:
+        ids = encode(pair.tokenizer, "def f(")
+        continuation, result = begin(pair, None, PLAINLY, ids, 12), Decoded()
+        parts = [list(part) for part in continuation.rounds(result)]
+        assert [len(part) for part in parts] == [1] * 12 and [*chain(*parts)] == result.tokens
+        assert plain(pair.target, ids, 12, pair.ends).tokens == result.tokens and result.seconds > 0
+    model = AutoModelForCausalLM.from_pretrained(folders / "target")
+    whole = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
+    assert result.tokens == whole.tolist()
 
 
 def test_a_chat_model_is_asked(folders: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -266,7 +266,7 @@ def test_template_and_ends_come_back(tmp_path: Path, tokenizer: PreTrainedTokeni
     assert texts[0] == texts[1] and "<|im_start|>user" in texts[0]
     assert old(texts[0])["input_ids"] == new(texts[0])["input_ids"]
     config = AutoConfig.from_pretrained(tmp_path / "back")
-    ends = hugging_face.end_ids(config, new)
+    ends = hugging_face.end_ids(str(tmp_path / "back"), new)
     assert [new.convert_ids_to_tokens(end) for end in ends] == ["<|endoftext|>", "<|im_end|>"]
     assert hugging_face.real_tokens(config, new) == len(tokenizer) < config.vocab_size
 

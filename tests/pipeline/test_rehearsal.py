@@ -24,11 +24,31 @@ from distill.recipe import load_recipe
 from distill.results.rehearsal_results import Rehearsal, Rehearsed
 from distill.results.serialise import read_result
 from distill.run import Run
+from distill.surgery.sparsity.ramp import require_ramp
 
 Capture = pytest.CaptureFixture[str]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(("ramp", "embedding", "steps"), [(0.5, 4, 20), (1.0, 0, 10), (0.95, 2, 20)])
+def test_a_rehearsal_has_room_for_a_ramp(world: Path, ramp: float, embedding: int, steps: int) -> None:
+    sparsity = f"train.sparsity={{method: group, mlp_width: 32, ramp: {ramp}}}"
+    settings = ("train.steps=90", f"train.embedding_steps={embedding}", "train.replay=null")
+    recipe = load_recipe(world / "recipe.yaml", [sparsity, *settings])
+    short = shortened(recipe, world)
+    assert short.train.steps == steps
+    require_ramp(short.train.steps, short.train.embedding_steps, ramp)
+
+
+def test_each_process_of_a_rehearsal_has_work(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(world / "recipe.yaml")
+    one = shortened(recipe, world)
+    assert (one.answers.group, one.teacher.shard_blocks) == (recipe.answers.group, recipe.teacher.shard_blocks)
+    monkeypatch.setattr("distill.pipeline.rehearsal.process_count", lambda: 2)
+    two = shortened(recipe, world)
+    assert two.answers.group is not None and two.answers.group <= 2 and two.teacher.shard_blocks == 1
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from distill.models.base import AroundModel
 from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN
 from distill.speculative.costs.cheapest import CheapestSteps, cheapest_sizes
-from distill.speculative.costs.curve import accepted_by_position, shorter_rounds
+from distill.speculative.costs.curve import accepted_by_position, measure_steps, shorter_rounds
 from distill.speculative.costs.paid import PaidMeter, measure_paid, prompts_as_long, rising
 from distill.speculative.decode import decode_text, plain, speculative
 from distill.speculative.draft import ModelDrafter
@@ -31,7 +31,7 @@ from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.rules import GREEDY, SYNTHETIC, Rules
 
-MODULES = ("costs.paid", "decode", "draft")
+MODULES = ("costs.paid", "costs.curve", "decode", "draft")
 
 
 class Clocked(AroundModel):
@@ -162,9 +162,9 @@ def test_texts_take_what_is_predicted_between_them(
     plainly, drafted = (totals(texts, one.title)[1].sum() for one in prepared[:2])
     # Acceptance of the drawn rates is not quite the rates.
     accepted = accepted_of(texts, prepared[1]) if rates is None else [0.75, 0.5, 0.5]
-    predicted = predictions.speedup(prepared[1].title, accepted)
+    predicted = predictions.speedup(prepared[1].title, accepted, 300)
     assert predicted == pytest.approx(plainly / drafted, rel=0.02 if rates is None else 0.1)
-    assert [predictions.speedup(prepared[which].title, accepted) for which in (0, 2, 3)] == [None, None, None]
+    assert [predictions.speedup(prepared[which].title, accepted, 300) for which in (0, 2, 3)] == [None, None, None]
     plain_texts = [text for text in texts if text.title == PLAIN.title]
     assert all(step.depth >= 6 for text in plain_texts for step in text.target)
     assert len(plain_texts[0].target) == 299  # the steps between the texts are not theirs
@@ -193,7 +193,7 @@ def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any], monkeypatc
     plainly, drafted = (totals(texts, one.title)[1].sum() for one in both)
     measured = plainly / drafted
     accepted = accepted_of(texts, both[1])
-    assert predictions.speedup(both[1].title, accepted) == pytest.approx(measured, rel=0.03)
+    assert predictions.speedup(both[1].title, accepted, 150) == pytest.approx(measured, rel=0.03)
     shallow = PaidMeter(*pair, others, [3], (False,), 150)
     shallow.until(4)
     assert shallow.costs().predicted_speedup(3, accepted, 160, 150) > 1.08 * measured
@@ -206,7 +206,7 @@ def test_a_pair_without_room_is_not_predicted(pair: tuple[Any, Any]) -> None:
     predictions = Predictions(*pair, [[1, 2]], [[1, 2]], 8, [nine])
     predictions.text()
     predictions.finish()
-    assert predictions.speedup(nine.title, [1.0]) is None
+    assert predictions.speedup(nine.title, [1.0], 8) is None
     assert predictions.refused is not None and "no room to time rounds of 9" in predictions.refused
 
 
@@ -252,6 +252,18 @@ def test_contexts_without_room_are_refused(pair: tuple[Any, Any]) -> None:
         measure_paid(*pair, [[1, 2]], [397], repeats=1)
     long = [1 + i % 6 for i in range(399)]
     assert measure_paid(*pair, [long], [2], repeats=2).verify[2] == pytest.approx(13)  # the prompt is shortened
+
+
+def test_a_target_alone_has_the_costs_of_its_steps(pair: tuple[Any, Any]) -> None:
+    """A lookup has no draft: the target stands in its place, and its cache must not hold two texts."""
+    target, _ = pair
+    counts = [*range(1, 8)]
+    steps = measure_steps(target, counts, 50, 3, target.vocabulary_size)
+    paid = measure_paid(target, target, [[1, 2, 3]], range(1, 7), repeats=3)
+    assert paid.step_costs().target == pytest.approx([steps[count][0] for count in counts])
+    assert paid.step_costs().draft == 0
+    near = measure_paid(target, target, [[1] * 399], [2, 5, 500], repeats=1)  # a context of 400: as deep as it allows
+    assert [*near.verify] == [2, 5]
 
 
 def test_a_draft_that_is_not_asked_reads_nothing(pair: tuple[Any, Any]) -> None:

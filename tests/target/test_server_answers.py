@@ -334,7 +334,8 @@ def test_chat_requests_and_replies(world: Path, tokenizer: Any, tmp_path: Path) 
             return {"model": "tiny", "choices": [choice], "usage": {"prompt_tokens": 4, "completion_tokens": tokens}}
 
     with Chat(tokenizer, ok) as server:
-        recipe, _ = begin(world, tmp_path, 1, served(server.url, api="chat"))
+        tools = "chat.tools=[{type: function, function: {name: add, parameters: {type: object}}}]"
+        recipe, _ = begin(world, tmp_path, 1, served(server.url, api="chat"), tools)
         writer = ServerWriter(recipe, Tagged(), load_config(recipe.target.model))
         ids = Tagged()("a b c d")["input_ids"]
         request = Request("r", ids, 1, 20, [{"role": "user", "content": "hello"}], {"enable_thinking": False})
@@ -343,6 +344,7 @@ def test_chat_requests_and_replies(world: Path, tokenizer: Any, tmp_path: Path) 
         assert reply.ended and Tagged().decode(reply.ids[:-1]) == "yes it is" and not reply.dropped
         assert server.bodies[-1]["messages"] == request.messages
         assert server.bodies[-1]["chat_template_kwargs"] == {"enable_thinking": False}
+        assert server.bodies[-1]["tools"] == list(recipe.chat.tools) != []
         thinking = {"content": "yes", "reasoning_content": "hm hm"}
         replies.append((thinking, len(Tagged()("<think>\nhm hm\n</think>\n\nyes")["input_ids"]) + 1))
         assert "</think>" in Tagged().decode(writer._ask(request).ids[:-1])

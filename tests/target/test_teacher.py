@@ -32,7 +32,7 @@ from distill.files import file_digest, read_json, write_json, write_text
 from distill.models.hugging_face import load_model, quantisation
 from distill.models.packed_forward import document_masks
 from distill.packing import Packed, attention_mask, pack
-from distill.recipe import Recipe, Target, parse_recipe
+from distill.recipe import Recipe, Target, load_recipe, parse_recipe
 from distill.run import Run
 from distill.target.answers import answers
 from distill.target.logprobs.readers import ModelReader, mean_masses
@@ -556,6 +556,19 @@ def test_the_size_that_is_announced(settings: dict[str, Any], folders: dict[str,
     for number, blocks in enumerate(TeacherStore(run).manifest["shard_blocks"]):
         header = run.path("teacher", f"shard-{number:05d}.safetensors").stat().st_size - blocks * 24 * each
         assert 0 < header < 800
+
+
+def test_answers_that_are_all_dropped_are_one_error(world: Path, tmp_path: Path) -> None:
+    """A corpus of questions has no text beside them."""
+    recipe = load_recipe(world / "recipe.yaml", ["corpus.tokens=0"])
+    run = Run(tmp_path / "run", recipe)
+    line = {"id": "a", "prompt": [1, 2], "answer": [3] * 9, "looping": True, "source": ""}
+    for folder in ("answers", "corpus"):
+        run.path(folder).mkdir(parents=True)
+    run.path("answers", "train-00000.jsonl").write_text(json.dumps(line) + "\n")
+    pack([], 64, split_long=True).save(run.path("corpus", "text-train.safetensors"))
+    with pytest.raises(DataError, match="left to learn from: 1 of 1 answers dropped: 1 looping"):
+        training_blocks(recipe, run)
 
 
 def test_masks_of_mixed_layers() -> None:

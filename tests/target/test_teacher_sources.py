@@ -28,7 +28,7 @@ from distill.recipe import GgufOptions, Recipe
 from distill.run import Run
 from distill.target import endpoint
 from distill.target.logprobs.readers import GgufReader, scored_documents
-from distill.target.logprobs.server_reader import MAX_PADDING, log_tails
+from distill.target.logprobs.server_reader import MAX_PADDING, PROBE, log_tails
 from distill.target.teacher import teacher, training_blocks
 from distill.teacher.store import TeacherStore
 
@@ -224,7 +224,7 @@ def test_faults_that_pass_lose_nothing(target: Path, model: Any, tmp_path: Path,
         teacher(recipe, run)
     faults = [None, "429", "500", None, "cut", "wrong JSON", "408", "slow", "503", "429", None, "cut"]
     with VllmServer(model, max_logprobs=64, faults=faults).running() as bad:
-        recipe, faulty = served(tmp_path / "bad", target, bad, timeout=1.5)
+        recipe, faulty = served(tmp_path / "bad", target, bad, timeout=1.5, retries=len(faults))
         teacher(recipe, faulty)
         count = len(bad.requests)
     wanted, found = tiny.contents(run.path("teacher")), tiny.contents(faulty.path("teacher"))
@@ -313,7 +313,7 @@ def test_prompts_as_text(target: Path, model: Any, tmp_path: Path, capsys: Any) 
         run.path("answers", "train-00000.jsonl").write_text("")
         blocks = training_blocks(recipe, run)[0]
         teacher(recipe, run)
-        assert {body["prompt"] for body in one.requests[1:]} == {words}
+        assert {body["prompt"] for body in one.requests} == {words, PROBE}
         manifest = read_json(run.path("teacher", "manifest.json"))
         assert manifest["scored_positions"] == len(spelled) - 1 < int(blocks.mask.sum())
         one.tokenizer = toy_tokenizer(260)

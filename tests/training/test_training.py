@@ -40,12 +40,17 @@ from trainings import (
 
 from distill.errors import RunError
 from distill.models.hugging_face import load_model
+from distill.models.torch_model import TorchModel
 from distill.packing import pack
 from distill.recipe import Replay, Train, load_recipe, parse_recipe, parse_section
-from distill.run import Run
+from distill.run import BEGIN, Run
 from distill.sampler import Sampler
+from distill.speculative.decode import decode_text
+from distill.speculative.draft import ModelDrafter
+from distill.speculative.lengths import Fixed
+from distill.speculative.rules import Rules
 from distill.teacher.distributions import Head
-from distill.texts import Prompt, lacking_classes
+from distill.texts import Prompt, lacking_classes, prompt_seed
 from distill.training import checkpoint, loop, replay, validation
 from distill.training import finish as finish_module
 from distill.training.checkpoint import BEST, load_checkpoint, newest_checkpoint, save_checkpoint, step_of_weights
@@ -234,7 +239,43 @@ def test_a_training_ends_when_patience_has_run_out(train: Trainer, monkeypatch: 
     patience = ("train.acceptance.every=1", "train.acceptance.patience=2")
     run = train(*patience, "train.steps=20")
     assert [line["step"] for line in metrics(run)] == [1, 2, 3]
-    assert json.loads((run / "training.json").read_text())["best"]["step"] == 1
+    summary = json.loads((run / "training.json").read_text())
+    assert summary["best"]["step"] == 1
+    assert summary["steps"] == 3 and [part["steps"] for part in summary["parts"]] == [3]
+
+
+def test_a_training_that_begins_again_leaves_no_figures_behind(tmp_path: Path, world: Path) -> None:
+    run = Run(tmp_path, load_recipe(world / "recipe.yaml"))
+    for _ in range(2):
+        run.record(BEGIN)
+        for step in (1, 2, 3):
+            run.record("train", step=step)
+    run.record("acceptance", step=3)
+    assert [(one["stage"], one["step"]) for one in run.metrics()] == [
+        *(("train", step) for step in (1, 2, 3)),
+        ("acceptance", 3),
+    ]
+    run.record(BEGIN)
+    run.record("train", step=1)
+    assert [(one["stage"], one["step"]) for one in run.metrics()] == [("train", 1)]
+
+
+def test_models_with_attention_windows_are_decoded_one_by_one() -> None:
+    """As alone: rounds and texts of a window that the texts exceed."""
+    target = toys.toy("mistral", sliding_window=6, seed=3)
+    draft = toys.blurred(target, 4, 0.02)
+    prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(4, 61, 4))]
+    served = ServedTarget(target, 61, (), Sampler(temperature=0.7), "sampling", 5)
+    found = served.decode(draft, prompts, 24, 3)
+    for prompt, text in zip(prompts, found, strict=True):
+        rules = Rules(served.sampler, "token", (), random.Random(prompt_seed(5, prompt.id)).random)
+        small = ModelDrafter(TorchModel(draft, 61), Fixed(3), rules.sampler, rules.random)
+        alone = decode_text(TorchModel(target, 61), small, prompt.ids, 24, rules)
+        assert text.tokens == alone.tokens
+        assert [(one.drafted, one.accepted) for one in text.rounds] == [
+            (one.drafted, one.accepted) for one in alone.rounds
+        ]
+    assert 0.1 < decoded_acceptance(found)["acceptance"] < 1
 
 
 @pytest.mark.parametrize("protocol", ["sampling", "match", "greedy"])

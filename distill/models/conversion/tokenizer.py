@@ -143,6 +143,8 @@ def _tokens(
     for token in content.get("added_tokens") or []:
         text = token["content"]
         special = token.get("special") or _looks_special(text)
+        if special and token["id"] >= vocabulary:
+            continue  # a model without a row for it never writes it: of Gemma 3, the marker of an image
         # llama.cpp finds such tokens in the text itself, before its spaces are written as SentencePiece does.
         by_id[token["id"]] = Piece(
             text if special else text.replace(SPACE, " "), ADDED_SCORE, CONTROL if special else USER_DEFINED

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 
 from distill.errors import DataError
-from distill.files import write_atomically
+from distill.files import remove_left, write_atomically
 from distill.models.conversion.general_fields import PLAIN, Origin, add_general_fields
 from distill.models.conversion.importing import file_type, is_gguf
 from distill.models.conversion.llama_tokenizer import GgufTokenizer, add_tokenizer
@@ -87,6 +87,7 @@ def export_files(
         written = dict(direct)
         if left and exact is None:
             first = next(iter(left))
+            remove_left(first.parent, first.name, "exact.gguf")
             exact = first.with_name(f".{first.name}.{os.getpid()}.exact.gguf")
             stack.callback(exact.unlink, missing_ok=True)
             written[exact] = exact_type

@@ -27,10 +27,10 @@ from distill.models.base import (
     check_no_paths,
 )
 from distill.models.finite import Place, place_of
-from distill.models.static.steps import COARSE, LONGEST_STEP, SlotCache, Steps, unsupported
+from distill.models.static.steps import COARSE, LONGEST_STEP, SlotCache, Steps
 from distill.models.static.transfers import send
 from distill.models.torch_logits import TorchLogits
-from distill.models.torch_model import TorchModel, model_name, shortest_window
+from distill.models.torch_model import TorchModel, model_name, shortest_window, state_refusal
 
 CHUNK = 512  # tokens of a row that one step of a prompt reads, so that its mask [m, S] stays small
 FIRST_SIZE = 256  # slots that a model begins with where nobody says how long its texts get
@@ -43,10 +43,8 @@ def refusal(model: Any) -> str | None:
     kind, config = model.config._attn_implementation, model.config
     if kind not in ("sdpa", "eager"):
         return f"its attention takes no mask of ours: it is {kind}, neither sdpa nor eager"
-    if getattr(model, "_is_stateful", False):
-        return "it has a recurrent state, which cannot be rolled back"
-    if (layer := unsupported(config)) is not None:
-        return f"it has layers whose state is no list of keys and values ({layer})"
+    if (reason := state_refusal(type(model), config)) is not None:
+        return reason
     if shortest_window(config) < config.max_position_embeddings and config.model_type not in WINDOWED:
         return f"attention windows were tested for {', '.join(WINDOWED)} alone, and it is {config.model_type}"
     return None

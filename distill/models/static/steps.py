@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import Cache, StaticLayer
 
 from distill.errors import RunError
 from distill.models.torch_model import shortest_window
@@ -94,16 +94,6 @@ class SlotCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.keys = layer.values = None
             layer.is_initialized = False
-
-
-def unsupported(config: Any) -> str | None:
-    """The kind of a layer whose state no slots hold, such as a recurrent one; None where all have keys and values."""
-    try:
-        layers = StaticCache(config=config, max_cache_len=1).layers
-    except KeyError as error:  # a kind of layer for which transformers has no cache of fixed size
-        return str(error.args[0])
-    kinds = {type(layer) for layer in layers} - {StaticLayer, StaticSlidingWindowLayer}
-    return min((kind.__name__ for kind in kinds), default=None)
 
 
 class Steps:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 
 from distill.errors import DataError
 from distill.models.base import Model
-from distill.speculative.costs.curve import StepCosts, tokens_per_round
+from distill.speculative.costs.curve import StepCosts, measure_steps, tokens_per_round
 from distill.speculative.decode import Decoded, Round, decode_text, plain, room_for
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import LengthRule
@@ -58,6 +58,9 @@ class DraftSteps:
     first: float
     first_two: float
     later: float
+
+
+NO_STEPS = DraftSteps(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class PaidCosts:
         first = steps.first + whole * (steps.first_two - steps.first)
         return self.verify[length] + first + (length - 1) * steps.later
 
-    def predicted_speedup(self, length: int, accepted: Sequence[float], prompt: int, new: int) -> float:
+    def predicted_speedup(self, length: int, accepted: Sequence[float], prompt: int, new: float) -> float:
         """Speed of a fixed `length` > 0 over plain decoding, for `new` tokens after `prompt` tokens that both read.
 
         accepted[i] is the acceptance at position i, given that it was reached.
@@ -308,7 +311,17 @@ def measure_paid(
     repeats: int,
     tokens: int = TOKENS,
 ) -> PaidCosts:
-    """The costs once each length, and 1, 2 and 3, were timed `repeats` times; raises as PaidMeter."""
+    """The costs once each length, and 1, 2 and 3, were timed `repeats` times; raises as PaidMeter.
+
+    Of a target alone (`draft` is the target), the steps that verify what a lookup found; no cache holds two texts.
+    """
+    if draft is target:
+        reached = [length for length in lengths if length + 2 <= target.capacity]
+        depth = max(1, min(len(prompts[0]) + tokens // 2, target.capacity - max(reached, default=0) - 1))
+        counts = [1, *(length + 1 for length in reached)]
+        steps = measure_steps(target, counts, depth, repeats, target.vocabulary_size)
+        verified = {length: steps[length + 1][0] for length in reached}
+        return PaidCosts(steps[1][0], verified, NO_STEPS, NO_STEPS, 0.0, 0.0)
     meter = PaidMeter(target, draft, prompts, sorted({1, 2, *lengths}), tokens=min(tokens, TOKENS))
     meter.until(repeats)
     return meter.costs()

@@ -16,7 +16,7 @@ import torch
 
 from distill.errors import PairError
 from distill.models.base import AroundModel, Logits, Model, check_lengths
-from distill.models.hugging_face import load_model, local_folder, pick_device
+from distill.models.hugging_face import load_model, pick_device, text_folder
 from distill.models.loaded import GROWING, torch_decoder
 from distill.models.torch_logits import TorchLogits
 from distill.recipe import Configuration, PyTorch, Target
@@ -271,7 +271,7 @@ def read_with(target: Target, draft: str, device: str, rows: int, pytorch: PyTor
 
     `pytorch` says how it decodes.
     """
-    both, own = (Vocabulary.read(local_folder(reference)) for reference in (target.model, draft))
+    both, own = (Vocabulary.read(text_folder(reference)) for reference in (target.model, draft))
     model = torch_decoder(load_model(draft, target.dtype, pick_device(device)), own.size, pytorch)
     return Reader(model, both, own, rows)
 

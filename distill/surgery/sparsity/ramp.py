@@ -27,6 +27,21 @@ LEAST_RAMP = 10  # proximal steps; fewer would be pruning in one go
 HAIR = 1 + 1e-6  # on λ, so that rounding does not leave the last group alive
 
 
+def require_ramp(steps: int, embedding_steps: int, ramp: float) -> None:
+    """Raise RecipeError where a training of so many steps has no room for a ramp behind those of its embeddings."""
+    if embedding_steps > (1 - ramp) * steps:
+        raise RecipeError(
+            f"train.embedding_steps is {embedding_steps} of {steps} steps, and a ramp of {ramp:g} "
+            "(train.sparsity.ramp) follows them",
+            f"ask for at most {math.floor((1 - ramp) * steps)}, or for a shorter ramp",
+        )
+    if round(ramp * steps) < LEAST_RAMP:
+        raise RecipeError(
+            f"train.steps is {steps}, and a ramp of {ramp:g} (train.sparsity.ramp) needs {LEAST_RAMP} steps",
+            f"train for at least {math.ceil(LEAST_RAMP / ramp)} steps, or ramp over a larger share of them",
+        )
+
+
 class Penalty(ABC):
     """The phases of a penalty over the steps of a training; `start` and `ramp` are shares of them.
 

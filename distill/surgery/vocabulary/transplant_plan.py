@@ -61,14 +61,16 @@ def check_transplant(
     tensors = stored_tensors(donor)
     tied = bool(config.get("tie_word_embeddings", False))
     _check_matrices(donor, config, tensors, tied)
-    ours, theirs = Vocabulary.read(donor), Vocabulary.read(target)
+    target_config = read_config(target) if (target / "config.json").is_file() else {}
+    ours, theirs = Vocabulary.read(donor).within(tensors[EMBEDDING].shape[0]), Vocabulary.read(target)
+    if isinstance(stated := _stated_rows(target_config), int):
+        theirs = theirs.within(stated)
     require_bytes(ours)
     if ours.size > tensors[EMBEDDING].shape[0]:
         raise DataError(
             f"the donor's tokenizer has {ours.size} tokens, its embedding {tensors[EMBEDDING].shape[0]} rows",
             f"put the tokenizer that belongs to the weights into {donor}",
         )
-    target_config = read_config(target) if (target / "config.json").is_file() else {}
     check_overrides(theirs, overrides or {})
     return Plan(
         donor=ours,
@@ -99,8 +101,12 @@ def _check_matrices(donor: Path, config: Mapping[str, Any], tensors: Mapping[str
             raise DataError(f"{name} in {donor} is stored as {tensors[name].dtype}", "give a model in floating point")
 
 
+def _stated_rows(config: Mapping[str, Any]) -> Any:
+    return config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+
+
 def _row_count(folder: Path, target: Vocabulary, config: Mapping[str, Any], rows: int | None) -> int:
-    configured = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    configured = _stated_rows(config)
     if configured is not None and rows is not None and rows != configured:
         raise DataError(f"rows is {rows}, but vocab_size in {folder}/config.json is {configured}", "leave rows out")
     count = configured or rows or target.size

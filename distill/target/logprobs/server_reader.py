@@ -24,6 +24,7 @@ from distill.recipe import Recipe
 from distill.target.endpoint import Endpoint, Refused, Unanswered
 from distill.target.logprobs.readers import Document, Entries, scored_documents
 
+PROBE = "How are you?"
 MAX_PADDING = 32  # entries asked for beyond K, for padding rows that may be among the likeliest
 BYTES_PER_ENTRY = 70  # of JSON
 EXCESS = 1e-3  # by which rounding may lift a sum of probabilities above 1
@@ -59,8 +60,11 @@ class ServerReader:
                         f"{url} serves a context of {context} tokens, and corpus.block + 1 = {needed} are needed",
                         f"start vLLM with --max-model-len {needed}, or lower corpus.block",
                     )
+            ids = [0, 1 % self.vocabulary]
+            if self.settings.prompts == "text":  # the texts of any two tokens together may be one token
+                ids = encode(self.tokenizer, PROBE)
             for _ in self.settings.urls:  # requests take turns: each server gets one
-                self._read(Document([0, 1 % self.vocabulary], [0]), k)
+                self._read(Document(ids, [0]), k)
         except BaseException:
             self.close()
             raise

@@ -10,7 +10,7 @@ from typing import Any
 from distill.documents.chat_template import ChatTemplate, UserHeader
 from distill.documents.prompts import ChatPrompts
 from distill.errors import DataError, RecipeError
-from distill.models.hugging_face import encode, end_ids, load_config, load_tokenizer
+from distill.models.hugging_face import encode, end_ids, load_tokenizer
 from distill.recipe import Recipe, SamplerSettings, Source
 from distill.target.groups import rules_of
 
@@ -49,7 +49,7 @@ class Asking:
         tokenizer = load_tokenizer(recipe.target.model)
         self.template = ChatTemplate(tokenizer, recipe.chat)
         self.chat = ChatPrompts(self.template, recipe.corpus.block - recipe.answers.new_tokens, recipe.seed)
-        self.ends = end_ids(load_config(recipe.target.model), tokenizer)
+        self.ends = end_ids(recipe.target.model, tokenizer)
         self.rules = rules_of(recipe, tokenizer)
         self._headers: dict[str, UserHeader] = {}
         self._require_room()

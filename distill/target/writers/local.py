@@ -82,7 +82,7 @@ class TorchWriter(_LocalWriter):
     def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
         self.model = load_target(recipe.target, pick_device(recipe.device))
         config = self.model.config
-        super().__init__(recipe, end_ids(config, tokenizer), real_tokens(config, tokenizer))
+        super().__init__(recipe, end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer))
         self.batch = recipe.answers.batch
         try:
             fast, reason = prepacked(self.model) if recipe.pytorch.prepack else (self.model, "")
@@ -123,7 +123,7 @@ class GgufWriter(_LocalWriter):
         settings = recipe.answers.writer
         assert settings is not None and settings.gguf is not None
         require_gguf(recipe.target.model, settings.gguf, "answers.writer.gguf")
-        super().__init__(recipe, end_ids(config, tokenizer), real_tokens(config, tokenizer))
+        super().__init__(recipe, end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer))
         # A prompt is at most as long as the block leaves room for, whatever its turn in a conversation.
         context = max(2, recipe.corpus.block)
         self.engine = GgufModel(settings.gguf, context=context, options=recipe.gguf_options("target"))

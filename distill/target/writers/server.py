@@ -42,7 +42,7 @@ class ServerWriter:
         settings = recipe.answers.writer
         assert settings is not None
         self.settings, self.recipe, self.tokenizer = settings, recipe, tokenizer
-        self.ends, self.vocabulary = end_ids(config, tokenizer), real_tokens(config, tokenizer)
+        self.ends, self.vocabulary = end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer)
         self.endpoint = Endpoint(settings, "answers.writer")
         self.notes: Counter[str] = Counter()
         self.first_faults: dict[str, str] = {}  # what the server said about the first of each kind
@@ -186,6 +186,8 @@ class ServerWriter:
                 "make chat prompts in section corpus, or use api: completions, which takes any prompt",
             )
         body = self._body(request) | {"messages": request.messages}
+        if self.recipe.chat.tools:
+            body["tools"] = list(self.recipe.chat.tools)
         if request.arguments:
             body["chat_template_kwargs"] = request.arguments
         answer = self.endpoint.post("chat/completions", body, self._require_choice)

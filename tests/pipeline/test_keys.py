@@ -1,0 +1,100 @@
+"""What a stage's key holds, and which artifacts still belong to the draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from distill.pipeline.keys import Contents, key_parts
+from distill.pipeline.stages import find_stage
+from distill.recipe import load_recipe
+from distill.report.stage import gather
+from distill.run import Run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Capture = pytest.CaptureFixture[str]
+
+
+def opened(folder: Path, *overrides: str) -> Run:
+    return Run(folder, load_recipe(folder / "config.yaml", overrides))
+
+
+def names(run: Run, stage: str) -> set[str]:
+    return {*key_parts(find_stage(stage), run.recipe, run, Contents(run))}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "more"),
+    [
+        (["device=cpu"], {"profile": {"device"}, "speedup": {"device"}, "eval": set()}),
+        (
+            ["answers.traffic={path: PLACE/log.jsonl}"],
+            {
+                "answers": {"corpus.block", "corpus.validation", "corpus.test", "chat", "traffic (content)"},
+                "teacher": set(),
+            },
+        ),
+    ],
+)
+def test_keys_hold_what_their_stages_read(
+    finished: Path, tmp_path: Path, overrides: list[str], more: dict[str, set[str]]
+) -> None:
+    """And nothing else, so that finished runs of recipes without these settings stay finished."""
+    (tmp_path / "log.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    filled = [one.replace("PLACE", str(tmp_path)) for one in overrides]
+    before, after = opened(finished, "device=auto"), opened(finished, "device=auto", *filled)
+    for stage, added in more.items():
+        assert names(after, stage) - names(before, stage) == added
+
+
+def test_a_profile_is_of_the_head_that_was_trimmed(copied: Path) -> None:
+    before = key_parts(find_stage("profile"), opened(copied).recipe, opened(copied), Contents(opened(copied)))
+    record = json.loads((copied / "stages" / "cut.json").read_text())
+    record["artifacts"]["cut/kept_tokens.json"] = {"bytes": 1, "sha256": "0" * 64}
+    (copied / "stages" / "cut.json").write_text(json.dumps(record))
+    after = key_parts(find_stage("profile"), opened(copied).recipe, opened(copied), Contents(opened(copied)))
+    assert {name for name in before if before[name] != after[name]} == {"cut: cut/kept_tokens.json"}
+
+
+def test_the_key_of_a_tree_is_of_the_files_that_it_reads(world: Path, tmp_path: Path) -> None:
+    for name in ("a.py", "b.py", "old/c.py", "notes.txt"):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text(name)
+    values: dict[str, Any] = tiny.recipe_values(world)
+    values["corpus"]["sources"] = [
+        {"kind": "tree", "path": str(tmp_path / "tree"), "pattern": "**/*.py", "exclude": ["old"]}
+    ]
+    recipe = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
+
+    def content() -> Any:
+        run = Run(tmp_path / "run", recipe)
+        return key_parts(find_stage("corpus"), recipe, run, Contents(run))["corpus.sources (content)"]
+
+    first = content()
+    (tmp_path / "tree" / "notes.txt").write_text("other")
+    (tmp_path / "tree" / "old" / "d.py").write_text("other")
+    assert content() == first
+    (tmp_path / "tree" / "b.py").write_text("other")
+    assert content() != first
+
+
+def test_figures_of_an_earlier_draft_are_not_those_of_a_new_one(copied: Path, capsys: Capture) -> None:
+    """After `--redo train --until train`, stages that follow have artifacts, but of a draft that is gone."""
+    run = opened(copied)
+    assert not any(run.outdated(stage) for stage in tiny.STAGES)
+    assert gather(run.recipe, run).evaluation is not None
+    record = json.loads((copied / "stages" / "train.json").read_text())
+    record["artifacts"]["draft/model.safetensors"]["sha256"] = "0" * 64
+    (copied / "stages" / "train.json").write_text(json.dumps(record))
+    stale = {stage for stage in tiny.STAGES if run.outdated(stage)}
+    assert stale == {"eval", "export", "speedup", "report"}
+    found = gather(run.recipe, run)
+    assert (found.evaluation, found.export, found.speedup) == (None, None, None) and found.profile is not None
+    served = ("serve-check", "tiny", "--runs", copied.parent, "--server", "nowhere")
+    assert "has files of an earlier draft" in tiny.refused(capsys, *served)
+    (copied / "stages" / "train.json").unlink()
+    assert {stage for stage in tiny.STAGES if run.outdated(stage)} == stale | {"train"}
