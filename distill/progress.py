@@ -6,9 +6,10 @@ Progress can be left out, warnings and errors never are.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +35,11 @@ def set_console(quiet: bool, verbose: bool) -> None:
 def is_verbose() -> bool:
     """Whether the libraries' log lines go to stderr, and the traceback of a bug."""
     return _console.verbose
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """A command as a shell takes it, from its arguments, the program's own name first."""
+    return shlex.join(["distill", *argv[1:]])
 
 
 def note(line: str) -> None:

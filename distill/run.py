@@ -21,7 +21,7 @@ from distill.faults import faults_explained, reading
 from distill.files import digest, file_digest, has_form, parse_object, read_json, write_json, write_text
 from distill.interruption import check, resumes
 from distill.machine import machine
-from distill.progress import announce, note, warn
+from distill.progress import announce, command_line, note, warn
 from distill.recipe import Recipe, dump_recipe
 
 BEGIN = "begin"  # the line of metrics.jsonl with which a training begins
@@ -91,7 +91,7 @@ class Run:
     _lock: IO[str] | None = None
     silent: bool = False  # for all but the main process of a command: writes and prints nothing
     read_only: bool = False  # the directory cannot be written: what is finished can be shown
-    command: str = field(default_factory=lambda: "distill " + " ".join(sys.argv[1:]))
+    command: str = field(default_factory=lambda: command_line(sys.argv))
 
     def path(self, *parts: str) -> Path:
         """A path inside the run directory."""

@@ -13,6 +13,7 @@ import typer
 from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.errors import DataError, RecipeError
+from distill.progress import command_line
 from distill.recipe import Gguf
 from distill.recipe.gguf import CACHE_TYPES, OUTTYPES
 from distill.results.evaluation_results import SLICES, EvaluationReport, flat_rows
@@ -107,7 +108,7 @@ def evaluate(
     kinds = {"--outtype": outtype, "--target-outtype": target_outtype, "--cache-type": cache_type}
     _check_options(context, kinds, by or [], gguf)
     pairs = _named_pairs(target, draft, text) if target or draft else []
-    command = "distill " + " ".join(sys.argv[1:])
+    command = command_line(sys.argv)
     if pairs or parity or any(kinds.values()):
         shared.prepare(threads)
     if parity:

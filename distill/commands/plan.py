@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.commands.profile import measured_curve
 from distill.errors import DataError, RecipeError
 from distill.machine import machine
+from distill.progress import command_line
 from distill.recipe import Gguf, PyTorch, Recipe
 from distill.results.serialise import as_json, read_result
 
@@ -137,7 +137,7 @@ def plan(
         rates = by_position(next(iter(given.values())), max(drafted))
         settings = llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)
     settings += [] if sister is None else _sisters_curve(sister)
-    found = Plan(shlex.join(["distill", *sys.argv[1:]]), machine(), [outlook(one, given) for one in cases], settings)
+    found = Plan(command_line(sys.argv), machine(), [outlook(one, given) for one in cases], settings)
     found = replace(found, run=run, run_on="" if described is None else described.name)
     shared.print_table(flat_rows(found), as_markdown(found), as_json(found), output)
 

@@ -16,6 +16,7 @@ from distill.commands import served_pair, shared
 from distill.commands.gguf_options import takes_gguf_options
 from distill.errors import RecipeError
 from distill.machine import thread_count
+from distill.progress import command_line
 from distill.recipe import Gguf, SamplerSettings
 from distill.results.serialise import write_result
 
@@ -173,7 +174,7 @@ def serve_check(
             template=served_pair.template_of(files.target, stack),
             seconds=(start_seconds, reply_seconds),
             left_out=left_out,
-            command=shlex.join(["distill", *sys.argv[1:]]),
+            command=command_line(sys.argv),
         )
         if url is not None:
             pair = None if files.target is None or files.draft is None else (files.target, files.draft)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from distill.commands import shared
 from distill.commands.gguf_options import merged, require_used, takes_gguf_options
 from distill.errors import RecipeError
+from distill.progress import command_line
 from distill.recipe import Configuration, Gguf, PyTorch, SamplerSettings, parse_section
 from distill.recipe.load import read_yaml
 from distill.results.serialise import as_json, read_result, write_result
@@ -168,7 +168,7 @@ def speedup(
         batches=batches,
         rates=rates,
         library=library,
-        command=shlex.join(["distill", *sys.argv[1:]]),
+        command=command_line(sys.argv),
     )
     if to is not None:
         write_result(to, report)

@@ -296,9 +296,10 @@ def local_folder(reference: str, weights: bool = True) -> Path:
         return Path(reference)
     if not weights:
         return _snapshot(reference, allow_patterns=SMALL_FILES)
-    folder = _snapshot(reference, allow_patterns=[*SMALL_FILES, "*.safetensors"], ignore_patterns=OTHER_WEIGHTS)
-    if not any(folder.glob("*.safetensors")):
-        return _snapshot(reference, allow_patterns=[*SMALL_FILES, "*.bin"], ignore_patterns=OTHER_WEIGHTS)
+    for kind in ("*.safetensors", "*.bin"):
+        folder = _snapshot(reference, allow_patterns=[*SMALL_FILES, kind], ignore_patterns=OTHER_WEIGHTS)
+        if any(folder.glob(kind)):
+            break
     return folder
 
 
@@ -345,11 +346,3 @@ def offline() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
-
-
-def recompute_activations(model: Any) -> None:
-    """Let a model of transformers compute the activations of its layers again in the backward pass (checkpointing)."""
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable()
-    else:  # transformers 5.17
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -116,10 +116,11 @@ def distill_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdi
 
     Files of converters write the spaces of some added tokens as they are, where folders have SentencePiece's.
     """
+    byte_level = BYTE_LEVEL in (target.kind, draft.kind)
 
     def spaced(side: VocabularyMetadata, index: int) -> str | None:
         token = side.real(index)
-        return token if token is None or side.kind == BYTE_LEVEL else token.replace(SPACE, " ")
+        return token if token is None or byte_level else token.replace(SPACE, " ")
 
     different = _differences(0, max(target.rows, draft.rows), target, draft, spaced)
     return (different, TRANSPLANT) if different else None

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from distill.files import read_json, write_text
 from distill.machine import machine
+from distill.progress import command_line
 from distill.recipe import Recipe
 from distill.recipe.recipe import HELD_OUT, not_run
 from distill.report.card import build_card
@@ -42,7 +43,6 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
     history = run.path("provenance.json")
     # The command that made the run, not the one that redraws its report.
     starts = read_json(history, [{"argv": [str]}]) if history.exists() else []
-    argv = starts[0]["argv"][1:] if starts else []
     parent, lines, target = run.parent(), run.metrics(), _target_sizes(recipe, cut)
     if (export := found(ExportReport, "gguf", "export.json", stage="export")) is not None:
         export = replace(export, files=[replace(file, path=placeless(file.path)) for file in export.files])
@@ -50,7 +50,7 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
     return RunResults(
         name=recipe.name,
         date=now(),
-        command=placeless("distill " + " ".join(argv)),
+        command=placeless(command_line(starts[0]["argv"] if starts else [])),
         machine=machine(),
         config=placeless(recipe.model_dump(mode="json")),
         target=replace(target, path=placeless(target.path)),

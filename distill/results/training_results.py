@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from distill.files import has_form
@@ -135,7 +136,7 @@ class LearningCurve:
     def sentence(self) -> str:
         """The prediction in words, or why there is none."""
         if self.doubled is None:
-            return f"What twice the tokens would give cannot be said: {self.unknown}."
+            return f"What twice the tokens would give is not known: {self.unknown}."
         return (
             f"Twice the tokens would give at most {self.doubled.high:.3f} expected acceptance on validation "
             f"prompts instead of {self.points[-1].acceptance.mean:.3f}."
@@ -166,9 +167,9 @@ class TrainingSummary:
 
 
 def _of(lines: Iterable[dict[str, Any]], stage: str, kind: type[Result]) -> list[Result]:
-    """The lines of a stage that name a step, by step; the last line of a repeated step counts."""
-    last = {line["step"]: line for line in lines if line.get("stage") == stage and has_form(line, {"step": int})}
-    return [from_json(last[step], kind, "metrics.jsonl") for step in sorted(last)]
+    """The lines of a stage that name a step, by step."""
+    own = [line for line in lines if line.get("stage") == stage and has_form(line, {"step": int})]
+    return [from_json(line, kind, "metrics.jsonl") for line in sorted(own, key=itemgetter("step"))]
 
 
 def training_steps(lines: Iterable[dict[str, Any]]) -> list[TrainingStep]:

@@ -80,7 +80,9 @@ def learning_curve(work: Training) -> LearningCurve | None:
     if work.state["curve"][-1]["step"] < work.settings.steps:
         return replace(curve, unknown="the training ended before its schedule did")
     if work.settings.schedule == "wsd":
-        return replace(curve, unknown="points under a constant rate tell nothing of its fall (wsd)")
+        return replace(
+            curve, unknown="with schedule wsd much is gained as the rate falls, which these points were measured before"
+        )
     return predicted(curve, points, resamples)
 
 

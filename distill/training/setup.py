@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_json
-from distill.models.hugging_face import load_config, load_model, load_target, pick_device, recompute_activations
+from distill.models.hugging_face import load_config, load_model, load_target, pick_device
 from distill.models.trimmed_head import read_kept
 from distill.packing import Packed
 from distill.processes import process_count
@@ -188,6 +188,14 @@ def load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
     if settings.compile:
         draft.model.compile()
     return draft
+
+
+def recompute_activations(model: Any) -> None:
+    """Let a model of transformers compute the activations of its layers again in the backward pass (checkpointing)."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable()
+    else:  # transformers 5.17
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def penalty_of(model: Any, settings: Train) -> Penalty | None:

@@ -12,9 +12,9 @@ from toys import CLASSES, toy
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from distill.models import packed_forward
-from distill.models.hugging_face import recompute_activations
 from distill.models.packed_forward import attend_within, document_segments, hidden_states, separation
 from distill.packing import Packed, attention_mask, pack
+from distill.training.setup import recompute_activations
 
 torch.set_num_threads(1)
 

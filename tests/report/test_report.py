@@ -383,7 +383,7 @@ def test_the_learning_curve_is_shown() -> None:
     page = said(known, f"Twice the tokens would give at most 0.660 {instead}")
     assert "plot-learning" in page and "would give at most what the line shows" in page
     unknown = LearningCurve(0.95, points, unknown="there are too few points")
-    page = said(unknown, "What twice the tokens would give cannot be said: there are too few points.")
+    page = said(unknown, "What twice the tokens would give is not known: there are too few points.")
     assert "plot-learning" in page and "would give at most what the line shows" not in page
 
 

@@ -155,7 +155,7 @@ def test_the_lasso_from_the_ramp_to_the_cut(kind: str) -> None:
         assert torch.equal(torch.stack(groups(layer)), torch.stack(groups(old))[kept])
     assert details["removed_not_zero"] == [WIDE - WIDTH - count for count in before_freeze]
     assert details["removed_zero_share"] == [count / (WIDE - WIDTH) for count in before_freeze]
-    assert details["frozen_at_step"] == end and details["trimmed"] is True
+    assert details["frozen_at_step"] == end
     assert 0 < details["last_step_share"] < 0.2  # the last groups were walked to zero, not struck
     json.dumps(details)
 
@@ -295,7 +295,7 @@ def test_single_weights_reach_the_share() -> None:
     assert details["least_layer"] == min(shares["layers.0"], shares["layers.1"]) < details["most_layer"]
     low, high = details["least_layer"], details["most_layer"]
     assert details["variation_over_layers"] == pytest.approx((high - low) / (high + low))  # of two layers
-    assert details["lambda"] > 0 and details["faster"] is False
+    assert details["lambda"] > 0
     assert divergence(run.model, "qwen2", HELD_OUT).item() < at_freeze
 
 

@@ -86,7 +86,7 @@ def test_the_command_says_what_a_transplant_opens(tmp_path: Path, capsys: pytest
     assert tiny.call(*arguments, text) == 0
     said = capsys.readouterr().out
     assert "of 5 tokens of the text, 40.0% are not in the donor's vocabulary" in said and "(' ab' 40.0%)" in said
-    assert tiny.call(*arguments, tmp_path / "nowhere") == 2
+    assert tiny.call("transplant", donor, target, tmp_path / "newer", "--text", tmp_path / "nowhere") == 2
     assert "does not exist" in capsys.readouterr().err
 
 

@@ -193,5 +193,4 @@ class GroupLasso(Penalty):
             "removed_not_zero": self.missing,
             "lambda_by_layer": [total / ramp_steps for total in self.pressed],
             "last_step_share": max((b / a for a, b in zip(self.first, self.last, strict=True) if a), default=0.0),
-            "trimmed": True,
         }

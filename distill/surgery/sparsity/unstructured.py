@@ -86,8 +86,6 @@ class UnstructuredL1(Penalty):
             "most_layer": max(by_layer),
             "variation_over_layers": deviation / mean if mean else 0.0,
             "lambda": self.pressed / min(max(1, self.step - self.dense), self.ramp),
-            "trimmed": True,
-            "faster": False,
             "by_layer": by_layer,
             "by_tensor": sparsity_by_tensor(self.matrices),
         }
