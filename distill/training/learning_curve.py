@@ -80,9 +80,7 @@ def learning_curve(work: Training) -> LearningCurve | None:
     if work.state["curve"][-1]["step"] < work.settings.steps:
         return replace(curve, unknown="the training ended before its schedule did")
     if work.settings.schedule == "wsd":
-        return replace(
-            curve, unknown="with schedule wsd much is gained as the rate falls, which these points were measured before"
-        )
+        return replace(curve, unknown="schedule wsd gains much in its last steps, which these points do not show")
     return predicted(curve, points, resamples)
 
 
