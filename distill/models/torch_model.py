@@ -26,8 +26,9 @@ def shortest_window(config: Any) -> int:
     return min((int(size) for size in windows if size), default=sys.maxsize)
 
 
-def state_refusal(kind: type, config: Any) -> str | None:
-    """The reason why the cache of such a model cannot be rolled back; None where all layers have keys and values."""
+def state_refusal(kind: type, config: Any, empty: bool = True) -> str | None:
+    """The reason why the cache of such a model cannot be rolled back; None where all layers have keys and values, or,
+    with `empty`, nothing: those without attention, and those that read what another layer has stored."""
     from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
     if getattr(kind, "_is_stateful", False):
@@ -38,6 +39,7 @@ def state_refusal(kind: type, config: Any) -> str | None:
         kinds = {str(error.args[0])}
     else:
         kinds = {type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer)}
+    kinds -= {"DummyLayer"} if empty else set()
     return f"it has layers whose state is no list of keys and values ({min(kinds)})" if kinds else None
 
 

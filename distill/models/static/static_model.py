@@ -43,7 +43,7 @@ def refusal(model: Any) -> str | None:
     kind, config = model.config._attn_implementation, model.config
     if kind not in ("sdpa", "eager"):
         return f"its attention takes no mask of ours: it is {kind}, neither sdpa nor eager"
-    if (reason := state_refusal(type(model), config)) is not None:
+    if (reason := state_refusal(type(model), config, empty=False)) is not None:
         return reason
     if shortest_window(config) < config.max_position_embeddings and config.model_type not in WINDOWED:
         return f"attention windows were tested for {', '.join(WINDOWED)} alone, and it is {config.model_type}"
