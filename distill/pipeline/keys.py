@@ -16,7 +16,10 @@ from distill.recipe.recipe import left_out
 from distill.run import Run
 
 # Settings of earlier versions that are gone and change nothing that a stage has made: recorded ones stay in its key.
-INERT = ("speedup.grown_prompts",)  # of the test prompts that stage corpus cuts, at least so many
+INERT = (
+    "speedup.grown_prompts",  # of the test prompts that stage corpus cuts, at least so many
+    "train.replay.judges",  # null in runs without a replay; now conditional
+)
 Parts = dict[str, Any]  # the settings and digests that a key is the hash of, by name
 CONTENTS = "contents.json"  # of a run: the files of each model whose digest stands in one
 MOST_FILES = 1000  # of a reference whose files are remembered
@@ -92,7 +95,7 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
         if value is not None:
             parts[label] = value
     absent = left_out(recipe)
-    for name, pattern in stage.inputs:
+    for name, pattern in (*stage.inputs, *conditional_inputs(recipe).get(stage.name, ())):
         if name not in absent:
             parts[f"{name}: {pattern}"] = run.artifacts_digest(name, pattern)
     return parts
@@ -177,6 +180,11 @@ def _source_digest(source: Source, contents: Contents) -> Any:
     return [contents.digest(str(path)) for path in source_files(source)]
 
 
+def conditional_inputs(recipe: Recipe) -> dict[str, tuple[tuple[str, str], ...]]:
+    """By stage, the artifacts that it reads for some recipes only; the keys of others are as they were."""
+    return {} if recipe.cut.trim is None else {"profile": (("cut", "cut/kept_tokens.json"),)}
+
+
 def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     """By stage, the settings that are part of its key for some recipes only.
 
@@ -209,6 +217,7 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
         split = split or ("corpus.block",)
     return {
         "questions": written + turns,
+        "corpus": () if recipe.train.replay is None else ("train.replay.validation_prompts",),
         # Served texts hold held-out ones, too, which are kept where the target is not loaded.
         "answers": written + split + (() if recipe.answers.traffic is None else unloaded),
         "teacher": distributions,

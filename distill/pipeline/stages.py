@@ -112,7 +112,7 @@ STAGES = (
         "distill.corpus.stage:corpus",
         (
             *("seed", "corpus", "chat", "cut.score_blocks"),
-            *("train.acceptance.prompts", "train.replay.validation_prompts"),
+            "train.acceptance.prompts",
             *_keys("answers", "prompts prompt_tokens new_tokens"),
             *_keys("eval", "prompts file_blocks"),
             "speedup.prompts",
@@ -174,7 +174,7 @@ STAGES = (
         "profile",
         "distill.benchmark.profile:profile",
         ("profile", "speedup.backends", "speedup.outtype", *TYPES, "threads"),
-        (("cut", "cut/config.json"), ("cut", "cut/kept_tokens.json")),
+        (("cut", "cut/config.json"),),
         ("profile.json",),
         ("target",),
         version=2,  # 2: linear layers prepacked

@@ -51,12 +51,29 @@ def test_keys_hold_what_their_stages_read(
         assert names(after, stage) - names(before, stage) == added
 
 
+def test_runs_from_before_a_key_was_renamed_are_as_they_were(copied: Path) -> None:
+    """train.replay.judges stood, as null, in the key of the corpus of every run without a replay."""
+    run = opened(copied, "train.replay=null")
+    parts = key_parts(find_stage("corpus"), run.recipe, run, Contents(run))
+    assert "train.replay.validation_prompts" not in parts
+    path = copied / "stages" / "corpus.json"
+    record = json.loads(path.read_text())
+    record["inputs"] = parts | {"train.replay.judges": None}
+    path.write_text(json.dumps(record))
+    run = opened(copied, "train.replay=null")
+    assert key_parts(find_stage("corpus"), run.recipe, run, Contents(run)) == record["inputs"]
+
+
 def test_a_profile_is_of_the_head_that_was_trimmed(copied: Path) -> None:
-    before = key_parts(find_stage("profile"), opened(copied).recipe, opened(copied), Contents(opened(copied)))
+    def parts() -> dict[str, Any]:
+        run = opened(copied, "cut.trim={size: 200}")
+        return key_parts(find_stage("profile"), run.recipe, run, Contents(run))
+
+    before = parts()
     record = json.loads((copied / "stages" / "cut.json").read_text())
     record["artifacts"]["cut/kept_tokens.json"] = {"bytes": 1, "sha256": "0" * 64}
     (copied / "stages" / "cut.json").write_text(json.dumps(record))
-    after = key_parts(find_stage("profile"), opened(copied).recipe, opened(copied), Contents(opened(copied)))
+    after = parts()
     assert {name for name in before if before[name] != after[name]} == {"cut: cut/kept_tokens.json"}
 
 
