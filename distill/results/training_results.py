@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 from distill.files import has_form
@@ -167,9 +166,9 @@ class TrainingSummary:
 
 
 def _of(lines: Iterable[dict[str, Any]], stage: str, kind: type[Result]) -> list[Result]:
-    """The lines of a stage that name a step, by step."""
-    own = [line for line in lines if line.get("stage") == stage and has_form(line, {"step": int})]
-    return [from_json(line, kind, "metrics.jsonl") for line in sorted(own, key=itemgetter("step"))]
+    """The lines of a stage that name a step, by step; the last line of a repeated step counts."""
+    last = {line["step"]: line for line in lines if line.get("stage") == stage and has_form(line, {"step": int})}
+    return [from_json(last[step], kind, "metrics.jsonl") for step in sorted(last)]
 
 
 def training_steps(lines: Iterable[dict[str, Any]]) -> list[TrainingStep]:

@@ -162,15 +162,15 @@ def step_seconds(loads: Iterable[Sequence[Request]]) -> dict[int, float]:
 
     A text's step is the mean of the seconds between two of its tokens, because a client that is held up gets several at
     once. Those count in which B texts went on, none of them began or ended, and no request waited for its first token:
-    steps that read prompts take longer. A B that is rare under a load, as where its texts end, is left out of that
-    load; under another it may be what all texts have.
+    steps that read prompts take longer. T(B) is that of the load in which B is most frequent: in others B texts go on
+    for moments alone, as where texts end. A B that is rare in all of them is left out.
     """
-    means = defaultdict[int, list[float]](list)
+    best: dict[int, tuple[float, list[float]]] = {}
     for requests in loads:
         replies = [one.reply for one in requests if len(one.reply.times) > 1]
         streams, sent = [numpy.array(one.times) for one in replies], numpy.sort([one.started for one in replies])
         first, last = (numpy.sort([times[place] for times in streams]) for place in (0, -1))
-        own, gaps = defaultdict[int, list[float]](list), Counter[int]()
+        means, gaps = defaultdict[int, list[float]](list), Counter[int]()
         for times in streams:
             left, right = times[:-1], times[1:]
             begun, ended = numpy.searchsorted(first, left, "right"), numpy.searchsorted(last, right, "left")
@@ -179,12 +179,13 @@ def step_seconds(loads: Iterable[Sequence[Request]]) -> dict[int, float]:
             for together, count in Counter((begun - ended)[steady].tolist()).items():
                 gaps[together] += count
                 if count >= MIN_STEPS:
-                    own[together].append(float((right - left)[steady & (begun - ended == together)].mean()))
-        for together, seconds in own.items():
-            if gaps[together] >= RARE * gaps.total():
-                means[together] += seconds
-    steps = {together: float(numpy.median(seconds)) for together, seconds in sorted(means.items())}
-    return {together: step for together, step in steps.items() if len(means[together]) >= together and step > 0}
+                    means[together].append(float((right - left)[steady & (begun - ended == together)].mean()))
+        for together, seconds in means.items():
+            share = gaps[together] / gaps.total()
+            if len(seconds) >= together and share >= max(RARE, best.get(together, (0.0, []))[0]):
+                best[together] = share, seconds
+    steps = {together: float(numpy.median(seconds)) for together, (_, seconds) in sorted(best.items())}
+    return {together: step for together, step in steps.items() if step > 0}
 
 
 def speeds_under(

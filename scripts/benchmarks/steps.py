@@ -24,13 +24,13 @@ import torch
 from random_training import random_model
 
 from distill.machine import machine
-from distill.models.hugging_face import recompute_activations
 from distill.models.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.teacher.distributions import CompactTeacher, Head, Teacher
 from distill.training.losses.settings import LossSettings
 from distill.training.optimizer import parameter_groups
 from distill.training.plan import PlannedPart
+from distill.training.setup import recompute_activations
 from distill.training.step import Columns, Learner
 
 

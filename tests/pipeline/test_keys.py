@@ -66,7 +66,7 @@ def test_runs_from_before_a_key_was_renamed_are_as_they_were(copied: Path) -> No
 
 def test_a_profile_is_of_the_head_that_was_trimmed(copied: Path) -> None:
     def parts() -> dict[str, Any]:
-        run = opened(copied, "cut.trim={size: 200}")
+        run = opened(copied, "cut.trim={size: 256}")
         return key_parts(find_stage("profile"), run.recipe, run, Contents(run))
 
     before = parts()
