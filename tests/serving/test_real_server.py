@@ -125,10 +125,15 @@ def test_the_cost_curve_of_a_server(settings: LlamaServer, monkeypatch: pytest.M
         monkeypatch.setattr(client, "complete", noted)
         curve = served_curve(client, 64, 32, 5)
     (steps,) = curve.seconds
-    alone = [replies[0], *replies[-7:-5]]  # of loads 1, 2, 3, 3, 2, 1, 1, 2, 3: the first, the sixth and seventh
+    alone = [
+        one
+        for one in replies
+        if all(one is other or one.end < other.started or other.end < one.started for other in replies)
+    ]
+    assert len(alone) >= 3
     assert len(steps) == 3 and "it has 3 slots" in curve.note and curve.depths == (80,)
     by_its_clock = statistics.median(reply.later_seconds / 31 for reply in alone if reply.later_seconds)
-    assert 0.5 < steps[0] / by_its_clock < 2
+    assert 0.9 < steps[0] / by_its_clock < 1.1
     assert steps[0] < steps[2] < 8 * steps[0]
     with opened(settings, (60.0, 120.0)) as client, pytest.raises(ServingError, match="drafts, so that"):
         served_curve(client, 64, 32, 5)
