@@ -237,10 +237,10 @@ class Run:
         record = self.done(stage)
         if record is None:
             return True
-        read = [(name, value, *name.split(": ", 1)) for name, value in record["inputs"].items() if ": " in name]
+        read = [(*name.split(": ", 1), value) for name, value in record["inputs"].items() if ": " in name]
         return any(
             value != self.artifacts_digest(source, pattern) or (value is not None and self.outdated(source))
-            for _, value, source, pattern in read
+            for source, pattern, value in read
         )
 
     def damaged_artifacts(self, record: dict[str, Any]) -> dict[str, str]:

@@ -8,9 +8,19 @@ from typing import Annotated
 
 import typer
 
-from distill.commands.shared import DEFAULT_RUNS, FormatOption, RunsOption, find_run, print_table, require_format
+from distill.commands.shared import (
+    DEFAULT_RUNS,
+    FormatOption,
+    RunsOption,
+    find_run,
+    print_table,
+    require_format,
+    train_again,
+)
 from distill.errors import RunError
-from distill.progress import announce, note
+from distill.progress import announce, note, warn
+
+MEASURED = ("profile", "eval", "export", "speedup")
 
 
 def report(
@@ -41,6 +51,11 @@ def report(
         from distill.report.stage import report as write_report
 
         announce(found.folder)
+        if stale := [stage for stage in MEASURED if found.done(stage) is not None and found.outdated(stage)]:
+            warn(
+                f"left out: {', '.join(stale)}, made from what has been replaced since: "
+                f"`{train_again(found)}` makes them again"
+            )
         write_report(recipe, found)
     print(page)
 

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -219,6 +220,12 @@ def finite(value: Number) -> Number:
 def number_option(*names: str, **settings: Any) -> Any:
     """An option that takes a number, which must be finite."""
     return typer.Option(*names, callback=finite, **settings)
+
+
+def train_again(run: Run, *more: str) -> str:
+    """The command that brings a run up to date."""
+    folder = run.folder
+    return shlex.join(["distill", "train", str(folder / "config.yaml"), "--runs", str(folder.parent), *more])
 
 
 def first_given(context: typer.Context, names: Iterable[str]) -> str | None:

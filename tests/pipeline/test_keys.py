@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,11 @@ def test_figures_of_an_earlier_draft_are_not_those_of_a_new_one(copied: Path, ca
     assert stale == {"eval", "export", "speedup", "report"}
     found = gather(run.recipe, run)
     assert (found.evaluation, found.export, found.speedup) == (None, None, None) and found.profile is not None
+    assert tiny.call("report", "tiny", "--runs", copied.parent) == 0
+    said = capsys.readouterr().err
+    assert "left out: eval, export, speedup, made from what has been replaced" in said
+    command = shlex.split(said.split("`")[1])
+    assert command[:2] == ["distill", "train"] and tiny.call(*command[1:], "--dry-run") == 0
     served = ("serve-check", "tiny", "--runs", copied.parent, "--server", "nowhere")
     assert "has files of an earlier draft" in tiny.refused(capsys, *served)
     (copied / "stages" / "train.json").unlink()
