@@ -131,7 +131,8 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     identities = {} if synthetic else judge_identity(pair.target, prompts, texts, prepared, noise, sizes)
     rows = measurements(texts, prepared, identities, comparison.label, recipe.eval)
     rows = [
-        _predicted(row, one, comparison, texts, choices, predictions) for row, one in zip(rows, prepared, strict=True)
+        with_prediction(row, one, comparison, texts, choices, paid, predictions)
+        for row, one in zip(rows, prepared, strict=True)
     ]
     chosen = None
     if comparison.sweep and not synthetic:
@@ -141,7 +142,10 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     rounds = [round_figures(one, texts, steps, waits) for one in prepared]
     explanations = explain(steps, rows, rounds, chosen, prompt_seconds(texts), synthetic)
     if comparison.calibrated is not None:
-        explanations += [choice.sentence(comparison.calibrated.of_texts) for choice in choices.values()]
+        counted = {one.configuration.title: row.tokens_per_round for row, one in zip(rows, prepared, strict=True)}
+        explanations += [
+            choice.sentence(comparison.calibrated.of_texts, counted[title]) for title, choice in choices.items()
+        ]
     if predictions.refused is not None:
         explanations.append(f"No speedup is predicted: {predictions.refused}.")
     return ComparedPair(
@@ -267,19 +271,31 @@ def _prepared(
     return named
 
 
-def _predicted(
+def with_prediction(
     row: Measurement,
     one: Prepared,
     comparison: Comparison,
     texts: Sequence[TimedText],
     choices: Mapping[str, Choice],
+    paid: PaidCosts | None,
     predictions: Predictions,
 ) -> Measurement:
-    """The measurement with its prediction, and the size of a chosen tree."""
+    """The measurement with its prediction, and the size of a chosen tree.
+
+    A tree was chosen by what validation text accepts. Its prediction is, as those of fixed lengths, of the tokens that
+    these rounds gave: it tells whether the costs are right, not whether the prompts are alike.
+    """
     choice = choices.get(one.configuration.title)
-    if choice is not None:
-        return replace(row, nodes=choice.nodes, predicted=choice.speedup)
     tokens = fmean(len(text.decoded.tokens) for text in texts if text.title == one.base)
+    if choice is not None:
+        row = replace(row, nodes=choice.nodes)
+        if one.configuration.drafter != "tree" or paid is None:  # a lookup's rounds cost other than the tree's
+            return row
+        if not choice.nodes or row.tokens_per_round is None:
+            return replace(row, predicted=1.0)
+        prompt = round(fmean(map(len, comparison.prompts)))
+        speedup = paid.speedup_of_rounds(choice.seconds, row.tokens_per_round, prompt, tokens)
+        return replace(row, predicted=speedup)
     return replace(row, predicted=predictions.speedup(one.title, _accepted(comparison, one, texts), tokens))
 
 

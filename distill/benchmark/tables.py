@@ -129,9 +129,10 @@ def _pair_rows(report: PairSpeedup) -> list[str]:
             text = distribution = "synthetic"
         rows.append([row.configuration, *_figures(row), predicted, text, distribution])
     blocks = [markdown_table(heads, rows, "lrrrrrrl")]
-    if any(row.length and row.predicted is not None for row in report.measurements):
+    if any((row.length or row.nodes) and row.predicted is not None for row in report.measurements):
         blocks.append(
-            "Predicted, for fixed lengths: from costs timed between these texts and the acceptance counted in them."
+            "Predicted, for fixed lengths and chosen trees: from the acceptance counted in these texts, and from the "
+            "costs of rounds, which were timed between them (of trees before them)."
         )
     return blocks
 

@@ -62,8 +62,9 @@ class Choice:
             levels = f" in levels of {', '.join(str(counts[level]) for level in sorted(counts))}"
         return f"{self.title}: {self.nodes} node{'s' if self.nodes != 1 else ''}{levels}"
 
-    def sentence(self, of_texts: str) -> str:
-        """The choice and its reason; `of_texts` names what it was made on."""
+    def sentence(self, of_texts: str, counted: float | None) -> str:
+        """The choice and its reason; `of_texts` names what it was made on, `counted` are the tokens of a round that it
+        then had, None where none was decoded."""
         if not self.nodes:
             return (
                 f"`{self.title}`: on {of_texts} no tree size is predicted to be faster than plain decoding, "
@@ -72,6 +73,7 @@ class Choice:
         return (
             f"`{self.title_with_tree}`, the fastest by its prediction on {of_texts}: {self.tokens:.2f} tokens "
             f"in {self.seconds * 1e3:.2f} ms a round, {self.speedup:.2f}x plain decoding after the prompt."
+            + (f" The measured rounds had {counted:.2f} tokens." if counted is not None else "")
         )
 
     def as_result(self, pair: PairMeasured) -> ChosenTree:

@@ -28,11 +28,14 @@ from distill.benchmark.calibrate import (
     save_texts,
     tally_ranks,
 )
-from distill.benchmark.compare import judge_identity, time_texts
+from distill.benchmark.compare import TimedText, judge_identity, measurements, time_texts
 from distill.benchmark.identity import Identity
-from distill.benchmark.prepared import Fitted, prepare_all
+from distill.benchmark.pair import Comparison, with_prediction
+from distill.benchmark.predictions import Predictions
+from distill.benchmark.prepared import Fitted, Prepared, prepare_all
 from distill.benchmark.tree_choice import (
     SIZES,
+    Choice,
     best_shapes,
     choose_tree,
     choose_trees,
@@ -43,7 +46,7 @@ from distill.benchmark.tree_choice import (
 )
 from distill.errors import DataError, RecipeError
 from distill.files import read_json, write_json
-from distill.recipe import Configuration, dump_recipe, load_recipe
+from distill.recipe import Configuration, Evaluate, dump_recipe, load_recipe
 from distill.recipe.measuring import fixed_length
 from distill.results.serialise import read_result
 from distill.results.speedup_results import PairMeasured, SpeedupReport
@@ -51,7 +54,8 @@ from distill.sampler import Sampler
 from distill.speculative.calibration import Recorder
 from distill.speculative.configured import check_configurations, lossy_reason, make_drafter
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.decode import decode_text
+from distill.speculative.costs.paid import NO_STEPS, PaidCosts
+from distill.speculative.decode import Decoded, Round, decode_text
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.rules import GREEDY, Rules
 from distill.speculative.trees.shape import RankTally, Shape
@@ -160,7 +164,7 @@ def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: rand
         rate = row.tokens / (row.target_seconds + row.other_seconds)
         assert rate == pytest.approx(rates[int(row.nodes)], rel=1e-12)
     assert found.title_with_tree.endswith(f": {found.nodes} node" + "s" * (found.nodes != 1))
-    assert ("no tree is drafted" in found.sentence("validation text")) == (found.nodes == 0)
+    assert ("no tree is drafted" in found.sentence("validation text", None)) == (found.nodes == 0)
 
 
 def test_the_values_are_those_of_the_trees_that_a_text_meets(pair: tuple[TableModel, TableModel]) -> None:
@@ -221,6 +225,33 @@ def test_rounds_are_timed_by_what_they_drafted(pair: tuple[TableModel, TableMode
     assert choose_tree("a title", {0: 0, 9: 9}, [1.0] * 9, seconds, COSTS).tree == 0
     # What was asked for is timed and told, though plain decoding were faster.
     assert choose_tree("a title", {2: 2}, [0.1, 0.0], {2: 9.0}, COSTS).speedup == pytest.approx(1.1 * 1.0 / 9.0)
+
+
+def test_a_chosen_tree_is_predicted_by_the_tokens_that_its_rounds_gave() -> None:
+    """Not by those expected of the text on which it was chosen; a lookup before it drafts rounds that cost other."""
+    alone, behind_lookup = Configuration(drafter="tree"), Configuration(drafter="lookup+tree", length=4)
+    rounds = [Round(9, 2, 1, 9.0), Round(9, 2, 0, 9.0), Round(9, 2, 1, 9.0)]  # (accepted + 1): 5 tokens in 3 rounds
+    texts = [TimedText(0, "plain", 9.0, Decoded(tokens=[1] * 31))]
+    texts += [TimedText(0, one.title, 9.0, Decoded(tokens=[1] * 31, rounds=rounds)) for one in (alone, behind_lookup)]
+    paid = PaidCosts(1.0, {}, NO_STEPS, NO_STEPS, target_prompt=0.1, draft_prompt=0.05)
+    comparison = Comparison(PairMeasured("p", "b"), [[1] * 10], [], (), (alone, behind_lookup))
+    choices = {one.title: Choice(one.title, 2, 2.5, 1.2, 2.5 / 1.2, []) for one in (alone, behind_lookup)}
+    no_chains = Predictions(None, None, comparison.prompts, [], 31, [])  # type: ignore[arg-type]
+
+    def predicted(one: Configuration, choice: dict[str, Choice]) -> tuple[int | None, float | None]:
+        ready = Prepared(one, Rules(), lambda: None)  # type: ignore[arg-type, return-value]
+        plain = Prepared(Configuration(drafter="none"), Rules(), None)
+        row = measurements(texts, [plain, ready], {}, PairMeasured("p", "b"), Evaluate())[1]
+        found = with_prediction(row, ready, comparison, texts, choice, paid, no_chains)
+        return found.nodes, found.predicted
+
+    assert predicted(alone, choices) == (2, pytest.approx((10 * 0.1 + 30) / (10 * 0.15 + 30 / (5 / 3) * 1.2)))
+    assert predicted(behind_lookup, choices) == (2, None) and predicted(alone, {}) == (None, None)
+    plainly = {alone.title: Choice(alone.title, 0, 1.0, 1.0, 1.0, [])}
+    assert predicted(alone, plainly) == (0, 1.0)
+    sentence = choices[alone.title].sentence("8 texts", 5 / 3)
+    assert "2.50 tokens in 1200.00 ms a round, 2.08x plain decoding after the prompt." in sentence
+    assert sentence.endswith(" The measured rounds had 1.67 tokens.")
 
 
 def test_a_tree_follows_a_text() -> None:

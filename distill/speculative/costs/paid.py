@@ -110,10 +110,17 @@ class PaidCosts:
 
         accepted[i] is the acceptance at position i, given that it was reached.
         """
+        seconds = self.round_seconds(length, math.prod(accepted[:length]))
+        return self.speedup_of_rounds(seconds, tokens_per_round(accepted[:length]), prompt, new)
+
+    def speedup_of_rounds(self, seconds: float, tokens: float, prompt: int, new: float) -> float:
+        """Speed of rounds of so many `seconds` and `tokens` over plain decoding: `new` tokens after `prompt` tokens.
+
+        Both models read the prompt.
+        """
         plain_seconds = prompt * self.target_prompt + (new - 1) * self.token
-        rounds = (new - 1) / tokens_per_round(accepted[:length])
         reading = prompt * (self.target_prompt + self.draft_prompt)
-        return plain_seconds / (reading + rounds * self.round_seconds(length, math.prod(accepted[:length])))
+        return plain_seconds / (reading + (new - 1) / tokens * seconds)
 
 
 @dataclass
