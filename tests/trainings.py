@@ -21,13 +21,6 @@ from distill.training.checkpoint import newest_checkpoint
 
 Trainer = Callable[..., Path]
 MIXED = "train.loss={lk_hybrid: 0.9, cross_entropy: 0.1}"
-REPLAY = (
-    "train.replay.prompts=6",
-    "train.replay.new_tokens=16",
-    "train.replay.validation_prompts=4",
-    "train.replay.steps=2",
-    "train.replay.share=0.5",
-)
 
 
 def command(world: Path, runs: Path, *overrides: str) -> list[str]:

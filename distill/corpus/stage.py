@@ -46,9 +46,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     train = recipe.train
     counts = {
         "train": recipe.answers.prompts,
-        # The choice of weights, and the judgement of a replay.
-        "validation": (train.acceptance.prompts if train.acceptance else 0)
-        + (train.replay.validation_prompts if train.replay else 0),
+        "validation": train.acceptance.prompts if train.acceptance else 0,  # for the choice of weights
         "test": max(recipe.eval.prompts, recipe.speedup.prompts),
     }
     summary: dict[str, Any] = {}
@@ -112,10 +110,8 @@ def _require_prompts(recipe: Recipe, split: Split, prompts: list[Prompt], count:
         raise DataError(
             f"the {split} split gives {len(prompts)} prompts of {recipe.answers.prompt_tokens} tokens",
             "add documents, or lower answers.prompt_tokens"
-            + (", or train without: train.acceptance=null, train.replay=null" if split == "validation" else ""),
+            + (", or train without: train.acceptance=null" if split == "validation" else ""),
         )
-    if split == "validation" and recipe.answers.traffic is None:  # traffic brings prompts of its own
-        recipe.train.require_validation_prompts(len(prompts))
 
 
 def pack_given(

@@ -18,7 +18,7 @@ from distill.recipe import Recipe
 from distill.recipe.target import TYPE_BYTES
 from distill.results.rehearsal_results import Expected, Rehearsed
 from distill.results.tables import markdown_table
-from distill.results.training_results import ACCEPTANCE_STAGE, CURVE_STAGE, REPLAY_STAGE
+from distill.results.training_results import ACCEPTANCE_STAGE, CURVE_STAGE
 from distill.run import Run
 from distill.target.traffic import SOURCE, pin_of
 from distill.texts import read_answers
@@ -128,7 +128,6 @@ def _written(recipe: Recipe, whole: int, part: int) -> tuple[float, float]:
 def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     """Seconds of the whole training: steps, evaluations of weights and checkpoints at the pace of those rehearsed."""
     from distill.training.learning_curve import curve_steps
-    from distill.training.replay import decoding_batches
 
     lines = [line for line in run.metrics() if "seconds" in line]
     own: dict[Any, list[float]] = {
@@ -136,22 +135,15 @@ def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
         for kind in ("train", ACCEPTANCE_STAGE, CURVE_STAGE, "checkpoint")
     }
     trained = recipe.train.steps
-    steps = trained + (0 if recipe.train.replay is None else recipe.train.replay.steps)
     every = recipe.train.acceptance.every if recipe.train.acceptance is not None else None
     judged = 1 + math.ceil(trained / every) if every is not None else 0
     counts = {
-        "train": steps,
+        "train": trained,
         ACCEPTANCE_STAGE: judged,
         CURVE_STAGE: len(curve_steps(trained) | {*range(every, trained, every)}) if every else 0,
-        "checkpoint": math.ceil(steps / recipe.train.save_every),
+        "checkpoint": math.ceil(trained / recipe.train.save_every),
     }
-    replays = [line for line in lines if line["stage"] == REPLAY_STAGE]  # the rehearsal's texts are as long
-    decoded = sum(float(line["seconds"]) for line in replays)
-    rest = stage.seconds - decoded - sum(sum(seconds) for seconds in own.values())
-    if replays and recipe.train.replay is not None:
-        replay = recipe.train.replay
-        batches = decoding_batches(replay.prompts) + 2 * decoding_batches(replay.validation_prompts)
-        rest += batches * decoded / sum(int(line["batches"]) for line in replays)
+    rest = stage.seconds - sum(sum(seconds) for seconds in own.values())
     # The first step warms up caches and, with train.compile, compiles.
     paces = {kind: fmean(found[1:] or found) for kind, found in own.items() if found}
     return rest + sum(counts[kind] * pace for kind, pace in paces.items())

@@ -18,8 +18,9 @@ from distill.run import Run
 # Settings of earlier versions that are gone and change nothing that a stage has made: recorded ones stay in its key.
 INERT = (
     "speedup.grown_prompts",  # of the test prompts that stage corpus cuts, at least so many
-    "train.replay.judges",  # null in runs without a replay; now conditional
+    "train.replay.judges",  # null in runs without a replay
 )
+OFF = ("replay",)  # settings of section train that are gone: null where recorded, in runs without them
 Parts = dict[str, Any]  # the settings and digests that a key is the hash of, by name
 CONTENTS = "contents.json"  # of a run: the files of each model whose digest stands in one
 MOST_FILES = 1000  # of a reference whose files are remembered
@@ -90,6 +91,8 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
         if found is not None:
             parts[name] = found
     parts |= {name: value for name, value in began.items() if name in INERT}
+    if "train" in parts and isinstance(trained := began.get("train"), dict):
+        parts["train"] |= {name: None for name in OFF if trained.get(name, "") is None}
     for name in stage.models:
         label, value = _content(name, recipe, contents)
         if value is not None:
@@ -217,7 +220,6 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
         split = split or ("corpus.block",)
     return {
         "questions": written + turns,
-        "corpus": () if recipe.train.replay is None else ("train.replay.validation_prompts",),
         # Served texts hold held-out ones, too, which are kept where the target is not loaded.
         "answers": written + split + (() if recipe.answers.traffic is None else unloaded),
         "teacher": distributions,

@@ -67,16 +67,12 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "train.save_every": steps,
         "train.acceptance.every": steps,
         "train.acceptance.patience": None,
-        "train.replay.steps": 1,
-        "train.replay.validation_prompts": PROMPTS,
         "train.trackers": (),
         "eval.prompts": PROMPTS,
         "eval.file_blocks": min(PROMPTS, recipe.eval.file_blocks),
         **{f"speedup.{count}": 2 for count in ("prompts", "calibration_prompts")},
         "speedup.lengths": (max(speedup.lengths),),
     }
-    if train.replay is not None:
-        values["train.replay.prompts"] = min(PROMPTS, train.replay.prompts)
     if processes > 1:  # each needs a group of prompts and a shard of distributions
         values["answers.group"] = min(recipe.answers.group or PROMPTS, max(1, PROMPTS // processes))
         values["teacher.shard_blocks"] = 1
@@ -97,13 +93,8 @@ def _shortened_corpus(recipe: Recipe) -> Any:
     corpus = recipe.corpus
     values: dict[str, Any] = {"tokens": min(corpus.tokens, recipe.teacher.batch * corpus.block)}
     if corpus.asked:
-        limit = QUESTIONS
-        if recipe.train.replay is not None:  # refused where too few validation prompts are left to judge it
-            acceptance = recipe.train.acceptance
-            judged = PROMPTS + (0 if acceptance is None else acceptance.prompts)
-            limit = max(limit, round(2 * judged / HELD_OUT))
         values["sources"] = tuple(
-            source if source.questions is None else _with(source, {"questions": min(limit, source.questions)})
+            source if source.questions is None else _with(source, {"questions": min(QUESTIONS, source.questions)})
             for source in corpus.sources
         )
         values |= {name: max(HELD_OUT, getattr(corpus, name)) for name in ("validation", "test")}

@@ -189,7 +189,7 @@ STAGES = (
             ("corpus", "corpus/prompts-validation.jsonl"),
             ("validation", "validation/*"),
         ),
-        ("checkpoints", "replay", "draft", "training.json"),
+        ("checkpoints", "draft", "training.json"),
         ("target",),
         precious=True,
         version=2,

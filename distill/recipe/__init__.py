@@ -10,4 +10,4 @@ from distill.recipe.recipe import Recipe
 from distill.recipe.section import Section, parse_section
 from distill.recipe.servers import REACHING, Servers, TeacherServer, Writer
 from distill.recipe.target import Answers, PyTorch, SamplerSettings, Target, TeacherStore, Traffic
-from distill.recipe.training import Acceptance, Adapter, HiddenStates, Loss, Replay, Sparsity, Train
+from distill.recipe.training import Acceptance, Adapter, HiddenStates, Loss, Sparsity, Train

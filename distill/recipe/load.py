@@ -203,9 +203,10 @@ def parse_recipe(raw: Any, where: str) -> Recipe:
     """The recipe in a mapping; raises one RecipeError with every mistake."""
     if not isinstance(raw, dict):
         raise RecipeError(f"{where}: a recipe is a mapping, got {kind_of(raw)}", "see docs/recipes.md")
-    speedup = raw.get("speedup")
-    if isinstance(speedup, dict) and speedup.get("grown", "") is None:  # as every earlier run that grew no target says
-        raw = raw | {"speedup": {key: value for key, value in speedup.items() if f"speedup.{key}" not in RETIRED}}
+    for name, gone in (("speedup", "grown"), ("train", "replay")):
+        section = raw.get(name)
+        if isinstance(section, dict) and section.get(gone, "") is None:  # off, as earlier runs without it say
+            raw = raw | {name: {key: value for key, value in section.items() if f"{name}.{key}" not in RETIRED}}
     return parse_section(Recipe, raw, where)
 
 

@@ -117,8 +117,6 @@ class Recipe(Section):
             yield "cut.trim.by price times the target: use mass, or give a size"
         if train.acceptance is None:
             yield "train.acceptance is null: cuts and weights are chosen on its validation prompts; give it"
-        if train.replay is not None:
-            yield "train.replay decodes with the target: leave it out"
         if train.hidden_states is not None:
             yield "train.hidden_states reads the target's hidden states: leave it out"
 

@@ -111,7 +111,7 @@ RETIRED = {
         "… --prompts …`; leave the key out",
     ),
     "speedup.configurations.online": "gone: no figure showed that it gains; leave the key out",
-    "train.replay.judges": "is now called train.replay.validation_prompts",
+    "train.replay": f"gone: more steps on rejected positions {NO_GAIN}, and raise train.steps",
     "train.match_temperature": f"gone: loss match {NO_GAIN}",
     **dict.fromkeys(("train.hinge_k", "train.hinge_margin"), f"gone: loss top_k_hinge {NO_GAIN}"),
     "train.acceptance.worth": "gone: no training has shown that an early end by the learning curve saves anything "

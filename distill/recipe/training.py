@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from distill.errors import RecipeError
 from distill.recipe.section import Section
 
 
@@ -86,33 +85,6 @@ class HiddenStates(Section):
     end: float = Field(0.8, gt=0, le=1, description="share of the steps after which the weight has reached 0")
 
 
-MIN_VALIDATION_PROMPTS = 4  # as train.replay.validation_prompts; an interval over fewer prompts is meaningless
-
-
-class Replay(Section):
-    """Continue training on positions where the decoder rejected the draft.
-
-    The result is kept only if tokens per round rise on validation prompts.
-    """
-
-    prompts: int = Field(
-        64,
-        ge=1,
-        description="train prompts, generated or served, that are decoded to find rejected positions",
-    )
-    new_tokens: int = Field(128, ge=8, description="tokens decoded per prompt")
-    length: int = Field(4, ge=1, description="draft length while decoding")
-    steps: int = Field(50, ge=1, description="optimizer steps")
-    share: float = Field(0.25, gt=0, le=1, description="share of each step's blocks that contain rejected positions")
-    rate: float | None = Field(None, gt=0, le=10, description="peak learning rate; null: a third of train.rate")
-    loss: Loss | None = Field(None, description="as train.loss")
-    validation_prompts: int = Field(
-        32, ge=MIN_VALIDATION_PROMPTS, description="validation prompts on which the draft is compared before and after"
-    )
-
-    _loss = field_validator("loss")(_weighs_something)
-
-
 class Train(Section):
     """How the draft is trained on the target's distributions."""
 
@@ -145,8 +117,7 @@ class Train(Section):
         None,
         gt=0,
         le=10,
-        description="muon: peak rate of the layers' matrices, beside train.rate for all else (a replay keeps their "
-        "ratio); null: the same rate",
+        description="muon: peak rate of the layers' matrices, beside train.rate for all else; null: the same rate",
     )
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps used for a linear warm-up")
     schedule: Literal["cosine", "wsd"] = Field(
@@ -169,7 +140,7 @@ class Train(Section):
         "by its square",
     )
     hidden_states: HiddenStates | None = Field(
-        None, description="also learn the target's final hidden states, except in a replay; null: off"
+        None, description="also learn the target's final hidden states; null: off"
     )
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: weight of the target in the mixture")
     lk_decay: float = Field(
@@ -199,7 +170,6 @@ class Train(Section):
         Acceptance(), description="keep the best weights; null, or with sparsity: keep the last"
     )
     adapter: Adapter | None = Field(None, description="train LoRA adapters instead of all weights; null: off")
-    replay: Replay | None = Field(None, description="additional steps on rejected positions; null: off")
     sparsity: Sparsity | None = Field(None, description="L1 penalty during training; null: off")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (),
@@ -221,18 +191,6 @@ class Train(Section):
             raise ValueError(
                 "embedding_steps trains embeddings and head alone, which adapters freeze; set adapter.train_outer"
             )
-        if self.sparsity is not None and self.replay is not None:
-            raise ValueError("sparsity removes parts of the last weights, and replay may discard those; leave one out")
         if self.sparsity is not None and self.acceptance is not None and self.acceptance.patience is not None:
             raise ValueError("sparsity needs all steps; leave acceptance.patience out")
         return self
-
-    def require_validation_prompts(self, prompts: int) -> None:
-        """Raise RecipeError where too few of so many validation prompts are left to judge a replay."""
-        chosen = self.acceptance.prompts if self.acceptance else 0
-        if self.replay is not None and prompts < chosen + MIN_VALIDATION_PROMPTS:
-            raise RecipeError(
-                f"there are {prompts} validation prompts, of which train.acceptance.prompts takes {chosen}: a replay "
-                f"is judged on at least {MIN_VALIDATION_PROMPTS} others",
-                "raise corpus.validation, lower train.acceptance.prompts, or leave train.replay out",
-            )

@@ -34,7 +34,6 @@ from distill.results.text_results import QuestionTexts
 from distill.results.training_results import (
     STORED,
     LearningCurve,
-    ReplayDecision,
     TrainingStep,
     TrainingSummary,
     trained_tokens,
@@ -146,7 +145,7 @@ def _pace(steps: list[TrainingStep]) -> str:
 
 
 def _outcome(training: TrainingSummary) -> list[str]:
-    """The weights that were taken, what more would give, and the outcome of a replay."""
+    """The weights that were taken, and what more would give."""
     sentences = []
     if best := training.best:
         figures = (
@@ -160,24 +159,7 @@ def _outcome(training: TrainingSummary) -> list[str]:
         sentences.append(training.warning)
     if training.curve:
         sentences.append(training.curve.sentence)
-    if training.replay:
-        sentences.append(_replay(training.replay))
     return sentences
-
-
-def _replay(replay: ReplayDecision) -> str:
-    collected, gain = replay.collected, replay.difference
-    if gain is None:
-        return (
-            f"Replay: nothing was rejected in {number(collected.rounds)} rounds of "
-            f"{number(collected.prompts)} prompts, so there was nothing to learn."
-        )
-    return (
-        f"Replay: trained on {number(collected.rejected)} rejected positions; tokens per round went from "
-        f"{number(replay.before, 3)} to {number(replay.after, 3)} on {number(replay.prompts)} other validation "
-        f"prompts, a difference of {number(gain.mean, 3)} [{number(gain.low, 3)}, {number(gain.high, 3)}]: "
-        f"{'kept' if replay.kept else 'not kept'}."
-    )
 
 
 def positions(evaluation: EvaluationReport) -> Html:

@@ -15,7 +15,7 @@ from distill.results.serialise import Figure, Result, from_json
 DECODED, STORED = "decoded rounds", "α on stored distributions"
 
 # The stages of the lines on evaluated weights and on points of the learning curve.
-ACCEPTANCE_STAGE, CURVE_STAGE, REPLAY_STAGE = "acceptance", "curve", "replay"
+ACCEPTANCE_STAGE, CURVE_STAGE = "acceptance", "curve"
 
 
 @dataclass(frozen=True)
@@ -83,33 +83,6 @@ class TrainedPart:
 
 
 @dataclass(frozen=True)
-class Collected:
-    """Train prompts decoded for a replay, and the positions that the target rejected."""
-
-    prompts: int
-    tokens: int
-    rounds: int
-    rejected: int
-    blocks: int
-
-
-@dataclass(frozen=True)
-class ReplayDecision:
-    """Whether a replay was kept, and why: tokens per round before and after on validation prompts, paired by prompt.
-
-    `difference` is None where nothing was rejected, so that nothing was learnt.
-    """
-
-    kept: bool
-    collected: Collected
-    before: Figure = math.nan
-    after: Figure = math.nan
-    difference: Interval | None = None
-    prompts: int | None = None
-    confidence: float | None = None
-
-
-@dataclass(frozen=True)
 class CurvePoint:
     """Expected acceptance after so many tokens, on texts of validation prompts that the target wrote."""
 
@@ -144,19 +117,18 @@ class LearningCurve:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """training.json. `best` is None where no weights were chosen, `replay` where there was none."""
+    """training.json. `best` is None where no weights were chosen; `parts` is one but in runs of before."""
 
     steps: int
     processes: int
     parts: list[TrainedPart]
     best: EvaluatedWeights | None
-    replay: ReplayDecision | None
     curve: LearningCurve | None = None
 
     @property
     def warning(self) -> str | None:
         """What to know where the weights from before the first step were taken; None where training helped."""
-        if self.best is None or self.best.step != 0 or (self.replay is not None and self.replay.kept):
+        if self.best is None or self.best.step != 0:
             return None
         on = "validation prompts" if self.best.measure == DECODED else "validation answers (α, stored distributions)"
         return (

@@ -145,8 +145,7 @@ def _heal(recipe: Recipe, model: Any, source: TeacherSource, steps: int) -> None
     """Train a cut for a few steps, with adapters where the draft will be trained with them."""
     with adapted(model, recipe.train.adapter, recipe.seed):
         settings = with_rate(recipe.train, kept_share(recipe, model.config))
-        part = planned(settings, recipe.sampler.temperature)[0]  # without a replay
-        heal(model, source, settings, part, steps, recipe.seed)
+        heal(model, source, settings, planned(settings, recipe.sampler.temperature), steps, recipe.seed)
 
 
 def _pytorch_steps(recipe: Recipe, model: Any, counts: Sequence[int]) -> list[float]:

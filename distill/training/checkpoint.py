@@ -20,8 +20,7 @@ from distill.files import file_digest, read_json, write_folder, write_json
 from distill.processes import barrier
 from distill.run import Run
 
-BEST = "best"  # the chosen weights, unless a replay is kept
-REPLAYED = "replayed"
+BEST = "best"  # the chosen weights
 DIGESTS = "digests.json"  # checksums of the other files of a folder
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from distill.files import copy_file, write_folder, write_json
 from distill.models.model_files import copy_tokenizer
 from distill.models.trimmed_head import FILE as KEPT_FILE
-from distill.results.serialise import from_json, read_result, write_result
-from distill.results.training_results import EvaluatedWeights, ReplayDecision, TrainedPart, TrainingSummary
+from distill.results.serialise import from_json, write_result
+from distill.results.training_results import EvaluatedWeights, TrainedPart, TrainingSummary
 from distill.surgery.change import size_of
 from distill.surgery.sparsity.group_lasso import GroupLasso
 from distill.surgery.sparsity.ramp import Penalty
@@ -23,8 +23,7 @@ def write_draft(work: Training) -> list[Path]:
     """Write draft/ and training.json with the present weights, adapters merged and removed neurons cut out."""
     run = work.run
     final = work.draft().eval()
-    decision = run.path("replay", "decision.json")
-    artifacts = [run.path("draft"), run.path("training.json"), *([decision.parent] if decision.exists() else [])]
+    artifacts = [run.path("draft"), run.path("training.json")]
     if not work.is_main:
         return artifacts
     if work.settings.adapter is not None:
@@ -44,25 +43,19 @@ def write_draft(work: Training) -> list[Path]:
     write_folder(run.path("draft"), write)
     if report is not None:
         run.say(f"  sparsity: {report['sentence']}")
-    write_result(run.path("training.json"), _summary(work, decision))
+    write_result(run.path("training.json"), _summary(work))
     return artifacts
 
 
-def _summary(work: Training, decision: Path) -> TrainingSummary:
+def _summary(work: Training) -> TrainingSummary:
     # Under a sparsity penalty the last weights stay, however earlier ones were accepted.
-    best = work.state["best"] if work.penalty is None else None
-    ends = work.state["ends"]  # patience may end a part early, and a replay without rejections never begins
-    parts = [
-        TrainedPart(part.name, part.first, ends[part.name] - part.first, part.rate, dict(part.loss.losses))
-        for part in work.parts
-        if part.name in ends
-    ]
+    best, plan = work.state["best"] if work.penalty is None else None, work.plan
+    steps = work.state["ended"] or plan.steps  # patience may end it early
     return TrainingSummary(
-        steps=sum(part.steps for part in parts),
+        steps=steps,
         processes=work.accelerator.num_processes,
-        parts=parts,
+        parts=[TrainedPart("align", 0, steps, plan.rate, dict(plan.loss.losses))],
         best=None if best is None else from_json(best, EvaluatedWeights, "the last checkpoint"),
-        replay=read_result(decision, ReplayDecision) if decision.exists() else None,
         curve=learning_curve(work),
     )
 

@@ -19,7 +19,7 @@ import numpy
 from distill.intervals import Interval, Numbers, percentiles, ratio_interval, resampled_means
 from distill.results.training_results import CURVE_STAGE, CurvePoint, LearningCurve
 from distill.training.memory import evaluating, memory_explained
-from distill.training.plan import REPLAY, PlannedPart, warm_steps
+from distill.training.plan import warm_steps
 from distill.training.setup import Training
 from distill.training.validation import expected_acceptance
 
@@ -40,10 +40,10 @@ def curve_steps(steps: int) -> set[int]:
     return {round(steps * 2 ** (-number / PER_DOUBLING)) for number in range(PER_DOUBLING * DOUBLINGS + 1)} - {0}
 
 
-def add_point(work: Training, part: PlannedPart, evaluated: bool) -> None:
+def add_point(work: Training, evaluated: bool) -> None:
     """Measure the expected acceptance of the last weights where the curve has a point, and after each evaluation."""
     state, step = work.state, work.state["step"]
-    if part.name == REPLAY or state["texts"] is None or not (evaluated or step in curve_steps(work.settings.steps)):
+    if state["texts"] is None or not (evaluated or step in curve_steps(work.settings.steps)):
         return
     began = time.monotonic()
     with memory_explained(evaluating, work):
@@ -67,7 +67,7 @@ def points_of(work: Training) -> CurvePoints:
 
 
 def learning_curve(work: Training) -> LearningCurve | None:
-    """The points before a replay, and what twice the tokens would give; None without points."""
+    """The points, and what twice the tokens would give; None without points."""
     points, evaluation = points_of(work), work.recipe.eval
     if not len(points.tokens):
         return None

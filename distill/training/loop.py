@@ -26,19 +26,18 @@ from distill.training.finish import write_draft
 from distill.training.learning_curve import add_point
 from distill.training.memory import loading, memory_explained, stepping, writing
 from distill.training.optimizer import set_rates
-from distill.training.plan import REPLAY, PlannedPart, body_share, part_at, rate_of, states_weight
-from distill.training.replay import decide_on_replay, enter_replay, is_replayed
+from distill.training.plan import body_share, rate_share, states_weight
 from distill.training.setup import Training, say_what_lacks, set_up
 from distill.training.step import STATES, scored_blocks
 from distill.training.trackers import tracked
-from distill.training.validation import evaluate_weights, evaluation_due, part_ended, take_best
+from distill.training.validation import ended, evaluate_weights, evaluation_due, take_best
 
 
 def train(recipe: Recipe, run: Run) -> list[Path]:
     """Train cut/ into draft/ on the teacher; resumes from the newest checkpoint, bit for bit on CPU.
 
-    training.json records the choice of weights and the decision on a replay. Raises DataError for a loss that is not
-    finite, RunError where memory runs out; KeyboardInterrupt or SystemExit after Ctrl-C or SIGTERM, with all saved.
+    training.json records the choice of weights. Raises DataError for a loss that is not finite, RunError where memory
+    runs out; KeyboardInterrupt or SystemExit after Ctrl-C or SIGTERM, with all saved.
     """
     with memory_explained(loading, recipe):
         work = set_up(recipe, run)
@@ -54,38 +53,30 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     with noting(signals.append), memory_explained(stepping, work), tracked(work.accelerator):
         while state["step"] < work.steps:
             step = state["step"]
-            part = part_at(work.parts, step)
-            if part.name == REPLAY and work.replayed is None and not enter_replay(work):
-                break
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)  # an adapter's dropout
-            rate = rate_of(part, step, settings)
+            rate = work.plan.rate * rate_share(step, work.steps, settings)
             body_rate = rate * body_share(step, settings)
             set_rates(work.optimizer, rate, body_rate)
             began = time.monotonic()
-            figures = one_step(work, part, step)
+            figures = one_step(work, step)
             figures["seconds"] = time.monotonic() - began
             if work.penalty is not None:
                 figures |= work.penalty.after_step(step, body_rate)
             state["step"] = step + 1
             state["tokens"] += figures["tokens"]
-            report_step(work, part, rate, figures, clock)
-            evaluated = evaluation_due(work, part)
+            report_step(work, rate, figures, clock)
+            evaluated = evaluation_due(work)
             if evaluated:
                 evaluate_weights(work)
-            add_point(work, part, evaluated)
-            ended = part_ended(work, part)
+            add_point(work, evaluated)
+            last = ended(work)
             stopping = work.any_process(bool(signals))
-            if state["step"] % settings.save_every == 0 or ended or stopping:
+            if state["step"] % settings.save_every == 0 or last or stopping:
                 save(work)
             if stopping:
                 leave(work, signals)
-        if work.any_process(bool(signals)):  # during the search of a replay that found no rejection
-            leave(work, signals)
     with memory_explained(writing, work):
-        if is_replayed(work):
-            decide_on_replay(work)
-        else:
-            take_best(work)
+        take_best(work)
         return write_draft(work)
 
 
@@ -120,19 +111,19 @@ def leave(work: Training, signals: list[int]) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
+def one_step(work: Training, step: int) -> dict[str, Any]:
     """Gradients over all micro-batches and processes, one optimizer step; the means over the step for the log."""
     accelerator, learner, settings = work.accelerator, work.learner, work.settings
-    micro_batches = work.micro_batches(step, part)
-    on_states = states_weight(part, step, settings)
+    micro_batches = work.micro_batches(step)
+    on_states = states_weight(step, settings)
     vector = None
-    for number, (source, index) in enumerate(micro_batches, 1):
-        blocks, distributions = scored_blocks(source, index, accelerator.device)
+    for number, index in enumerate(micro_batches, 1):
+        blocks, distributions = scored_blocks(work.source, index, accelerator.device)
         # Processes exchange gradients once, with the last micro-batch.
         without_exchange = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
         with without_exchange:
             with accelerator.autocast():
-                total, sums = learner(blocks, distributions, part, on_states)
+                total, sums = learner(blocks, distributions, work.plan.loss, on_states)
             accelerator.backward(total)
         vector = sums.vector if vector is None else vector + sums.vector
     assert vector is not None
@@ -148,7 +139,7 @@ def one_step(work: Training, part: PlannedPart, step: int) -> dict[str, Any]:
                 for parameter in group["params"]:
                     parameter.grad = None
     norm = float(accelerator.clip_grad_norm_(learner.parameters(), settings.clip))
-    shares: dict[str, float] = {**part.loss.losses, **({STATES: on_states} if on_states else {})}
+    shares: dict[str, float] = {**work.plan.loss.losses, **({STATES: on_states} if on_states else {})}
     losses = {name: totals.pop(f"loss/{name}") / scored for name in shares}
     loss = sum(shares[name] * value for name, value in losses.items())
     if not math.isfinite(norm) or not math.isfinite(loss):
@@ -178,19 +169,19 @@ class Clock:
         return self.tokens / elapsed, elapsed / max(1, step - self.first) * (steps - step)
 
 
-def report_step(work: Training, part: PlannedPart, rate: float, figures: dict[str, Any], clock: Clock) -> None:
+def report_step(work: Training, rate: float, figures: dict[str, Any], clock: Clock) -> None:
     """One line of metrics.jsonl (and of the trackers) for every step, one on the screen every few seconds."""
     step = work.state["step"]
     pace, left = clock.count(step, work.steps, figures["tokens"])
     memory = peak_memory_bytes(work.accelerator.device)
     timing = {"tokens_per_second": pace, "memory_bytes": memory, "eta_seconds": left}
-    work.run.record("train", step=step, part=part.name, rate=rate, **figures, **timing)
+    work.run.record("train", step=step, rate=rate, **figures, **timing)
     sent = {name: value for name, value in {**figures, **timing, "rate": rate}.items() if name != "losses"}
     work.accelerator.log(sent | {f"loss/{name}": value for name, value in figures["losses"].items()}, step=step)
-    if time.monotonic() - clock.shown > 5 or step in (part.end, work.steps):
+    if time.monotonic() - clock.shown > 5 or step == work.steps:
         clock.shown = time.monotonic()
         work.run.say(
-            f"  {part.name} step {step}/{work.steps} loss {figures['loss']:.4f} kl {figures['forward_kl']:.4f} "
+            f"  step {step}/{work.steps} loss {figures['loss']:.4f} kl {figures['forward_kl']:.4f} "
             f"accepted {figures['acceptance']:.3f} "
             + (f"zero {figures['zero_share']:.2f} " if "zero_share" in figures else "")
             + f"{pace:.0f} tok/s {memory / 2**30:.2f} GiB, {duration(left)} left"

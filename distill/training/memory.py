@@ -81,12 +81,6 @@ def evaluating(work: Training) -> tuple[str, str]:
     )
 
 
-def replaying(work: Training) -> tuple[str, str]:
-    """While prompts are decoded for a replay or for its judgement, or the target is loaded for that."""
-    assert work.settings.replay is not None
-    return _decoding(work, f"train.replay.new_tokens (now {work.settings.replay.new_tokens})")
-
-
 def _decoding(work: Training, settings: str) -> tuple[str, str]:
     return (
         f"while target and draft decoded after step {work.state['step']} on {work.accelerator.device}",

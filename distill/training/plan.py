@@ -1,4 +1,4 @@
-"""The plan of a recipe's training and of its replay: loss, first and last step and learning rate."""
+"""The plan of a recipe's training: its steps, loss and learning rate."""
 
 from __future__ import annotations
 
@@ -23,26 +23,18 @@ PROTOCOL_LOSS: dict[Verifying, Loss] = {
     "match": {"forward_kl": 1.0},
     "greedy": {"forward_kl": 1.0},
 }
-REPLAY = "replay"
 # Shares of the donor's layers that a draft keeps, and peak rates: the first measured, the second as published for whole
 # donors (docs/training.md#the-rate).
 RATES = (1 / 6, 1.5e-3), (1.0, 5e-5)
 
 
 @dataclass(frozen=True)
-class PlannedPart:
-    """Steps `first` up to `first + steps` (not included) of the training, of one loss."""
+class Plan:
+    """How many steps a training has, its peak rate and its loss."""
 
-    name: str
-    first: int
     steps: int
     rate: float
     loss: LossSettings
-
-    @property
-    def end(self) -> int:
-        """The step after the last."""
-        return self.first + self.steps
 
 
 def protocol_of(settings: Train, temperature: float) -> Verifying:
@@ -77,25 +69,11 @@ def with_rate(settings: Train, kept: float) -> Train:
     return settings if settings.rate is not None else settings.model_copy(update={"rate": peak_rate(kept)})
 
 
-def planned(settings: Train, temperature: float) -> list[PlannedPart]:
-    """The training and, where asked for, its replay; `temperature` is the served sampler's. The rate is known."""
+def planned(settings: Train, temperature: float) -> Plan:
+    """The plan of a training whose rate is known; `temperature` is the served sampler's."""
     assert settings.rate is not None, "see with_rate"
-    default, replay = PROTOCOL_LOSS[protocol_of(settings, temperature)], settings.replay
-    parts = [PlannedPart("align", 0, settings.steps, settings.rate, loss_settings(settings, settings.loss or default))]
-    if replay is not None:
-        loss = loss_settings(settings, replay.loss or default)
-        parts.append(PlannedPart(REPLAY, settings.steps, replay.steps, replay.rate or settings.rate / 3, loss))
-    return parts
-
-
-def part_at(parts: list[PlannedPart], step: int) -> PlannedPart:
-    """The part that a step belongs to; the last one's after the end."""
-    return next((part for part in parts if step < part.end), parts[-1])
-
-
-def rate_of(part: PlannedPart, step: int, settings: Train) -> float:
-    """The learning rate of a step; a replay has a schedule of its own, so that it changes no step before it."""
-    return part.rate * rate_share(step - part.first, part.steps, settings)
+    loss = settings.loss or PROTOCOL_LOSS[protocol_of(settings, temperature)]
+    return Plan(settings.steps, settings.rate, loss_settings(settings, loss))
 
 
 def rate_share(step: int, steps: int, settings: Train) -> float:
@@ -128,10 +106,10 @@ def body_share(step: int, settings: Train) -> float:
     return min(1.0, (step - settings.embedding_steps + 1) / warm)
 
 
-def states_weight(part: PlannedPart, step: int, settings: Train) -> float:
-    """The weight of the loss on hidden states in a step: a line from the first step down to 0; none in a replay."""
+def states_weight(step: int, settings: Train) -> float:
+    """The weight of the loss on hidden states in a step: a line from the first step down to 0."""
     states = settings.hidden_states
-    if states is None or part.name == REPLAY:
+    if states is None:
         return 0.0
     return states.weight * max(0.0, 1 - step / (states.end * settings.steps))
 
@@ -155,7 +133,7 @@ def check_hidden_states(settings: Train, kind: str, draft: int, target: int) -> 
 def check_training(recipe: Recipe) -> list[str]:
     """The plan of the recipe's training as lines to print; RecipeError for settings that exclude each other."""
     settings, teacher = with_rate(recipe.train, kept_share(recipe)), recipe.teacher
-    parts = planned(settings, recipe.sampler.temperature)
+    plan = planned(settings, recipe.sampler.temperature)
     lacking = {1.0, settings.temperature} - set(teacher.temperatures)
     if teacher.kind == "compact" and lacking:
         raise RecipeError(
@@ -172,11 +150,8 @@ def check_training(recipe: Recipe) -> list[str]:
     lines = []
     if recipe.train.rate is None and recipe.cut.search is not None:
         lines.append("train: the rate follows the cut that the search chooses; below is that of its smallest")
-    lines += [
-        f"train: {part.name}, {part.steps} steps of {positions} positions at up to {part.rate:g}: "
-        + ", ".join(f"{weight:g} {name}" for name, weight in part.loss.losses.items())
-        for part in parts
-    ]
+    loss = ", ".join(f"{weight:g} {name}" for name, weight in plan.loss.losses.items())
+    lines.append(f"train: {plan.steps} steps of {positions} positions at up to {plan.rate:g}: {loss}")
     if settings.optimizer == "muon":
         assert settings.rate is not None
         scale = (settings.matrix_rate or settings.rate) / settings.rate

@@ -17,7 +17,6 @@ from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_json
 from distill.models.hugging_face import load_config, load_model, load_target, pick_device
 from distill.models.trimmed_head import read_kept
-from distill.packing import Packed
 from distill.processes import process_count
 from distill.recipe import Recipe, Train
 from distill.run import Run
@@ -26,18 +25,27 @@ from distill.surgery.sparsity.group_lasso import GroupLasso
 from distill.surgery.sparsity.ramp import Penalty
 from distill.surgery.sparsity.unstructured import UnstructuredL1
 from distill.teacher.distributions import LogitForm, logit_form
-from distill.teacher.source import OnlineTarget, TeacherSource, open_teacher, require_fit
+from distill.teacher.source import TeacherSource, open_teacher, require_fit
 from distill.teacher.store import read_manifest
 from distill.texts import lacking_classes, read_prompts
 from distill.training.adapters import attach, load_base
 from distill.training.checkpoint import plain
 from distill.training.optimizer import make_optimizer
-from distill.training.plan import REPLAY, PlannedPart, check_hidden_states, planned, with_rate
+from distill.training.plan import Plan, check_hidden_states, planned, with_rate
 from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
 
-# The state before the first step. `tokens` counted in the loss; the points of `curve` are measured on `texts`.
-START: dict[str, Any] = {"step": 0, "best": None, "misses": 0, "sparsity": None, "tokens": 0, "texts": None, "ends": {}}
+# The state before the first step. `tokens` counted in the loss; the points of `curve` are measured on `texts`; `ended`
+# is the last step of a training that is over.
+START: dict[str, Any] = {
+    "step": 0,
+    "best": None,
+    "misses": 0,
+    "sparsity": None,
+    "tokens": 0,
+    "texts": None,
+    "ended": None,
+}
 
 
 @dataclass
@@ -47,14 +55,13 @@ class Training:
     recipe: Recipe
     run: Run
     accelerator: Any
-    parts: list[PlannedPart]
+    plan: Plan
     source: TeacherSource
     learner: Any
     optimizer: Any
     penalty: Penalty | None
     kept: list[int] | None
     target: Any = None  # of an online teacher; else loaded on first use
-    replayed: TeacherSource | None = None
     held_out: Any = None  # its StoredAnswers, opened on first use, where the target is not loaded
     state: dict[str, Any] = field(default_factory=lambda: {**START, "curve": []})
 
@@ -70,30 +77,17 @@ class Training:
 
     @property
     def steps(self) -> int:
-        """Steps, with those of a replay."""
-        return self.parts[-1].end
+        """Steps of the whole training."""
+        return self.plan.steps
 
-    def micro_batches(self, step: int, part: PlannedPart) -> list[tuple[TeacherSource, Tensor]]:
+    def micro_batches(self, step: int) -> list[Tensor]:
         """This process's blocks of a step, as many at once as settings allow: a pure function of the step.
 
         Every process gets the same number of micro-batches, some of them empty if need be.
         """
         settings, rank, ranks = self.settings, self.accelerator.process_index, self.accelerator.num_processes
-        replayed = 0
-        if part.name == REPLAY:
-            assert settings.replay is not None and self.replayed is not None
-            replayed = min(settings.batch, max(1, round(settings.replay.share * settings.batch)))
-        shares = [(self.source, step, settings.batch - replayed)]
-        if self.replayed is not None and replayed:
-            shares.append((self.replayed, step - part.first, replayed))
-        micro_batches: list[tuple[TeacherSource, Tensor]] = []
-        before = 0  # blocks of the previous sources: the next source starts with the processes that have fewer of them
-        for source, source_step, count in shares:
-            blocks = batch_blocks(source_step, count, source.blocks, self.recipe.seed)
-            pieces = split_blocks(blocks, (rank - before) % ranks, ranks, settings.micro_batch)
-            micro_batches += [(source, piece) for piece in pieces]
-            before += count
-        return micro_batches
+        blocks = batch_blocks(step, settings.batch, self.source.blocks, self.recipe.seed)
+        return split_blocks(blocks, rank, ranks, settings.micro_batch)
 
     def any_process(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
@@ -110,10 +104,6 @@ class Training:
         if self.target is None:
             self.target = load_target(self.recipe.target, self.accelerator.device)
         return self.target
-
-    def online(self, packed: Packed) -> TeacherSource:
-        """The target's distributions on other blocks, computed on demand."""
-        return OnlineTarget(self.loaded_target(), packed, self.source.manifest, self.recipe.teacher.batch)
 
 
 def require_processes(recipe: Recipe, device: torch.device) -> None:
@@ -240,20 +230,19 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     recipe = recipe.model_copy(update={"train": settings})
     accelerator = make_accelerator(recipe, run)
     device = accelerator.device
-    parts = planned(settings, recipe.sampler.temperature)
+    plan = planned(settings, recipe.sampler.temperature)
     manifest, trim = read_manifest(run.path("teacher")), read_kept(run.path("cut"))
     require_fit(manifest, recipe, config)
     width = load_config(recipe.target.model).get_text_config().hidden_size
     check_hidden_states(settings, manifest["kind"], config.hidden_size, width)
     kept = trim["kept"] if trim else None
-    settings.require_validation_prompts(len(read_prompts(run, "validation")))
     draft = load_draft(recipe, run, device)
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)
-    penalty = penalty_of(draft, settings.model_copy(update={"steps": parts[-1].end}))
+    penalty = penalty_of(draft, settings)
     optimizer: Any = make_optimizer(draft, settings, penalty.parameters() if penalty else ())
     learner = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk)
     learner, optimizer = accelerator.prepare(learner, optimizer)
     learner.train()
     start_trackers(accelerator, recipe, run)
-    return Training(recipe, run, accelerator, parts, source, learner, optimizer, penalty, kept, target)
+    return Training(recipe, run, accelerator, plan, source, learner, optimizer, penalty, kept, target)

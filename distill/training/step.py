@@ -21,7 +21,7 @@ from distill.teacher.source import TeacherSource
 from distill.training.losses.fused import head_loss
 from distill.training.losses.settings import LossSettings, LossSums
 from distill.training.optimizer import make_optimizer, set_rates
-from distill.training.plan import PlannedPart, rate_share
+from distill.training.plan import Plan, rate_share
 
 STATES = "hidden_states"  # the name of the loss on them
 
@@ -62,7 +62,7 @@ class Learner(torch.nn.Module):
         self.columns, self.chunk = columns, chunk
 
     def forward(
-        self, blocks: Packed, teacher: Teacher, part: PlannedPart, states_weight: float = 0.0
+        self, blocks: Packed, teacher: Teacher, loss: LossSettings, states_weight: float = 0.0
     ) -> tuple[Tensor, LossSums]:
         """Σ ℓ over the N scored positions, and the sums for the log; divide by their number over the whole step.
 
@@ -74,7 +74,7 @@ class Learner(torch.nn.Module):
         bias = None if getattr(head, "bias", None) is None else self.columns.rows(head.bias)
         teacher = self.columns.teacher(teacher)
         labels = self.columns.labels(blocks.labels().long()[blocks.mask])
-        total, sums = head_loss(hidden, weight, teacher, labels, part.loss, self.chunk, bias)
+        total, sums = head_loss(hidden, weight, teacher, labels, loss, self.chunk, bias)
         if states_weight:
             error = state_error(hidden, target_states(teacher, hidden))
             total, sums = total + states_weight * error, sums.joined(f"loss/{STATES}", error)
@@ -144,16 +144,15 @@ def scored_by_loss(target: Any, draft: Any, blocks: Packed, vocabulary: int, kep
     `draft` has its whole head, of which the `kept` columns take part.
     """
     states = hidden_states(target, blocks)[blocks.mask]
-    part = PlannedPart("scored", 0, 1, 0.0, LossSettings({"forward_kl": 1.0}))
     learner = Learner(draft, Columns(vocabulary, kept, states.device), chunk=max(1, len(states) // 2))
-    sums: LossSums = learner(blocks, Head.of(target, vocabulary).teacher(states), part)[1]
+    sums: LossSums = learner(blocks, Head.of(target, vocabulary).teacher(states), LossSettings({"forward_kl": 1.0}))[1]
     return sums
 
 
-def heal(model: Any, source: TeacherSource, settings: Train, part: PlannedPart, steps: int, seed: int) -> None:
+def heal(model: Any, source: TeacherSource, settings: Train, plan: Plan, steps: int, seed: int) -> None:
     """Train a cut model in place for a few steps, to compare cuts.
 
-    Loss and rate are those of `part`, the recipe's first one; the recipe's optimizer, and its schedule over these steps
+    Loss and rate are those of the recipe's `plan`; the recipe's optimizer, and its schedule over these steps
     alone; fp32, one process.
     """
     device = next(model.parameters()).device
@@ -163,11 +162,11 @@ def heal(model: Any, source: TeacherSource, settings: Train, part: PlannedPart, 
     for step in range(steps):
         index = batch_blocks(step, settings.batch, source.blocks, seed)
         blocks = on_device(source.packed.take(index), device)
-        total, sums = learner(blocks, source.teacher(index, device), part)
+        total, sums = learner(blocks, source.teacher(index, device), plan.loss)
         loss = total / sums["positions"].clamp(min=1)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        rate = part.rate * rate_share(step, steps, settings)
+        rate = plan.rate * rate_share(step, steps, settings)
         set_rates(optimizer, rate, rate)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

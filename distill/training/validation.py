@@ -38,7 +38,7 @@ from distill.teacher.store import TeacherStore
 from distill.texts import Prompt, prompt_seed, read_prompts
 from distill.training.checkpoint import BEST, load_weights, save_weights, step_of_weights
 from distill.training.memory import evaluating, memory_explained
-from distill.training.plan import REPLAY, PlannedPart, Verifying, protocol_of
+from distill.training.plan import Verifying, protocol_of
 from distill.training.setup import Training
 
 Item = TypeVar("Item")
@@ -195,12 +195,10 @@ def served_target(work: Training) -> ServedTarget:
     return ServedTarget(model, work.source.vocabulary, ends, Sampler.of(recipe.sampler), protocol, recipe.seed)
 
 
-def validation_prompts(work: Training) -> tuple[list[Prompt], list[Prompt]]:
-    """Validation prompts: those for the choice of weights, and the others, for the decision on a replay."""
-    prompts = read_prompts(work.run, "validation")
-    choosing = work.settings.acceptance.prompts if work.settings.acceptance else 0
-    judging = work.settings.replay.validation_prompts if work.settings.replay else 0
-    return prompts[:choosing], prompts[choosing : choosing + judging]
+def validation_prompts(work: Training) -> list[Prompt]:
+    """The validation prompts on which weights are chosen."""
+    assert work.settings.acceptance is not None
+    return read_prompts(work.run, "validation")[: work.settings.acceptance.prompts]
 
 
 def measure_acceptance(work: Training) -> dict[str, Any]:
@@ -213,8 +211,7 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
     assert settings is not None
 
     def decoded(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
-        prompts, _ = validation_prompts(work)
-        texts = served_target(work).decode(draft, prompts, settings.new_tokens, settings.length)
+        texts = served_target(work).decode(draft, validation_prompts(work), settings.new_tokens, settings.length)
         return decoded_acceptance(texts), [text.tokens for text in texts]
 
     def stored(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
@@ -233,7 +230,7 @@ def expected_acceptance(work: Training) -> list[float]:
     `state["texts"]`; the same in every process."""
 
     def measure(draft: Any) -> list[float]:
-        return served_target(work).expected(draft, validation_prompts(work)[0], work.state["texts"])
+        return served_target(work).expected(draft, validation_prompts(work), work.state["texts"])
 
     return measured_on_main(work, measure)
 
@@ -241,12 +238,12 @@ def expected_acceptance(work: Training) -> list[float]:
 # ── the choice of weights ──
 
 
-def evaluation_due(work: Training, part: PlannedPart) -> bool:
-    """Whether the weights are evaluated after this step: at intervals and at the end before a replay."""
+def evaluation_due(work: Training) -> bool:
+    """Whether the weights are evaluated after this step: at intervals and at the end."""
     settings, step = work.settings.acceptance, work.state["step"]
-    if settings is None or part.name == REPLAY:
+    if settings is None:
         return False
-    return step == part.end or step % settings.every == 0
+    return step == work.steps or step % settings.every == 0
 
 
 def evaluate_weights(work: Training) -> None:
@@ -274,15 +271,14 @@ def evaluate_weights(work: Training) -> None:
     )
 
 
-def part_ended(work: Training, part: PlannedPart) -> bool:
-    """Whether the training or its replay is over, by its steps or because patience ran out."""
+def ended(work: Training) -> bool:
+    """Whether the training is over, by its steps or because patience ran out; its last step is noted."""
     settings, state = work.settings.acceptance, work.state
-    if state["step"] < part.end:
+    if state["step"] < work.steps:
         if settings is None or settings.patience is None or state["misses"] < settings.patience:
             return False
         work.run.say(f"  the training ends early: {state['misses']} evaluations without a better one")
-    state["ends"] = {**state["ends"], part.name: state["step"]}
-    state["step"], state["misses"] = part.end, 0
+    state["ended"], state["step"] = state["step"], work.steps
     return True
 
 

@@ -29,7 +29,6 @@ from distill.models import packed_forward
 from distill.packing import Packed, pack
 from distill.teacher.distributions import CompactTeacher
 from distill.training.losses.settings import LossSettings
-from distill.training.plan import PlannedPart
 from distill.training.step import Columns, Learner
 
 
@@ -60,12 +59,12 @@ def measure(arguments: argparse.Namespace, block: int) -> dict[str, float]:
     learner = Learner(model, Columns(arguments.vocabulary, None, device), arguments.chunk)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=1e-5)
     short, long = batch(arguments, 64, device), batch(arguments, block, device)
-    part = PlannedPart("align", 0, 1, 1e-5, LossSettings({"jsd": 1.0}))
+    losses = LossSettings({"jsd": 1.0})
     kind = getattr(torch, arguments.dtype)
 
     def step(blocks: Packed, teacher: CompactTeacher) -> None:
         with torch.autocast(device.type, dtype=kind, enabled=kind != torch.float32):
-            total, sums = learner(blocks, teacher, part)
+            total, sums = learner(blocks, teacher, losses)
         loss: Tensor = total / sums["positions"]
         loss.backward()
         optimizer.step()

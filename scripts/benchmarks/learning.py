@@ -53,7 +53,6 @@ from distill.texts import read_prompts
 
 # What every configuration starts from, whatever the run's recipe says: AdamW, a cosine, the last weights.
 PLAIN = (
-    "train.replay=null",
     "train.acceptance=null",
     "train.optimizer=adamw",
     "train.matrix_rate=null",

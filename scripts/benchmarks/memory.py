@@ -41,7 +41,6 @@ from distill.models.cpu_products import prepacked
 from distill.packing import Packed, pack
 from distill.teacher.distributions import CompactTeacher
 from distill.training.losses.settings import LossSettings
-from distill.training.plan import PlannedPart
 from distill.training.step import Columns, Learner
 
 VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
@@ -74,13 +73,13 @@ def training(arguments: argparse.Namespace) -> Callable[[int], None]:
     draft.config.use_cache = False
     learner = Learner(draft, Columns(arguments.vocabulary, None, torch.device("cpu")), 512)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=1e-5)
-    part = PlannedPart("align", 0, 1, 1e-5, LossSettings({"jsd": 1.0}))
+    losses = LossSettings({"jsd": 1.0})
     kind = getattr(torch, arguments.dtype)
 
     def step(number: int) -> None:
         blocks, teacher = batch(arguments, number)
         with torch.autocast("cpu", dtype=kind, enabled=kind != torch.float32):
-            total, sums = learner(blocks, teacher, part)
+            total, sums = learner(blocks, teacher, losses)
         (total / sums["positions"]).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -41,7 +41,7 @@ from distill.texts import read_answers, read_prompts  # noqa: E402
 from distill.training.loop import train  # noqa: E402
 
 SOURCES = ("transformers", "GGUF file", "server")
-PLAIN = ("train.replay=null", "train.acceptance=null")
+PLAIN = ("train.acceptance=null",)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ from distill.machine import machine
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.training.loop import one_step
-from distill.training.plan import part_at
 from distill.training.setup import set_up
 
 # An operator belongs to the first of these whose word is in its own name or in that of an operator around it.
@@ -57,11 +56,11 @@ def main() -> None:
     work = set_up(recipe, Run(options.run, recipe))
     torch.set_num_threads(options.threads or recipe.threads or torch.get_num_threads())
     for step in range(options.warm):
-        one_step(work, part_at(work.parts, step), step)
+        one_step(work, step)
     tokens = 0
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         for step in range(options.warm, options.warm + options.steps):
-            tokens += int(one_step(work, part_at(work.parts, step), step)["tokens"])
+            tokens += int(one_step(work, step)["tokens"])
     spent: Counter[str] = Counter()
     for event in recorded.events():
         spent[part_of(event)] += event.self_cpu_time_total / 1e6

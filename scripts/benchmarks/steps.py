@@ -29,7 +29,6 @@ from distill.packing import Packed
 from distill.teacher.distributions import CompactTeacher, Head, Teacher
 from distill.training.losses.settings import LossSettings
 from distill.training.optimizer import parameter_groups
-from distill.training.plan import PlannedPart
 from distill.training.setup import recompute_activations
 from distill.training.step import Columns, Learner
 
@@ -120,7 +119,7 @@ def main() -> None:
         top = [head.logits(part).log_softmax(-1).topk(options.k) for part in stored.split(512)]
     ids, logs = torch.cat([part.indices for part in top]), torch.cat([part.values for part in top])
     tails = {1.0: torch.log1p(-logs.exp().sum(-1).clamp(max=1 - 1e-6))}
-    part = PlannedPart("x", 0, 1, 1e-5, LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1}))
+    losses = LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1})
 
     @torch.no_grad()
     def distributions(kind: str) -> Teacher:
@@ -148,7 +147,7 @@ def main() -> None:
         for repeat in range(options.repeats + 2):
             started = time.perf_counter()
             with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-                total, sums = learner(blocks, distributions(kind), part)
+                total, sums = learner(blocks, distributions(kind), losses)
             total.backward()
             for parameter in learner.parameters():
                 if parameter.grad is not None:

@@ -178,7 +178,7 @@ def test_texts_of_the_command_line(tmp_path: Path) -> None:
         ("threads=true", "threads: a number is needed (got true)"),
         ("speedup.lengths=[true, 2]", "speedup.lengths: a number is needed"),
         ("train.loss={jsd: true}", "train.loss: a number is needed"),
-        ("train.replay={prompts: true}", "train.replay.prompts: a number is needed"),
+        ("train.adapter={rank: true}", "train.adapter.rank: a number is needed"),
         ("train.steps=1.5", "train.steps: an integer is needed (got 1.5)"),
         ("train.compile=3", "train.compile: true or false is needed"),
         ("device=3", "device: text is needed"),

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("ramp", "embedding", "steps"), [(0.5, 4, 20), (1.0, 0, 10), (0.95, 2, 20)])
 def test_a_rehearsal_has_room_for_a_ramp(world: Path, ramp: float, embedding: int, steps: int) -> None:
     sparsity = f"train.sparsity={{method: group, mlp_width: 32, ramp: {ramp}}}"
-    settings = ("train.steps=90", f"train.embedding_steps={embedding}", "train.replay=null")
+    settings = ("train.steps=90", f"train.embedding_steps={embedding}")
     recipe = load_recipe(world / "recipe.yaml", [sparsity, *settings])
     short = shortened(recipe, world)
     assert short.train.steps == steps
@@ -110,22 +110,6 @@ def test_expected_seconds_follow_the_counts(world: Path, rehearsed: tuple[Path, 
     assert answers.disk_bytes == 15
 
 
-def test_a_replay_decodes_more_prompts_than_its_rehearsal(
-    world: Path, rehearsed: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """40 prompts are three batches and 20 of validation two, twice; five evaluations and points are as of 8 steps."""
-    runs, stages = rehearsed[0].parent, [Rehearsed("train", 100.0, 0, 1, 0, 30)]
-    recipe = load_recipe(world / "recipe.yaml", ["train.replay={prompts: 40, steps: 2, validation_prompts: 20}"])
-    run = Run(rehearsed[0], shortened(recipe, runs))
-    lines = run.metrics()
-    (without,) = expect(load_recipe(world / "recipe.yaml"), shortened(recipe, runs), run, stages)
-    more = [{"stage": "replay", "batches": 1, "seconds": 5.0}, {"stage": "replay", "batches": 2, "seconds": 4.0}]
-    monkeypatch.setattr(run, "metrics", lambda: [*lines, *more])
-    (whole,) = expect(recipe, shortened(recipe, runs), run, stages)
-    steps, saved = ([line["seconds"] for line in lines if line["stage"] == kind] for kind in ("train", "checkpoint"))
-    assert whole.low - without.low == pytest.approx(2 * (steps[1] + steps[2]) / 2 + saved[0] - 9 + 7 * 9 / 3)
-
-
 def test_what_a_killed_stage_wrote_is_removed(world: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", load_recipe(world / "recipe.yaml"))
     teacher = run.path("teacher", "shard-00000.json")
@@ -182,11 +166,11 @@ def test_every_section_is_shortened(world: Path, tmp_path: Path) -> None:
     values = tiny.recipe_values(world)
     values["answers"]["traffic"] = {"path": str(traffic)}
     values["cut"] = {"search": {"layers": [1, 2], "mlp_width": [32, 64], "heal_steps": 60}}
-    values["train"] |= {"replay": {"prompts": 64}, "trackers": ["tensorboard"]}
+    values["train"] |= {"trackers": ["tensorboard"]}
     recipe = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
     short = shortened(recipe, tmp_path / "runs")
     assert short.train.steps == 3
-    assert short.train.replay is not None and short.train.replay.steps == 1 and not short.train.trackers
+    assert not short.train.trackers
     assert short.cut.search is not None and (short.cut.search.layers, short.cut.search.mlp_width) == ((2,), (64,))
     assert short.answers.prompts == 4 and short.speedup.prompts == 2 and short.speedup.lengths == (3,)
     kept = ("block", "prompt_tokens", "new_tokens", "batch", "micro_batch", "depth")

@@ -323,7 +323,6 @@ Change = Callable[[dict[str, Any]], object]
         (lambda v: v.update(cut={"donor": "./d", "search": {"layers": [1]}}), "cut.search times the target"),
         (lambda v: v["cut"].update(trim={"by": "price"}), "cut.trim.by price times the target"),
         (lambda v: v["train"].update(acceptance=None), "train.acceptance is null: cuts and weights are chosen"),
-        (lambda v: v["train"].update(replay={"prompts": 2}), "train.replay decodes with the target"),
         (lambda v: v["train"].update(hidden_states={}), "train.hidden_states reads the target's hidden states"),
     ],
 )

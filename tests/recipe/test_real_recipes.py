@@ -251,9 +251,12 @@ def packed(vocabulary: int) -> Packed:
 def loss_of(model: Any, source: OnlineTarget, recipe: Recipe) -> float:
     """The mean over all blocks of the loss that the recipe trains with."""
     learner = Learner(model, Columns(source.vocabulary, None, CPU), recipe.train.chunk)
-    part = planned(recipe.train, recipe.sampler.temperature)[0]
     with torch.no_grad():
-        total, sums = learner(source.packed, source.teacher(torch.arange(source.blocks), CPU), part)
+        total, sums = learner(
+            source.packed,
+            source.teacher(torch.arange(source.blocks), CPU),
+            planned(recipe.train, recipe.sampler.temperature).loss,
+        )
     return float(total / sums["positions"])
 
 
@@ -287,7 +290,7 @@ def test_cut_step_and_export_at_small_width(name: str, tmp_path: Path) -> None:
 
     source = OnlineTarget(target, blocks, {"vocabulary": vocabulary}, batch=4)
     loss = loss_of(model, source, recipe)
-    heal(model, source, recipe.train, planned(recipe.train, recipe.sampler.temperature)[0], 1, 0)
+    heal(model, source, recipe.train, planned(recipe.train, recipe.sampler.temperature), 1, 0)
     assert loss_of(model, source, recipe) < loss
 
     draft, outtype = tmp_path / "draft", (*recipe.export.outtypes, "q8_0")[0]

@@ -100,21 +100,21 @@ def test_overrides(small: Path) -> None:
             "train.steps=7",
             "train.rate=1e-4",
             "speedup.lengths=[4, 2, 4]",
-            "train.replay={prompts: 20}",
-            "train.replay.steps=3",
+            "train.adapter={rank: 20}",
+            "train.adapter.alpha=3",
             "corpus.sources.1.field=body",
             "name=other",
         ],
     )
     assert (recipe.train.steps, recipe.train.rate, recipe.name) == (7, 1e-4, "other")
     assert recipe.speedup.lengths == (2, 4)
-    assert recipe.train.replay is not None
-    assert (recipe.train.replay.prompts, recipe.train.replay.steps) == (20, 3)
+    assert recipe.train.adapter is not None
+    assert (recipe.train.adapter.rank, recipe.train.adapter.alpha) == (20, 3)
     assert [source.field for source in recipe.corpus.sources] == ["text", "body"]
 
 
 def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
-    assert load_recipe(small, ["train.replay={prompts: 20}", "train.replay=null"]).train.replay is None
+    assert load_recipe(small, ["train.adapter={rank: 20}", "train.adapter=null"]).train.adapter is None
     assert load_recipe(small, ["threads=3", "threads="]).threads is None
     assert load_recipe(small, ["seed=1", "seed=2"]).seed == 2
 
@@ -141,7 +141,7 @@ def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
         ),
         ("train.parts=[{name: a, steps: 2}]", "train.parts: gone: a second loss"),
         ("train.decay=0.5", "train.decay: is now called train.decay_share"),
-        ("train.replay.judges=4", "train.replay.judges: is now called train.replay.validation_prompts"),
+        ("train.replay={steps: 4}", "train.replay: gone: more steps on rejected positions"),
         ("train.acceptance.worth=0.01", "train.acceptance.worth: gone: no training has shown"),
         ("train.steps=0", "train.steps: must be at least 1 (got 0)"),
         ("train.steps=many", "got 'many'"),

@@ -22,7 +22,6 @@ from distill.recipe import Recipe
 from distill.report import card as cards
 from distill.report import page as pages
 from distill.report import plots
-from distill.report.card import words as escaped
 from distill.report.text import placeless
 from distill.results.cut_results import ModelSizes
 from distill.results.evaluation_results import (
@@ -50,11 +49,7 @@ from distill.results.speedup_results import (
     SpeedupReport,
 )
 from distill.results.training_results import (
-    Collected,
-    CurvePoint,
     EvaluatedWeights,
-    LearningCurve,
-    ReplayDecision,
     TrainedPart,
     TrainingStep,
     TrainingSummary,
@@ -343,66 +338,19 @@ def test_every_figure_of_a_pair_names_it() -> None:
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_the_outcome_of_a_replay_is_shown() -> None:
-    parts = [
-        TrainedPart("align", 0, 800, 3e-4, {"jsd": 1.0}),
-        TrainedPart("replay", 800, 100, 1e-4, {"jsd": 1.0}),
-    ]
-    best, collected = EvaluatedWeights(600, 0.5678, 2.75, 200), Collected(64, 8000, 4321, 2468, 40)
-
-    def shown(replay: ReplayDecision | None) -> str:
-        words = page_words(make_metadata() | {"training": asdict(TrainingSummary(900, 1, parts, best, replay))})
-        assert "The weights of step 600 were taken: 56.8" in words
-        return words
-
-    kept = ReplayDecision(True, collected, 2.5, 2.75, Interval(0.25, 0.125, 0.375), 31, 0.95)
-    assert (
-        "Replay: trained on 2,468 rejected positions; tokens per round went from 2.500 to 2.750 on 31 other "
-        "validation prompts, a difference of 0.250 [0.125, 0.375]: kept." in shown(kept)
+def test_the_weights_that_were_taken_are_named() -> None:
+    parts = [TrainedPart("align", 0, 800, 3e-4, {"jsd": 1.0})]
+    words = page_words(
+        make_metadata() | {"training": asdict(TrainingSummary(800, 1, parts, EvaluatedWeights(600, 0.5678, 2.75, 200)))}
     )
-    assert "[0.125, 0.375]: not kept." in shown(replace(kept, kept=False))
-    nothing = ReplayDecision(False, replace(collected, rejected=0, blocks=0))
-    instead = "Replay: nothing was rejected in 4,321 rounds of 64 prompts, so there was nothing to learn."
-    assert instead in shown(nothing) and "Replay" not in shown(None)
-
-
-@pytest.mark.usefixtures("without_pictures")
-def test_the_learning_curve_is_shown() -> None:
-    """What twice the tokens would give at most, or the reason why that is not known."""
-    points = [CurvePoint(1000 * 2**n, Interval(0.4 + 0.05 * n, 0.4, 0.7)) for n in range(5)]
-    line = [CurvePoint(tokens, Interval(0.6, 0.5, 0.7)) for tokens in (4000, 16000, 32000)]
-
-    def said(curve: LearningCurve, words: str) -> str:
-        results = make_metadata() | {"training": asdict(TrainingSummary(9, 1, [], None, None, curve))}
-        page, card = build_page(results), build_card(results)
-        assert words in " ".join("".join(checked(page).words).split()) and escaped(words) in card
-        return page
-
-    instead = "expected acceptance on validation prompts instead of 0.600."
-    known = LearningCurve(0.95, points, line, Interval(0.65, 0.64, 0.66))
-    page = said(known, f"Twice the tokens would give at most 0.660 {instead}")
-    assert "plot-learning" in page and "would give at most what the line shows" in page
-    unknown = LearningCurve(0.95, points, unknown="there are too few points")
-    page = said(unknown, "What twice the tokens would give is not known: there are too few points.")
-    assert "plot-learning" in page and "would give at most what the line shows" not in page
-
-
-def test_slices_are_bars_and_rows() -> None:
-    """A figure that repetition makes is seen as such."""
-    values = make_metadata()
-    page = build_page(values)
-    assert "plot-slices" in page and "in the text before: repeated" in page
-    assert "plot-reliability" in page and "running product, error 0.084" in page and "0.019" in page
-    assert "87.1 %" in page and page.count("13,100") == 2  # in the table, and as the bar's count
-    values["evaluation"]["slices"] = []
-    assert "plot-slices" not in build_page(values)
+    assert "The weights of step 600 were taken: 56.8" in words and "1–800" in words
 
 
 @pytest.mark.usefixtures("without_pictures")
 def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the report, on the card, and at the end of the command."""
     best = EvaluatedWeights(0, 0.4, 2.0, 9)
-    untrained = TrainingSummary(9, 1, [], best, None)
+    untrained = TrainingSummary(9, 1, [], best)
     (tmp_path / "stages").mkdir()
     record = {"key": "", "inputs": {}, "artifacts": {}, "digest": ""}
     (tmp_path / "stages" / "train.json").write_text(json.dumps(record))
@@ -410,7 +358,6 @@ def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.Ca
         (untrained, True),
         (replace(untrained, best=replace(best, step=5)), False),
         (replace(untrained, best=None), False),
-        (replace(untrained, replay=ReplayDecision(True, Collected(1, 1, 1, 1, 1))), False),
     ):
         results = make_metadata() | {"training": asdict(training)}
         write_result(tmp_path / "training.json", training)

@@ -139,30 +139,6 @@ def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path)
     assert f"line 34 of {log} has no newline at its end and was not read" in log_text
 
 
-def test_a_replay_decodes_served_prompts(world: Path, log: Path, runs: Path) -> None:
-    """Also where nothing was generated, so that stage `corpus` cut no train prompts at all."""
-    run = runs / "served"
-    assert not (run / "corpus" / "prompts-train.jsonl").read_text()
-    replay = "train.replay={prompts: 5, new_tokens: 16, validation_prompts: 4, steps: 1}"
-    code = train(world, runs, replay, "train.acceptance.prompts=2", "--until", "train", "--redo", "train")
-    assert code == 0
-    found = json.loads((run / "training.json").read_text())["replay"]
-    assert found["collected"]["prompts"] == 5 and found["collected"]["rejected"] > 0 and found["prompts"] == 4
-
-
-def test_replay_prompts_are_spread_over_generated_and_served_ones() -> None:
-    from distill.texts import Answer
-    from distill.training.replay import replay_prompts
-
-    answers = [Answer(f"file@{n}", [1, n], [9, 9], False) for n in range(60)]
-    answers += [Answer(f"traffic#{n % 20}@{n}", [2, n % 20], [9], True, "traffic") for n in range(40)]  # each twice
-    assert [p.ids for p in replay_prompts(answers, 8)] == [[1, 10 * n] for n in range(6)] + [[2, 0], [2, 10]]
-    assert {p.source for p in replay_prompts(answers, 8)} == {"", "traffic"}
-    every = replay_prompts(answers, 1000)
-    assert len(every) == 80 and every[60].id == "traffic#0@0"
-    assert replay_prompts([], 8) == []
-
-
 @pytest.mark.parametrize(
     ("more", "expected"),
     [("", None), (" \r", None), ('{"a": 1}', "line 2 of"), ('{"a": 1}\n', None), ('{"a": 1}\n{"b"', None)],

@@ -12,7 +12,6 @@ import torch
 import toys
 from trainings import (
     MIXED,
-    REPLAY,
     interrupted_after,
     largest_difference,
     metrics,
@@ -27,7 +26,7 @@ from distill.packing import Packed, pack
 from distill.recipe import Train, load_recipe, parse_section
 from distill.teacher.distributions import CompactTeacher, Head
 from distill.training.losses.settings import LossSettings
-from distill.training.plan import PlannedPart, check_hidden_states, check_training, part_at, planned, states_weight
+from distill.training.plan import check_hidden_states, check_training, states_weight
 from distill.training.step import Columns, Learner, state_error, target_states
 
 EXACT = "teacher.kind=exact"
@@ -41,9 +40,7 @@ def exact(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) ->
     shutil.copytree(ready, runs / "tiny")
     stages = ("--redo", "teacher", "--until", "profile")
     with tiny.one_thread():
-        code = tiny.call(
-            "train", world / "recipe.yaml", "--runs", runs, "train.replay.validation_prompts=4", EXACT, *stages
-        )
+        code = tiny.call("train", world / "recipe.yaml", "--runs", runs, EXACT, *stages)
     assert code == 0
     return runs / "tiny"
 
@@ -77,11 +74,11 @@ def test_it_is_added_to_the_other_losses(kept: list[int] | None) -> None:
     with torch.no_grad():
         states = hidden_states(target, blocks)[blocks.mask]
     teacher = Head.of(target, 61).teacher(states)
-    part = PlannedPart("x", 0, 1, 1.0, LossSettings({"forward_kl": 1.0}))
+    loss = LossSettings({"forward_kl": 1.0})
     gradients, totals, sums = [], [], {}
     for pull in (0.0, 0.5, 2.0):
         learner.zero_grad()
-        total, sums[pull] = learner(blocks, teacher, part, pull)
+        total, sums[pull] = learner(blocks, teacher, loss, pull)
         total.backward()
         totals.append(float(total.detach()))
         gradients.append({name: p.grad.clone() for name, p in learner.named_parameters() if p.grad is not None})
@@ -93,7 +90,7 @@ def test_it_is_added_to_the_other_losses(kept: list[int] | None) -> None:
     for name, first in gradients[0].items():  # linear in the weight
         torch.testing.assert_close(gradients[2][name] - first, 4 * (gradients[1][name] - first), rtol=1e-3, atol=1e-4)
     learner.zero_grad()
-    total, _ = learner(blocks, Head.of(target, 61).teacher(own_states(draft, blocks)), part, 1e6)
+    total, _ = learner(blocks, Head.of(target, 61).teacher(own_states(draft, blocks)), loss, 1e6)
     assert total.item() < 1e6 * 1e-6 + 100  # a draft with the target's states has nothing to learn from them
 
 
@@ -110,14 +107,13 @@ def test_a_process_without_blocks_has_no_states() -> None:
 
 
 def test_its_weight_falls_in_a_line_to_nothing() -> None:
-    values = {"steps": 100, "rate": 1e-3, "replay": {"steps": 10}, "hidden_states": {"weight": 0.4, "end": 0.5}}
+    values = {"steps": 100, "rate": 1e-3, "hidden_states": {"weight": 0.4, "end": 0.5}}
     settings = parse_section(Train, values)
-    found = planned(settings, 0.8)
-    pulls = [states_weight(part_at(found, step), step, settings) for step in range(110)]
+    pulls = [states_weight(step, settings) for step in range(100)]
     assert pulls[:51] == pytest.approx([0.4 * (1 - step / 50) for step in range(51)])
-    assert pulls[50:] == [0.0] * 60
+    assert pulls[50:] == [0.0] * 50
     without = settings.model_copy(update={"hidden_states": None})
-    assert states_weight(found[0], 0, without) == 0
+    assert states_weight(0, without) == 0
 
 
 # ── whole trainings ──
@@ -125,15 +121,15 @@ def test_its_weight_falls_in_a_line_to_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def whole(world: Path, exact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training with the loss and its replay, in one piece."""
-    run = trained(world, exact, tmp_path_factory.mktemp("whole"), EXACT, MIXED, *REPLAY, PULL)
+    """A training with the loss, in one piece."""
+    run = trained(world, exact, tmp_path_factory.mktemp("whole"), EXACT, MIXED, PULL)
     return run
 
 
 def test_it_is_learnt_and_logged(world: Path, exact: Path, whole: Path, tmp_path: Path) -> None:
     """Its part of the loss is logged until its weight is 0, and its error falls faster than without it."""
     lines = metrics(whole)
-    assert ["hidden_states" in line["losses"] for line in lines] == [True] * 6 + [False] * 4  # 0.7 of 8 steps
+    assert ["hidden_states" in line["losses"] for line in lines] == [True] * 6 + [False] * 2  # 0.7 of 8 steps
     first = lines[0]
     assert first["loss"] == pytest.approx(
         0.9 * first["losses"]["lk_hybrid"]
@@ -152,8 +148,8 @@ def test_resumed_is_uninterrupted_bit_for_bit(
     world: Path, exact: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with interrupted_after(5, monkeypatch):
-        trained(world, exact, tmp_path, EXACT, MIXED, *REPLAY, PULL, status=130)
-    run = trained(world, exact, tmp_path, EXACT, MIXED, *REPLAY, PULL)
+        trained(world, exact, tmp_path, EXACT, MIXED, PULL, status=130)
+    run = trained(world, exact, tmp_path, EXACT, MIXED, PULL)
     assert largest_difference(run, whole) == 0
 
 
@@ -161,8 +157,8 @@ def test_resumed_is_uninterrupted_bit_for_bit(
 def test_micro_batches_and_processes_change_nothing_but_rounding(
     world: Path, exact: Path, whole: Path, tmp_path: Path, processes: int
 ) -> None:
-    """In micro-batches of 3 of 4 blocks, so that they are unequal; of two processes, in the replay one has none."""
-    overrides = (EXACT, MIXED, *REPLAY, PULL)
+    """In micro-batches of 3 of 4 blocks, so that they are unequal."""
+    overrides = (EXACT, MIXED, PULL)
     if processes == 1:
         run = trained(world, exact, tmp_path, *overrides, "train.micro_batch=3")
     else:

@@ -14,7 +14,6 @@ import toys
 from safetensors.torch import load_file
 from trainings import (
     MIXED,
-    REPLAY,
     Trainer,
     interrupted_after,
     largest_difference,
@@ -32,7 +31,7 @@ from distill.surgery.checks import kept_share
 from distill.surgery.sparsity.group_lasso import GroupLasso, zero_groups
 from distill.training.adapters import attach
 from distill.training.optimizer import make_optimizer, orthogonalised, set_rates
-from distill.training.plan import part_at, peak_rate, planned, protocol_of, rate_of, rate_share, with_rate
+from distill.training.plan import peak_rate, planned, protocol_of, rate_share, with_rate
 
 MUON = ("train.optimizer=muon", "train.matrix_rate=0.004")
 TEN = (MIXED, "train.steps=10")
@@ -198,16 +197,12 @@ def test_the_rate_follows_what_the_cut_leaves(
     assert part["rate"] == peak_rate(left)
 
 
-def test_a_replay_has_a_schedule_of_its_own() -> None:
-    settings = settings_of(steps=100, rate=1.0, final_rate_share=0.0, replay={"steps": 20})
-    parts = planned(settings, 0.8)
-    assert [(part.name, part.first, part.end) for part in parts] == [("align", 0, 100), ("replay", 100, 120)]
-    assert parts[0].loss.losses == parts[1].loss.losses == {"jsd": 1.0}
-    assert set(planned(settings, 0.0)[0].loss.losses) == {"forward_kl"}
+def test_the_default_loss_is_that_of_the_protocol() -> None:
+    settings = settings_of(steps=100, rate=1.0)
+    assert planned(settings, 0.8).loss.losses == {"jsd": 1.0} and planned(settings, 0.0).loss.losses == {
+        "forward_kl": 1.0
+    }
     assert protocol_of(settings.model_copy(update={"protocol": "match"}), 0.0) == "match"
-    rates = [rate_of(part_at(parts, step), step, settings) for step in range(120)]
-    assert rates[:100] == [rate_share(step, 100, settings) for step in range(100)]
-    assert rates[100:] == pytest.approx([rate_share(step, 20, settings) / 3 for step in range(20)])
 
 
 def test_a_rate_that_is_constant_and_then_falls_in_a_line() -> None:
@@ -224,8 +219,8 @@ def test_a_rate_that_is_constant_and_then_falls_in_a_line() -> None:
 @pytest.mark.parametrize(
     ("overrides", "killed_at"),
     [
-        pytest.param((*MUON, MIXED, *REPLAY), 5, marks=pytest.mark.slow),
-        ((*MUON, MIXED, *REPLAY), 9),
+        pytest.param((*MUON, MIXED), 5, marks=pytest.mark.slow),
+        ((*MUON, MIXED), 7),
         pytest.param((*MUON, "train.embedding_steps=5"), 3, marks=pytest.mark.slow),
         (("train.embedding_steps=5",), 3),
         ((*MUON, "train.adapter={rank: 4, dropout: 0.2}", "train.acceptance=null"), 5),

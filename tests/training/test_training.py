@@ -24,7 +24,6 @@ import toys
 from safetensors.torch import load_file
 from trainings import (
     MIXED,
-    REPLAY,
     Trainer,
     command,
     interrupted_after,
@@ -42,7 +41,7 @@ from distill.errors import RunError
 from distill.models.hugging_face import load_model
 from distill.models.torch_model import TorchModel
 from distill.packing import pack
-from distill.recipe import Replay, Train, load_recipe, parse_recipe, parse_section
+from distill.recipe import Train, load_recipe, parse_section
 from distill.run import BEGIN, Run
 from distill.sampler import Sampler
 from distill.speculative.decode import decode_text
@@ -51,12 +50,11 @@ from distill.speculative.lengths import Fixed
 from distill.speculative.rules import Rules
 from distill.teacher.distributions import Head
 from distill.texts import Prompt, lacking_classes, prompt_seed
-from distill.training import checkpoint, loop, replay, validation
+from distill.training import checkpoint, loop, validation
 from distill.training import finish as finish_module
 from distill.training.checkpoint import BEST, load_checkpoint, newest_checkpoint, save_checkpoint, step_of_weights
 from distill.training.losses.settings import LossSettings
-from distill.training.plan import PlannedPart, planned
-from distill.training.replay import compare_rounds, pack_rejected, rejected_positions
+from distill.training.plan import planned
 from distill.training.setup import Training, make_accelerator
 from distill.training.step import Columns, Learner
 from distill.training.validation import ServedTarget, decoded_acceptance, served_form
@@ -64,8 +62,8 @@ from distill.training.validation import ServedTarget, decoded_acceptance, served
 
 @pytest.fixture(scope="module")
 def whole(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training and its replay, in one piece."""
-    run = trained(world, ready, tmp_path_factory.mktemp("whole"), MIXED, *REPLAY)
+    """A training in one piece."""
+    run = trained(world, ready, tmp_path_factory.mktemp("whole"), MIXED)
     return run
 
 
@@ -74,23 +72,21 @@ def whole(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_micro_batches_change_nothing_but_rounding(train: Trainer, whole: Path, size: int) -> None:
-    run = train(MIXED, *REPLAY, f"train.micro_batch={size}")
+    run = train(MIXED, f"train.micro_batch={size}")
     same_up_to_rounding(run, whole)
 
 
-@pytest.mark.parametrize(
-    "overrides", [pytest.param((), marks=pytest.mark.slow), ("train.micro_batch=1", "train.replay.share=0.25")]
-)
+@pytest.mark.parametrize("overrides", [pytest.param((), marks=pytest.mark.slow), ("train.micro_batch=1",)])
 def test_two_processes_change_nothing_but_rounding(
     train: Trainer, world: Path, ready: Path, whole: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    """Also where one of them has no block of the replay; a factor in the gradient, which clipping hides, would show."""
+    """A factor in the gradient, which clipping hides, would show."""
     alone = whole
     if overrides:
-        alone = train(MIXED, *REPLAY, *overrides, folder=tmp_path / "alone")
-    run, said = trained_by_two(world, ready, tmp_path, MIXED, *REPLAY, *overrides)
+        alone = train(MIXED, *overrides, folder=tmp_path / "alone")
+    run, said = trained_by_two(world, ready, tmp_path, MIXED, *overrides)
     same_up_to_rounding(run, alone)
-    assert said.count("step 8/10") == 1  # one process speaks
+    assert said.count("step 8/8") == 1  # one process speaks
 
 
 @pytest.mark.slow
@@ -98,10 +94,10 @@ def test_accelerate_launch_goes_on_where_one_process_was_stopped(
     train: Trainer, world: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with interrupted_after(5, monkeypatch):
-        train(MIXED, *REPLAY, status=130)
+        train(MIXED, status=130)
     launcher = ["accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml"]
     processes = ["--num_processes", "2", "--main_process_port", "0"]
-    result = started(*launcher, *processes, "-m", *command(world, tmp_path, MIXED, *REPLAY))
+    result = started(*launcher, *processes, "-m", *command(world, tmp_path, MIXED))
     assert result.returncode == 0, result.stderr
     run = tmp_path / "tiny"
     assert json.loads((run / "training.json").read_text())["processes"] == 2
@@ -122,34 +118,28 @@ def test_a_compiled_body_changes_nothing_but_rounding(
 
     compile_of = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_of(module, backend=backend))
-    run = train(MIXED, *REPLAY, "train.compile=true")
+    run = train(MIXED, "train.compile=true")
     assert seen
     assert largest_difference(run, whole) < 2e-5
 
 
 @pytest.mark.parametrize("size", [None, 1, 3])
-@pytest.mark.parametrize(("batch", "share", "ranks"), [(4, 0.25, 2), (8, 0.25, 4), (4, 0.5, 4), (6, 1.0, 3), (6, 0, 2)])
-def test_processes_have_as_many_micro_batches_as_each_other(
-    batch: int, share: float, ranks: int, size: int | None
-) -> None:
-    replay = {"replay": {"steps": 2, "share": share}} if share else {}
-    settings = parse_section(Train, {"steps": 3, "batch": batch, "rate": 1e-3, "micro_batch": size, **replay})
-    parts = planned(settings, 1.0)
-    source, replayed = SimpleNamespace(blocks=5), SimpleNamespace(blocks=3)
-    recipe = SimpleNamespace(train=settings, seed=0)
+@pytest.mark.parametrize(("batch", "ranks"), [(4, 2), (8, 4), (4, 4), (6, 3), (6, 2)])
+def test_processes_have_as_many_micro_batches_as_each_other(batch: int, ranks: int, size: int | None) -> None:
+    settings = parse_section(Train, {"steps": 3, "batch": batch, "rate": 1e-3, "micro_batch": size})
+    source, recipe = SimpleNamespace(blocks=5), SimpleNamespace(train=settings, seed=0)
 
-    def blocks(rank: int, ranks: int) -> list[tuple[bool, list[int]]]:
+    def blocks(rank: int, ranks: int) -> list[list[int]]:
         process = SimpleNamespace(process_index=rank, num_processes=ranks)
-        work: Any = Training(recipe, None, process, parts, source, *[None] * 4, replayed=replayed)  # type: ignore[arg-type]
-        step = parts[-1].first + 1
-        return [(own is replayed, piece.tolist()) for own, piece in work.micro_batches(step, parts[-1])]
+        work: Any = Training(recipe, None, process, planned(settings, 1.0), source, *[None] * 4)  # type: ignore[arg-type]
+        return [piece.tolist() for piece in work.micro_batches(1)]
 
     found = [blocks(rank, ranks) for rank in range(ranks)]
-    assert len({tuple(own for own, _ in one) for one in found}) == 1  # as many, of the same sources
-    assert all(len(piece) <= (size or batch) for one in found for _, piece in one)
-    assert {sum(len(piece) for _, piece in one) for one in found} == {batch // ranks}
-    flat = sorted((own, i) for one in found for own, piece in one for i in piece)
-    assert flat == sorted((own, i) for own, piece in blocks(0, 1) for i in piece) and len(flat) == batch
+    assert len({len(one) for one in found}) == 1
+    assert all(len(piece) <= (size or batch) for one in found for piece in one)
+    assert {sum(map(len, one)) for one in found} == {batch // ranks}
+    flat = sorted(i for one in found for piece in one for i in piece)
+    assert flat == sorted(i for piece in blocks(0, 1) for i in piece) and len(flat) == batch
 
 
 def packed_learner(seed: int = 0) -> tuple[Learner, Any, Any]:
@@ -174,9 +164,7 @@ def gradient_at_embeddings(learner: Learner, target: Any, blocks: Any, document:
     handle = learner.draft.get_input_embeddings().register_forward_hook(hook)
     states = torch.randn(int(blocks.mask.sum()), 32, generator=torch.Generator().manual_seed(1))
     distributions = Head.of(target, 61).teacher(states)
-    total, _ = learner(
-        blocks, distributions, PlannedPart("x", 0, 1, 1.0, LossSettings({"forward_kl": 1.0, "lk_hybrid": 1.0}))
-    )
+    total, _ = learner(blocks, distributions, LossSettings({"forward_kl": 1.0, "lk_hybrid": 1.0}))
     handle.remove()
     (gradient,) = torch.autograd.grad(total, kept)
     return gradient[0]
@@ -196,7 +184,7 @@ def test_no_document_learns_from_another(attention: str, document: int) -> None:
 
 
 def test_activation_checkpointing_gives_the_same_weights(train: Trainer, whole: Path) -> None:
-    run = train(MIXED, *REPLAY, "train.checkpointing=true")
+    run = train(MIXED, "train.checkpointing=true")
     assert largest_difference(run, whole) < 1e-6
 
 
@@ -293,132 +281,44 @@ def test_a_draft_that_is_the_target_is_accepted(protocol: Any) -> None:
         assert found["acceptance"] == 1 and found["tokens_per_round"] > 3
 
 
-# ── replay ──
-
-
-def test_rejected_positions_are_those_where_the_decoder_rejected() -> None:
-    """Greedy, so that it can be told from the models alone: accepted tokens are the draft's argmax, these are not."""
-    target, draft = toys.toy(seed=1), toys.blurred(toys.toy(seed=1), 2, 0.3)
-    prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(5, 61, 8))]
-    served = ServedTarget(target, 61, (), Sampler(), "greedy", 0)
-    texts = served.decode(draft, prompts, 30, 3)
-    count = 0
-    for prompt, text in zip(prompts, texts, strict=True):
-        ids = [*prompt.ids, *text.tokens]
-        with torch.no_grad():
-            choices = draft(input_ids=torch.tensor([ids])).logits[0].argmax(-1).tolist()
-        rejected = rejected_positions(len(prompt.ids), text)
-        count += len(rejected)
-        for at in rejected:
-            assert choices[at - 1] != ids[at]
-        accepted = [len(prompt.ids) + i for i, own in enumerate(text.from_draft) if own]
-        assert not set(accepted) & set(rejected) and all(choices[at - 1] == ids[at] for at in accepted)
-    assert count > 5
-    packed = pack_rejected(prompts, texts, 48)
-    assert int(packed.mask.sum()) == count
-    for block in range(len(packed)):
-        for at in packed.mask[block].nonzero().flatten().tolist():
-            document = packed.documents[block] == packed.documents[block, at]
-            ids = packed.ids[block][document].tolist()
-            place = int(packed.positions[block, at])
-            which = next(
-                i for i, (p, t) in enumerate(zip(prompts, texts, strict=True)) if ids == [*p.ids, *t.tokens][: len(ids)]
-            )
-            assert place + 1 in rejected_positions(len(prompts[which].ids), texts[which])
-
-
-def test_a_replay_is_kept_only_when_it_shows() -> None:
-    from distill.speculative.decode import Decoded, Round
-
-    def text(rounds: list[int]) -> Decoded:
-        return Decoded(rounds=[Round(0, 4, accepted, 0.1) for accepted in rounds])
-
-    draw = random.Random(0)
-    before = [text([draw.randrange(3) for _ in range(20)]) for _ in range(12)]
-    better = [text([min(4, one.accepted + 1) for one in part.rounds]) for part in before]
-    assert compare_rounds(before, better, 500, 0.95)["kept"]
-    assert compare_rounds(before, better, 500, 0.95)["difference"]["mean"] == pytest.approx(1.0)
-    assert not compare_rounds(before, before, 500, 0.95)["kept"]
-    assert not compare_rounds(better, before, 500, 0.95)["kept"]
-
-
-def test_a_replay_says_what_it_found_and_decided(whole: Path) -> None:
-    decision = json.loads((whole / "replay" / "decision.json").read_text())
-    assert decision["collected"]["rejected"] > 0 and decision["prompts"] == 4
-    assert [line["part"] for line in metrics(whole)] == ["align"] * 8 + ["replay"] * 2
-    kept = "replayed" if decision["kept"] else "best"
-    saved = torch.load(whole / "checkpoints" / kept / "model.pt", weights_only=True)
-    assert all(torch.equal(saved[f"draft.{name}"], value) for name, value in weights(whole).items())
-
-
-def test_a_replay_without_rejections_says_so(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a signal that came while it looked for them ends the command all the same."""
-    monkeypatch.setattr(replay, "rejected_positions", lambda prompt, text: [])
-    find = replay.collect
-
-    def signalled(*arguments: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        return find(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(replay, "collect", signalled)
-        train(*REPLAY, status=130)
-    run = train(*REPLAY)
-    found = json.loads((run / "training.json").read_text())
-    assert found["steps"] == 8 and {line["part"] for line in metrics(run)} == {"align"}
-    collected = found["replay"]["collected"]
-    assert found["replay"]["kept"] is False and found["replay"]["difference"] is None
-    assert (collected["rejected"], collected["blocks"]) == (0, 0) and collected["rounds"] > 0
-
-
 # ── interruptions ──
 
 
-@pytest.mark.parametrize("killed_at", [2, 6, 9, 10, None])
+@pytest.mark.parametrize("killed_at", [2, 7, 8, None])
 def test_resumed_is_uninterrupted_bit_for_bit(
     train: Trainer, whole: Path, tmp_path: Path, killed_at: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None: after the last checkpoint, before the replay is judged."""
+    """None: after the last checkpoint, before the draft is written."""
 
     def killed(work: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, interrupted_after(killed_at, monkeypatch):
         if killed_at is None:
-            patch.setattr(loop, "decide_on_replay", killed)
-        train(MIXED, *REPLAY, status=130)
-    assert killed_at is not None or (tmp_path / "tiny" / "checkpoints" / "step-000010").exists()
-    run = train(MIXED, *REPLAY)
+            patch.setattr(loop, "write_draft", killed)
+        train(MIXED, status=130)
+    assert killed_at is not None or (tmp_path / "tiny" / "checkpoints" / "step-000008").exists()
+    run = train(MIXED)
     assert largest_difference(run, whole) == 0
-    for name in ("training.json", "replay/decision.json"):
-        assert (run / name).read_text() == (whole / name).read_text()
+    assert (run / "training.json").read_text() == (whole / "training.json").read_text()
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_lost_draft_is_written_again_with_the_same_weights(
-    train: Trainer, kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compare = replay.compare_rounds
-    monkeypatch.setattr(replay, "compare_rounds", lambda *arguments: compare(*arguments) | {"kept": kept})
-    run = train(MIXED, *REPLAY)
+def test_a_lost_draft_is_written_again_with_the_same_weights(train: Trainer) -> None:
+    run = train(MIXED)
     before = weights(run)
-    for name in ("replayed", "best"):
-        saved = torch.load(run / "checkpoints" / name / "model.pt", weights_only=True)
-        same = all(torch.equal(saved[f"draft.{key}"], value) for key, value in before.items())
-        assert same == (kept == (name == "replayed"))
+    saved = torch.load(run / "checkpoints" / "best" / "model.pt", weights_only=True)
+    assert all(torch.equal(saved[f"draft.{name}"], value) for name, value in before.items())
     shutil.rmtree(run / "draft")
-    train(MIXED, *REPLAY)
+    train(MIXED)
     assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
-    assert json.loads((run / "training.json").read_text())["replay"]["kept"] == kept
 
 
 @pytest.mark.parametrize(
     ("name", "steps", "saved", "number"),
     [
         ("evaluate_weights", 4, 4, signal.SIGTERM),
-        ("enter_replay", 8, 9, signal.SIGINT),
-        pytest.param("one_step", 9, 10, signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("one_step", 9, 10, signal.SIGTERM, marks=pytest.mark.slow),
+        ("one_step", 7, 8, signal.SIGINT),
+        pytest.param("one_step", 7, 8, signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_is_never_forgotten(
@@ -431,7 +331,7 @@ def test_a_signal_is_never_forgotten(
     number: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While drafts are evaluated, while a replay looks for rejections, and in the last step of all."""
+    """While drafts are evaluated, and in the last step of all."""
     function = getattr(loop, name)
 
     def signalled(work: Any, *rest: Any) -> Any:
@@ -441,11 +341,11 @@ def test_a_signal_is_never_forgotten(
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, name, signalled)
-        train(MIXED, *REPLAY, status=(130 if number == signal.SIGINT else 143))
+        train(MIXED, status=(130 if number == signal.SIGINT else 143))
     run = tmp_path / "tiny"
     assert (run / "checkpoints" / f"step-{saved:06d}").exists() and metrics(run)[-1]["step"] == saved
     assert not (run / "draft").exists()
-    train(MIXED, *REPLAY)
+    train(MIXED)
     assert largest_difference(run, whole) == 0
     assert (run / "training.json").read_text() == (whole / "training.json").read_text()
 
@@ -494,7 +394,7 @@ def test_signals_save_and_say_how_to_go_on(
 def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
     train: Trainer, world: Path, ready: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """In the middle of a replay, so that what was collected is shared too; nothing but rounding changes."""
+    """Nothing but rounding changes."""
     shutil.copytree(ready, tmp_path / "runs" / "tiny")
     program = tmp_path / "signalled.py"
     program.write_text(
@@ -502,19 +402,19 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
         "from distill.commands.app import main\n"
         "from distill.training import loop\n"
         "step_of = loop.one_step\n"
-        "def signalled(work, part, step):\n"
-        "    if step == 8 and work.accelerator.process_index == 1:\n"
+        "def signalled(work, step):\n"
+        "    if step == 5 and work.accelerator.process_index == 1:\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    return step_of(work, part, step)\n"
+        "    return step_of(work, step)\n"
         "loop.one_step = signalled\n"
         "main()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"}
-    result = two_processes(world, tmp_path / "runs", MIXED, *REPLAY, program=[str(program)], env=environment)
-    assert result.returncode != 0 and "stopped and saved at step 9 of 10" in result.stderr, result.stderr[-3000:]
-    assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000009" / "state.json").exists()
-    run = train(MIXED, *REPLAY, folder=tmp_path / "runs")
-    assert [line["step"] for line in metrics(run)] == list(range(1, 11))
+    result = two_processes(world, tmp_path / "runs", MIXED, program=[str(program)], env=environment)
+    assert result.returncode != 0 and "stopped and saved at step 6 of 8" in result.stderr, result.stderr[-3000:]
+    assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step-000006" / "state.json").exists()
+    run = train(MIXED, folder=tmp_path / "runs")
+    assert [line["step"] for line in metrics(run)] == list(range(1, 9))
     same_up_to_rounding(run, whole)
     found, expected = (json.loads((one / "training.json").read_text()) for one in (run, whole))
     curves = [[point["acceptance"]["mean"] for point in one.pop("curve")["points"]] for one in (found, expected)]
@@ -582,12 +482,7 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
             ("after step 4", "train.acceptance.new_tokens (now 8)", "target.shard"),
             ("train.acceptance.new_tokens=9", "--redo", "train"),
         ),
-        pytest.param(
-            *(replay, "decode_all", 1, ("after step 8", "train.replay.new_tokens (now 16)"), ()), marks=pytest.mark.slow
-        ),
-        (replay, "decode_all", 2, ("after step 10", "train.replay.new_tokens (now 16)"), ()),
-        (Training, "online", 1, ("after step 8", "target.quantise"), ()),
-        (loop, "write_draft", 1, ("while the draft was written, after step 10", "the same command"), ()),
+        (loop, "write_draft", 1, ("while the draft was written, after step 8", "the same command"), ()),
     ],
 )
 def test_memory_that_runs_out_elsewhere_names_what_counts_there(
@@ -610,12 +505,12 @@ def test_memory_that_runs_out_elsewhere_names_what_counts_there(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, exhausted)
-        train(MIXED, *REPLAY, status=2)
+        train(MIXED, status=2)
     words = capsys.readouterr().err
     assert "Traceback" not in words and "memory ran out" in words and "micro_batch" not in words
     assert all(word in words for word in (*said, "CUDA out of memory" if str(error) else "MemoryError"))
     if instead:
-        train(MIXED, *REPLAY, *instead)
+        train(MIXED, *instead)
 
 
 # ── what is refused before the first step ──
@@ -629,7 +524,6 @@ def test_memory_that_runs_out_elsewhere_names_what_counts_there(
         ("train.loss={kl: 1}", "train.loss"),
         ("train.temperature=2", "teacher.temperatures"),
         ("train.trackers=[wandb]", "not installed"),
-        ("train.acceptance.prompts=500", "at least 4 others"),
         ("train.adapter={rank: 2, targets: [nothing]}", "no linear layer"),
         ("train.adapter={rank: 2, base: int4}", "bitsandbytes"),
     ],
@@ -637,11 +531,10 @@ def test_memory_that_runs_out_elsewhere_names_what_counts_there(
 def test_settings_that_cannot_work_are_refused_before_the_first_step(
     train: Trainer, override: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = REPLAY if "acceptance.prompts" in override else []
     there = importlib.util.find_spec
     absent = ("wandb", "bitsandbytes")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else there(name, *rest))
-    run = train(override, *more, status=2)
+    run = train(override, status=2)
     said = capsys.readouterr().err
     assert words in said and "Traceback" not in said
     assert not (run / "checkpoints").exists() or not list((run / "checkpoints").glob("step-*"))
@@ -734,13 +627,6 @@ def test_fsdp_is_refused_before_the_first_stage(
         assert "ddp.yaml" in capsys.readouterr().err and not (tmp_path / "tiny" / "corpus").exists()
 
 
-def test_a_recipe_with_a_replay_survives_its_own_dump(world: Path) -> None:
-    values = {**tiny.recipe_values(world), "train": {"replay": {}}}
-    recipe = parse_recipe(values, "here")
-    assert parse_recipe(recipe.model_dump(mode="json"), "there") == recipe
-    assert isinstance(recipe.train.replay, Replay)
-
-
 def test_trackers_get_the_figures_too(train: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     from accelerate.tracking import TensorBoardTracker
@@ -803,10 +689,10 @@ def test_trackers_work_offline(world: Path, ready: Path, tmp_path: Path) -> None
 
 
 def test_bfloat16_products_keep_float32_weights(train: Trainer, whole: Path) -> None:
-    run = train(MIXED, *REPLAY, "train.dtype=bfloat16")
+    run = train(MIXED, "train.dtype=bfloat16")
     assert all(value.dtype == torch.float32 for value in weights(run).values())
     assert metrics(run)[0]["loss"] == pytest.approx(metrics(whole)[0]["loss"], rel=0.02)
-    saved = torch.load(run / "checkpoints" / "step-000010" / "optimizer.pt", weights_only=True)
+    saved = torch.load(run / "checkpoints" / "step-000008" / "optimizer.pt", weights_only=True)
     assert all(state["exp_avg"].dtype == torch.float32 for state in saved["state"].values())
 
 
