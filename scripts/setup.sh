@@ -12,10 +12,11 @@
 # it once the compilers are there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/cxxflags.sh
 
 python="${PYTHON:-python3}"
 stamp=.venv/.distill-installed
-built=.venv/.distill-llama-built # the CMAKE_ARGS that llama.cpp was compiled with, where some were given
+built=.venv/.distill-llama-built # the CMAKE_ARGS that llama.cpp was compiled with, where some were given, and those of cxxflags.sh
 
 fail() {
     echo "setup: $1" >&2
@@ -48,7 +49,14 @@ extras=dev
 installed=none
 [[ -x .venv/bin/python && -f "$stamp" ]] && installed="$(cat "$stamp")"
 again=
-[[ "$extras" != dev && -n "${CMAKE_ARGS:-}" && "$(cat "$built" 2>/dev/null)" != "${CMAKE_ARGS:-}" ]] && again=yes
+mending="$(amx_cxxflags)"
+if [[ "$extras" != dev ]]; then
+    before=()
+    [[ ! -f "$built" ]] || mapfile -t before <"$built"
+    [[ -n "${CMAKE_ARGS:-}" && "${before[0]:-}" != "$CMAKE_ARGS" ]] && again=yes
+    [[ -n "$mending" && "${before[1]:-}" != "$mending" ]] && again=yes
+    [[ -n "$again" && -z "${CMAKE_ARGS:-}" ]] && export CMAKE_ARGS="${before[0]:-}"
+fi
 if [[ -z "$again" && ("$installed" == "$versions $extras" || "$installed" == "$versions dev,llama") ]]; then
     fetch_smollm2
     exit 0
@@ -75,10 +83,11 @@ echo "setup: installing torch (hundreds of MB; a CUDA build is several GB)"
 "${pip[@]}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
 
 if [[ -n "$again" ]]; then
-    # pip keeps wheels whatever CMAKE_ARGS they were compiled with.
-    echo "setup: compiling llama-cpp-python with CMAKE_ARGS=$CMAKE_ARGS"
-    "${pip[@]}" --force-reinstall --no-cache-dir --no-deps "$(grep '^llama-cpp-python==' constraints.txt)"
-    echo "$CMAKE_ARGS" >"$built"
+    # pip keeps wheels whatever they were compiled with.
+    echo "setup: compiling llama-cpp-python (7 minutes on 2 cores)${CMAKE_ARGS:+ with CMAKE_ARGS=$CMAKE_ARGS}"
+    [[ -z "$mending" ]] || echo "setup: with $mending: this compiler's code for AMX is wrong without (docs/troubleshooting.md)"
+    CXXFLAGS="${CXXFLAGS:+$CXXFLAGS }$mending" "${pip[@]}" --force-reinstall --no-cache-dir --no-deps "$(grep '^llama-cpp-python==' constraints.txt)"
+    printf '%s\n' "$CMAKE_ARGS" "$mending" >"$built"
 fi
 
 if [[ "$extras" == dev || -n "$again" ]]; then

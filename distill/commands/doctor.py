@@ -7,7 +7,9 @@ import importlib
 import os
 import platform
 import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from distill.files import require_path
 from distill.machine import VARIABLE, core_limit, cpu_features, has_instructions, thread_count, usable_cores
 from distill.packages import Package, packages, pip_install, required_python, version_of
 from distill.results.tables import markdown_table
-from distill.shipped import SMOLLM2, smollm2_file
+from distill.shipped import SMOLLM2, folder, smollm2_file
 
 State = Literal["fine", "optional", "warning", "needed"]
 PURPOSES = {
@@ -37,6 +39,12 @@ LITTLE_MEMORY, LITTLE_DISK = 3 * 2**30, 5 * 10**9  # bytes; SmolLM2's demo needs
 TORCH_INDEX = "--index-url https://download.pytorch.org/whl/cu128"
 COMPILED = ("avx2", "fma", "f16c", "avx512f")  # features that llama.cpp is slow without, as /proc/cpuinfo names them
 REBUILD = "pip install --force-reinstall --no-cache-dir --no-deps --no-binary llama-cpp-python llama-cpp-python"
+AMX_RIGHT = 'CXXFLAGS="-fno-tree-dse -fno-dse"'  # see scripts/cxxflags.sh
+DECODE = """
+import sys
+from distill.models.gguf.model import GgufModel
+GgufModel(sys.argv[1], context=64).extend(range(32))
+"""
 
 
 @dataclass(frozen=True)
@@ -190,7 +198,24 @@ def _llama() -> Iterator[Finding]:
         yield _compilers()
         return
     built = [part.rpartition(":")[2].split("=")[0].strip() for part in flags.split("|") if part.strip().endswith("= 1")]
-    yield _built(f"{version}, {where}; {' '.join(built)}", where, built)
+    found = f"{version}, {where}; {' '.join(built)}"
+    if "AMX_INT8" in built and (status := _decoding_status()):
+        ends = (
+            f"ends the process with status {status} where it decodes a q8_0 file: its code for AMX was compiled wrong"
+        )
+        yield Finding(what, f"{found}; {ends}", "needed", f"{AMX_RIGHT} {REBUILD}")
+    else:
+        yield _built(found, where, built)
+
+
+def _decoding_status() -> int:
+    """The exit status of a process that decodes 32 tokens at once with a q8_0 file of the toy target."""
+    from distill.models.conversion.writer import export_gguf
+
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place, "toy.gguf")
+        export_gguf(folder() / "data" / "demo-target", file, "q8_0")
+        return subprocess.run([sys.executable, "-c", DECODE, str(file)], capture_output=True).returncode
 
 
 def _built(found: str, where: str, built: list[str]) -> Finding:

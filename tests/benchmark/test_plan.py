@@ -271,7 +271,7 @@ def test_the_acceptance_of_a_sister(tmp_path: Path, capsys: Capture) -> None:
     write_result(tmp_path / "eval.json", EvaluationReport("x", {}, 2, {}, {"after": rates}, {}))
     target = saved(tmp_path / "t.json", [1.0, 1.1, 1.2])
     curve = LearningCurve(0.9, [CurvePoint(9, Interval(0.5, 0.4, 0.6))], doubled=Interval(0.6, 0.55, 0.65))
-    write_result(tmp_path / "training.json", TrainingSummary(5, 1, [], None, None, curve))
+    write_result(tmp_path / "training.json", TrainingSummary(5, 1, [], None, curve))
     found = planned(capsys, "--target-curve", target, "--sister", tmp_path)
     assert found["settings"][-1] == f"- {tmp_path.name}: {curve.sentence}" and "0.650" in curve.sentence
     (one,) = found["outlooks"]

