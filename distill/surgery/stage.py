@@ -207,16 +207,25 @@ def _own_blocks(recipe: Recipe, answers: list[Answer]) -> Packed:
 
 
 def score_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
-    """The text on which neurons, layers and heads are scored: the target's first answers, packed."""
-    own = _own_blocks(recipe, answers).take(slice(0, recipe.cut.score_blocks))
-    return own if len(own) else Packed.load(run.path("corpus", "text-validation.safetensors"))
+    """The text on which neurons, layers and heads are scored and refitted: the target's first answers, packed; of few
+    answers those on which no cut is compared."""
+    text = Packed.load(run.path("corpus", "text-validation.safetensors"))
+    first = answers if len(text) else answers[: len(answers) - compared_answers(answers)] or answers
+    own = _own_blocks(recipe, first).take(slice(0, recipe.cut.score_blocks))
+    return own if len(own) else text
+
+
+def compared_answers(answers: list[Answer]) -> int:
+    """How many of the last answers cuts may be compared on, where there is no validation text: half of them, because a
+    cut fits those that it was made from."""
+    return max(1, len(answers) // 2)
 
 
 def scored_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
     """The text on which cuts are compared: that of the validation split, or the target's last answers where the corpus
     has questions alone. DataError where there is neither."""
     text = Packed.load(run.path("corpus", "text-validation.safetensors"))
-    blocks = text if len(text) else _own_blocks(recipe, answers[::-1])
+    blocks = text if len(text) else _own_blocks(recipe, answers[::-1][: compared_answers(answers)])
     if not len(blocks):
         raise DataError("there is neither validation text nor an answer to compare cuts on", "raise answers.prompts")
     return blocks.take(slice(0, recipe.cut.score_blocks))

@@ -15,6 +15,12 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distill.packing import Packed
+from distill.recipe import load_recipe
+from distill.run import Run
+from distill.surgery.stage import score_blocks, scored_blocks
+from distill.texts import drop_reason, read_answers
+
 
 @pytest.fixture(scope="module")
 def begun(world: Path) -> Iterator[Path]:
@@ -170,6 +176,33 @@ def test_unstructured_sparsity_is_in_the_report(begun: Path, world: Path, tmp_pa
         assert share == pytest.approx(sum(int((v == 0).sum()) for v in own) / sum(v.numel() for v in own))
     page = (run / "report.html").read_text()
     assert "Sparsity" in page and "layers.0.mlp.up_proj" in page and "From donor to draft" in page
+
+
+def test_without_validation_text_cuts_are_compared_on_other_answers(begun: Path, world: Path, tmp_path: Path) -> None:
+    """However few there are; a single answer is both."""
+    shutil.copytree(begun, tmp_path / "tiny")
+    run = Run(tmp_path / "tiny", load_recipe(world / "recipe.yaml"))
+    path = run.path("corpus", "text-validation.safetensors")
+    text = Packed.load(path)
+    assert len(text) and torch.equal(scored_blocks(run.recipe, run, []).ids, text.take(slice(0, 16)).ids)
+    text.take(slice(0, 0)).save(path)
+    answers = [one for one in read_answers(run, "train") if not drop_reason(one)]
+
+    def read_by(blocks: Packed) -> set[int]:
+        rows = [
+            tuple(ids[documents == number].tolist())
+            for ids, documents in zip(blocks.ids, blocks.documents, strict=True)
+            for number in documents.unique()
+        ]
+        whole = [tuple(one.prompt + one.answer) for one in few]
+        return {index for index, ids in enumerate(whole) if ids in rows}
+
+    for count in (2, 5, len(answers)):
+        few = answers[:count]
+        fitted, compared = (read_by(of(run.recipe, run, few)) for of in (score_blocks, scored_blocks))
+        assert fitted and compared and not fitted & compared and max(fitted) < min(compared)
+    few = answers[:1]
+    assert read_by(score_blocks(run.recipe, run, few)) == read_by(scored_blocks(run.recipe, run, few)) == {0}
 
 
 @pytest.mark.parametrize(
