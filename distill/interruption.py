@@ -154,9 +154,9 @@ def handled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noting(note: Callable[[int], object]) -> Iterator[None]:
-    """Within a `with` block of the main thread, the first SIGINT or SIGTERM is given to `note` and the second ends the
-    process at once; a signal that is ignored stays so."""
+def noting(note: Callable[[int], object], said: str = "") -> Iterator[None]:
+    """Within a `with` block of the main thread, the first SIGINT or SIGTERM is given to `note`, `said` is printed by
+    the first of several processes, and the second ends the process at once; a signal that is ignored stays so."""
     if threading.current_thread() is not threading.main_thread():  # the caller stops this thread by other means
         yield
         return
@@ -167,6 +167,9 @@ def noting(note: Callable[[int], object]) -> Iterator[None]:
             end_at_once(number)
         noted.append(number)
         note(number)
+        if said and os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):  # not print: see end_at_once
+                os.write(2, f"\ndistill: {said}\n".encode())
 
     writer = signal.set_wakeup_fd(-1)  # the watching thread does not end the process
     before = {number: signal.signal(number, handle) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}

@@ -10,7 +10,7 @@ import typer
 
 from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
-from distill.errors import DataError, RecipeError, RunError
+from distill.errors import DataError, RecipeError
 from distill.files import read_utf8, require_path
 from distill.recipe import Chat, Configuration, Gguf, PyTorch, SamplerSettings, Target, parse_section
 from distill.recipe.configuration import TREES
@@ -108,8 +108,7 @@ def generate(
         model, found = pair[1], None
     else:
         recipe, found = shared.find_run(run, runs)
-        if not found.path("draft", "config.json").exists():
-            raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
+        shared.require_draft(found)
         found.verify("train", "draft/*")
         device, threads, settings, asked = recipe.device, threads or recipe.threads, recipe.pytorch, recipe.chat
         big, model = one_engine(recipe.target.model, str(found.path("draft").resolve()))

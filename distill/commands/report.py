@@ -14,10 +14,10 @@ from distill.commands.shared import (
     RunsOption,
     find_run,
     print_table,
+    require_draft,
     require_format,
     train_again,
 )
-from distill.errors import RunError
 from distill.progress import announce, note, warn
 
 MEASURED = ("profile", "eval", "export", "speedup")
@@ -42,8 +42,7 @@ def report(
         _beside(names, runs, output)
         return
     recipe, found = find_run(names[0] if names else None, runs)
-    if not found.path("draft").is_dir():
-        raise RunError(f"{found.folder} has no trained draft yet", "run `distill train` on its recipe")
+    require_draft(found)
     page = found.path("report.html")
     if page.exists() and not found.can_be_written():
         note(f"{found.folder} cannot be written: this is the page as it was made")

@@ -115,10 +115,20 @@ def prepare(threads: int | None) -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+def require_draft(run: Run) -> None:
+    """Raise RunError for a run whose draft is not trained: that may take hours, which `distill train` alone begins."""
+    if run.done("train") is not None:
+        return
+    steps = [int(path.name.removeprefix("step-")) for path in run.path("checkpoints").glob("step-[0-9]*")]
+    at = f" (its training stands at step {max(steps)} of {run.recipe.train.steps})" if steps else ""
+    raise RunError(f"{run.folder} has no trained draft yet{at}", train_again(run))
+
+
 def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), threads: int | None = None) -> None:
-    """Bring an existing run up to `stage`, with so many `threads` (None: the recipe's)."""
+    """Bring a run with a trained draft up to `stage`, with so many `threads` (None: the recipe's)."""
     from distill.pipeline.running import run_pipeline
 
+    require_draft(run)
     if threads is not None and run.done("profile") is None:  # costs belong to the threads that they are measured with
         recipe = recipe.model_copy(update={"threads": threads})
         run = Run(run.folder, recipe)

@@ -32,6 +32,8 @@ from distill.training.step import STATES, scored_blocks
 from distill.training.trackers import tracked
 from distill.training.validation import ended, evaluate_weights, evaluation_due, take_best
 
+STOPPING = "interrupted: the training stops behind this step and is saved; a second signal ends it at once"
+
 
 def train(recipe: Recipe, run: Run) -> list[Path]:
     """Train cut/ into draft/ on the teacher; resumes from the newest checkpoint, bit for bit on CPU.
@@ -50,7 +52,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         evaluate_weights(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken
     clock = Clock(state["step"])
     signals: list[int] = []  # the first one, which ends the command after the step
-    with noting(signals.append), memory_explained(stepping, work), tracked(work.accelerator):
+    with noting(signals.append, STOPPING), memory_explained(stepping, work), tracked(work.accelerator):
         while state["step"] < work.steps:
             step = state["step"]
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)  # an adapter's dropout

@@ -200,6 +200,20 @@ def test_runs_side_by_side(copied: Path, capsys: Capture) -> None:
     assert "- These runs have different samplers: a difference in acceptance may come from that." in said
 
 
+def test_a_run_without_a_trained_draft_is_not_trained_by_other_commands(
+    ready: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    run = tmp_path / "tiny"
+    shutil.copytree(ready, run)
+    commands = [(name, run) for name in ("report", "eval", "speedup", "export-gguf")]
+    for command in (*commands, ("generate", "x", "--run", run), ("speedup", run, "--verify-distribution")):
+        said = tiny.refused(capsys, *command)
+        assert f"{run} has no trained draft yet\n" in said and f"distill train {run}/config.yaml --runs " in said
+    (run / "checkpoints" / "step-000004").mkdir(parents=True)
+    assert "no trained draft yet (its training stands at step 4 of 8)" in tiny.refused(capsys, "eval", run)
+    assert not (run / "draft").exists()
+
+
 def test_report_is_self_contained(copied: Path, capsys: Capture) -> None:
     (copied / "report.html").unlink()
     assert tiny.call("report", "tiny", "--runs", copied.parent) == 0
