@@ -12,6 +12,7 @@ from distill.results.pair_results import StepFigures
 from distill.results.speedup_results import ChosenLength, Measurement, RoundFigures
 
 SMALL = 0.05  # of a plain step: what is less is not named as a reason
+FAR = 1.25  # times the predicted speedup, or its inverse: predictions are within a tenth on a quiet machine
 
 
 def explain(
@@ -44,11 +45,11 @@ def explain(
         # Of a single odd prompt there is no interval.
         interval = f" [{chosen.speedup_low:.2f}, {chosen.speedup_high:.2f}]"
         sentences.append(
-            f"{chosen.length} drafted tokens a round were chosen on the even prompts; on the odd ones they give "
-            f"{chosen.speedup:.2f}x{interval if chosen.speedup_low < chosen.speedup_high else ''}."
+            f"Cross-check: of the fixed lengths {chosen.length} is the fastest on every other prompt, and gives on the "
+            f"rest {chosen.speedup:.2f}x{interval if chosen.speedup_low < chosen.speedup_high else ''}."
         )
     elif chosen is not None:
-        sentences.append("Of the lengths, plain decoding was fastest on the even prompts.")
+        sentences.append("Cross-check: plain decoding beats the fixed lengths on every other prompt.")
     return sentences
 
 
@@ -74,6 +75,11 @@ def _costs(
         f"{figures.attained * figures.seconds * 1e3:.2f} ms. The rest goes to "
         f"{'two models taking turns, ' if figures.draft_steps else ''}reading logits and rolling back.",
     ]
+    if best.predicted is not None and not 1 / FAR < best.speedup / best.predicted < FAR:
+        sentences.append(
+            f"Costs and acceptance predict {best.predicted:.2f}x, which is far from it: another program used the "
+            "machine (`distill doctor` names it), or the prompts are too few."
+        )
     if best.speedup_low > 1:
         return sentences
     if figures.tokens >= round_steps and best.speedup >= 1:

@@ -15,6 +15,7 @@ from distill.results.tables import markdown_table
 from distill.serving.choose import settings_of
 from distill.serving.differences import SMALLEST
 
+WORTH = 1.02  # a predicted speedup from which another n_max is named
 LARGE = 0.5  # of a shortfall: differences that explain less leave something to look for
 
 
@@ -91,7 +92,16 @@ def _speed(report: ServeReport) -> str:
     if not rises:
         return "Without a plain server beside it (--plain-url) no speedup was measured."
     text = f"Speed over the plain server: {', '.join(f'{shown(one.speedup)} with {_load(one)}' for one in rises)}."
-    return f"{text} The draft does not pay here." if all(one.speedup.mean < 1 for one in rises) else text
+    if any(one.speedup.mean >= 1 for one in rises):
+        return text
+    rows = [] if report.loads is None else [row for row in report.loads.rows if row.best and row.best_speedup > WORTH]
+    best = max(rows, key=lambda row: row.best_speedup, default=None)
+    shorter = (
+        f", where n_max {best.best} at {best.concurrency} at once is predicted to give {best.best_speedup:.2f}"
+        if best is not None and best.best != report.n_max
+        else ""
+    )
+    return f"{text} With n_max {report.n_max} the draft does not pay here{shorter}."
 
 
 def _crossing(loads: LoadTable) -> str:
@@ -101,10 +111,12 @@ def _crossing(loads: LoadTable) -> str:
     def said(found: float) -> str:
         if math.isnan(found):
             return f"more than {largest}"
-        return f"{found:.1f}" if found else "none"
+        return f"{found:.1f}" if found else "none of them"
 
     known = [str(row.concurrency) for row in loads.rows[:3]]
     text = f"The draft pays for up to {said(measured.mean)} of 1 to {largest} requests at once"
+    if not measured.mean:
+        text = f"Of 1 to {largest} requests at once the draft pays for none"
     if measured.mean > 0:
         rates = [row.requests_per_second for row in loads.rows]
         rate = numpy.interp(measured.mean, [row.concurrency for row in loads.rows], rates)

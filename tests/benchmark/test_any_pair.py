@@ -125,10 +125,18 @@ def measured(configuration: Configuration, speedup: float, low: float, acceptanc
     )
 
 
-def told(speedup: float, low: float, costs: tuple[float, float, float], tokens: float, draft: float = 0.1) -> str:
+def told(
+    speedup: float,
+    low: float,
+    costs: tuple[float, float, float],
+    tokens: float,
+    draft: float = 0.1,
+    predicted: float | None = None,
+) -> str:
     """The sentences about a chain of 4 whose rounds cost so much in target, draft and beside them, in plain steps."""
     one = Configuration(length=4)
-    rows = [measured(PLAIN, 1, 1, None), measured(one, speedup, low, (tokens - 1) / 4)]
+    drafted = replace(measured(one, speedup, low, (tokens - 1) / 4), predicted=predicted)
+    rows = [measured(PLAIN, 1, 1, None), drafted]
     rounds = [
         RoundFigures("plain", 9, 1, 1, 1, 0, 0.5, 0.5, 0, 0, 2, 2, 1),
         RoundFigures(one.title, 9, tokens, 5, 5, 4, sum(costs) / 2, *(part / 2 for part in costs), 1, 1, 1),
@@ -155,6 +163,12 @@ WHY: dict[str, tuple[Any, ...]] = {
 def test_the_reason_why_it_does_not_pay(words: str) -> None:
     sentences = told(*WHY[words])
     assert words in sentences and ("does not pay" in sentences) is (WHY[words][0] < 1)
+
+
+def test_a_speed_far_from_its_prediction_is_doubted() -> None:
+    for predicted, doubted in ((0.69, True), (1.0, False), (1.23, False), (1.6, True), (None, False)):
+        sentences = told(1.23, 0.61, (1.5, 0.4, 0.1), 2.2, predicted=predicted)
+        assert ("another program used the machine" in sentences) is doubted
 
 
 def test_every_step_of_both_models_is_noted() -> None:

@@ -555,7 +555,13 @@ def test_several_servers_behind_one_address(settings: LlamaServer, monkeypatch: 
     whole = check_started(wanted(), settings)
     assert whole.loads is not None and [row.concurrency for row in whole.loads.rows] == [1, 3]
     assert set(whole.loads.steps) >= {1, 3} and all(0 <= row.best <= 4 for row in whole.loads.rows)
-    assert "The draft pays for up to" in whole.sentences[-1]
+    assert "the draft pays for" in whole.sentences[-1].lower()
+    never = replace(whole.loads, measured=Interval(0.0, 0.0, 0.0), predicted=0.0)
+    rows = [replace(row, best=1, best_speedup=1.25) for row in never.rows]
+    slow = [replace(one, speedup=Interval(0.5, 0.4, 0.6)) for one in whole.speeds]
+    said = " ".join(sentences(replace(whole, speeds=slow, loads=replace(never, rows=rows)), None))
+    assert f"With n_max {whole.n_max} the draft does not pay here, where n_max 1 at 1 at once is predicted" in said
+    assert "Of 1 to 3 requests at once the draft pays for none; predicted" in said and said.endswith(": none of them.")
     monkeypatch.setenv("FAKE", "balanced")
     found = check_started(wanted(arrivals=(Load(rate=300.0),)), settings)
     own = found.acceptance[0]
