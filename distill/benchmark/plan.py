@@ -28,6 +28,10 @@ NOTHING = 0.005  # T(1) that a draft step may cost: shown as 0.00
 GOOD_SPEEDUP = 1.5  # a speedup worth the effort of a draft, in the verdict
 HALVINGS = 40  # of the range in which an acceptance is looked for
 
+LAYERS = (
+    "`layers`: the most that a cut of the target may have whose step costs at most the largest D that pays; none: its "
+    "head alone costs more."
+)
 MODEL = (
     "Predicted, not measured: greedy decoding with n drafted tokens in every round. A round gives 1 + a1 + a1·a2 + … "
     "tokens, where a1, a2, … are the acceptance at each position, given that it was reached (the last one holds behind "
@@ -269,7 +273,11 @@ def as_markdown(plan: Plan) -> str:
         heads += ["largest D that pays, T(1)", *(["layers"] if layers else [])]
         reading = f", {one.new} tokens after a prompt of {one.prompt} that both models read" if one.prompt else ""
         blocks += [f"**{one.title}**: predicted speedup over plain decoding{reading}"]
-        blocks += [markdown_table(heads, rows, "lr"), "\n".join(f"- {sentence}" for sentence in one.sentences)]
+        blocks += [
+            markdown_table(heads, rows, "lr"),
+            *([LAYERS] if layers else []),
+            "\n".join(f"- {sentence}" for sentence in one.sentences),
+        ]
     if len(plan.outlooks) > 1:
         rows = [[found.title] for found in plan.outlooks[0].scenarios]
         for one in plan.outlooks:

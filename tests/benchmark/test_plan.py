@@ -111,7 +111,8 @@ def test_layers_that_a_cost_pays_for() -> None:
     case = replace(straight(0.0, 0.25), layers=(5, 0.04))
     for one in outlook(case, {}).scenarios:
         assert one.layers == max(0, math.floor(5 + (one.largest_cost - 0.25) / 0.04 + 1e-9))
-    assert "| layers |" in as_markdown(Plan("x", {}, [outlook(case, {})]))
+    shown = as_markdown(Plan("x", {}, [outlook(case, {})]))
+    assert "| layers |" in shown and "none: its head alone costs more" in shown
 
 
 # ── machines that are described ──
