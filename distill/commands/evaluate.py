@@ -222,7 +222,7 @@ def _prompted_pair(
     runs: Path,
     threads: int | None,
 ) -> PromptedPair:
-    """The pair that is named, or that of a run, which is brought up to its draft, on `count` prompts (None: as many as
+    """The pair that is named, or that of a run, on `count` prompts (None: as many as
     the recipe says)."""
     from distill.evaluation.standalone import of_models, of_run
     from distill.sampler import Sampler

@@ -89,7 +89,7 @@ def export_gguf(
 
 def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]], Path, Run | None]:
     """What to export, by name, the place for the files, and the run: of a Hugging Face folder, or of draft and target
-    of a run, which is brought up to its draft."""
+    of a run with a trained draft."""
     from distill.models.conversion.general_fields import PLAIN
     from distill.models.conversion.importing import is_gguf
     from distill.models.hugging_face import local_folder

@@ -120,9 +120,14 @@ class Planner:
         if record is None and old == parts:
             return Action(stage, "resume", (), parts)
         reasons = tuple(difference(old, parts, self.contents))
-        if stage.precious and stage.name not in consumers(self.asked):
+        if self._has_work(stage) and stage.name not in consumers(self.asked):
             return self._refuse(stage, reasons)
         return Action(stage, "redo", reasons, parts)
+
+    def _has_work(self, stage: Stage) -> bool:
+        """Whether a stage is precious and has written something that would be lost."""
+        places = [self.run.path(name) for name in stage.writes]
+        return stage.precious and any(path.is_file() or (path.is_dir() and any(path.iterdir())) for path in places)
 
     def _decide_or_wait(self, stage: Stage, before: Sequence[Action]) -> Action:
         """The action for a stage, or `wait` where a stage that it reads from has yet to write."""
@@ -147,15 +152,12 @@ class Planner:
         }
         before, after = ({name: value for name, value in parts.items() if name in changed} for parts in (old, new))
         reasons = difference(before, after, self.contents)
-        if stage.precious and changed:
+        if changed and self._has_work(stage):
             return self._refuse(stage, reasons)
         rests = [
             other.name
             for other in STAGES
-            if other.precious
-            and other.name in consumers([stage.name])
-            and other.name not in allowed
-            and recorded_parts(self.run, other) is not None
+            if self._has_work(other) and other.name in consumers([stage.name]) and other.name not in allowed
         ]
         if rests and any(not name.startswith(stage.passing) for name in changed):
             return self._refuse(stage, reasons, f", and {', '.join(rests)} rest on it")

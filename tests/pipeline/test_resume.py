@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -318,6 +319,23 @@ def test_the_plan_of_each_state(world: Path, copied: Path) -> None:
     (copied / "stages" / "corpus.begun.json").write_text(json.dumps(record["inputs"]))
     (copied / "stages" / "corpus.json").unlink()
     assert planned() == {"corpus": "resume", "answers": "wait", **waiting}
+
+
+def test_a_stage_that_was_killed_before_its_first_file_keeps_nothing(world: Path, copied: Path) -> None:
+    """Other settings of it, and of what it reads, need no --redo."""
+    for stage in tiny.STAGES[1:]:
+        (copied / "stages" / f"{stage}.json").unlink()
+    for name in ("answers", "teacher", "checkpoints", "draft"):
+        shutil.rmtree(copied / name)
+    (copied / "training.json").unlink()
+    (copied / "answers").mkdir()
+    recipe = load_recipe(world / "recipe.yaml", ["answers.prompts=7"])
+    run = Run(copied, recipe)
+    (copied / "stages" / "answers.begun.json").write_text('{"version": 1}')
+    assert [action.kind for action in plan_run(recipe, run)][:3] == ["redo", "wait", "wait"]
+    (copied / "answers" / "train-00000.jsonl").write_text("")
+    refused = plan_run(recipe, run)
+    assert [action.kind for action in refused] == ["refuse"] and "answers rest on it" in str(refused[0].error)
 
 
 def test_a_corpus_without_document_numbers_is_read_again(
