@@ -12,6 +12,8 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 DEVELOPERS = "dev"  # the extra that no user needs
+COMPILE_LLAMA = "pip install --force-reinstall --no-cache-dir --no-deps --no-binary llama-cpp-python llama-cpp-python"
+WITHOUT_AMX = 'CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"'  # see scripts/cxxflags.sh
 
 
 @dataclass(frozen=True)

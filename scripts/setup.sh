@@ -85,7 +85,7 @@ echo "setup: installing torch (hundreds of MB; a CUDA build is several GB)"
 if [[ -n "$again" ]]; then
     # pip keeps wheels whatever they were compiled with.
     echo "setup: compiling llama-cpp-python (7 minutes on 2 cores)${CMAKE_ARGS:+ with CMAKE_ARGS=$CMAKE_ARGS}"
-    [[ -z "$mending" ]] || echo "setup: with $mending: this compiler's code for AMX is wrong without (docs/troubleshooting.md)"
+    [[ -z "$mending" ]] || echo "setup: without AMX, which llama.cpp and PyTorch cannot use in one process (docs/troubleshooting.md)"
     CXXFLAGS="${CXXFLAGS:+$CXXFLAGS }$mending" "${pip[@]}" --force-reinstall --no-cache-dir --no-deps "$(grep '^llama-cpp-python==' constraints.txt)"
     printf '%s\n' "$CMAKE_ARGS" "$mending" >"$built"
 fi

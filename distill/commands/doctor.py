@@ -7,9 +7,7 @@ import importlib
 import os
 import platform
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +18,9 @@ from distill.commands.shared import DEFAULT_RUNS, FormatOption, RunsOption, prin
 from distill.errors import DistillError, RunError
 from distill.files import require_path
 from distill.machine import VARIABLE, core_limit, cpu_features, has_instructions, thread_count, usable_cores
-from distill.packages import Package, packages, pip_install, required_python, version_of
+from distill.packages import COMPILE_LLAMA, WITHOUT_AMX, Package, packages, pip_install, required_python, version_of
 from distill.results.tables import markdown_table
-from distill.shipped import SMOLLM2, folder, smollm2_file
+from distill.shipped import SMOLLM2, smollm2_file
 
 State = Literal["fine", "optional", "warning", "needed"]
 PURPOSES = {
@@ -38,13 +36,6 @@ BUSY_CORES, BUSY_SHARE = 0.9, 0.1  # used by others: from either on, what is tim
 LITTLE_MEMORY, LITTLE_DISK = 3 * 2**30, 5 * 10**9  # bytes; SmolLM2's demo needs less
 TORCH_INDEX = "--index-url https://download.pytorch.org/whl/cu128"
 COMPILED = ("avx2", "fma", "f16c", "avx512f")  # features that llama.cpp is slow without, as /proc/cpuinfo names them
-REBUILD = "pip install --force-reinstall --no-cache-dir --no-deps --no-binary llama-cpp-python llama-cpp-python"
-AMX_RIGHT = 'CXXFLAGS="-fno-tree-dse -fno-dse"'  # see scripts/cxxflags.sh
-DECODE = """
-import sys
-from distill.models.gguf.model import GgufModel
-GgufModel(sys.argv[1], context=64).extend(range(32))
-"""
 
 
 @dataclass(frozen=True)
@@ -188,34 +179,19 @@ def _llama() -> Iterator[Finding]:
         return
     try:
         from distill.models.gguf.build import describe_build
-        from distill.models.gguf.library import library
+        from distill.models.gguf.library import AMX, NOT_BESIDE_PYTORCH, compiled_with
 
+        built = compiled_with(importlib.import_module("llama_cpp"))
+        if AMX in built:
+            yield Finding(what, f"{version}: {NOT_BESIDE_PYTORCH}", "warning", f"{WITHOUT_AMX} {COMPILE_LLAMA}")
+            return
         where = describe_build().removeprefix("llama.cpp: ").partition("; for GPU layers")[0]
-        flags = library().llama_print_system_info().decode("utf-8", "replace")
     except Exception as error:  # a build for another processor or system fails in many ways
         words = error.what if isinstance(error, DistillError) else _words(error)
-        yield Finding(what, f"{version} cannot be loaded: {words}", "warning", REBUILD)
+        yield Finding(what, f"{version} cannot be loaded: {words}", "warning", COMPILE_LLAMA)
         yield _compilers()
         return
-    built = [part.rpartition(":")[2].split("=")[0].strip() for part in flags.split("|") if part.strip().endswith("= 1")]
-    found = f"{version}, {where}; {' '.join(built)}"
-    if "AMX_INT8" in built and (status := _decoding_status()):
-        ends = (
-            f"ends the process with status {status} where it decodes a q8_0 file: its code for AMX was compiled wrong"
-        )
-        yield Finding(what, f"{found}; {ends}", "needed", f"{AMX_RIGHT} {REBUILD}")
-    else:
-        yield _built(found, where, built)
-
-
-def _decoding_status() -> int:
-    """The exit status of a process that decodes 32 tokens at once with a q8_0 file of the toy target."""
-    from distill.models.conversion.writer import export_gguf
-
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place, "toy.gguf")
-        export_gguf(folder() / "data" / "demo-target", file, "q8_0")
-        return subprocess.run([sys.executable, "-c", DECODE, str(file)], capture_output=True).returncode
+    yield _built(f"{version}, {where}; {' '.join(built)}", where, built)
 
 
 def _built(found: str, where: str, built: list[str]) -> Finding:
@@ -224,11 +200,11 @@ def _built(found: str, where: str, built: list[str]) -> Finding:
     gpu = torch is not None and (torch.cuda.is_available() or torch.backends.mps.is_available())
     if gpu and not where.startswith("GPUs"):
         flag = "-DGGML_METAL=on" if sys.platform == "darwin" else "-DGGML_CUDA=on"
-        return Finding("llama.cpp", found, "warning", f'for the GPU: CMAKE_ARGS="{flag}" {REBUILD}')
+        return Finding("llama.cpp", found, "warning", f'for the GPU: CMAKE_ARGS="{flag}" {COMPILE_LLAMA}')
     names = {"avx512f": "AVX512"}
     unused = [name for name in COMPILED if name in (cpu_features() or ())]
     unused = [name for name in unused if names.get(name, name.upper()) not in built]
-    remedy = f"built without {', '.join(unused)} of this processor: {REBUILD}"
+    remedy = f"built without {', '.join(unused)} of this processor: {COMPILE_LLAMA}"
     return judged("llama.cpp", found, bool(built and unused), remedy)
 
 

@@ -19,7 +19,9 @@ import tiny
 
 from distill import __version__, packages
 from distill.commands import doctor as doctor_module
+from distill.errors import DataError
 from distill.machine import usable_cores
+from distill.models.gguf.library import library
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -229,17 +231,16 @@ def test_a_build_that_leaves_instructions_unused(monkeypatch: Patch) -> None:
     assert doctor_module._built("0.3", "a CPU-only build", ["AVX2", "FMA", "F16C", "AVX512"]).state == "fine"
 
 
-def test_a_build_whose_code_for_amx_ends_the_process(monkeypatch: Patch, capsys: Capture) -> None:
-    """Found by decoding, where the build has AMX: here a process that a signal ends, and the real one."""
-    library = pytest.importorskip("llama_cpp")
-    assert doctor_module._decoding_status() == 0
-    monkeypatch.setattr(library, "llama_print_system_info", lambda: b"CPU : AVX2 = 1 | AMX_INT8 = 1 | ")
-    monkeypatch.setattr(doctor_module, "DECODE", "import os, sys; assert sys.argv[1]; os.kill(os.getpid(), 11)")
-    row = findings(capsys, status=2)["llama.cpp"]
-    assert row["state"] == "needed" and "with status -11 where it decodes a q8_0 file" in row["found"]
-    assert row["remedy"].startswith('CXXFLAGS="-fno-tree-dse -fno-dse" pip install --force-reinstall')
-    monkeypatch.setattr(doctor_module, "DECODE", "")
-    assert findings(capsys)["llama.cpp"]["state"] != "needed"
+def test_a_build_with_amx_is_refused(monkeypatch: Patch, capsys: Capture) -> None:
+    """PyTorch releases AMX's tiles, and llama.cpp configures them once in a thread."""
+    module = pytest.importorskip("llama_cpp")
+    monkeypatch.setattr(module, "llama_print_system_info", lambda: b"CPU : AVX2 = 1 | AMX_INT8 = 1 | ")
+    command = 'CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" pip install --force-reinstall --no-cache-dir'
+    row = findings(capsys)["llama.cpp"]
+    assert row["state"] == "warning" and "compiled with AMX" in row["found"] and row["remedy"].startswith(command)
+    with pytest.raises(DataError, match="compiled with AMX") as refused:
+        library.__wrapped__()
+    assert command in str(refused.value.hint)
 
 
 def test_smollm2_that_is_missing(monkeypatch: Patch) -> None:

@@ -11,17 +11,25 @@ from functools import cache
 from typing import Any
 
 from distill.errors import DataError
-from distill.packages import install_extra
+from distill.packages import COMPILE_LLAMA, WITHOUT_AMX, install_extra
 from distill.progress import is_verbose
 
 LOG_LEVEL_WARNING, LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 3, 4, 5
 ERRORS: deque[str] = deque(maxlen=4)
 WARNINGS: deque[str] = deque(maxlen=16)
+AMX = "AMX_INT8"
+NOT_BESIDE_PYTORCH = "llama.cpp was compiled with AMX, whose tiles PyTorch's products in bfloat16 take from it"
+
+
+def compiled_with(module: Any) -> list[str]:
+    """What a llama_cpp module was compiled with, by llama.cpp's names, such as AVX2."""
+    parts = module.llama_print_system_info().decode("utf-8", "replace").split("|")
+    return [part.rpartition(":")[2].split("=")[0].strip() for part in parts if part.strip().endswith("= 1")]
 
 
 @cache
 def library() -> Any:
-    """The llama_cpp module, quiet and initialised; DataError when it is not installed.
+    """The llama_cpp module, quiet and initialised; DataError when it is not installed, or was compiled with AMX.
 
     Cached for good, because the log callback must outlive every call into the library.
     """
@@ -32,6 +40,8 @@ def library() -> Any:
     except ImportError as error:
         raise DataError(f"GGUF needs llama-cpp-python ({error})", hint=install_extra("llama")) from None
 
+    if AMX in compiled_with(module):
+        raise DataError(NOT_BESIDE_PYTORCH, f"compile it without: {WITHOUT_AMX} {COMPILE_LLAMA}")
     level_before = [0]
 
     def remember(level: int, text: bytes, _user_data: Any) -> None:
