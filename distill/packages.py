@@ -13,7 +13,8 @@ from packaging.version import InvalidVersion, Version
 
 DEVELOPERS = "dev"  # the extra that no user needs
 COMPILE_LLAMA = "pip install --force-reinstall --no-cache-dir --no-deps --no-binary llama-cpp-python llama-cpp-python"
-WITHOUT_AMX = 'CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"'  # see scripts/cxxflags.sh
+_NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"  # see scripts/compiler_flags.sh
+WITHOUT_AMX = f'CFLAGS="{_NO_AMX}" CXXFLAGS="{_NO_AMX}"'
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@
 #   CMAKE_ARGS="-DGGML_CUDA=on" bash scripts/build_llama_cpp.sh      as for llama-cpp-python itself
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/cxxflags.sh
+source scripts/compiler_flags.sh
 
 folder="${1:-build/llama.cpp}"
 version="$(sed -n 's/^llama-cpp-python==//p' constraints.txt)"
@@ -35,7 +35,7 @@ if [[ ! -f "$source/CMakeLists.txt" ]]; then
 fi
 # The web page of the server would be downloaded from a hub, and nothing here needs it.
 # shellcheck disable=SC2086
-CXXFLAGS="${CXXFLAGS:+$CXXFLAGS }$(amx_cxxflags)" cmake -S "$source" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_APP=OFF \
+CFLAGS="${CFLAGS:+$CFLAGS }$(without_amx)" CXXFLAGS="${CXXFLAGS:+$CXXFLAGS }$(without_amx)" cmake -S "$source" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_APP=OFF \
     -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DBUILD_SHARED_LIBS=OFF ${CMAKE_ARGS:-} >"$folder/cmake.log" 2>&1 ||
     fail "cmake refused; see $folder/cmake.log"
 programs=(llama-server llama-speculative-simple llama-perplexity)

@@ -9,7 +9,7 @@
 # (7 minutes on 2 cores; WITHOUT_LLAMA=1 leaves it out); else the recipe is rehearsed in PyTorch alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/cxxflags.sh
+source scripts/compiler_flags.sh
 
 python="${PYTHON:-python3}"
 checkout="$PWD"
@@ -54,9 +54,9 @@ echo "release: installing the wheel into an empty environment"
 "$python" -m venv "$work/environment"
 pip=("$work/environment/bin/python" -m pip install --quiet --disable-pip-version-check -c "$checkout/constraints.txt")
 "${pip[@]}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
-mending="$(amx_cxxflags)"
+mending="$(without_amx)"
 if [[ -n "$llama" && -n "$mending" ]]; then # not out of pip's cache, whose wheel may have been compiled without
-    CXXFLAGS="$mending" "${pip[@]}" --no-cache-dir "$(grep '^llama-cpp-python==' "$checkout/constraints.txt")"
+    CFLAGS="$mending" CXXFLAGS="$mending" "${pip[@]}" --no-cache-dir "$(grep '^llama-cpp-python==' "$checkout/constraints.txt")"
 fi
 "${pip[@]}" "$wheel${llama:+[llama]}"
 

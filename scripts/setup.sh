@@ -12,11 +12,11 @@
 # it once the compilers are there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/cxxflags.sh
+source scripts/compiler_flags.sh
 
 python="${PYTHON:-python3}"
 stamp=.venv/.distill-installed
-built=.venv/.distill-llama-built # the CMAKE_ARGS that llama.cpp was compiled with, where some were given, and those of cxxflags.sh
+built=.venv/.distill-llama-built # the CMAKE_ARGS that llama.cpp was compiled with, where some were given, and those of compiler_flags.sh
 
 fail() {
     echo "setup: $1" >&2
@@ -49,7 +49,7 @@ extras=dev
 installed=none
 [[ -x .venv/bin/python && -f "$stamp" ]] && installed="$(cat "$stamp")"
 again=
-mending="$(amx_cxxflags)"
+mending="$(without_amx)"
 if [[ "$extras" != dev ]]; then
     before=()
     [[ ! -f "$built" ]] || mapfile -t before <"$built"
@@ -86,7 +86,7 @@ if [[ -n "$again" ]]; then
     # pip keeps wheels whatever they were compiled with.
     echo "setup: compiling llama-cpp-python (7 minutes on 2 cores)${CMAKE_ARGS:+ with CMAKE_ARGS=$CMAKE_ARGS}"
     [[ -z "$mending" ]] || echo "setup: without AMX, which llama.cpp and PyTorch cannot use in one process (docs/troubleshooting.md)"
-    CXXFLAGS="${CXXFLAGS:+$CXXFLAGS }$mending" "${pip[@]}" --force-reinstall --no-cache-dir --no-deps "$(grep '^llama-cpp-python==' constraints.txt)"
+    CFLAGS="${CFLAGS:+$CFLAGS }$mending" CXXFLAGS="${CXXFLAGS:+$CXXFLAGS }$mending" "${pip[@]}" --force-reinstall --no-cache-dir --no-deps "$(grep '^llama-cpp-python==' constraints.txt)"
     printf '%s\n' "$CMAKE_ARGS" "$mending" >"$built"
 fi
 

