@@ -37,6 +37,7 @@ from distill.files import is_utf8
 from distill.interruption import farewell, handled, signalled
 from distill.processes import leave
 from distill.progress import is_verbose, set_console
+from distill.recipe import Recipe
 from distill.recipe.section import WORDS, shown
 
 app = typer.Typer(
@@ -145,6 +146,7 @@ def _explain(error: Exception) -> int:
     """Print the message of an error; the exit status."""
     if isinstance(error, ClickException):
         _reword(error)
+        _name_override(error)
         error.show()
         return 2
     found = disk_fault(error) or _missing_package(error) or error
@@ -172,6 +174,18 @@ def _reword(error: Any) -> None:
     fault = cause.errors()[0]
     words = WORDS[fault["type"]](fault.get("ctx", {})) if fault["type"] in WORDS else "cannot be used here"
     error.message = f"{words} (got {shown(fault['input'])})"
+
+
+def _name_override(error: Any) -> None:
+    """Where a command that takes overrides has no such option, but the recipe has a key of that name: name the key."""
+    if type(error).__name__ != "NoSuchOption" or all(one.name != "overrides" for one in error.ctx.command.params):
+        return
+    name = error.option_name.lstrip("-").replace("-", "_")
+    sections = {key: getattr(field.annotation, "model_fields", {}) for key, field in Recipe.model_fields.items()}
+    keys = [name] * (name in sections) + [f"{key}.{name}" for key, names in sections.items() if name in names]
+    if keys:
+        error.possibilities = None  # options of a similar name
+        error.message += f"; a key of the recipe is changed by {' or '.join(f'{key}=VALUE' for key in keys)}"
 
 
 def _require_text(arguments: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from distill.commands.shared import DEFAULT_RUNS, FormatOption, RunsOption, prin
 from distill.errors import DistillError, RecipeError, RunError
 from distill.faults import faults_explained
 from distill.files import require_path
+from distill.interruption import signalled
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out
 from distill.results.tables import markdown_table
@@ -68,14 +69,27 @@ def _delete(runs: Path, name: str, yes: bool) -> None:
     if folder.is_symlink():
         raise RunError(f"{folder} is a link", "delete it by hand, and what it leads to")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    unread: Recipe = Recipe.model_construct()  # type: ignore[call-arg]  # a damaged run has no recipe to read
+    with Run(folder, unread).locked():
+        if not yes and not _agreed(f"Delete {folder} ({size / 1e6:.1f} MB)?"):
+            print("nothing was deleted", file=sys.stderr)
+            return
+        with faults_explained(folder):
+            shutil.rmtree(folder)
+    print(f"{folder} is deleted", file=sys.stderr)
+
+
+def _agreed(question: str) -> bool:
+    """The answer to a question; raises RunError where there is none, as where stdin is no terminal."""
     try:
-        agreed = yes or typer.confirm(f"Delete {folder} ({size / 1e6:.1f} MB)?", err=True)
+        return typer.confirm(question, err=True)
     except UnicodeDecodeError:
         raise RunError("the answer is not UTF-8; nothing was deleted", "answer y or n, or give --yes") from None
-    if not agreed:
-        print("nothing was deleted", file=sys.stderr)
-        return
-    unread: Recipe = Recipe.model_construct()  # type: ignore[call-arg]  # a damaged run has no recipe to read
-    with Run(folder, unread).locked(), faults_explained(folder):
-        shutil.rmtree(folder)
-    print(f"{folder} is deleted", file=sys.stderr)
+    except typer.Abort:
+        if signalled():
+            raise
+        print(file=sys.stderr)  # ends the line of the question
+        raise RunError(
+            "--delete asks before it deletes, and stdin gave no answer; nothing was deleted",
+            "answer at a terminal, or give --yes",
+        ) from None

@@ -119,7 +119,9 @@ def speedup(
         return
     shared.require_format(output)
     if target is None or not prompts:
-        raise RecipeError("a pair without a run needs --target and --prompts", "and --draft, where a draft is used")
+        missing = [name for name, given in (("--target", target), ("--prompts", prompts)) if not given]
+        hint = "and --draft, where a draft is used" if draft is None else None
+        raise RecipeError(f"a pair without a run needs {' and '.join(missing)}", hint)
     from distill.models.pairs import pair_references
 
     sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)

@@ -7,10 +7,10 @@ import hashlib
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from distill.documents.records import Messages, fingerprint, form_of, questions, read_conversation, read_records
 from distill.errors import DataError
@@ -182,11 +182,21 @@ def _records(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[
         else:
             raise DataError(
                 f"{source.path}: {place} has no text in field `{source.field}` (it has: {names_of(record)})",
-                "set `field` or `form` and `fields` of this corpus source",
+                _way_to_text(record, form, source),
             )
         # Named by its content, so that a growing or reordered file keeps every document in its split.
         name = f"{origin}#{fingerprint(text)}"
         yield _document(corpus, source, name, text, messages, label if isinstance(label, str) else "")
+
+
+def _way_to_text(record: Mapping[str, Any], form: str | None, source: Source) -> str:
+    """The next step for a record without a text; of one with a single field of text, the line that names it."""
+    names = [name for name, value in record.items() if isinstance(value, str)]
+    if len(names) != 1:
+        return "set `field` or `form` and `fields` of this corpus source"
+    ways = [f"`field: {names[0]}` for text"] if form == "text" or "prompt" not in source.fields else []
+    ways += [f"`fields: {{prompt: {names[0]}}}` for prompts"] if form is None else []
+    return f"write {' or '.join(ways)} into this corpus source"
 
 
 def _read_source(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
@@ -247,8 +257,10 @@ def require_splits(documents: list[Document], dropped: Counter[str], needed: tup
         if not any(document.split == split for document in documents):
             why = "".join(f", {count} dropped: {reason}" for reason, count in dropped.items())
             short = any(one.name == one.source for one in documents)
+            counts = ", ".join(f"{sum(one.split == name for one in documents)} {name}" for name in SPLITS)
             raise DataError(
-                f"the corpus has no {split} document ({len(documents)} documents in all{why})",
-                "add a source, or change corpus.validation / corpus.test"
+                f"the corpus has no {split} document ({len(documents)} documents in all: {counts}{why})",
+                "add documents: tens are needed, as a hash of their names divides them by corpus.validation and "
+                "corpus.test; or give a source its `split`"
                 + (f"; a text file of at most {2 * PIECE:,} characters is one document" if short else ""),
             )

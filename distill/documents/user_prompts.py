@@ -12,6 +12,7 @@ from typing import Any
 
 from distill.documents.chat_template import ChatTemplate
 from distill.documents.prompts import ChatPrompts, cut_prompts
+from distill.documents.records import LISTS, PROMPTS
 from distill.documents.sources import read_documents
 from distill.errors import DataError
 from distill.files import require_path
@@ -23,6 +24,7 @@ from distill.recipe import Chat, Corpus, Source
 from distill.texts import Prompt
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}  # anything else is text
+FIELDS = ", ".join(("text", *PROMPTS)) + f" or {', '.join(LISTS)} (lists)"  # that are read
 SEED = 0  # of the order in which pieces of texts are taken
 
 
@@ -80,7 +82,7 @@ def read_user_prompts(
         documents, dropped = read_documents(corpus, needed=("test",))
     except DataError as error:
         what = error.what.replace("corpus source ", "")
-        raise DataError(what, "records need a field `text`, `prompt` or `messages`; correct them") from error
+        raise DataError(what, f"records need a field {FIELDS}; rename theirs, or correct the file") from error
     with open_tokenizer(target) as tokenizer:
         plain = isinstance(tokenizer, GgufTokenizer)
         to_ids: Callable[[str], list[int]] = tokenizer.file.tokenize if plain else functools.partial(encode, tokenizer)

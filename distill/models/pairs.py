@@ -20,10 +20,8 @@ BYTE_LEVEL = "BPE"  # the kind of a vocabulary, as metadata.py names it
 LONGEST_SHOWN = 40  # characters of a token in a message
 
 TRANSPLANT = "transplant the target's vocabulary into the draft: cut.transplant in a recipe, or `distill transplant`"
-OTHER_ROWS = (
-    f"give the draft {{}} rows too: {TRANSPLANT}; or serve it with "
-    '"use_heterogeneous_vocab": true, which drafts the draft\'s best tokens alone'
-)
+OTHER_ROWS = f"give the draft {{}} rows too: {TRANSPLANT}"
+ANY_ROWS = '"use_heterogeneous_vocab": true, which drafts the draft\'s best tokens alone'  # in vLLM's configuration
 SAME_FILES = "copy the target's tokenizer files into the draft's folder and export the draft again"
 
 
@@ -153,7 +151,7 @@ def vllm_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
     if target.rows == draft.rows:
         return None
     reason = f"vocab_size is {target.rows} in the target and {draft.rows} in the draft"
-    return reason, OTHER_ROWS.format(target.rows)
+    return reason, f"{OTHER_ROWS.format(target.rows)}; or serve it with {ANY_ROWS}"
 
 
 def context_rule(draft: VocabularyMetadata, served: int | None) -> Verdict:

@@ -104,9 +104,12 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
     return parts
 
 
-def difference(old: Parts, new: Parts, contents: Contents | None = None) -> list[str]:
-    """The changes between two sets of key parts, one line each; none for equal ones alone."""
-    return _changes(old, new, contents) or [
+def difference(old: Parts, new: Parts, contents: Contents | None = None, recipe: Recipe | None = None) -> list[str]:
+    """The changes between two sets of key parts, one line each; none for equal ones alone.
+
+    Where one item of a list of the `recipe` differs, its name is the one that an override takes.
+    """
+    return _changes(old, new, contents, recipe) or [
         f"{name} is a setting of one version of distill alone: another made this run" for name in _unshared(old, new)
     ]
 
@@ -120,20 +123,40 @@ def _unshared(old: Parts, new: Parts, prefix: str = "") -> list[str]:
     return found
 
 
-def _changes(old: Parts, new: Parts, contents: Contents | None, prefix: str = "") -> list[str]:
+def _changes(old: Parts, new: Parts, contents: Contents | None, recipe: Recipe | None, prefix: str = "") -> list[str]:
     lines = []
     for name in [*old, *(name for name in new if name not in old)]:
         before, after = old.get(name), new.get(name)
         if before == after:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
-            lines += _changes(before, after, contents, f"{prefix}{name}.")
+            lines += _changes(before, after, contents, recipe, f"{prefix}{name}.")
         elif "content" in name or ":" in name or name == "target.model":
             files = "" if contents is None else contents.changed(before, after)
             lines.append(f"{prefix}{name} has other content" + (f": {files}" if files else ""))
+        elif item := _changed_item(f"{prefix}{name}", before, after, recipe):
+            lines += _changes({item[0]: item[1]}, {item[0]: item[2]}, contents, recipe)
         else:
             lines.append(f"{prefix}{name}: {before!r} -> {after!r}")
     return lines
+
+
+def _changed_item(dotted: str, before: Any, after: Any, recipe: Recipe | None) -> tuple[str, Any, Any] | None:
+    """Name and values of the only item in which two lists of sections differ, or in which the values of a key in those
+    sections do (see `_setting`); None where there is no such item."""
+    if not (isinstance(before, list) and isinstance(after, list) and len(before) == len(after)):
+        return None
+    changed = [index for index, value in enumerate(before) if value != after[index]]
+    if len(changed) != 1:
+        return None
+    one, other = before[changed[0]], after[changed[0]]
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return f"{dotted}.{changed[0]}", one, other
+    section, _, key = dotted.rpartition(".")
+    if recipe is None or section != "corpus.sources":
+        return None
+    places = [index for index, source in enumerate(_setting(recipe, section)) if key in source]
+    return (f"{section}.{places[changed[0]]}.{key}", one, other) if len(places) == len(after) else None
 
 
 def _setting(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distill.corpus.stage import check_chat, check_corpus
-from distill.errors import DistillError, RecipeError, RunError
+from distill.errors import DataError, DistillError, RecipeError, RunError
 from distill.machine import faster_type
 from distill.models.conversion.model_shape import read_shape
 from distill.models.conversion.tokenizer import read_tokenizer
@@ -74,6 +74,7 @@ def preflight(
     With `offline`, checks that need a model hub or a server are skipped and listed.
     """
     found = Preflight()
+    check_models(recipe)
     if until is not None:
         require_part(recipe, [until])
     ahead = NAMES if until is None else NAMES[: NAMES.index(until) + 1]
@@ -106,6 +107,15 @@ def preflight(
     if teacher and "teacher" in ahead:
         found.lines += check_teacher(recipe, offline) + check_disk(recipe, folder)
     return found
+
+
+def check_models(recipe: Recipe) -> None:
+    """Target and donor are there, where the recipe names them by a path."""
+    for key, model in (("target.model", recipe.target.model), ("cut.donor", recipe.donor_model)):
+        if (is_path(model) or model.endswith(".gguf")) and not Path(model).exists():
+            raise DataError(
+                f"{key}: {model} does not exist", "correct the path; a relative one starts at the recipe's folder"
+            )
 
 
 def check_device(recipe: Recipe) -> list[str]:

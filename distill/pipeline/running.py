@@ -119,7 +119,7 @@ class Planner:
         old = record["inputs"] if record is not None else read_json(begun, {})
         if record is None and old == parts:
             return Action(stage, "resume", (), parts)
-        reasons = tuple(difference(old, parts, self.contents))
+        reasons = tuple(difference(old, parts, self.contents, self.recipe))
         if self._has_work(stage) and stage.name not in consumers(self.asked):
             return self._refuse(stage, reasons)
         return Action(stage, "redo", reasons, parts)
@@ -151,7 +151,7 @@ class Planner:
             if old.get(name) != new.get(name) and not (":" in name and None in (old.get(name), new.get(name)))
         }
         before, after = ({name: value for name, value in parts.items() if name in changed} for parts in (old, new))
-        reasons = difference(before, after, self.contents)
+        reasons = difference(before, after, self.contents, self.recipe)
         if changed and self._has_work(stage):
             return self._refuse(stage, reasons)
         rests = [

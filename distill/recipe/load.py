@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import typing
 from pathlib import Path
@@ -178,7 +179,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     if len(name) > 500:
         raise RecipeError(f"override `{name[:100]}…` has {len(name)} characters before the =", "see docs/recipes.md")
     if not equals or not name.strip():
-        raise RecipeError(f"override `{override}` is not of the form a.b=c", "for instance train.steps=100")
+        raise RecipeError(
+            f"override `{override}` is not of the form a.b=c", "for instance train.steps=100, without spaces around ="
+        )
     value = read_yaml(text, f"the value of override `{name[:100]}`")
     *path, last = name.strip().split(".")
     place: Any = raw
@@ -219,7 +222,10 @@ def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise RecipeError(f"no recipe at {path}", "`distill recipes` lists examples") from None
+        beside = {one.stem: one for one in path.parent.glob("*.yaml")}
+        near = difflib.get_close_matches(path.stem, beside, n=1)
+        hint = f"did you mean {beside[near[0]]}?" if near else "`distill recipes` lists examples"
+        raise RecipeError(f"no recipe at {path}", hint) from None
     except IsADirectoryError:
         raise RecipeError(
             f"{path} is a folder, not a recipe", "give a .yaml file, or a pair of models with --target and --draft"

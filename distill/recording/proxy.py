@@ -199,7 +199,7 @@ class Proxy:
             await asyncio.sleep(PROGRESS_SECONDS)
             if shown != self.counts:
                 shown = self.counts
-                await asyncio.to_thread(note, summary(shown))  # nobody may be reading stderr
+                await asyncio.to_thread(note, f"so far: {summary(shown)}")  # nobody may be reading stderr
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, look: Callable[[bytes], None]) -> None:

@@ -311,6 +311,9 @@ def require_answers(found: Sorted, pin: dict[str, Any], again: str) -> None:
     if found.train:
         return
     unfinished = "; the last line has no newline at its end and was not read" if unfinished_line(pin) else ""
+    if pin["lines"] == 0 and not unfinished:
+        empty = "its *.jsonl files are" if Path(pin["path"]).is_dir() else "the file is"
+        raise DataError(f"{pin['path']}: {empty} empty", f"correct answers.traffic.path; then {again} reads it again")
     raise DataError(
         f"{pin['path']} has no answer in lines {pin['start_line'] + 1} to {pin['lines']}: {len(found.bad)} bad "
         f"lines{found.first_fault}; {found.too_long} too long for corpus.block; "

@@ -52,6 +52,14 @@ def test_runs_are_deleted_after_a_question(tmp_path: Path, capsys: Capture, monk
         assert tiny.call("runs", "--runs", tmp_path, "--delete", "gone") == 0
         assert sorted(tmp_path.iterdir()) == left
     assert "is deleted" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert tiny.call("runs", "--runs", tmp_path, "--delete", "kept") == 2
+    question, said = capsys.readouterr().err.split("\n", 1)
+    assert question.startswith("Delete ") and said.startswith("distill: --delete asks") and "--yes" in said
+    with open(kept / ".lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert tiny.call("runs", "--runs", tmp_path, "--delete", "kept") == 2
+    assert capsys.readouterr().err.startswith("distill: another process is working in")
     assert tiny.call("runs", "--runs", tmp_path, "--delete", "kept", "--yes") == 0
     assert not list(tmp_path.iterdir())
 
@@ -128,6 +136,9 @@ def test_no_such_run(tmp_path: Path, capsys: Capture, arguments: list[str]) -> N
 
 def test_unknown_option_and_command(capsys: Capture) -> None:
     assert tiny.call("train", "--nonsense") == 2
+    for name, said in (("lengths", "changed by speedup.lengths=VALUE"), ("seed", "by seed=VALUE")):
+        assert tiny.call("train", "r.yaml", f"--{name}", "2") == 2
+        assert said in " ".join(capsys.readouterr().err.split())
     assert tiny.call("trian") == 2
     assert "Traceback" not in capsys.readouterr().err
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import tiny
+import yaml
 from pydantic import TypeAdapter
 
 from distill.commands import app as application
@@ -332,6 +333,30 @@ def test_a_line_without_the_field_names_its_line(tmp_path: Path) -> None:
     path.write_text('{"text": "a"}\n{"body": "b"}\n')
     with pytest.raises(DataError, match=r"line 2 has no text in field `text` \(it has: body\)"):
         read_documents(Corpus(sources=(Source(kind="jsonl", path=str(path)),)), ())
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "mended"),
+    [
+        ({"id": 1, "body": "b"}, {}, [{"field": "body"}, {"fields": {"prompt": "body"}}]),
+        ({"body": "b"}, {"form": "text"}, [{"field": "body"}]),
+        ({"body": "b"}, {"fields": {"prompt": "x"}}, [{"fields": {"prompt": "body"}}]),
+        ({"body": "b", "head": "h"}, {}, []),
+    ],
+)
+def test_the_line_that_mends_a_source(
+    tmp_path: Path, record: dict[str, Any], settings: dict[str, Any], mended: list[dict[str, Any]]
+) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+
+    def read(**more: Any) -> int:
+        return len(read_documents(Corpus(sources=(Source(kind="jsonl", path=str(path), **settings | more),)), ())[0])
+
+    with pytest.raises(DataError) as caught:
+        read()
+    found = [yaml.safe_load(line) for line in str(caught.value.hint).split("`")[1::2] if ":" in line]
+    assert found == mended and all(read(**line) == 1 for line in found)
 
 
 def test_pairs_of_surrogates_and_a_byte_order_mark_are_text(tmp_path: Path) -> None:

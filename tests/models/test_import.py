@@ -328,9 +328,10 @@ def test_what_is_unknown_is_refused_by_name(
 def test_a_file_cut_short_leaves_no_folder(tmp_path: Path, cache: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     export("llama", tmp_path, tokenizer, "f16")
     data = (tmp_path / "m.gguf").read_bytes()
-    (tmp_path / "m.gguf").write_bytes(data[: len(data) - 500])
-    with pytest.raises(DataError, match="it ends after"):
-        folder_of(str(tmp_path / "m.gguf"))
+    for size, words in ((len(data) - 500, f"it ends after {len(data) - 500} bytes where"), (100, "inside its header")):
+        (tmp_path / "m.gguf").write_bytes(data[:size])
+        with pytest.raises(DataError, match=words):
+            folder_of(str(tmp_path / "m.gguf"))
     assert not cache.exists() or not list(cache.rglob("config.json"))
 
 

@@ -255,7 +255,10 @@ def test_folders_with_other_padding(model: Path, copied: Path) -> None:
         assert report.vllm == "vocab_size is 310 in the target and 305 in the draft"
         assert "310 rows" in report.remedies["vllm"]
     edit(copied / "config.json", vocab_size=305 + 129)
-    assert fits(compare_pair(str(copied), str(model.with_suffix(".gguf")))) == (True, False, False, True)
+    report = compare_pair(str(copied), str(model.with_suffix(".gguf")))
+    assert fits(report) == (True, False, False, True)
+    assert [key for key, remedy in report.remedies.items() if "use_heterogeneous_vocab" in remedy] == ["vllm"]
+    assert "434 rows" in report.remedies["llama_cpp"]
 
 
 @pytest.mark.parametrize(("index", "llama_cpp"), [(3, True), (7, False)])

@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 from distill.errors import RecipeError
-from distill.pipeline.keys import Contents, key_parts
+from distill.pipeline.keys import Contents, difference, key_parts
 from distill.pipeline.stages import find_stage
 from distill.recipe import load_recipe
 from distill.report.stage import gather
@@ -72,6 +72,24 @@ def test_runs_from_before_the_replay_went_are_as_they_were(copied: Path) -> None
     assert "replay" not in key_parts(find_stage("train"), run.recipe, run, Contents(run))["train"]
     with pytest.raises(RecipeError, match=r"train\.replay: gone"):
         load_recipe(path, ["train.replay={steps: 3}"])
+
+
+def test_a_change_of_one_item_has_the_name_that_an_override_takes(finished: Path) -> None:
+    asked = "[{kind: text, path: x.txt}, {kind: target, questions: 60}, {kind: target, questions: 9}]"
+    recipe = load_recipe(finished / "config.yaml", [f"corpus.sources={asked}"])
+    for name, before, after, line in (  # the first source has no such key
+        ("corpus.sources.questions", [60, 9], [50, 9], "corpus.sources.1.questions: 60 -> 50"),
+        ("corpus.sources.questions", [60, 9], [60, 8], "corpus.sources.2.questions: 9 -> 8"),
+        ("corpus.sources.questions", [60, 9], [50, 8], "corpus.sources.questions: [60, 9] -> [50, 8]"),
+        ("speedup.lengths", [1, 2], [1, 3], "speedup.lengths: [1, 2] -> [1, 3]"),
+        (
+            "speedup",
+            {"configurations": [{"length": 2}]},
+            {"configurations": [{"length": 3}]},
+            "speedup.configurations.0.length: 2 -> 3",
+        ),
+    ):
+        assert difference({name: before}, {name: after}, recipe=recipe) == [line]
 
 
 def test_a_profile_is_of_the_head_that_was_trimmed(copied: Path) -> None:

@@ -122,7 +122,7 @@ def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("train.steps", "not of the form a.b=c"),
+        ("train.steps", "not of the form a.b=c\n  for instance train.steps=100, without spaces around ="),
         ("=3", "not of the form a.b=c"),
         ("train.steps=[1", "is not YAML"),
         ("corpus.sources.5.path=x", "`5` is not an index of a list of 2"),
@@ -225,7 +225,10 @@ def test_not_a_recipe(tmp_path: Path, content: bytes, said: str) -> None:
 
 
 def test_no_file(tmp_path: Path) -> None:
-    assert "no recipe at" in mistake(tmp_path / "none.yaml")
+    write(tmp_path, SMALLEST)
+    assert "`distill recipes`" in mistake(tmp_path / "none.yaml")
+    for name in ("smal.yaml", "small"):
+        assert f"no recipe at {tmp_path / name}\n  did you mean {tmp_path / 'small.yaml'}?" in mistake(tmp_path / name)
     assert "is a folder, not a recipe" in mistake(tmp_path)
 
 

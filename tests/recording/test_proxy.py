@@ -448,3 +448,15 @@ async def test_what_the_writer_had_not_read_is_written_at_the_end(tmp_path: Path
         os.kill(found.proxy._process.pid, 18)  # SIGCONT
     full = found.left_out()["a full queue"]
     assert full >= 3 and len(found.lines()) == 15 - full == found.proxy.counts["kept"]
+
+
+@in_a_loop
+async def test_progress_is_not_taken_for_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("distill.recording.proxy.PROGRESS_SECONDS", 0.01)
+    async with served(tmp_path, None) as found, asyncio.timeout(5):
+        await found.ask(request())
+        while "so far: " not in (said := capsys.readouterr().err):
+            await asyncio.sleep(0.01)
+    assert "so far: kept 0 answers, " in said

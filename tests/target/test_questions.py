@@ -690,4 +690,4 @@ def test_a_whole_run_without_any_data(talking: Path, tmp_path: Path, capsys: Cap
     assert "| questions |" in capsys.readouterr().out
     changed = ("corpus.sources.0.questions=30", "corpus.sources.0.turns=2", "corpus.block=192")
     assert tiny.call("train", recipe, "--runs", tmp_path, *changed) == 2
-    assert "corpus.sources.questions: [24] -> [30]" in capsys.readouterr().err
+    assert "corpus.sources.0.questions: 24 -> 30" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from distill.recording.exchanges import TEXT
 from distill.recording.writer import Writer
 from distill.target.traffic import (
     Line,
+    Sorted,
     begins_with,
     encode_line,
     first_lines,
@@ -31,6 +32,7 @@ from distill.target.traffic import (
     parse_line,
     pin_of,
     read_lines,
+    require_answers,
     sort_lines,
     unfinished_line,
     write_traffic,
@@ -274,6 +276,8 @@ def test_rotated_and_bad_files(world: Path, runs: Path, tmp_path: Path, capsys: 
     call = ("train", recipe, "--runs", runs, "--until", "train")
     assert tiny.call(*call) == 2
     assert "cannot be read: No such file" in capsys.readouterr().err
+    path.write_text("")
+    assert f"{path}: the file is empty" in tiny.refused(capsys, *call)
     path.write_text('{"prompt": 3, "answer": "a"}\n\n[1]\n')
     assert tiny.call(*call) == 2
     said = capsys.readouterr().err
@@ -351,6 +355,9 @@ def test_a_folder_of_recorded_files(
 def test_a_folder_without_files_and_with_bad_lines(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no "):
         pin_of(tmp_path)
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(DataError, match=r"its \*.jsonl files are empty\n.* then `again` reads"):
+        require_answers(Sorted(), pin_of(tmp_path), "`again`")
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": "b"}\n')
     (tmp_path / "b.jsonl").write_text('{}\n{"prompt": "a", "answer": "b"}\n{"pro')
     (tmp_path / "c.txt").write_text("other")

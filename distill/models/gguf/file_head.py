@@ -36,7 +36,7 @@ class _Cursor:
 
     def require(self, count: int) -> None:
         if self.at + count > len(self.data):
-            raise ValueError(f"it ends after {len(self.data)} bytes where it needs {self.at + count}")
+            raise ValueError(f"it ends inside its header, after {len(self.data)} bytes")
 
     def numbers(self, code: str, count: int) -> tuple[Any, ...]:
         size = struct.calcsize(f"<{code}") * count
@@ -105,7 +105,8 @@ class FileHead:
         if not isinstance(align, int) or align < 1:
             raise ValueError(f"general.alignment is {align!r}")
         self.start = cursor.at + -cursor.at % align
-        cursor.require(self.start - cursor.at + end if tensors else 0)
+        if tensors and self.start + end > len(data):
+            raise ValueError(f"it ends after {len(data)} bytes where it needs {self.start + end}")
 
     @property
     def architecture(self) -> str:

@@ -26,7 +26,7 @@ def check_layers(config: Any, keep: int) -> None:
     if not 1 <= keep <= config.num_hidden_layers:
         raise RecipeError(
             f"{keep} layers are to be kept, but the donor has {config.num_hidden_layers}",
-            f"ask for 1 to {config.num_hidden_layers}",
+            f"ask for 1 to {max(1, config.num_hidden_layers - 1)}; {config.num_hidden_layers} would cut none",
         )
 
 
