@@ -34,8 +34,10 @@ if [[ ! -f "$source/CMakeLists.txt" ]]; then
     tar -xzf "$folder/$package.tar.gz" -C "$folder"
 fi
 # The web page of the server would be downloaded from a hub, and nothing here needs it.
+flags="$(without_amx)"
+export CFLAGS="${CFLAGS:+$CFLAGS }$flags" CXXFLAGS="${CXXFLAGS:+$CXXFLAGS }$flags"
 # shellcheck disable=SC2086
-CFLAGS="${CFLAGS:+$CFLAGS }$(without_amx)" CXXFLAGS="${CXXFLAGS:+$CXXFLAGS }$(without_amx)" cmake -S "$source" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_APP=OFF \
+cmake -S "$source" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_APP=OFF \
     -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DBUILD_SHARED_LIBS=OFF ${CMAKE_ARGS:-} >"$folder/cmake.log" 2>&1 ||
     fail "cmake refused; see $folder/cmake.log"
 programs=(llama-server llama-speculative-simple llama-perplexity)

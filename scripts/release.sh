@@ -55,7 +55,7 @@ echo "release: installing the wheel into an empty environment"
 pip=("$work/environment/bin/python" -m pip install --quiet --disable-pip-version-check -c "$checkout/constraints.txt")
 "${pip[@]}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
 mending="$(without_amx)"
-if [[ -n "$llama" && -n "$mending" ]]; then # not out of pip's cache, whose wheel may have been compiled without
+if [[ -n "$llama" && -n "$mending" ]]; then # not out of pip's cache, whose wheel may have AMX
     CFLAGS="$mending" CXXFLAGS="$mending" "${pip[@]}" --no-cache-dir "$(grep '^llama-cpp-python==' "$checkout/constraints.txt")"
 fi
 "${pip[@]}" "$wheel${llama:+[llama]}"

@@ -16,7 +16,7 @@ source scripts/compiler_flags.sh
 
 python="${PYTHON:-python3}"
 stamp=.venv/.distill-installed
-built=.venv/.distill-llama-built # the CMAKE_ARGS that llama.cpp was compiled with, where some were given, and those of compiler_flags.sh
+built=.venv/.distill-llama-built # the CMAKE_ARGS that llama.cpp was compiled with, where some were given, and the flags of compiler_flags.sh
 
 fail() {
     echo "setup: $1" >&2
@@ -51,11 +51,11 @@ installed=none
 again=
 mending="$(without_amx)"
 if [[ "$extras" != dev ]]; then
-    before=()
-    [[ ! -f "$built" ]] || mapfile -t before <"$built"
-    [[ -n "${CMAKE_ARGS:-}" && "${before[0]:-}" != "$CMAKE_ARGS" ]] && again=yes
-    [[ -n "$mending" && "${before[1]:-}" != "$mending" ]] && again=yes
-    [[ -n "$again" && -z "${CMAKE_ARGS:-}" ]] && export CMAKE_ARGS="${before[0]:-}"
+    arguments= flags=
+    [[ ! -f "$built" ]] || { read -r arguments; read -r flags; } <"$built" || true # a file of before has one line
+    [[ -n "${CMAKE_ARGS:-}" && "$arguments" != "$CMAKE_ARGS" ]] && again=yes
+    [[ -n "$mending" && "$flags" != "$mending" ]] && again=yes
+    [[ -n "$again" && -z "${CMAKE_ARGS:-}" ]] && export CMAKE_ARGS="$arguments"
 fi
 if [[ -z "$again" && ("$installed" == "$versions $extras" || "$installed" == "$versions dev,llama") ]]; then
     fetch_smollm2
