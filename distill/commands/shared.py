@@ -121,7 +121,7 @@ def require_draft(run: Run) -> None:
         return
     steps = [int(path.name.removeprefix("step-")) for path in run.path("checkpoints").glob("step-[0-9]*")]
     at = f" (its training stands at step {max(steps)} of {run.recipe.train.steps})" if steps else ""
-    raise RunError(f"{run.folder} has no trained draft yet{at}", train_again(run))
+    raise RunError(f"{run.folder} has no trained draft yet{at}", f"`{train_again(run)}` trains it")
 
 
 def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), threads: int | None = None) -> None:
