@@ -18,6 +18,7 @@ from distill.commands.shared import (
     require_format,
     train_again,
 )
+from distill.errors import RunError
 from distill.progress import announce, note, warn
 
 MEASURED = ("profile", "eval", "export", "speedup")
@@ -43,6 +44,8 @@ def report(
         return
     recipe, found = find_run(names[0] if names else None, runs)
     require_draft(found)
+    if not found.path("draft").is_dir():
+        raise RunError(f"{found.path('draft')} is missing", f"`{train_again(found)}` writes it again")
     page = found.path("report.html")
     if page.exists() and not found.can_be_written():
         note(f"{found.folder} cannot be written: this is the page as it was made")

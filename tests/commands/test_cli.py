@@ -225,6 +225,11 @@ def test_a_run_without_a_trained_draft_is_not_trained_by_other_commands(
     assert not (run / "draft").exists()
 
 
+def test_a_report_needs_the_draft_itself(copied: Path, capsys: Capture) -> None:
+    shutil.rmtree(copied / "draft")
+    assert f"{copied / 'draft'} is missing" in tiny.refused(capsys, "report", copied)
+
+
 def test_report_is_self_contained(copied: Path, capsys: Capture) -> None:
     (copied / "report.html").unlink()
     assert tiny.call("report", "tiny", "--runs", copied.parent) == 0
