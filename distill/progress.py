@@ -15,6 +15,8 @@ from pathlib import Path
 
 from distill.interruption import check
 
+EVERY = 10.0  # seconds between two lines of a progress that is not on a terminal
+
 
 @dataclass
 class _Console:
@@ -87,14 +89,18 @@ def watched() -> Iterator[list[Progress]]:
 
 class Progress:
     """Counts units of work, from `done` of `total` on, and reports them on stderr: on a terminal in one line that is
-    rewritten, else in a new line from time to time."""
+    rewritten, else in a new line from time to time.
 
-    def __init__(self, title: str, total: int, done: int = 0, every_seconds: float = 10.0) -> None:
-        self.title, self.total, self.done, self.first = title, total, done, done
+    `together` units are worked on at once. A `brief` one is a part of a longer work: nothing is said of it where it is
+    over within `EVERY` seconds, and it is not `watched`.
+    """
+
+    def __init__(self, title: str, total: int, done: int = 0, together: int = 1, brief: bool = False) -> None:
+        self.title, self.total, self.done, self.first, self.together = title, total, done, done, together
         self.started = self.last = self.stepped = time.monotonic()
         self.terminal = sys.stderr.isatty()
-        self.every = 0.2 if self.terminal else every_seconds
-        if _watched:
+        self.every, self.waits = 0.2 if self.terminal else EVERY, brief
+        if _watched and not brief:
             _watched[-1].append(self)
 
     @property
@@ -103,16 +109,19 @@ class Progress:
         return self.stepped - self.started
 
     def eta_seconds(self) -> float:
-        """Seconds left at the pace so far."""
-        made = self.done - self.first
-        return (time.monotonic() - self.started) / made * (self.total - self.done) if made else 0.0
+        """Seconds left at the pace so far, where each unit that is being worked on counts as half done."""
+        left = self.total - self.done
+        begun = min(self.together - 1, left) / 2
+        made = self.done - self.first + begun
+        return (time.monotonic() - self.started) / made * (left - begun) if made else 0.0
 
     def step(self, units: int = 1, note: str = "") -> None:
         """Count `units` more as done."""
         check()
         self.done += units
         self.stepped = moment = time.monotonic()
-        if not _console.quiet and (moment - self.last >= self.every or self.done >= self.total):
+        self.waits = self.waits and moment - self.started < EVERY
+        if not (_console.quiet or self.waits) and (moment - self.last >= self.every or self.done >= self.total):
             self.last = moment
             left = (
                 f"{duration(self.eta_seconds())} left"

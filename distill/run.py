@@ -7,6 +7,7 @@ import datetime
 import errno
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -96,6 +97,11 @@ class Run:
     def path(self, *parts: str) -> Path:
         """A path inside the run directory."""
         return self.folder.joinpath(*parts)
+
+    def again(self, *more: str) -> str:
+        """The command that brings this run up to date."""
+        folder = self.folder
+        return shlex.join(["distill", "train", str(folder / "config.yaml"), "--runs", str(folder.parent), *more])
 
     def _take_lock(self) -> None:
         self._lock = open(self.folder / ".lock", "w")  # noqa: SIM115 - held for the life of the run
@@ -311,4 +317,4 @@ def verify_artifact(run: Run, stage: str, path: Path) -> None:
     name = path.relative_to(run.folder).as_posix()
     if record is None or name not in record["artifacts"]:
         raise DataError(f"{path} was not written by a finished `{stage}` stage", "run `distill train` again")
-    _verify_file(path, record["artifacts"][name]["sha256"], f"make it again: `distill train RECIPE --redo {stage}`")
+    _verify_file(path, record["artifacts"][name]["sha256"], f"make it again: `{run.again('--redo', stage)}`")

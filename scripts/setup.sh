@@ -93,7 +93,7 @@ fi
 if [[ "$extras" == dev || -n "$again" ]]; then
     echo "setup: installing the rest"
 else
-    echo "setup: installing the rest; llama-cpp-python is compiled, which takes about 7 minutes on 2 cores"
+    echo "setup: installing the rest; llama-cpp-python is compiled where pip has no wheel of it (7 minutes on 2 cores)"
 fi
 "${pip[@]}" -e ".[$extras]"
 

@@ -84,6 +84,7 @@ class Script:
     """A writer whose reply to each request `text` gives: a text, which ends, a reply's ids, which do not, or all."""
 
     by_prompt = True
+    together = 1
 
     def __init__(self, recipe: Recipe, text: Callable[[Request], str | list[int] | Reply]) -> None:
         self.tokenizer, self.text = load_tokenizer(recipe.target.model), text

@@ -11,6 +11,7 @@ from distill.models.conversion.writer import export_gguf, target_file
 from distill.models.gguf.model import GgufModel
 from distill.models.hugging_face import load_model, load_target, local_folder, pick_device
 from distill.models.loaded import torch_decoder
+from distill.progress import Progress
 from distill.recipe import Profile, Recipe
 from distill.results.profile_results import MeasuredCurve, ProfileReport
 from distill.results.serialise import write_result
@@ -26,7 +27,10 @@ def profile_entry(
     It is measured at the recipe's depth, or at the deepest that the model's context leaves room for.
     """
     depth, sizes = min(settings.depth, model.capacity - settings.max_tokens), range(1, settings.max_tokens + 1)
-    steps = measure_steps(model, sizes, depth, settings.repeats, model.vocabulary_size)
+    progress = Progress(
+        f"{title}, {backend}: passes over 1..{settings.max_tokens} tokens", settings.repeats + 1, brief=True
+    )
+    steps = measure_steps(model, sizes, depth, settings.repeats, model.vocabulary_size, progress)
     medians, fastest, slowest = (list(times) for times in zip(*steps.values(), strict=True))
     note = doubt(medians, fastest)
     return MeasuredCurve(
@@ -66,6 +70,6 @@ def profile(recipe: Recipe, run: Run) -> list[Path]:
             f"T({curve.tokens[-1]}) = {curve.seconds[-1] / first:.2f} T(1)"
         )
         if curve.doubt:
-            run.say(f"    {curve.doubt} (`distill train RECIPE --redo profile`)", warning=True)
+            run.say(f"    {curve.doubt} (`{run.again('--redo', 'profile')}`)", warning=True)
     write_result(run.path("profile.json"), ProfileReport(run.command, machine(), curves))
     return [run.path("profile.json")]

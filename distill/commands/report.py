@@ -16,7 +16,6 @@ from distill.commands.shared import (
     print_table,
     require_draft,
     require_format,
-    train_again,
 )
 from distill.errors import RunError
 from distill.progress import announce, note, warn
@@ -45,7 +44,7 @@ def report(
     recipe, found = find_run(names[0] if names else None, runs)
     require_draft(found)
     if not found.path("draft").is_dir():
-        raise RunError(f"{found.path('draft')} is missing", f"`{train_again(found)}` writes it again")
+        raise RunError(f"{found.path('draft')} is missing", f"`{found.again()}` writes it again")
     page = found.path("report.html")
     if page.exists() and not found.can_be_written():
         note(f"{found.folder} cannot be written: this is the page as it was made")
@@ -56,7 +55,7 @@ def report(
         if stale := [stage for stage in MEASURED if found.done(stage) is not None and found.outdated(stage)]:
             warn(
                 f"left out: {', '.join(stale)}, made from what has been replaced since: "
-                f"`{train_again(found)}` makes them again"
+                f"`{found.again()}` makes them again"
             )
         write_report(recipe, found)
     print(page)

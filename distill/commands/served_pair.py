@@ -44,7 +44,7 @@ def pair_files(
     path = run.path("gguf", "export.json")
     if run.outdated("export") and required:
         state = "files of an earlier draft" if path.exists() else "no GGUF files yet"
-        raise RunError(f"{run.folder} has {state}", f"`{shared.train_again(run, '--until', 'export')}`")
+        raise RunError(f"{run.folder} has {state}", f"`{run.again('--until', 'export')}`")
     files = [] if run.outdated("export") else read_result(path, ExportReport).files
     own: dict[str, Path] = {}
     for file in files:

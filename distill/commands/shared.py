@@ -7,7 +7,6 @@ import csv
 import io
 import json
 import os
-import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -121,7 +120,7 @@ def require_draft(run: Run) -> None:
         return
     steps = [int(path.name.removeprefix("step-")) for path in run.path("checkpoints").glob("step-[0-9]*")]
     at = f" (its training stands at step {max(steps)} of {run.recipe.train.steps})" if steps else ""
-    raise RunError(f"{run.folder} has no trained draft yet{at}", f"`{train_again(run)}` trains it")
+    raise RunError(f"{run.folder} has no trained draft yet{at}", f"`{run.again()}` trains it")
 
 
 def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), threads: int | None = None) -> None:
@@ -230,12 +229,6 @@ def finite(value: Number) -> Number:
 def number_option(*names: str, **settings: Any) -> Any:
     """An option that takes a number, which must be finite."""
     return typer.Option(*names, callback=finite, **settings)
-
-
-def train_again(run: Run, *more: str) -> str:
-    """The command that brings a run up to date."""
-    folder = run.folder
-    return shlex.join(["distill", "train", str(folder / "config.yaml"), "--runs", str(folder.parent), *more])
 
 
 def first_given(context: typer.Context, names: Iterable[str]) -> str | None:

@@ -111,13 +111,17 @@ def speedup(
     output: shared.FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
-    """Plain against speculative decoding, end to end: of a run's draft and target, or of any pair on your prompts."""
+    """Plain against speculative decoding, end to end: of a run on its test prompts (RUN), of a run on your prompts (RUN
+    --prompts FILE), or of any pair (--target, --draft, --prompts)."""
+    of_run = run is not None and target is None and draft is None
     pair = target is not None or draft is not None or bool(prompts)
-    _refuse_other_options(context, pair)
+    _refuse_other_options(context, pair, of_run)
     if not pair:
         _of_run(run, runs, again, verify_distribution, samples, allow_lossy, threads, gguf, output)
         return
     shared.require_format(output)
+    if of_run:
+        target, draft, dtype = _pair_of(run, runs, gguf, dtype if shared.first_given(context, ["dtype"]) else None)
     if target is None or not prompts:
         missing = [name for name, given in (("--target", target), ("--prompts", prompts)) if not given]
         hint = "and --draft, where a draft is used" if draft is None else None
@@ -231,15 +235,30 @@ def _require_meaning(configurations: Sequence[Configuration], batches: tuple[int
         raise RecipeError("--batch decodes with the target's own acceptance", "leave --synthetic-acceptance out")
 
 
-def _refuse_other_options(context: typer.Context, pair: bool) -> None:
-    """Raise RecipeError where options of runs were given for a pair, or those of pairs for a run."""
+def _pair_of(name: str | None, runs: Path, gguf: Gguf | None, dtype: str | None) -> tuple[str, str, str]:
+    """A run's target and trained draft, and the type to load them in (None: the run's): its folders, or its GGUF files
+    where llama.cpp's options are given or PyTorch is not measured in it. RunError for a run that lacks them."""
+    recipe, found = shared.find_run(name, runs)
+    shared.require_draft(found)
+    if gguf is None and recipe.target.load and "pytorch" in recipe.speedup.backends:
+        return recipe.target.model, str(found.path("draft")), dtype or recipe.target.dtype
+    from distill.commands.served_pair import pair_files
+
+    files = pair_files(str(found.folder), runs, None, None, None, required=True)
+    return str(files.target), str(files.draft), dtype or "float32"
+
+
+def _refuse_other_options(context: typer.Context, pair: bool, of_run: bool) -> None:
+    """Raise RecipeError where options of runs were given for a pair, or those of pairs for a run; `of_run`: the pair
+    would be a run's."""
     of_pair = [str(one.name) for one in context.command.params if getattr(one, "rich_help_panel", None) == PAIR]
-    of_run = ["run", "again", "verify_distribution", "samples", "runs"]
-    given = shared.first_given(context, of_run if pair else of_pair)
+    measuring = ["again", "verify_distribution", "samples"]
+    refused = measuring + ([] if of_run else ["run", "runs"]) if pair else of_pair
+    given = shared.first_given(context, refused)
     if given is not None:
         raise RecipeError(
             f"{'a run' if given == '--run' else given} was given {'for' if pair else 'without'} a pair of models",
-            "a pair is --target, --draft and --prompts; without them a run is measured",
+            "a pair is --target, --draft and --prompts, or a run's with --prompts; without them a run is measured",
         )
 
 

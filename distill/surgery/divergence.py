@@ -14,6 +14,7 @@ from torch import Tensor
 from distill import divergences
 from distill.models.packed_forward import hidden_states
 from distill.packing import Packed
+from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.teacher.distributions import TeacherChunk, logit_form
@@ -36,10 +37,12 @@ class TargetDistributions:
     @torch.inference_mode()
     def measure(cls, target: Any, blocks: Packed, vocabulary: int, batch: int = 4) -> TargetDistributions:
         """One forward pass of the target over the blocks."""
-        parts = [
-            compress(scored_logits(target, blocks.take(slice(i, i + batch))), min(STORED, vocabulary - 1), vocabulary)
-            for i in range(0, len(blocks), batch)
-        ]
+        parts, starts = [], range(0, len(blocks), batch)
+        progress = Progress("the target's distributions, batches", len(starts), brief=True)
+        for i in starts:
+            logits = scored_logits(target, blocks.take(slice(i, i + batch)))
+            parts.append(compress(logits, min(STORED, vocabulary - 1), vocabulary))
+            progress.step()
         columns = (torch.cat([getattr(p, name).cpu() for p in parts]) for name in TeacherChunk.__dataclass_fields__)
         return cls(blocks, TeacherChunk(*columns), vocabulary)
 

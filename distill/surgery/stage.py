@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,19 +71,21 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
         distributions = TargetDistributions.stored(recipe, run)
         run.say(f"  KL to the stored distributions of {len(distributions.blocks)} validation blocks, {REASON}")
     model, donor, changes = load_donor(recipe, run, device, distributions)
+    say(run, changes)
     scores, own = score_blocks(recipe, run, answers), settings.donor == "target"
     apply_cut = functools.partial(cut_model, blocks=scores, distributions=distributions, own=own)
     if settings.search is not None:
         from distill.surgery.search import search
 
         settings = search(recipe, run, model, target, distributions, apply_cut)
-    changes += apply_cut(model, settings)
+    made = apply_cut(model, settings)
+    say(run, made)
+    changes += made
     kept: list[int] | None = None
     if settings.trim is not None:
         kept, metadata, change = trim(recipe, run, model, target, distributions, answers)
+        say(run, [change])
         changes.append(change)
-    for change in changes:
-        run.say(f"  {change.sentence()}")
     sizes = describe_model("cut", model)
     context = getattr(model.config, "max_position_embeddings", None)
 
@@ -98,6 +101,12 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     shutil.rmtree(run.path("search", "transplant"), ignore_errors=True)
     report = run.path("search")
     return [run.path("cut"), *([report] if report.exists() and any(report.iterdir()) else [])]
+
+
+def say(run: Run, changes: Sequence[Change]) -> None:
+    """A line for each change, as soon as it is made."""
+    for change in changes:
+        run.say(f"  {change.sentence()}")
 
 
 def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:

@@ -33,6 +33,7 @@ REPLY = {"id": str, "ids": [int], "ended": bool, "dropped": str}  # the form of 
 
 # Continues prompts as the target does. `by_prompt`: a reply does not depend on other requests, so each is kept as it
 # comes. Else requests that are written together affect each other through rounding, and a group is written whole.
+# `together`: so many are written at once.
 Writer = TorchWriter | GgufWriter | ServerWriter
 
 
@@ -227,7 +228,8 @@ class _Work:
 
     def write(self, missing: list[Group]) -> None:
         """Write the missing groups: all at once where each reply stands for itself, else one after the other."""
-        self.progress = Progress(self.what, self.total, self.total - sum(len(group.prompts) for group in missing))
+        done = self.total - sum(len(group.prompts) for group in missing)
+        self.progress = Progress(self.what, self.total, done, self.writer.together)
         try:
             for part in [missing] if self.writer.by_prompt else [[group] for group in missing]:
                 self._write(part)

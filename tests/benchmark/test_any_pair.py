@@ -524,6 +524,29 @@ def test_options_of_pairs_are_refused_for_a_run(capsys: Capture) -> None:
     assert "--lengths was given without a pair of models" in capsys.readouterr().err
 
 
+def test_the_pair_of_a_run_on_other_prompts(place: Path, finished: Path, world: Path, capsys: Capture) -> None:
+    """A run with prompts is its target and draft by name: the same prompts, texts and counts."""
+    more = [*QUICK, "--prompts", place / "plain.txt", "--lengths", "2", "-o", "json"]
+    pair = ["--target", world / "target", "--draft", finished / "draft"]
+    reports = []
+    for named in (pair, [finished], ["tiny", "--runs", finished.parent]):
+        with tiny.one_thread():
+            assert tiny.call("speedup", *named, *more) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    wanted, *others = (
+        [[row[key] for key in ("configuration", "tokens", "acceptance", "identical")] for row in one["measurements"]]
+        for one in reports
+    )
+    assert wanted == others[0] == others[1] and len(wanted) == 2
+    assert tiny.call("speedup", finished, *more, "--again") == 2
+    assert "--again was given for a pair of models" in capsys.readouterr().err
+
+
+def test_a_run_without_a_trained_draft_is_no_pair(place: Path, ready: Path, capsys: Capture) -> None:
+    assert tiny.call("speedup", ready, "--prompts", place / "plain.txt") == 2
+    assert f"{ready} has no trained draft yet" in capsys.readouterr().err
+
+
 def test_what_needs_other_prompts() -> None:
     def needs(**settings: Any) -> bool:
         return need_other_prompts([Configuration(**settings)])

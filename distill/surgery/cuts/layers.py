@@ -14,6 +14,7 @@ import torch
 
 from distill.errors import DataError, RecipeError
 from distill.packing import Packed
+from distill.progress import Progress
 from distill.surgery.change import decoder_layers, require_supported
 from distill.surgery.observe import block_influence
 
@@ -92,12 +93,15 @@ def choose_layers(
 def _greedy(model: Any, drop: int, loss: Loss) -> list[dict[str, Any]]:
     """The layers removed one after the other, each with the loss without it."""
     kept, steps = list(range(len(decoder_layers(model)))), []
+    evaluations = sum(len(kept) - removed for removed in range(drop))
+    progress = Progress("layers: losses without one", evaluations, brief=True)
     for _ in range(drop):
         losses: dict[int, float] = {}
         for candidate in kept:
             with only_layers(model, [i for i in kept if i != candidate]):
                 value = float(loss(model))
             losses[candidate] = value if math.isfinite(value) else math.inf
+            progress.step()
         best = min(losses, key=lambda i: losses[i])
         if losses[best] == math.inf:
             raise DataError(f"without any of layers {kept} the loss is not finite", "check the donor's weights")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distill.errors import DataError
 from distill.packing import Packed
+from distill.progress import Progress
 from distill.surgery.change import decoder_layers
 from distill.surgery.cuts.layers import Loss
 from distill.surgery.observe import parts_of, run_layer, tokens, watching
@@ -67,9 +68,10 @@ def refit_layers(
     downs = [layer.mlp.down_proj for layer in decoder_layers(model)]
     start = [down.weight.detach() for down in downs]
     choices: list[tuple[float | None, float, dict[str, Any], list[Tensor]]] = [(None, float(loss(model)), {}, start)]
+    progress = Progress("layers: refitted", len(ridges) * (len(kept) - _gap(kept)), brief=True)
     for ridge in ridges:
         _set_weights(downs, start)
-        errors = _refit(model, kept, ends, blocks, ridge, batch)
+        errors = _refit(model, kept, ends, blocks, ridge, batch, progress)
         choices.append((ridge, float(loss(model)), errors, [down.weight.detach() for down in downs]))
     finite = [choice for choice in choices if math.isfinite(choice[1])]
     if not finite:
@@ -85,15 +87,20 @@ def _set_weights(downs: Sequence[Any], weights: Sequence[Tensor]) -> None:
         down.weight = torch.nn.Parameter(weight, requires_grad=down.weight.requires_grad)
 
 
+def _gap(kept: Sequence[int]) -> int:
+    """The first of the kept layers behind which one is missing; else the last."""
+    return next((i for i, (own, after) in enumerate(itertools.pairwise(kept)) if after > own + 1), len(kept) - 1)
+
+
 def _refit(
-    model: Any, kept: Sequence[int], ends: States, blocks: Packed, ridge: float, batch: int
+    model: Any, kept: Sequence[int], ends: States, blocks: Packed, ridge: float, batch: int, progress: Progress
 ) -> dict[str, list[float]]:
     """Refit every layer from the first gap on; the relative errors."""
     parts = parts_of(model, blocks, batch)
     streams = [model.model.embed_tokens(part.ids) for part in parts]
     report: dict[str, list[float]] = {"lost_without_refit": [], "lost": []}
     count = sum(int(tokens(part.documents).sum()) for part in parts)
-    gap = next((i for i, (own, after) in enumerate(itertools.pairwise(kept)) if after > own + 1), len(kept) - 1)
+    gap = _gap(kept)
     for index in range(gap):
         streams = [run_layer(model, index, part, stream) for part, stream in zip(parts, streams, strict=True)]
     for index, layer in enumerate(decoder_layers(model)[gap:], gap):
@@ -120,6 +127,7 @@ def _refit(
         streams = [state + layer.mlp(layer.post_attention_layernorm(state)) for state in streams]
         report["lost_without_refit"].append(missing_power / count)
         report["lost"].append(max(missing_power - explained, 0.0) / count)
+        progress.step()
     return report
 
 

@@ -48,6 +48,7 @@ class _LocalWriter:
     """
 
     engine: Model | None = None
+    together = 1
 
     def __init__(self, recipe: Recipe, ends: Sequence[int], vocabulary: int) -> None:
         self.ends, self.vocabulary = ends, vocabulary
@@ -88,6 +89,7 @@ class TorchWriter(_LocalWriter):
             fast, reason = prepacked(self.model) if recipe.pytorch.prepack else (self.model, "")
             self.notes += filter(None, [reason])
             self.engine = BatchedTorchModel(fast, self.batch, self.vocabulary)
+            self.together = self.batch
         except ValueError as error:
             if recipe.answers.repetition_penalty != 1:
                 raise DataError(

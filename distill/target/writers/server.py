@@ -42,6 +42,7 @@ class ServerWriter:
         settings = recipe.answers.writer
         assert settings is not None
         self.settings, self.recipe, self.tokenizer = settings, recipe, tokenizer
+        self.together = settings.concurrency
         self.ends, self.vocabulary = end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer)
         self.endpoint = Endpoint(settings, "answers.writer")
         self.notes: Counter[str] = Counter()
