@@ -42,6 +42,6 @@ if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.fi
     without_llama="demo: llama-cpp-python is not installed: PyTorch alone. Not checked: GGUF files and llama.cpp's speed."
     echo "$without_llama"
 fi
-[[ -n "$toy$full" ]] || echo "demo: on 2 quiet cores the first table comes after about 16 minutes, all after about 24; the first after about 40 on a CPU without bfloat16 instructions"
+[[ -n "$toy$full" ]] || echo "demo: on 2 quiet cores the first table comes after about 15 minutes, all after about 26; the first after about 40 on a CPU without bfloat16 instructions"
 .venv/bin/distill train "$recipe" ${settings[@]+"${settings[@]}"} "$@"
 [[ -z "${without_llama:-}" ]] || echo "$without_llama"

@@ -23,7 +23,8 @@ TEMPLATES = {"chatml": ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant
 FLAGS = {"--metrics": 0, "--no-ui": 0, "--host": 1, "--port": 1, "--parallel": 1, "--ctx-size": 1, "--cache-ram": 1}
 FLAGS |= {"--threads": 1, "-m": 1, "-md": 1, "--spec-type": 1, "--spec-draft-n-max": 1, "--spec-draft-p-min": 1}
 FLAGS |= {"--spec-draft-type-k": 1, "--spec-draft-type-v": 1, "-ctkd": 1, "--chat-template": 1, "--spec-draft-n-min": 1}
-FLAGS |= {"--cache-type-k": 1, "--cache-type-v": 1, "--spec-draft-sampling": 1}
+FLAGS |= {"--cache-type-k": 1, "--cache-type-v": 1, "--spec-draft-sampling": 1, "--kv-unified": 0}
+NEW = ("--spec-draft-sampling", "--kv-unified")
 STEP_SECONDS = 0.001  # between two tokens of a server that does not answer at once
 EVERY = 4  # of four drafted tokens that may be accepted, one is refused at each place
 
@@ -186,7 +187,7 @@ def main() -> None:
         with open(path, "a") as file:
             file.write(f"{os.getpid()}\n")
     if "--help" in sys.argv:
-        print("\n".join(flag for flag in FLAGS if fault != "old" or "sampling" not in flag))
+        print("\n".join(flag for flag in FLAGS if fault != "old" or flag not in NEW))
         return
     options = parse(sys.argv[1:])
     print(f"0.00.005 I srv    load_model: loading model '{options['-m']}'", flush=True)

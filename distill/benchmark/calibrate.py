@@ -15,6 +15,7 @@ from distill.files import has_form, read_json, write_json
 from distill.models.base import Model
 from distill.models.loaded import LoadedPair, load_pair
 from distill.packing import Packed
+from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
 from distill.results.profile_results import ProfileReport
 from distill.results.serialise import from_json, read_result
@@ -58,13 +59,14 @@ def record_rounds(
     target: Model, draft: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules
 ) -> list[Recorder]:
     """Decode every prompt with LENGTH drafted tokens a round; the rounds of each."""
-    recorders = []
+    recorders, progress = [], Progress("rounds of other texts, prompts", len(prompts), brief=True)
     for prompt in prompts:
         recorder = Recorder(LENGTH)
         drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random, argmax=rules.verifier == "match")
         limit = room_for(target, draft, len(prompt), new_tokens)
         recorder.tokens = decode_text(target, drafter, prompt, limit, rules).tokens
         recorders.append(recorder)
+        progress.step()
     return recorders
 
 

@@ -204,10 +204,8 @@ def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Compariso
         max_tokens = max(max_tokens, profile.max_tokens)
     room = min(pair.target.capacity, pair.draft.capacity) - max(max_tokens, *DRAFT_STEPS)
     depth = max(1, min(profile.depth, room))
-    progress = None
-    if not comparison.of_run:  # whose estimates take all progress to grow with its prompts
-        models = 1 if pair.draft is pair.target else 2
-        progress = Progress(f"{pair.backend}, steps", (profile.repeats + 1) * models)
+    models = 1 if pair.draft is pair.target else 2
+    progress = Progress(f"{pair.backend}, steps", (profile.repeats + 1) * models, brief=True)
     return with_cheapest_steps(pair, max_tokens, depth, profile.repeats, progress)
 
 

@@ -15,6 +15,7 @@ from itertools import accumulate
 
 from distill.benchmark.calibrate import Text
 from distill.models.base import Model
+from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
 from distill.results.speedup_results import ChosenTree, ComparedTree, PairMeasured
 from distill.speculative.calibration import Calibration
@@ -100,6 +101,7 @@ def time_rounds(
     Smaller trees, for which alone the end of a context leaves room, do not count.
     """
     seconds: dict[int, list[float]] = {size: [] for size in sorted(trees)}
+    progress = Progress("rounds of trees, sizes", len(prompts) * len(seconds), brief=True)
     for prompt in prompts:
         room = room_for(target, draft, len(prompt), (rounds + 1) * (max(trees, default=0) + 1))
         for size in seconds:
@@ -109,6 +111,7 @@ def time_rounds(
                     seconds[size].append(result.rounds[-1].seconds)
                 if len(result.rounds) >= rounds:
                     break
+            progress.step()
     return {size: statistics.median(taken) for size, taken in seconds.items() if taken}
 
 

@@ -146,6 +146,7 @@ def serve_check(
     files = served_pair.pair_files(run, runs, target, draft, outtype, required=server is not None)
     length = n_max or USUAL_LENGTH
     shared.prepare(threads)
+    from distill.models.server_commands import SAMPLING
     from distill.serving.check import CheckSettings, check_addresses, check_started
     from distill.serving.clients import Addresses
     from distill.serving.llama_server import LlamaServer, require_binary
@@ -195,7 +196,7 @@ def serve_check(
                 context=-(-(longest + tokens + max(length, 8) + 2) // 256) * 256,
                 further=(*[part for one in server_option or () for part in shlex.split(one)], *further),
             )
-            if draft_sampling == "probabilistic" or (draft_sampling is None and temperature and started.draws_drafts()):
+            if draft_sampling == "probabilistic" or (draft_sampling is None and temperature and started.has(SAMPLING)):
                 started = replace(started, probabilistic=True)
             report = check_started(settings, started)
     if to is not None:

@@ -35,7 +35,7 @@ from distill.serving.clients import DRAFT, GREEDY, PLAIN, Addresses, Client, Lla
 from distill.serving.counts import Text, TextCounts, acceptance, counts_of, rise_of_tokens
 from distill.serving.crossing import load_table
 from distill.serving.llama_server import LlamaServer
-from distill.serving.load import speeds_under
+from distill.serving.load import apart, speeds_under
 from distill.serving.markdown import Reference, sentences
 from distill.serving.replaying import Replayed, ServerRules, by_class, interleaved, warm
 from distill.serving.wheel_server import WHEEL, wheel_version
@@ -129,7 +129,7 @@ def check_started(settings: CheckSettings, server: LlamaServer) -> ServeReport:
             Trials(settings.choosing, settings.limit),
             Trials(settings.ids, settings.limit, settings.samples),
             lambda one: opened(one, settings.seconds, settings.sampler),
-            grid(settings.sampler.temperature > 0 and server.draws_drafts()),
+            grid(settings.sampler.temperature > 0 and server.has(SAMPLING)),
             settings.whole_grid,
         )
     return report(settings, replace(findings, server=replace(server, parallel=1)), "llama-server", choice)
@@ -199,6 +199,8 @@ def _compare(
     findings.speeds, steps = speeds_under(
         clients, settings.ids, settings.limit, loads, settings.repeats, findings.replayed
     )
+    if isinstance(clients.get(PLAIN), LlamaClient):
+        findings.notes += filter(None, [apart(steps)])
     if len(settings.concurrency) > 1 and PLAIN in clients:
         findings.loads = load_table(findings.speeds, steps, findings.acceptance[0], findings.server.n_max)
         if findings.loads is None:
@@ -260,7 +262,7 @@ def _other_drafts(settings: CheckSettings, server: LlamaServer, findings: Findin
     """Add what the server accepts whose drafts are made the other way, drawn or not, and the tokens per round that
     drawing them adds; of a build that cannot draw them what our decoder accepts so, where the files are known."""
     assert server.draft is not None
-    if not server.draws_drafts():
+    if not server.has(SAMPLING):
         rules = ServerRules(Sampler.of(settings.sampler), server.n_max, probabilistic=True)
         _decoded(settings, findings, "as a server that draws its drafts", (server.target, server.draft), rules)
         findings.notes.append(

@@ -4,9 +4,8 @@ A step that verifies n drafted tokens of each of B texts is taken to cost what a
 The draft reads what the target reads and then makes n tokens of each text; its steps are taken to cost a share d of the
 target's. What each drafted token costs by itself comes on top, b seconds: its place in the sampler, a draft whose steps
 over many texts take longer in proportion. Both follow from the rounds of the smallest two loads above one; of a
-single one d alone does. d may be below 0: a drafted token reads the cache of its text, another text has its own.
-Rounds of one text are those that were measured: many builds verify a single text more cheaply. Prompts are read one
-after the other, and each text waits for those of the others.
+single one d alone does. Rounds of one text are those that were measured: servers with a cache for each text verify a
+single one more cheaply. Prompts are read one after the other, and each text waits for those of the others.
 
 Legend: B requests at once, n drafted tokens of a round, T(m) seconds of a plain step of m texts, τ tokens per round.
 """
@@ -64,19 +63,26 @@ class RoundModel:
         return max(verified + self.draft * share + self.each * drafted, MIN_SHARE * verified)
 
     def fitted(self, rounds: Sequence[tuple[int, float]], alone: float) -> RoundModel:
-        """With the d and b that give one or two measured rounds of (B texts, seconds), and what gives that of one."""
+        """With the d and b that give one or two measured rounds of (B texts, seconds), and what gives that of one.
+
+        Two rounds that no d and b of at least 0 give are noise in part: then d alone or b alone is taken, which is
+        nearer by least squares of the relative errors. Such a d may be below 0: drafted tokens are cheaper than texts.
+        """
         length = len(self.accepted)
-        parts = [self.parts(together, length) for together, _ in rounds]
-        over = [seconds - verified for (_, seconds), (verified, _, _) in zip(rounds, parts, strict=True)]
-        draft, each = max(0.0, over[0] / parts[0][1]), 0.0
-        if len(rounds) > 1:
-            matrix = numpy.array([part[1:] for part in parts])
-            if abs(numpy.linalg.det(matrix)) > SINGULAR * abs(matrix[0, 0] * matrix[1, 1]):
-                draft, each = numpy.linalg.solve(matrix, over).tolist()
-            if draft < -1:  # no step costs less than nothing
-                draft = -1.0
-                each = sum(o + p[1] for o, p in zip(over, parts, strict=True)) / sum(p[2] for p in parts)
-        model = replace(self, draft=draft, each=each)
+        parts = numpy.array([self.parts(together, length) for together, _ in rounds])
+        # Relative to the seconds of the verification.
+        over = numpy.array([seconds for _, seconds in rounds]) / parts[:, 0] - 1
+        shares = parts[:, 1:] / parts[:, :1]
+        by_itself = shares.T @ over / (shares**2).sum(axis=0)
+        if len(rounds) == 1:
+            found = numpy.array([max(0.0, by_itself[0]), 0.0])
+        else:
+            singular = abs(numpy.linalg.det(shares)) <= SINGULAR * abs(shares[0, 0] * shares[1, 1])
+            found = numpy.full(2, -1.0) if singular else numpy.linalg.solve(shares, over)
+            if found.min() < 0:
+                either = numpy.diag(numpy.maximum(by_itself, [-1.0, 0.0]))
+                found = min(either, key=lambda one: float(((shares @ one - over) ** 2).sum()))
+        model = replace(self, draft=float(found[0]), each=float(found[1]))
         return replace(model, alone=max(0.0, alone) / model.round(1, length))
 
     def speedups(self, together: int) -> list[float]:

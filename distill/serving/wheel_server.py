@@ -101,10 +101,13 @@ OPTIONS: dict[str, Setter] = {
 }
 ALIASES = {"-ctkd": "--spec-draft-type-k", "-ctvd": "--spec-draft-type-v", "-ctk": "--cache-type-k"}
 ALIASES |= {"-ctv": "--cache-type-v", "-ub": "--ubatch-size", "-b": "--batch-size", "-t": "--threads"}
+ALIASES |= {"-kvu": "--kv-unified", "-no-kvu": "--no-kv-unified"}
 ALIASES |= {"--cache-type-k-draft": "--spec-draft-type-k", "--cache-type-v-draft": "--spec-draft-type-v"}
 FLAGS: dict[str, Callable[[Any], None]] = {
     "--metrics": lambda params: setattr(params, "endpoint_metrics", True),
     "--no-ui": lambda params: setattr(params, "ui", False),
+    "--kv-unified": lambda params: setattr(params, "kv_unified", True),
+    "--no-kv-unified": lambda params: setattr(params, "kv_unified", False),
 }
 
 
@@ -112,20 +115,21 @@ def apply(params: Any, arguments: Sequence[str]) -> None:
     """Set what the arguments say; ValueError, in llama-server's words, for one that is unknown or has no such value."""
     rest = list(arguments)
     while rest:
-        name = rest.pop(0)
-        option = OPTIONS.get(ALIASES.get(name, name))
+        given = rest.pop(0)
+        name = ALIASES.get(given, given)
+        option = OPTIONS.get(name)
         if name in FLAGS:
             FLAGS[name](params)
         elif option is None:
-            raise ValueError(f"invalid argument: {name}")
+            raise ValueError(f"invalid argument: {given}")
         elif not rest:
-            raise ValueError(f"expected value for argument {name}")
+            raise ValueError(f"expected value for argument {given}")
         else:
             value = rest.pop(0)
             try:
                 option(params, value)
             except (ValueError, OverflowError):
-                raise ValueError(f"error while handling argument {name}: {value}") from None
+                raise ValueError(f"error while handling argument {given}: {value}") from None
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from distill.serving.clients import Client, Reply
 from distill.serving.counts import TextCounts, acceptance, counts_of
 from distill.serving.crossing import RoundModel, conditional, crossing, load_table
 from distill.serving.curve import served_curve
-from distill.serving.load import Request, Served, percentiles, send, speeds_under, step_seconds
+from distill.serving.load import Request, Served, apart, percentiles, send, speeds_under, step_seconds
 from distill.serving.replaying import Replayed
 
 PROMPTS, LIMIT = 6, 61
@@ -161,6 +161,11 @@ def test_a_server_without_steady_steps_has_no_curve() -> None:
         served_curve(cast("Client", one_at_a_time), 16, 61, 2)
 
 
+def test_advice_where_two_texts_take_two_passes() -> None:
+    assert "--kv-unified" in apart({1: 1.0, 2: 1.95, 4: 2.0}) and "1.95 times" in apart({1: 1.0, 2: 1.95})
+    assert apart({1: 1.0, 2: 1.6}) == apart({1: 1.0, 4: 4.0}) == apart({2: 2.0}) == ""
+
+
 def alone(law: Law, prompt_seconds: float) -> Replayed:
     """Every prompt by itself."""
     found = simulate(Load(1), law, prompt_seconds)
@@ -249,8 +254,15 @@ def test_steps_between_and_behind_the_measured_ones() -> None:
     assert again.speedups(1)[1] == pytest.approx(1.5 * 1.0 / 3.0)
     both = model.fitted([(2, 2 + 0.1 * 10 / 3 + 0.25 * 2), (4, 6 + 0.1 * 8 + 0.25 * 4)], 3.0)  # T(8) = 6
     assert (both.draft, both.each) == (pytest.approx(0.1), pytest.approx(0.25))
-    least = model.fitted([(2, 4.0), (4, 6.0)], 3.0)  # they ask for d = −3: a step would cost less than nothing
-    assert (least.draft, least.each) == (-1.0, pytest.approx((2 + 10 / 3 + 0 + 8) / (2 + 4)))
+    # They ask for d = −3, so one of the two explains both as well as it can, relative to T(4) = 2 and T(8) = 6.
+    noisy = model.fitted([(2, 4.0), (4, 6.0)], 3.0)
+    by_share, by_token = numpy.array([5 / 3, 8 / 6]), numpy.array([1.0, 4 / 6])
+    over = numpy.array([1.0, 0.0])
+    of_tokens = numpy.linalg.lstsq(by_token[:, None], over)[0][0]
+    assert ((of_tokens * by_token - over) ** 2).sum() < numpy.linalg.lstsq(by_share[:, None], over)[1][0]
+    assert (noisy.draft, noisy.each) == (0.0, pytest.approx(of_tokens))
+    cheap = model.fitted([(2, 1.8), (4, 5.4)], 3.0)  # a tenth less than their steps
+    assert -0.1 < cheap.draft < 0.0 and cheap.each == 0.0
 
 
 def test_where_speedups_cross_one() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -29,7 +30,7 @@ from distill.commands import served_pair
 from distill.documents.chat_template import ChatTemplate
 from distill.errors import ServingError
 from distill.models.gguf.model import GgufModel
-from distill.models.server_commands import OF_DRAFT, OF_TARGET, llama_server, option_arguments, pair_arguments
+from distill.models.server_commands import OF_DRAFT, OF_TARGET, SAMPLING, llama_server, option_arguments, pair_arguments
 from distill.recipe import Gguf, SamplerSettings, Traffic, parse_section
 from distill.serving.arrivals import Load
 from distill.serving.check import CheckSettings, check_started
@@ -139,6 +140,12 @@ def test_the_cost_curve_of_a_server(settings: LlamaServer, monkeypatch: pytest.M
         served_curve(client, 64, 32, 5)
 
 
+@pytest.mark.parametrize(("further", "shared"), [((), "true"), (("--no-kv-unified",), "false")])
+def test_slots_share_one_cache(settings: LlamaServer, further: tuple[str, ...], shared: str) -> None:
+    with started(replace(settings, parallel=3, further=further), 60) as running:
+        assert re.search(rf"kv_unified\s*=\s*'?{shared}", running.text())
+
+
 def test_a_quantised_cache_of_the_draft_is_named(
     settings: LlamaServer, pairs: dict[str, Path], prompts: list[Prompt]
 ) -> None:
@@ -215,23 +222,23 @@ def test_both_ways_to_draft_are_ours(settings: LlamaServer, prompts: list[Prompt
     """Under a sampler: best tokens compared with the target's draw, and drawn ones under rejection sampling."""
     sampled = wanted(prompts, repeats=2, sampler=SAMPLED)
     rates = {}
-    for drawn in (False, True) if settings.draws_drafts() else (False,):
+    for drawn in (False, True) if settings.has(SAMPLING) else (False,):
         found = check_started(sampled, replace(settings, probabilistic=drawn))
         server, ours = found.acceptance[0], next(one for one in found.acceptance if one.source.startswith("distill"))
         # Texts of one prompt are alike, so that their spread by prompt is what the two can differ by.
         assert abs(server.rate.mean - ours.rate.mean) < 3 * (server.rate.high - server.rate.low) / 4, found.sentences
         assert "as predicted" in found.sentences[0]
         rates[drawn] = server.rate.mean
-        if settings.draws_drafts():
+        if settings.has(SAMPLING):
             assert found.drawn.low > 0.1
-    assert not settings.draws_drafts() or rates[True] > 1.2 * rates[False]
+    assert not settings.has(SAMPLING) or rates[True] > 1.2 * rates[False]
 
 
 def test_texts_follow_the_targets_distribution(settings: LlamaServer, prompts: list[Prompt]) -> None:
     """Texts of three tokens behind one prompt: with drafts, drawn and not, and without are of one distribution."""
     texts = {}
     ways = {"plain": settings.plain, "best": settings}
-    if settings.draws_drafts():
+    if settings.has(SAMPLING):
         ways["drawn"] = replace(settings, probabilistic=True)
     for name, way in ways.items():
         with opened(way, (60.0, 60.0), SAMPLED) as client:

@@ -24,9 +24,11 @@ from vllm_serving import VERSION, VllmServing
 
 from distill.errors import RecipeError, ServingError
 from distill.intervals import Interval
+from distill.models.server_commands import SAMPLING
 from distill.recipe import SamplerSettings
 from distill.results.serialise import read_result
 from distill.results.serving_results import ServeReport
+from distill.serving import llama_server
 from distill.serving.arrivals import Load
 from distill.serving.check import CheckSettings, check_addresses, check_started
 from distill.serving.choose import PLAIN, Settings, Trials, choose, grid, settings_of, with_settings
@@ -328,10 +330,21 @@ def test_drafts_of_sampled_requests_are_measured_both_ways(settings: LlamaServer
     assert as_markdown(found).count("temperature 0.8") == 1 and "Greedy" in as_markdown(greedy)
 
 
+def test_slots_share_a_cache_where_the_build_can(settings: LlamaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = replace(settings, parallel=3)
+    assert "--kv-unified" in many.command(1) and "--kv-unified" not in settings.command(1)
+    apart_again = replace(many, further=("--no-kv-unified",)).command(1)
+    assert apart_again.index("--kv-unified") < apart_again.index("--no-kv-unified")  # the last one counts
+    monkeypatch.setenv("FAKE", "old")
+    llama_server._options.cache_clear()
+    assert "--kv-unified" not in many.command(1)
+    llama_server._options.cache_clear()
+
+
 @pytest.mark.usefixtures("ours")
 def test_a_build_that_cannot_draw_its_drafts(settings: LlamaServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE", "old")
-    assert not settings.draws_drafts()
+    assert not settings.has(SAMPLING)
     found = check_started(wanted(concurrency=(1,), sampler=SAMPLED), settings)
     assert [one.source for one in found.acceptance[1:]] == [
         "distill, the same files",

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 
 from distill.errors import DataError
 from distill.models.base import Model
+from distill.progress import Progress
 from distill.speculative.costs.curve import StepCosts, measure_steps, tokens_per_round
 from distill.speculative.decode import Decoded, Round, decode_text, plain, room_for
 from distill.speculative.draft import ModelDrafter
@@ -247,6 +248,7 @@ class PaidMeter:
 
     def until(self, repeats: int) -> None:
         """Time texts until each length was timed `repeats` times; DataError for a draft that proposes too little."""
+        progress = Progress("rounds, repeats of every length", repeats, done=self.least, brief=True)
         while self.least < repeats:
             if self._passes > 2 * repeats * len(self._order):  # each text has room for one round at least
                 raise DataError(
@@ -255,6 +257,7 @@ class PaidMeter:
                     "check its weights: its logits may be empty",
                 )
             self.text()
+            progress.step(min(self.least, repeats) - progress.done)
 
     def _decode(self, prompt: Sequence[int], limit: int) -> Decoded:
         return decode_text(self._models[0], self._drafter, prompt, limit, self._rules)
