@@ -151,7 +151,7 @@ def train(
 
     packed, tokenizer, prompt_tokens = data
     counts = {"positions": 0, "scored": 0, "steps_on_own_text": 0}
-    progress = Progress(f"β {beta:g} λ {share:g} rate {rate:g} seed {seed}: steps", options.steps, every_seconds=30)
+    progress = Progress(f"β {beta:g} λ {share:g} rate {rate:g} seed {seed}: steps", options.steps)
 
     def collate(items: list[dict[str, int]]) -> dict[str, Tensor]:
         (item,) = items
@@ -279,14 +279,14 @@ def work_through(trainings: Trainings) -> None:
     options = trainings.options
     part, parts = map(int, options.share.split("/"))
     if options.tune:
-        progress = Progress("trl GKD: candidates", len(CANDIDATES[part::parts]), every_seconds=0)
+        progress = Progress("trl GKD: candidates", len(CANDIDATES[part::parts]))
         for candidate in CANDIDATES[part::parts]:
             found = trainings.made(*candidate, middle(options.rates), options.seeds[0])
             progress.step(note=f"validation {mean([found['validation']['sampling']]):.4f}")
     for method in ["trl GKD, defaults", *(["trl GKD, tuned"] if options.tune else [])]:
         chosen = DEFAULTS if method == "trl GKD, defaults" else trainings.best()
         mine = grid(trainings, method, *chosen)[part::parts]
-        progress = Progress(f"{method} (β {chosen[0]:g}, λ {chosen[1]:g}): trainings", len(mine), every_seconds=0)
+        progress = Progress(f"{method} (β {chosen[0]:g}, λ {chosen[1]:g}): trainings", len(mine))
         for training in mine:
             trainings.publish(*training)
             progress.step()

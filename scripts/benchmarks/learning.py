@@ -321,7 +321,7 @@ def main() -> None:
         mine = [*configurations.items()][part::parts]
         rates, others = len(options.rates), len(options.seeds) - 1
         each = rates + others * (rates if options.every_rate else 1)
-        progress = Progress("trainings", each * len(mine), every_seconds=0)
+        progress = Progress("trainings", each * len(mine))
         for name, text in mine:
             Trainings(options, texts).work_through(name, text, progress)
     print(table(options.to, options.base), end="\n\n")

@@ -87,7 +87,7 @@ def test_layers_with_windows_are_traced(traced: list[str]) -> None:
 def test_a_cache_that_doubles_is_traced_again(traced: list[str]) -> None:
     mirror, model = walk(toy(layers=1, seed=3, max_position_embeddings=400), [[1]], size=1)
     before = model.size
-    mirror.chain([5] * 100)
+    mirror.chain([5] * 150)
     mirror.chain([2])
     assert model.size > before and traced == ["chain_1", "chain_1"]
 
