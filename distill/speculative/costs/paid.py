@@ -21,7 +21,7 @@ from distill.errors import DataError
 from distill.models.base import Model
 from distill.progress import Progress
 from distill.speculative.costs.curve import StepCosts, measure_steps, tokens_per_round
-from distill.speculative.decode import Decoded, Round, decode_text, plain, room_for
+from distill.speculative.decode import Round, decode_text, plain, room_for
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import LengthRule
 from distill.speculative.proposal import Features
@@ -223,13 +223,13 @@ class PaidMeter:
         limit = room_for(target, draft, len(prompt), self._tokens)
         if not self._passes:  # lazily made buffers and kernels are not to be timed
             plain(target, prompt, min(limit, WARM_UP))
-            self._decode(prompt, min(limit, WARM_UP))
+            decode_text(target, self._drafter, prompt, min(limit, WARM_UP), self._rules)
         self._passes += 1
         # Both of one length, because the first steps after a prompt cost more, and in turn, because machines drift.
         single = plain(target, prompt, limit)
         self._alone.append(single.seconds / (len(single.tokens) - 1))
         self._timer.rounds.clear()
-        result = self._decode(prompt, limit)
+        result = decode_text(target, self._drafter, prompt, limit, self._rules)
         self._reading.append(single.prefill_seconds / len(prompt))
         self._both.append(result.prefill_seconds / len(prompt))
         before = [Round(0, 0, 0, 0.0)] * 2
@@ -258,9 +258,6 @@ class PaidMeter:
                 )
             self.text()
             progress.step(min(self.least, repeats) - progress.done)
-
-    def _decode(self, prompt: Sequence[int], limit: int) -> Decoded:
-        return decode_text(self._models[0], self._drafter, prompt, limit, self._rules)
 
     def costs(self) -> PaidCosts:
         """The costs measured on all texts so far."""
