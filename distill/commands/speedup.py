@@ -13,7 +13,7 @@ from distill.commands import shared
 from distill.commands.gguf_options import merged, require_used, takes_gguf_options
 from distill.errors import RecipeError
 from distill.progress import command_line
-from distill.recipe import Configuration, Gguf, PyTorch, SamplerSettings, parse_section
+from distill.recipe import Configuration, Gguf, PyTorch, Recipe, SamplerSettings, parse_section
 from distill.recipe.load import read_yaml
 from distill.results.serialise import as_json, read_result, write_result
 from distill.run import Run
@@ -120,8 +120,14 @@ def speedup(
         _of_run(run, runs, again, verify_distribution, samples, allow_lossy, threads, gguf, output)
         return
     shared.require_format(output)
+    own: Recipe | None = None  # of a run, whose settings hold where no option says otherwise
     if of_run:
-        target, draft, dtype = _pair_of(run, runs, gguf, dtype if shared.first_given(context, ["dtype"]) else None)
+        given_type = dtype if shared.first_given(context, ["dtype"]) else None
+        own, target, draft, dtype = _pair_of(run, runs, gguf, given_type)
+        gguf = gguf and merged(own.gguf, gguf)
+        if target.endswith(".gguf"):
+            gguf = gguf or own.gguf
+        threads = threads or own.threads
     if target is None or not prompts:
         missing = [name for name, given in (("--target", target), ("--prompts", prompts)) if not given]
         hint = "and --draft, where a draft is used" if draft is None else None
@@ -145,6 +151,7 @@ def speedup(
     from distill.speculative.configured import check_configurations
 
     given = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
+    engine = PyTorch() if own is None or big.endswith(".gguf") else own.pytorch
     recipe = pair_settings(
         big,
         prompts,
@@ -155,9 +162,11 @@ def speedup(
         seed=seed,
         threads=threads,
         gguf=gguf,
-        pytorch=shared.pytorch_settings(PyTorch(), big, **given),
+        pytorch=shared.pytorch_settings(engine, big, **given),
         allow_lossy=allow_lossy,
     )
+    if own is not None:
+        recipe = recipe.model_copy(update={"chat": own.chat, "device": own.device})
     for line in check_configurations(recipe, [one for one in every if not one.other_vocabulary], "the options"):
         print(line, file=sys.stderr)
     rates = None
@@ -235,17 +244,18 @@ def _require_meaning(configurations: Sequence[Configuration], batches: tuple[int
         raise RecipeError("--batch decodes with the target's own acceptance", "leave --synthetic-acceptance out")
 
 
-def _pair_of(name: str | None, runs: Path, gguf: Gguf | None, dtype: str | None) -> tuple[str, str, str]:
-    """A run's target and trained draft, and the type to load them in (None: the run's): its folders, or its GGUF files
-    where llama.cpp's options are given or PyTorch is not measured in it. RunError for a run that lacks them."""
+def _pair_of(name: str | None, runs: Path, gguf: Gguf | None, dtype: str | None) -> tuple[Recipe, str, str, str]:
+    """A run's recipe, target and trained draft, and the type to load them in (None: the run's): its folders, or its
+    GGUF files where llama.cpp's options are given or PyTorch is not measured in it. RunError for a run that lacks them.
+    """
     recipe, found = shared.find_run(name, runs)
     shared.require_draft(found)
     if gguf is None and recipe.target.load and "pytorch" in recipe.speedup.backends:
-        return recipe.target.model, str(found.path("draft")), dtype or recipe.target.dtype
+        return recipe, recipe.target.model, str(found.path("draft")), dtype or recipe.target.dtype
     from distill.commands.served_pair import pair_files
 
     files = pair_files(str(found.folder), runs, None, None, None, required=True)
-    return str(files.target), str(files.draft), dtype or "float32"
+    return recipe, str(files.target), str(files.draft), dtype or "float32"
 
 
 def _refuse_other_options(context: typer.Context, pair: bool, of_run: bool) -> None:

@@ -194,9 +194,9 @@ def apart(steps: Mapping[int, float]) -> str:
     if not {1, 2} <= steps.keys() or steps[2] < APART * steps[1]:
         return ""
     return (
-        f"A step of two texts takes {steps[2] / steps[1]:.2f} times that of one. With --parallel alone each slot has a "
-        "cache of its own, and llama.cpp decodes only neighbouring slots together: start the server with --kv-unified, "
-        "which decodes all in one pass over the weights."
+        f"A step of two texts takes {steps[2] / steps[1]:.2f} times that of one. If the server has --parallel without "
+        "--kv-unified, each slot has a cache of its own, and llama.cpp decodes only neighbouring slots together: with "
+        "--kv-unified it decodes all in one pass over the weights."
     )
 
 

@@ -542,6 +542,32 @@ def test_the_pair_of_a_run_on_other_prompts(place: Path, finished: Path, world: 
     assert "--again was given for a pair of models" in capsys.readouterr().err
 
 
+def test_the_settings_of_a_run_hold_on_other_prompts(
+    place: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine, threads and template, unless an option says otherwise."""
+    import yaml
+
+    from distill.benchmark import any_pair
+    from distill.errors import DataError
+
+    config = yaml.safe_load((copied / "config.yaml").read_text())
+    changed = {"pytorch": {"prepack": True}, "threads": 1, "chat": {"system": ["Be brief."]}}
+    (copied / "config.yaml").write_text(yaml.safe_dump(config | changed))
+    seen: list[Any] = []
+
+    def noted(recipe: Any, *_: Any, **__: Any) -> None:
+        seen.append(recipe)
+        raise DataError("seen")
+
+    monkeypatch.setattr(any_pair, "measure_any_pair", noted)
+    for more in ((), ("--no-prepack",)):
+        assert tiny.call("speedup", copied, "--prompts", place / "plain.txt", *more) == 2
+    first, second = seen
+    assert first.pytorch.prepack and first.threads == 1 and first.chat.system == ("Be brief.",)
+    assert not second.pytorch.prepack and second.chat == first.chat
+
+
 def test_a_run_without_a_trained_draft_is_no_pair(place: Path, ready: Path, capsys: Capture) -> None:
     assert tiny.call("speedup", ready, "--prompts", place / "plain.txt") == 2
     assert f"{ready} has no trained draft yet" in capsys.readouterr().err
