@@ -52,8 +52,13 @@ def pair_settings(
     gguf: Gguf | None = None,
     pytorch: PyTorch | None = None,
     allow_lossy: bool = False,
+    of_run: Recipe | None = None,
 ) -> Recipe:
-    """The settings of a measurement of any pair, in the form that all measuring code reads; loads nothing."""
+    """The settings of a measurement of any pair, in the form that all measuring code reads; loads nothing.
+
+    The chat template and the device are those of `of_run`, the recipe of the pair's run, if it has one.
+    """
+    kept = {} if of_run is None else {"chat": of_run.chat, "device": of_run.device}
     return Recipe(
         name="pair",
         seed=seed,
@@ -71,6 +76,7 @@ def pair_settings(
         ),
         gguf=gguf or Gguf(),
         pytorch=pytorch or PyTorch(),
+        **kept,
     )
 
 

@@ -164,9 +164,8 @@ def speedup(
         gguf=gguf,
         pytorch=shared.pytorch_settings(engine, big, **given),
         allow_lossy=allow_lossy,
+        of_run=own,
     )
-    if own is not None:
-        recipe = recipe.model_copy(update={"chat": own.chat, "device": own.device})
     for line in check_configurations(recipe, [one for one in every if not one.other_vocabulary], "the options"):
         print(line, file=sys.stderr)
     rates = None
