@@ -6,13 +6,14 @@ Planning changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from distill.errors import RunError
+from distill.errors import DistillError, RunError
 from distill.faults import faults_explained
 from distill.files import digest, read_json, write_json
 from distill.pipeline.keys import Contents, Parts, begun_path, difference, key_parts, recorded_parts
@@ -220,12 +221,24 @@ def run_pipeline(
         if action.kind == "wait":
             action = planner.decide(action.stage)
             require_allowed([action])
-        _carry_out(action, planner)
+        with _run_named(run):
+            _carry_out(action, planner)
         show(action.stage.name)
     if waiting:
         agree()
     if not run.read_only:
         run.path("stages", "redo.json").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _run_named(run: Run) -> Iterator[None]:
+    """Give the errors of a stage, which knows no recipe file, a command that can be copied."""
+    try:
+        yield
+    except DistillError as error:
+        if error.hint is not None:
+            error.hint = error.hint.replace("distill train RECIPE", run.again())
+        raise
 
 
 def require_finished(run: Run, actions: Sequence[Action]) -> None:
