@@ -12,6 +12,7 @@ from distill.results.pair_results import StepFigures
 from distill.results.speedup_results import ChosenLength, Measurement, RoundFigures
 
 SMALL = 0.05  # of a plain step: what is less is not named as a reason
+SPARING = 0.2  # verified tokens of a round beside the one that plain decoding has: below, hardly anything is drafted
 FAR = 1.25  # times the predicted speedup, or its inverse: predictions are within a tenth on a quiet machine
 
 
@@ -37,6 +38,7 @@ def explain(
     sentences = ["The texts end with their first token: no round was timed."]
     if single and figures.seconds:
         sentences = _costs(steps, best, figures, single, prompts)
+        sentences += _of_lengths(steps, best, drafting, by_title, single, prompts)
     if synthetic:
         sentences.append(
             "Acceptance is synthetic: these speedups are of the costs alone, no text of this pair has them."
@@ -51,6 +53,32 @@ def explain(
     elif chosen is not None:
         sentences.append("Cross-check: plain decoding beats the fixed lengths on every other prompt.")
     return sentences
+
+
+def _of_lengths(
+    steps: StepFigures,
+    best: Measurement,
+    drafting: Sequence[Measurement],
+    by_title: Mapping[str, RoundFigures],
+    single: float,
+    prompts: Mapping[str, float],
+) -> list[str]:
+    """Why the fastest fixed length does not pay, where the fastest configuration is one that hardly drafts."""
+    if best.speedup_low > 1 or not _sparing(by_title[best.configuration]):
+        return []
+    lengths = [one for one in drafting if one.length and one.sampler == best.sampler and one.speedup_low <= 1]
+    if not lengths:
+        return []
+    fastest = max(lengths, key=lambda one: one.speedup)
+    figures, draft = by_title[fastest.configuration], steps.draft.get(1, 0.0) / steps.target[1]
+    if not figures.seconds:
+        return []
+    cause = _cause(fastest, figures, single, draft, prompts)
+    return [f"The fastest fixed length is `{fastest.configuration}`, {fastest.speedup:.2f}x: {cause}."]
+
+
+def _sparing(figures: RoundFigures) -> bool:
+    return figures.verified < 1 + SPARING and (figures.most or 0) < 1 + SPARING
 
 
 def _costs(
@@ -71,7 +99,7 @@ def _costs(
     sentences = [
         f"{head}. Fastest: `{best.configuration}`, {best.speedup:.2f}x over the whole request. A round costs "
         f"{round_steps:.2f} plain steps ({_parts(figures, single)}) and gives {figures.tokens:.2f} tokens.",
-        f"{bound}A round pays {figures.seconds * 1e3:.2f} ms; its steps, timed with one model alone, take "
+        f"{bound}A round takes {figures.seconds * 1e3:.2f} ms; its steps, timed with one model alone, take "
         f"{figures.attained * figures.seconds * 1e3:.2f} ms. The rest goes to "
         f"{'two models taking turns, ' if figures.draft_steps else ''}reading logits and rolling back.",
     ]
@@ -105,6 +133,11 @@ def _parts(figures: RoundFigures, single: float) -> str:
 def _cause(best: Measurement, figures: RoundFigures, single: float, draft: float, prompts: Mapping[str, float]) -> str:
     """The largest cause why the fastest configuration is not faster than plain decoding; `draft` is D ÷ T(1)."""
     round_steps = figures.seconds / single
+    if _sparing(figures):
+        return (
+            f"it verifies {figures.verified:.2f} tokens a round, so it hardly drafts: its rule expects that more would "
+            "not pay"
+        )
     if draft >= 1 and figures.draft_steps:
         return f"the draft is no faster than its target: D is {draft:.2f} T(1)"
     if figures.most is not None and figures.most <= round_steps:
@@ -117,7 +150,7 @@ def _cause(best: Measurement, figures: RoundFigures, single: float, draft: float
         return (
             f"no acceptance would be enough: a round of {figures.most:.1f} tokens, all accepted, costs "
             f"{round_steps:.2f} plain steps"
-            + (f"; above all, {largest} ({causes[largest]:.2f})" if causes[largest] > SMALL else "")
+            + (f"; above all, {largest} ({causes[largest]:.2f} plain steps)" if causes[largest] > SMALL else "")
         )
     if figures.tokens < round_steps:
         accepted = "" if best.acceptance is None else f" (accepted: {best.acceptance:.0%})"

@@ -29,7 +29,12 @@ def generate(
     draft: Annotated[str | None, typer.Option(help="Without a run: a draft of the same kind as the target.")] = None,
     length: Annotated[
         int | None,
-        typer.Option(min=0, max=63, help=f"Maximum tokens drafted per round; 0 decodes plainly; default {LENGTH}."),
+        typer.Option(
+            min=0,
+            max=63,
+            help="Maximum tokens drafted per round; 0 decodes plainly. By default the fixed length that was fastest in "
+            f"the run, else {LENGTH}.",
+        ),
     ] = None,
     tokens: Annotated[int, shared.number_option(min=1, help="New tokens at most.")] = 128,
     temperature: Annotated[float, shared.number_option(min=0, max=100, help="0 is greedy.")] = 0.0,
@@ -89,7 +94,10 @@ def generate(
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     gguf: Gguf | None = None,
 ) -> None:
-    """Answer a question or continue a text, streamed, with the draft's accepted tokens marked (green on a terminal)."""
+    """Answer a question or continue a text, streamed, with the draft's accepted tokens marked (green on a terminal).
+
+    Without a temperature the text is that of plain decoding, up to tokens that tie within the rounding of the type.
+    """
     text = _standard_input() if prompt == "-" else prompt
     levels = None if widths is None else tuple(shared.numbers(widths, "--widths", int, "3,2,1"))
     given = {"drafter": drafter, "rule": rule, "p_min": p_min, "widths": levels, "verifier": verifier}
@@ -110,6 +118,8 @@ def generate(
         recipe, found = shared.find_run(run, runs)
         shared.require_draft(found)
         found.verify("train", "draft/*")
+        if length is None and not any(given[name] for name in ("drafter", "rule", "widths")):
+            configuration = _configuration(given, _fastest(found), temperature)
         device, threads, settings, asked = recipe.device, threads or recipe.threads, recipe.pytorch, recipe.chat
         big, model = one_engine(recipe.target.model, str(found.path("draft").resolve()))
         place = recipe.target.model_copy(update={"model": big})
@@ -173,6 +183,21 @@ def _standalone_pair(target: str | None, draft: str | None, configuration: Confi
     if draft is None:
         return target, None
     return require_drafts(target, shared.local_reference(draft), configuration.other_vocabulary)
+
+
+def _fastest(run: Run) -> int | None:
+    """The fixed length that was fastest in a run's PyTorch, which decodes here; None where none was measured."""
+    from distill.progress import note
+    from distill.results.serialise import read_result
+    from distill.results.speedup_results import SpeedupReport
+
+    if run.done("speedup") is None:
+        return None
+    report = read_result(run.path("speedup.json"), SpeedupReport)
+    length = next((one.length for one in report.fastest if one.backend == "pytorch"), None)
+    if length is not None:
+        note(f"drafts {length} token{'s' * (length > 1)} a round, the fastest fixed length of the run (--length)")
+    return length
 
 
 def _measured(run: Run) -> dict[str, Any]:

@@ -124,9 +124,8 @@ def speedup(
     if of_run:
         given_type = dtype if shared.first_given(context, ["dtype"]) else None
         own, target, draft, dtype = _pair_of(run, runs, gguf, given_type)
-        gguf = gguf and merged(own.gguf, gguf)
-        if target.endswith(".gguf"):
-            gguf = gguf or own.gguf
+        if draft.endswith(".gguf"):
+            gguf = own.gguf if gguf is None else merged(own.gguf, gguf)
         threads = threads or own.threads
     if target is None or not prompts:
         missing = [name for name, given in (("--target", target), ("--prompts", prompts)) if not given]
@@ -244,12 +243,16 @@ def _require_meaning(configurations: Sequence[Configuration], batches: tuple[int
 
 
 def _pair_of(name: str | None, runs: Path, gguf: Gguf | None, dtype: str | None) -> tuple[Recipe, str, str, str]:
-    """A run's recipe, target and trained draft, and the type to load them in (None: the run's): its folders, or its
-    GGUF files where llama.cpp's options are given or PyTorch is not measured in it. RunError for a run that lacks them.
+    """A run's recipe, target and trained draft, and the type to load them in (None: the run's): its GGUF files where
+    llama.cpp's options are given, or where they are measured in it and its target is one, or PyTorch is not; else its
+    folders. RunError for a run that lacks them.
     """
     recipe, found = shared.find_run(name, runs)
     shared.require_draft(found)
-    if gguf is None and recipe.target.load and "pytorch" in recipe.speedup.backends:
+    backends = set(recipe.speedup.backends)
+    if recipe.target.model.endswith(".gguf") and "gguf" in backends:
+        backends.discard("pytorch")
+    if gguf is None and recipe.target.load and "pytorch" in backends:
         return recipe, recipe.target.model, str(found.path("draft")), dtype or recipe.target.dtype
     from distill.commands.served_pair import pair_files
 

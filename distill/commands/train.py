@@ -170,13 +170,13 @@ def _require_pay(recipe: Recipe, acceptance: float) -> None:
 def say_outcome(run: Run) -> None:
     """Write a line where the weights from before the first step are the draft, and one on what twice the tokens would
     give, where the learning curve tells; else the report says why."""
-    from distill.results.training_results import TrainingSummary
+    from distill.results.training_results import REMEDY, TrainingSummary
 
     if run.done("train") is None:
         return
     training = read_result(run.path("training.json"), TrainingSummary)
     if training.warning is not None:
-        run.say(f"{training.warning}\n  train longer, or change train.rate or train.loss", warning=True)
+        run.say(f"{training.warning}\n  {REMEDY}", warning=True)
     if training.curve is not None and training.curve.doubled is not None:
         run.say(training.curve.sentence)
 

@@ -8,27 +8,18 @@ from typing import Any
 
 import yaml
 
-from distill.models.server_commands import LLAMA_SERVER, VLLM, llama_server, transformers, vllm
 from distill.recipe.recipe import REASON
 from distill.report import draft_tables, measured_tables
 from distill.report.limits import limits
 from distill.report.text import clean, machine_words, number, placeless, significant, size, software_words
+from distill.report.usage import PLACES, uses
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.run_results import RunResults
-from distill.results.speedup_results import SLOWER, SpeedupReport
+from distill.results.speedup_results import SpeedupReport
 from distill.results.tables import Cell, Table
 from distill.results.training_results import STORED, trained_tokens
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-FALLBACK_LENGTH = 4
-SPECULATION_LOSES = (
-    "On the machine above, speculation was slower than plain decoding with every draft length tried: do not use this "
-    "pair there. The commands are for other machines."
-)
-OTHER_ROWS = (
-    "The heads have other numbers of rows, so vLLM is asked to draft among the tokens that both vocabularies have, "
-    "which it does with the draft's best tokens alone. A transplant gives the draft the target's rows."
-)
 PARITY = "Each file in llama.cpp against its Hugging Face model:"
 
 
@@ -143,46 +134,12 @@ def _speedup(report: SpeedupReport) -> str:
 
 
 def _usage(results: RunResults) -> str:
-    """One command for each server or library, with the draft length that was fastest."""
-    target, draft = clean(results.target.path), clean(results.draft.path)
-    same = results.target.vocabulary == results.draft.vocabulary
-    fastest = results.speedup.fastest if results.speedup else []
-    best = {one.backend: one.length or FALLBACK_LENGTH for one in fastest}
-    length = best.get("pytorch", max(best.values(), default=FALLBACK_LENGTH))
-    origin = (
-        "The draft lengths shown were the fastest on the machine above; measure on yours."
-        if best
-        else "No draft length was measured; the one shown is only a starting point."
-    )
-    slower = fastest and all(one.verdict == SLOWER for one in fastest)
-    warning = [SPECULATION_LOSES] if slower else []
-    drawn = results.evaluation.probabilistic if results.evaluation else None
-    sampled = results.evaluation is not None and results.evaluation.acceptance_measure == "acceptance_sampling"
-    return "\n\n".join(
-        [
-            *warning,
-            "transformers:",
-            block("python", transformers(target, draft, length, same)),
-            "llama.cpp:",
-            block("sh", _llama_cpp(results, best.get("gguf", length))),
-            *([drawn] if drawn else []),
-            "vLLM:",
-            block("sh", vllm(target, draft, length, probabilistic=sampled, same_vocabulary=same)),
-            *([] if same else [OTHER_ROWS]),
-            f"{origin} llama-server's options were run with {LLAMA_SERVER}, vLLM's with its {VLLM} on a CPU; on "
-            "several GPUs vLLM splits the draft as the target. The figures above are of distill's own decoder: "
-            "`distill serve-check RUN --server PATH` measures the pair on your server.",
-        ]
-    )
-
-
-def _llama_cpp(results: RunResults, length: int) -> str:
-    files = results.export.files if results.export else []
-
-    def path(model: str) -> str:
-        return clean(next((file.path for file in files if file.model == model), f"{model}.gguf"))
-
-    return llama_server(path("target"), path("draft"), length)
+    """One command for each server or library, with the draft length that was fastest, and whether it pays."""
+    parts = [
+        [f"**{one.name}.** {words(one.verdict)}", block(one.language, one.text), *map(words, one.notes)]
+        for one in uses(results)
+    ]
+    return "\n\n".join([*(line for part in parts for line in part), PLACES])
 
 
 # ── Markdown that foreign text cannot break out of ──

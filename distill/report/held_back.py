@@ -14,7 +14,7 @@ from distill.results.speedup_results import Measurement, RoundFigures, SpeedupRe
 from distill.results.tables import Cell, Table
 
 NOTE = (
-    "What a round gives and costs, in plain steps; behind it the speedup of rounds with one thing changed: every "
+    "What a round gives and costs, in plain steps; then the speedup of its rounds with one thing changed: every "
     "drafted token accepted, a draft at no cost, verification at the cost of a plain step, nothing spent beside the "
     "models."
 )
@@ -28,7 +28,8 @@ ADVICE = {
     ),
     "draft": (
         "with a draft that costs nothing",
-        "a smaller draft costs less: fewer layers, a trimmed head, another type; `distill plan` says which pays",
+        "a smaller draft costs less: fewer layers, q8_0 instead of f16, in PyTorch a trimmed head; `distill plan` says "
+        "which pays",
     ),
     "verification": (
         "if verifying cost no more than a plain step",
@@ -120,6 +121,14 @@ def advice(results: RunResults) -> list[str]:
         if way.without[name] < PAYS * way.speedup:
             continue
         free, todo = ADVICE[name]
+        if way.without[name] < 1:
+            sentences.append(
+                f"{way.measured.pair}, {way.measured.backend}: no change of one thing makes drafting pay. The most, "
+                f"{free}, would give {way.without[name]:.2f}× instead of {way.speedup:.2f}×. What to do: decode "
+                "plainly there, or serve the target in a type or build, or on a machine, whose steps over several "
+                "tokens cost less (`distill plan`)."
+            )
+            continue
         sentence = (
             f"{way.measured.pair}, {way.measured.backend}: {free}, the rounds of its fastest way would give "
             f"{way.without[name]:.2f}× instead of {way.speedup:.2f}×. What to do: {todo}."

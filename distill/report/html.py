@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
@@ -25,8 +26,13 @@ def as_code(value: object) -> Html:
     return Html(f"<code>{as_text(value)}</code>")
 
 
+def as_sentence(value: object) -> str:
+    """Words in which backticks enclose code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", as_text(value))
+
+
 def as_paragraph(value: object) -> Html:
-    return Html(f"<p>{as_text(value)}</p>")
+    return Html(f"<p>{as_sentence(value)}</p>")
 
 
 def as_command(command: object) -> Html:
@@ -78,7 +84,7 @@ def as_plots(*drawn: Html) -> Html:
 
 def as_list(sentences: Sequence[str]) -> Html:
     """Sentences as a list; nothing where there are none."""
-    return Html(f"<ul>{''.join(f'<li>{as_text(one)}</li>' for one in sentences)}</ul>" if sentences else "")
+    return Html(f"<ul>{''.join(f'<li>{as_sentence(one)}</li>' for one in sentences)}</ul>" if sentences else "")
 
 
 def as_details(summary: str, inner: str) -> Html:

@@ -23,6 +23,7 @@ from distill.report.html import (
 from distill.report.limits import limits
 from distill.report.style import CSS
 from distill.report.text import interval, machine_words, number, pair_cell, percent, software_words, speedup_bounds
+from distill.report.usage import PLACES, uses
 from distill.results.evaluation_results import MEASURES, SIDES, EvaluationReport
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import FASTER, SLOWER, UNCLEAR, Measurement, SpeedupReport
@@ -41,6 +42,7 @@ def build_page(results: RunResults) -> str:
     evaluation, measured = results.evaluation, results.speedup
     parts: list[tuple[str, str, Html]] = [
         ("numbers", "In short", _headlines(results)),
+        ("use", "How to use it", _use(results)),
         ("made", "Models", _made(results)),
         *([("texts", "Texts", sections.texts(results))] if results.corpus else []),
         *([("cuts", "From donor to draft", sections.cuts(results))] if results.cuts else []),
@@ -101,11 +103,25 @@ def _made(results: RunResults) -> Html:
     return Html(as_table(draft_tables.models(results)) + f"<dl>{terms}</dl>" + recipe)
 
 
+def _use(results: RunResults) -> Html:
+    """A command for each server or library, and whether it pays."""
+    parts = []
+    for one in uses(results):
+        parts += [f"<h3>{as_text(one.name)}</h3>", as_paragraph(one.verdict), f"<pre>{as_text(one.text)}</pre>"]
+        parts += map(as_paragraph, one.notes)
+    return Html("".join([*parts, as_paragraph(PLACES)]))
+
+
 def _headlines(results: RunResults) -> Html:
-    """The best speedups and the acceptance of every domain, as cards."""
+    """The best speedups, those of a GGUF target as it is served first, and the acceptance of every domain, as cards."""
     measured, evaluation = results.speedup, results.evaluation
+    served = "gguf" if results.target.path.endswith(".gguf") else ""
     costs = held_back.table(measured) if measured else None
-    cards = [_speedup_card(measured, one) for one in measured.best] if measured else []
+    cards = (
+        [_speedup_card(measured, one) for one in sorted(measured.best, key=lambda one: one.backend != served)]
+        if measured
+        else []
+    )
     cards += [_acceptance_card(evaluation, domain) for domain in evaluation.domains] if evaluation else []
     commands = dict.fromkeys(one.command for one in (measured, evaluation) if one)
     if measured and costs:
@@ -115,6 +131,7 @@ def _headlines(results: RunResults) -> Html:
     return Html(
         as_paragraph(held_back.made(results))
         + shown
+        + as_list([results.training.warning] if results.training and results.training.warning else [])
         + (as_list(held_back.advice(results)) + as_table(costs) if costs else "")
         + "".join(map(as_command, commands))
         + "".join(not_run(name, results.left_out.get(name)) for name in missing)

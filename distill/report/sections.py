@@ -170,7 +170,7 @@ def positions(evaluation: EvaluationReport) -> Html:
     if not rows:
         return absent("No acceptance by position was measured (<code>eval --acceptance</code>).")
     caption = (
-        "The share accepted of the tokens drafted at each position; bars are intervals. A token behind a rejected "
+        "The share accepted of the tokens drafted at each position; bars are intervals. A token after a rejected "
         "one was never reached and is not counted."
     )
     shown = [as_plot(partial(plots.acceptance_by_position, rows), caption)]
@@ -178,8 +178,8 @@ def positions(evaluation: EvaluationReport) -> Html:
     if found := evaluation.reliability.get("after"):
         caption = (
             "Can the draft's probabilities be trusted, on which rules such as p_min stop drafting? Below the diagonal "
-            "it promises too much. The running product is of a draft's probabilities up to a token, and comes "
-            "true where all of them are accepted."
+            "it is overconfident. The running product is of a draft's probabilities up to a token, compared with how "
+            "often all tokens up to it are accepted."
         )
         shown.append(as_plot(partial(plots.reliability, found), caption))
         tables.append(measured_tables.reliability(found, evaluation.command))

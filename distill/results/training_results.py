@@ -115,6 +115,12 @@ class LearningCurve:
         )
 
 
+REMEDY = (  # for `TrainingSummary.warning`
+    "train longer (train.steps) on more answers (answers.prompts), try half of train.rate, or judge on more "
+    "validation prompts (train.acceptance.prompts, and as many questions or documents)"
+)
+
+
 @dataclass(frozen=True)
 class TrainingSummary:
     """training.json. `best` is None where no weights were chosen; `parts` is one but in runs of before."""

@@ -32,7 +32,7 @@ from distill.training.step import STATES, scored_blocks
 from distill.training.trackers import tracked
 from distill.training.validation import ended, evaluate_weights, evaluation_due, take_best
 
-STOPPING = "interrupted: the training stops behind this step and is saved; a second signal ends it at once"
+STOPPING = "interrupted: the training stops after this step and is saved; a second signal ends it at once"
 
 
 def train(recipe: Recipe, run: Run) -> list[Path]:

@@ -290,9 +290,3 @@ def take_best(work: Training) -> None:
     load_weights(work.run, BEST, work.learner)
     shown = from_json(best, EvaluatedWeights, "the last checkpoint").words
     work.run.say(f"  the weights of step {best['step']} are taken: {shown}")
-    if best["step"] == 0:
-        work.run.say(
-            "  so the training gained nothing on the validation prompts: train longer (train.steps) on more answers "
-            "(answers.prompts), try half of train.rate, or judge on more prompts (train.acceptance.prompts)",
-            warning=True,
-        )

@@ -145,14 +145,37 @@ def told(
     return " ".join(explain(steps, rows, rounds, None, {PLAIN.title: 0.010, one.title: 0.018}, False))
 
 
+def test_a_rule_that_hardly_drafts_is_told_from_a_pair_that_cannot_pay() -> None:
+    """The fastest is one that verifies 1.1 tokens a round; why its sibling of a fixed length does not pay is told."""
+    sparing = Configuration(rule="expected-value", length=4, calibration="none")
+    fixed = Configuration(length=2)
+    rows = [
+        measured(PLAIN, 1, 1, None),
+        replace(measured(sparing, 0.95, 0.9, 0.3), length=None),
+        replace(measured(fixed, 0.75, 0.5, 0.3), length=2),
+    ]
+    rounds = [
+        RoundFigures("plain", 9, 1, 1, 1, 0, 0.5, 0.5, 0, 0, 2, 2, 1),
+        RoundFigures(sparing.title, 9, 1.05, 1.1, 1.1, 0.5, 0.55, 0.5, 0.025, 0.025, 1, 1, 1),
+        RoundFigures(fixed.title, 9, 1.5, 3, 3, 2, 1.0, 0.75, 0.2, 0.05, 1, 1, 1),
+    ]
+    steps = StepFigures(64, {1: 0.5, 3: 0.75}, {1: 0.05})
+    said = " ".join(explain(steps, rows, rounds, None, {one.configuration: 0.01 for one in rounds}, False))
+    assert "It does not pay here: it verifies 1.10 tokens a round, so it hardly drafts" in said
+    assert (
+        "no acceptance would be enough" not in said
+        and f"The fastest fixed length is `{fixed.title}`, 0.75x: 1.50" in said
+    )
+
+
 BOUND = "no acceptance would be enough: a round of 5.0 tokens, all accepted, costs"
 WHY: dict[str, tuple[Any, ...]] = {
     "A round costs 1.70 plain steps (the target's step over 5.0 tokens 1.20, 4.0": (2.0, 1.8, (1.2, 0.4, 0.1), 3.4),
     "the draft is no faster than its target: D is 1.50 T(1)": (0.6, 0.5, (1.2, 6.0, 0.1), 4.0, 1.5),
     f"{BOUND} 6.50 plain steps; above all, verifying several": (0.6, 0.5, (4.0, 2.0, 0.5), 4.0),
-    "verifying several tokens is expensive (3.00)": (0.6, 0.5, (4.0, 2.0, 0.5), 4.0),
-    "above all, the draft is expensive (5.00)": (0.6, 0.5, (1.2, 5.0, 0.5), 4.0),
-    "above all, much is spent beside the models (5.00)": (0.6, 0.5, (1.2, 0.9, 5.0), 4.0),
+    "verifying several tokens is expensive (3.00 plain steps)": (0.6, 0.5, (4.0, 2.0, 0.5), 4.0),
+    "above all, the draft is expensive (5.00 plain steps)": (0.6, 0.5, (1.2, 5.0, 0.5), 4.0),
+    "above all, much is spent beside the models (5.00 plain steps)": (0.6, 0.5, (1.2, 0.9, 5.0), 4.0),
     "1.80 tokens a round are fewer than the 2.00 that pay for it (accepted: 20%)": (0.9, 0.8, (1.5, 0.4, 0.1), 1.8),
     "reading it takes 18.0 ms with the draft, 10.0 ms without": (0.95, 0.9, (1.5, 0.4, 0.1), 2.1),
     "not by more than these prompts vary": (1.05, 0.9, (1.5, 0.4, 0.1), 2.2),

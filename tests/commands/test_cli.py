@@ -19,6 +19,7 @@ import tiny
 
 from distill import __version__
 from distill.results.serialise import read_result
+from distill.results.speedup_results import SpeedupReport
 from distill.results.training_results import TrainingSummary
 
 Capture = pytest.CaptureFixture[str]
@@ -362,6 +363,11 @@ def test_generate(world: Path, finished: Path, capsys: Capture, standalone: bool
         assert "tok/s" in found.err and ("tokens/round" in found.err) == bool(length)
     assert texts[0] == texts[1]
     assert texts[0].startswith("def alpha_beta(gamma):") and len(texts[0]) > 30
+    assert tiny.call("generate", "def alpha_beta(gamma):", *where, "--tokens", 2) == 0
+    said = re.findall(r"drafts (\d+) tokens? a round, the fastest", capsys.readouterr().err)
+    report = read_result(finished / "speedup.json", SpeedupReport)
+    fastest = [str(one.length) for one in report.fastest if one.backend == "pytorch"]
+    assert said == ([] if standalone else fastest)
 
 
 def test_threads(world: Path, finished: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

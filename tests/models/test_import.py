@@ -367,6 +367,7 @@ def test_a_run_of_a_file(world: Path, finished: Path, tmp_path: Path, capsys: py
     assert '"draft + target"' in speedup and '"draft + target, target f32, draft f16"' in speedup
     assert "served.gguf" in (run / "report.html").read_text()
     assert "draft + target, target f32, draft f16" in printed.out + printed.err
+    assert engine_on_other_prompts(run, world, capsys) == "gguf"
     # The file may also be the donor of another vocabulary's draft, be cut, and be exported to another type.
     text = world / "corpus" / "test" / "part2_0.py"
     more = ("--text", text, "--layers", 2)
@@ -375,6 +376,15 @@ def test_a_run_of_a_file(world: Path, finished: Path, tmp_path: Path, capsys: py
     )
     assert tiny.call("export-gguf", tmp_path / "served.gguf", "--outtype", "q8_0", "--to", tmp_path / "out") == 0
     assert (tmp_path / "out" / "served-q8_0.gguf").exists()
+
+
+def engine_on_other_prompts(run: Path, world: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `distill speedup RUN --prompts FILE` decodes in, no option given; as the run says."""
+    prompts = ("--prompts", world / "corpus" / "test" / "part2_0.py", "--prompt-tokens", 16)
+    with tiny.one_thread():
+        assert tiny.call("speedup", run, *prompts, "--count", 2, "--tokens", 8, "--lengths", 2, "-o", "json") == 0
+    (engine,) = {row["backend"] for row in json.loads(capsys.readouterr().out)["measurements"]}
+    return str(engine)
 
 
 def test_a_run_of_a_file_needs_no_llama_cpp(
@@ -387,6 +397,8 @@ def test_a_run_of_a_file_needs_no_llama_cpp(
     with tiny.one_thread():
         assert tiny.call("train", recipe, "--runs", tmp_path / "runs", *alone) == 0, capsys.readouterr().err
     assert json.loads((tmp_path / "runs" / "tiny" / "gguf" / "export.json").read_text())["files"] == []
+    capsys.readouterr()
+    assert engine_on_other_prompts(tmp_path / "runs" / "tiny", world, capsys) == "pytorch"
     assert (tmp_path / "runs" / "tiny" / "report.html").exists()
 
 

@@ -306,7 +306,7 @@ def test_page_is_whole_fetches_nothing_and_changes_no_result() -> None:
     assert (
         checker.tags["svg"] == 11
     )  # two of training, positions, reliability, slices, two costs and one speedup for each of two backends
-    assert checker.tags["h1"] == 1 and checker.tags["h2"] == 12
+    assert checker.tags["h1"] == 1 and checker.tags["h2"] == 13
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -475,6 +475,30 @@ def test_card_front_matter_and_numbers() -> None:
         assert figure in card, figure
 
 
+def test_whether_a_draft_pays_stands_beside_its_commands() -> None:
+    """By engine, on the page and in the card; a target that is a GGUF file is served by llama.cpp alone."""
+
+    def of_gguf(low: float, high: float) -> tuple[str, str]:
+        results = make_metadata()
+        for one in (row for part in results["speedup"]["parts"] for row in part["measurements"]):
+            if one["backend"] == "gguf" and one["length"]:
+                one |= {"speedup": (low + high) / 2, "speedup_low": low, "speedup_high": high}
+        return page_words(results), build_card(results)
+
+    for bounds, words in (
+        ((0.5, 0.75), "Serve without a draft there; the command is for other machines."),
+        ((1.25, 1.5), "It pays on the machine above with the length shown"),
+        ((0.75, 1.5), "Whether it pays on the machine above is not known."),
+    ):
+        for shown in of_gguf(*bounds):
+            assert f"{words}" in shown.split("llama.cpp", 1)[1] and f"[{bounds[0]:.2f}, {bounds[1]:.2f}]" in shown
+            assert "llama-server -m" in shown and "--speculative-config" in shown
+    results = make_metadata()
+    results["target"]["path"] = "served.gguf"
+    for shown in (page_words(results), build_card(results)):
+        assert "llama-server -m" in shown and "from_pretrained" not in shown and "vllm serve" not in shown
+
+
 def test_card_survives_hostile_text_and_its_python_compiles() -> None:
     results = make_metadata()
     results["name"] = "evil\n---\nlicense: stolen\n# x"
@@ -560,6 +584,12 @@ def test_the_first_screen_says_what_holds_the_pair_back() -> None:
     ):
         part["rounds"] = rounds(most, *paid)
         assert f"{said}, the rounds of its fastest way" in page_words(results)
+    part["rounds"] = rounds(2.1, 0.034, 0.03, 0.03)
+    words = page_words(results)
+    assert (
+        "no change of one thing makes drafting pay. The most, with a draft that costs nothing, would give 0.62×"
+        in words
+    )
     part["rounds"] = rounds(2.0, 0.02, 0.0002, 0.0001)
     assert "What to do" not in page_words(results)  # nothing is left to gain
 

@@ -386,7 +386,7 @@ def test_signals_save_and_say_how_to_go_on(
     process.stderr.close()
     assert process.wait(timeout=60) == status, said
     saved = sorted((tmp_path / "tiny" / "checkpoints").glob("step-*"))
-    assert said.count("stops behind this step and is saved") == 1
+    assert said.count("stops after this step and is saved") == 1
     assert len(saved) == 1 and "the same command goes on there" in said and "Traceback" not in said
     assert int(saved[0].name.removeprefix("step-")) == metrics(tmp_path / "tiny")[-1]["step"]
 

@@ -1,0 +1,91 @@
+"""How a draft is used: one command for each server or library, and whether it pays there, as measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distill.models.server_commands import LLAMA_SERVER, VLLM, llama_server, transformers, vllm
+from distill.report.text import clean, speedup_bounds
+from distill.results.run_results import RunResults
+from distill.results.speedup_results import FASTER, SLOWER, Measurement
+
+FALLBACK_LENGTH = 4  # drafted where no length was measured
+OTHER_ROWS = (
+    "The heads have other numbers of rows, so vLLM is asked to draft among the tokens that both vocabularies have, "
+    "which it does with the draft's best tokens alone. A transplant gives the draft the target's rows."
+)
+PLACES = (
+    f"Paths of the draft are relative to the run's folder. llama-server's options were run with {LLAMA_SERVER}, vLLM's "
+    f"with its {VLLM} on a CPU; on several GPUs vLLM splits the draft as the target. The figures are of distill's own "
+    "decoder on the machine above: `distill serve-check RUN --server PATH` measures the pair on your server."
+)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A command or program, in a language of code blocks, for one server or library; `verdict` says whether it pays,
+    and `notes` what else there is to know."""
+
+    name: str
+    language: str
+    text: str
+    verdict: str
+    notes: tuple[str, ...] = ()
+
+
+def uses(results: RunResults) -> list[Use]:
+    """llama.cpp, and where the target is a folder transformers and vLLM, each with the fixed draft length that was
+    fastest in its engine, or else in the other."""
+    target, draft = clean(results.target.path), clean(results.draft.path)
+    same = results.target.vocabulary == results.draft.vocabulary
+    fastest: dict[str, Measurement] = {}
+    for one in results.speedup.fastest if results.speedup else []:
+        fastest.setdefault(one.backend, one)  # of the first pair, whose files the command names
+    evaluation = results.evaluation
+    drawn = evaluation.probabilistic if evaluation else None
+    found = [
+        Use(
+            "llama.cpp",
+            "sh",
+            llama_server(_file(results, "target"), _file(results, "draft"), _length(fastest, "gguf")),
+            _verdict(fastest, "gguf"),
+            (drawn,) if drawn else (),
+        )
+    ]
+    if target.endswith(".gguf"):
+        return found
+    sampled = evaluation is not None and evaluation.acceptance_measure == "acceptance_sampling"
+    length, verdict = _length(fastest, "pytorch"), _verdict(fastest, "pytorch")
+    served = vllm(target, draft, length, probabilistic=sampled, same_vocabulary=same)
+    return [
+        Use("transformers", "python", transformers(target, draft, length, same), verdict),
+        *found,
+        Use("vLLM", "sh", served, verdict, () if same else (OTHER_ROWS,)),
+    ]
+
+
+def _file(results: RunResults, model: str) -> str:
+    files = results.export.files if results.export else []
+    return clean(next((file.path for file in files if file.model == model), f"{model}.gguf"))
+
+
+def _length(fastest: dict[str, Measurement], backend: str) -> int:
+    one = fastest.get(backend) or next(iter(fastest.values()), None)
+    return FALLBACK_LENGTH if one is None else one.length or FALLBACK_LENGTH
+
+
+def _verdict(fastest: dict[str, Measurement], backend: str) -> str:
+    """Whether a fixed length pays in an engine on the machine of the run."""
+    names = {"gguf": "llama.cpp's library", "pytorch": "PyTorch"}
+    one = fastest.get(backend)
+    if one is None:
+        return "No draft length was measured in this engine; the one shown is only a starting point."
+    best = f"{one.length} drafted, {one.speedup:.2f} times plain decoding{speedup_bounds(one)} in {names[backend]}"
+    if one.verdict == SLOWER:
+        return (
+            f"It does not pay on the machine above: the best fixed length was slower than plain decoding ({best}). "
+            "Serve without a draft there; the command is for other machines."
+        )
+    if one.verdict == FASTER:
+        return f"It pays on the machine above with the length shown, the fastest fixed one: {best}."
+    return f"Whether it pays on the machine above is not known. The fastest fixed length: {best}."
