@@ -232,8 +232,13 @@ def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenario
     good = f"{GOOD_SPEEDUP}x from {needed[length]:.2f} on ({length} drafted)"
     if math.isinf(needed[length]):
         good = f"{GOOD_SPEEDUP}x at no acceptance"
+    step = (
+        f"A draft step costs {cost:.2f} T(1)."
+        if cost
+        else "A free draft is assumed: --draft or --draft-cost gives its cost."
+    )
     return (
-        f"A draft step costs {cost:.2f} T(1). It pays from an acceptance of {even.break_even:.2f} on ({even.length} "
+        f"{step} It pays from an acceptance of {even.break_even:.2f} on ({even.length} "
         f"drafted), gives {good}, and with every token accepted at most {top.most:.2f}x ({top.length} drafted)."
     )
 

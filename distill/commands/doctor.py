@@ -260,6 +260,9 @@ def _others(cores: int) -> Finding:
     busiest = [key for key in sorted(spent, key=lambda key: -spent[key])[:3] if spent[key] > 0.05]
     names = [f"{name} ({pid})" for pid, name in busiest]
     remedy = "what is timed meanwhile is too slow: wait for them, or end them"
+    left = max(1, round(cores - used))
+    if left < cores:  # threads that wait for one another on a core that is taken slow each other down
+        remedy += f"; where they must run on, fewer threads may be much faster (`threads: {left}` in a recipe)"
     return Finding("other programs", found + (f": {', '.join(names)}" if names else ""), "warning", remedy)
 
 
