@@ -56,7 +56,7 @@ def export_gguf(
     from distill.export.parity import Source, check_texts, compare, faults_of
     from distill.models.conversion.writer import export_files
 
-    sources, place, run = _find(model, runs)
+    sources, place, run, slower = _find(model, runs)
     place = folder or place
     outputs = {name: {place / f"{name}-{kind}.gguf": kind for kind in kinds} for name in sources}
     there = [path for paths in outputs.values() for path in paths if path.exists()]
@@ -76,7 +76,7 @@ def export_gguf(
             _print(report, parity)
             faults += [f"{report.path}: {fault}" for fault in wrong]
             if target is not None and name != "target":
-                faults += _served(target, report.path, origin.advice)
+                faults += _served(target, report.path, origin.advice, slower)
             path = str(_within(run, report.path))
             files.append(ExportedFile(path, name, report.outtype, report.bytes, report.fallback_tensors, parity, wrong))
     if run is not None:
@@ -87,17 +87,17 @@ def export_gguf(
         raise DataError("; ".join(faults), "the file was written; do not use it for what it does not pass")
 
 
-def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]], Path, Run | None]:
-    """What to export, by name, the place for the files, and the run: of a Hugging Face folder, or of draft and target
-    of a run with a trained draft."""
+def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]], Path, Run | None, bool]:
+    """What to export, by name, the place for the files, the run, and whether it measured that the draft is slower than
+    plain decoding: of a Hugging Face folder, or of draft and target of a run with a trained draft."""
     from distill.models.conversion.general_fields import PLAIN
     from distill.models.conversion.importing import is_gguf
     from distill.models.hugging_face import local_folder
 
     if model is not None and (Path(model) / "config.json").exists():
-        return {Path(model).resolve().name: (Path(model), PLAIN)}, Path("."), None
+        return {Path(model).resolve().name: (Path(model), PLAIN)}, Path("."), None, False
     if model is not None and is_gguf(model):
-        return {Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path("."), None
+        return {Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path("."), None, False
     from distill.export.origin import advice_of, origins
     from distill.pipeline.running import plan_run
 
@@ -106,14 +106,15 @@ def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]]
     run.verify("train", "draft/*")
     known = origins(recipe, run)
     settled = frozenset(action.stage.name for action in plan_run(recipe, run) if action.kind == "skip")
-    sources = {"draft": (run.path("draft"), replace(known["draft"], advice=advice_of(run, settled)))}
+    advice = advice_of(run, settled)
+    sources = {"draft": (run.path("draft"), replace(known["draft"], advice=advice))}
     if is_gguf(recipe.target.model):
         note(f"the target is served as it is: {recipe.target.model}")
     elif recipe.target.load:
         sources["target"] = (local_folder(recipe.target.model), known["target"])
     else:
         print(f"no file of the target is written: {REASON}", file=sys.stderr)
-    return sources, run.path("gguf", "extra"), run
+    return sources, run.path("gguf", "extra"), run, "speedup" in settled and advice is None
 
 
 def _print(report: WrittenFile, parity: Parity | None) -> None:
@@ -139,8 +140,9 @@ def _within(run: Run | None, path: Path) -> Path:
     return place.relative_to(run.folder.resolve())
 
 
-def _served(target: Path, draft: Path, advice: Advice | None) -> list[str]:
-    """Print the command that serves the pair, or return llama.cpp's reason against it."""
+def _served(target: Path, draft: Path, advice: Advice | None, slower: bool) -> list[str]:
+    """Print the command that serves the pair, with a warning where a run found it `slower` than plain decoding; or
+    return llama.cpp's reason against it."""
     from distill.models.pairs import compare_pair
     from distill.models.server_commands import llama_server
 
@@ -149,6 +151,8 @@ def _served(target: Path, draft: Path, advice: Advice | None) -> list[str]:
         remedy = report.remedies.get("llama_cpp", "")
         return [f"{draft} does not fit {target} by llama.cpp's rule: {report.llama_cpp} ({remedy})"]
     length, floor = (USUAL_LENGTH, None) if advice is None else (advice.n_max, advice.p_min)
+    if slower:
+        warn("plain decoding was faster than every draft length that the run measured: serve without this draft there")
     print(llama_server(str(target), str(draft), length, floor))
     return []
 

@@ -235,6 +235,12 @@ def test_the_command_records_its_files(copied: Path, capsys: pytest.CaptureFixtu
     assert {name: digest for name, digest in tiny.contents(copied / "gguf").items() if "extra" not in name} == stage
     found = fields_of(copied / "gguf" / "extra" / "draft-f16.gguf")
     assert found["general.name"] == "tiny draft" and found["distill.recipe"] == "tiny"
+    capsys.readouterr()
+    served = ("--outtype", "f16", "--no-check", "--overwrite", "--target", copied / "gguf" / "target-f16.gguf")
+    assert tiny.call("export-gguf", name, "--runs", runs, *served) == 0
+    shown = capsys.readouterr()
+    assert "llama-server -m" in shown.out
+    assert ("serve without this draft" in shown.err) == ("distill.draft.n_max" not in found)
     assert "distill.draft.n_max" not in fields_of(copied / "gguf" / "draft-f16.gguf")
 
 
