@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import torch
 
+from distill.errors import DataError
 from distill.machine import thread_count
 from distill.models.loaded import LoadedPair
 from distill.recipe import GgufOptions, Recipe
@@ -80,21 +81,24 @@ def llama_generation(path: Path, context: int, options: GgufOptions, ends: list[
     layers = -1 if options.n_gpu_layers is None else options.n_gpu_layers
     if options.device == (NO_DEVICE,):
         layers = 0
-    model = llama_cpp.Llama(
-        str(path),
-        n_ctx=context,
-        n_threads=threads,
-        n_threads_batch=options.threads_batch or threads,
-        n_gpu_layers=layers,
-        tensor_split=list(options.tensor_split) or None,
-        n_ubatch=options.ubatch_size or 512,
-        type_k=cache_type(options.cache_type_k),
-        type_v=cache_type(options.cache_type_v),
-        use_mmap=options.mmap is not False,
-        use_mlock=options.mlock,
-        flash_attn=options.flash_attn != "off",
-        verbose=False,
-    )
+    try:
+        model = llama_cpp.Llama(
+            str(path),
+            n_ctx=context,
+            n_threads=threads,
+            n_threads_batch=options.threads_batch or threads,
+            n_gpu_layers=layers,
+            tensor_split=list(options.tensor_split) or None,
+            n_ubatch=options.ubatch_size or 512,
+            type_k=cache_type(options.cache_type_k),
+            type_v=cache_type(options.cache_type_v),
+            use_mmap=options.mmap is not False,
+            use_mlock=options.mlock,
+            flash_attn=options.flash_attn != "off",
+            verbose=False,
+        )
+    except ValueError as error:  # a disk that fails: the file was read before
+        raise DataError(f"{path}: llama-cpp-python cannot load it again: {error}", "see that its disk works") from error
 
     def generate(prompt: Sequence[int], limit: int) -> int:
         made = 0
