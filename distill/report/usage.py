@@ -17,7 +17,7 @@ OTHER_ROWS = (
 PLACES = (
     f"Paths of the draft are relative to the run's folder. llama-server's options were run with {LLAMA_SERVER}, vLLM's "
     f"with its {VLLM} on a CPU; on several GPUs vLLM splits the draft as the target. The figures are of distill's own "
-    "decoder on the machine above: `distill serve-check RUN --server PATH` measures the pair on your server."
+    "decoder on the run's machine: `distill serve-check RUN --server PATH` measures the pair on your server."
 )
 
 
@@ -83,9 +83,9 @@ def _verdict(fastest: dict[str, Measurement], backend: str) -> str:
     best = f"{one.length} drafted, {one.speedup:.2f} times plain decoding{speedup_bounds(one)} in {names[backend]}"
     if one.verdict == SLOWER:
         return (
-            f"It does not pay on the machine above: the best fixed length was slower than plain decoding ({best}). "
+            f"It does not pay on the run's machine: the best fixed length was slower than plain decoding ({best}). "
             "Serve without a draft there; the command is for other machines."
         )
     if one.verdict == FASTER:
-        return f"It pays on the machine above with the length shown, the fastest fixed one: {best}."
-    return f"Whether it pays on the machine above is not known. The fastest fixed length: {best}."
+        return f"It pays on the run's machine with the length shown, the fastest fixed one: {best}."
+    return f"Whether it pays on the run's machine is not known. The fastest fixed length: {best}."

@@ -487,8 +487,8 @@ def test_whether_a_draft_pays_stands_beside_its_commands() -> None:
 
     for bounds, words in (
         ((0.5, 0.75), "Serve without a draft there; the command is for other machines."),
-        ((1.25, 1.5), "It pays on the machine above with the length shown"),
-        ((0.75, 1.5), "Whether it pays on the machine above is not known."),
+        ((1.25, 1.5), "It pays on the run's machine with the length shown"),
+        ((0.75, 1.5), "Whether it pays on the run's machine is not known."),
     ):
         for shown in of_gguf(*bounds):
             assert f"{words}" in shown.split("llama.cpp", 1)[1] and f"[{bounds[0]:.2f}, {bounds[1]:.2f}]" in shown
