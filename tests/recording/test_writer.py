@@ -114,7 +114,8 @@ def test_a_body_that_is_nested_too_deeply(tmp_path: Path) -> None:
     reply = {"choices": [{"message": {"content": "b"}, "finish_reason": "stop"}]}
     limit = sys.getrecursionlimit()
     body = json.dumps(asked).encode()
-    sys.setrecursionlimit(len(inspect.stack()) + 450)
+    # Enough to read the body, too little to walk through it; before Python 3.12 the reader, in C, counts too.
+    sys.setrecursionlimit(len(inspect.stack()) + (450 if sys.version_info < (3, 12) else 150))
     try:
         writer.take(CHAT, body, json.dumps(reply).encode())
     finally:
