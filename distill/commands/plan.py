@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,11 +15,13 @@ from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.commands.profile import measured_curve
 from distill.errors import DataError, RecipeError
 from distill.machine import machine
-from distill.progress import command_line
+from distill.progress import command_line, note
 from distill.recipe import Gguf, PyTorch, Recipe
 from distill.results.serialise import as_json, read_result
 
 if TYPE_CHECKING:
+    from distill.benchmark.plan import Case
+    from distill.benchmark.planned import PlanRequest
     from distill.speculative.costs.curve import CostCurve
 
 REPEATS = 5  # of a curve's steps
@@ -97,8 +99,8 @@ def plan(
         raise RecipeError(f"{option} is for models; a recipe has its own", f"override its key: {key}=…")
     from distill.benchmark.batched_bench import settings as llama_settings
     from distill.benchmark.hardware import read_hardware
-    from distill.benchmark.plan import Case, Plan, PlannedStage, as_markdown, by_position, flat_rows, outlook
-    from distill.benchmark.planned import PlanRequest, curve_case, estimated_case, measured_cases
+    from distill.benchmark.plan import Plan, PlannedStage, as_markdown, by_position, flat_rows, outlook
+    from distill.benchmark.planned import PlanRequest, curve_case, estimated_case
     from distill.benchmark.planned_run import planned_stages
     from distill.speculative.costs.curve import load_cost_curve
 
@@ -116,7 +118,7 @@ def plan(
     if recipe is not None or draft is not None:
         if measure:
             shared.prepare(threads if recipe is None else recipe.threads)
-            cases += measured_cases(request)
+            cases += _told_as_they_come(request, given)
     elif measure:
         if model is not None:
             curve = measured_curve(request.target, [depth], max(drafted) + 1, REPEATS, threads, gguf, PyTorch())
@@ -140,6 +142,18 @@ def plan(
     found = Plan(command_line(sys.argv), machine(), [outlook(one, given) for one in cases], settings)
     found = replace(found, run=run, run_on="" if described is None else described.name)
     shared.print_table(flat_rows(found), as_markdown(found), as_json(found), output)
+
+
+def _told_as_they_come(request: PlanRequest, given: Mapping[str, Sequence[float]]) -> Iterator[Case]:
+    """The measured cases; what each says is a line of progress where another, of minutes, follows."""
+    from distill.benchmark.plan import outlook
+    from distill.benchmark.planned import measured_cases
+
+    backends = 1 if request.recipe is None else len(request.recipe.speedup.backends)
+    for place, case in enumerate(measured_cases(request), 1):
+        if place < backends:
+            note("\n  ".join([f"{case.title}:", *outlook(case, given).sentences]))
+        yield case
 
 
 def _require_one_source(

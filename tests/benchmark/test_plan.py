@@ -306,6 +306,13 @@ def test_a_recipe(world: Path, capsys: Capture) -> None:
     (one,) = planned(capsys, world / "recipe.yaml", *changes, "--lengths", "1,2")["outlooks"]
     assert one["title"] == "this machine, measured, pytorch" and one["prompt"] == 16 and one["new"] == 8
     assert one["draft_cost"] > 0 and one["scenarios"][0]["layers"] is not None
+    assert tiny.call("plan", world / "recipe.yaml", "speedup.new_tokens=8", "--lengths", "1,2") == 0
+    shown = capsys.readouterr()
+    first, second = (
+        f"this machine, measured, {backend}" for backend in load_recipe(world / "recipe.yaml").speedup.backends
+    )
+    assert f"{first}:\n" in shown.err and f"{second}:\n" not in shown.err  # told before the second is measured
+    assert f"**{first}**" in shown.out and f"**{second}**" in shown.out
 
 
 def test_hours_and_disk_of_the_run(world: Path, tmp_path: Path, capsys: Capture) -> None:
