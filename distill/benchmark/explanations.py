@@ -66,12 +66,13 @@ def _of_lengths(
     """Why the fastest fixed length does not pay, where the fastest configuration is one that hardly drafts."""
     if best.speedup_low > 1 or not _sparing(by_title[best.configuration]):
         return []
-    lengths = [one for one in drafting if one.length and one.sampler == best.sampler and one.speedup_low <= 1]
+    lengths = [one for one in drafting if one.length and one.sampler == best.sampler and one.speedup > 0]
     if not lengths:
         return []
     fastest = max(lengths, key=lambda one: one.speedup)
     figures, draft = by_title[fastest.configuration], steps.draft.get(1, 0.0) / steps.target[1]
-    if not figures.seconds:
+    paid = figures.tokens >= figures.seconds / single and fastest.speedup >= 1  # by chance, or it would be the best
+    if not figures.seconds or fastest.speedup_low > 1 or paid:
         return []
     cause = _cause(fastest, figures, single, draft, prompts)
     return [f"The fastest fixed length is `{fastest.configuration}`, {fastest.speedup:.2f}x: {cause}."]
@@ -134,10 +135,8 @@ def _cause(best: Measurement, figures: RoundFigures, single: float, draft: float
     """The largest cause why the fastest configuration is not faster than plain decoding; `draft` is D ÷ T(1)."""
     round_steps = figures.seconds / single
     if _sparing(figures):
-        return (
-            f"it verifies {figures.verified:.2f} tokens a round, so it hardly drafts: its rule expects that more would "
-            "not pay"
-        )
+        why = ": its rule expects that more would not pay" if best.rule == "expected-value" else ""
+        return f"it verifies {figures.verified:.2f} tokens a round, so it hardly drafts{why}"
     if draft >= 1 and figures.draft_steps:
         return f"the draft is no faster than its target: D is {draft:.2f} T(1)"
     if figures.most is not None and figures.most <= round_steps:

@@ -97,8 +97,11 @@ def llama_generation(path: Path, context: int, options: GgufOptions, ends: list[
             flash_attn=options.flash_attn != "off",
             verbose=False,
         )
-    except ValueError as error:  # a disk that fails: the file was read before
-        raise DataError(f"{path}: llama-cpp-python cannot load it again: {error}", "see that its disk works") from error
+    except ValueError as error:  # the file was read before, under the same options, and is open for our decoder
+        raise DataError(
+            f"{path}: llama-cpp-python cannot load it again: {error}",
+            "it may not fit in memory twice, or its disk fails",
+        ) from error
 
     def generate(prompt: Sequence[int], limit: int) -> int:
         made = 0

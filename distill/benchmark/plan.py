@@ -233,9 +233,7 @@ def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenario
     if math.isinf(needed[length]):
         good = f"{GOOD_SPEEDUP}x at no acceptance"
     step = (
-        f"A draft step costs {cost:.2f} T(1)."
-        if cost
-        else "A free draft is assumed: --draft or --draft-cost gives its cost."
+        f"A draft step costs {cost:.2f} T(1)." if cost else "A draft that costs nothing is assumed (see --draft-cost)."
     )
     return (
         f"{step} It pays from an acceptance of {even.break_even:.2f} on ({even.length} "

@@ -262,7 +262,7 @@ def _others(cores: int) -> Finding:
     remedy = "what is timed meanwhile is too slow: wait for them, or end them"
     left = max(1, round(cores - used))
     if left < cores:  # threads that wait for one another on a core that is taken slow each other down
-        remedy += f"; where they must run on, fewer threads may be much faster (`threads: {left}` in a recipe)"
+        remedy += f"; if they have to go on, try fewer threads (`threads: {left}` in a recipe)"
     return Finding("other programs", found + (f": {', '.join(names)}" if names else ""), "warning", remedy)
 
 

@@ -114,7 +114,17 @@ def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]]
         sources["target"] = (local_folder(recipe.target.model), known["target"])
     else:
         print(f"no file of the target is written: {REASON}", file=sys.stderr)
-    return sources, run.path("gguf", "extra"), run, "speedup" in settled and advice is None
+    return sources, run.path("gguf", "extra"), run, "speedup" in settled and _slower(run)
+
+
+def _slower(run: Run) -> bool:
+    """Whether llama.cpp was measured in the run, and every fixed length was slower there than plain decoding."""
+    from distill.results.serialise import read_result
+    from distill.results.speedup_results import SLOWER, SpeedupReport
+
+    report = read_result(run.path("speedup.json"), SpeedupReport)
+    verdicts = {one.verdict for one in report.fastest if one.backend == "gguf"}
+    return verdicts == {SLOWER}
 
 
 def _print(report: WrittenFile, parity: Parity | None) -> None:
@@ -152,7 +162,7 @@ def _served(target: Path, draft: Path, advice: Advice | None, slower: bool) -> l
         return [f"{draft} does not fit {target} by llama.cpp's rule: {report.llama_cpp} ({remedy})"]
     length, floor = (USUAL_LENGTH, None) if advice is None else (advice.n_max, advice.p_min)
     if slower:
-        warn("plain decoding was faster than every draft length that the run measured: serve without this draft there")
+        warn("on the machine of the run, plain decoding was faster in llama.cpp than every fixed draft length measured")
     print(llama_server(str(target), str(draft), length, floor))
     return []
 

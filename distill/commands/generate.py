@@ -33,7 +33,7 @@ def generate(
             min=0,
             max=63,
             help="Maximum tokens drafted per round; 0 decodes plainly. By default the fixed length that was fastest in "
-            f"the run, else {LENGTH}.",
+            f"the run's PyTorch; without one, or with --drafter, --rule or --widths, {LENGTH}.",
         ),
     ] = None,
     tokens: Annotated[int, shared.number_option(min=1, help="New tokens at most.")] = 128,
@@ -186,14 +186,18 @@ def _standalone_pair(target: str | None, draft: str | None, configuration: Confi
 
 
 def _fastest(run: Run) -> int | None:
-    """The fixed length that was fastest in a run's PyTorch, which decodes here; None where none was measured."""
+    """The fixed length that was fastest in a run's PyTorch, which decodes here; None where none was measured of this
+    draft, or in another form than this version reads."""
     from distill.progress import note
     from distill.results.serialise import read_result
     from distill.results.speedup_results import SpeedupReport
 
-    if run.done("speedup") is None:
+    if run.outdated("speedup"):
         return None
-    report = read_result(run.path("speedup.json"), SpeedupReport)
+    try:
+        report = read_result(run.path("speedup.json"), SpeedupReport)
+    except DataError:
+        return None
     length = next((one.length for one in report.fastest if one.backend == "pytorch"), None)
     if length is not None:
         note(f"drafts {length} token{'s' * (length > 1)} a round, the fastest fixed length of the run (--length)")

@@ -86,7 +86,7 @@ def serve_check(
     concurrency: Annotated[
         str,
         typer.Option(
-            help="Requests at once, separated by commas; 1 is always measured, `1` alone measures no load. More values "
+            help="Requests at once, separated by commas; 1 is always measured, with `1` alone no load is. More values "
             "locate the load from which drafts stop paying, such as 1,2,4,8,16,32."
         ),
     ] = "1,4,16",

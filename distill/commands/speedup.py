@@ -19,6 +19,7 @@ from distill.results.serialise import as_json, read_result, write_result
 from distill.run import Run
 
 PAIR = "Any pair, without a run"
+OF_FOLDERS = ["batch", "dtype", "static", "compile", "draft_device", "prepack"]  # options that PyTorch alone takes
 
 
 def pair_option(*names: str, **settings: Any) -> Any:
@@ -123,7 +124,8 @@ def speedup(
     own: Recipe | None = None  # of a run, whose settings hold where no option says otherwise
     if of_run:
         given_type = dtype if shared.first_given(context, ["dtype"]) else None
-        own, target, draft, dtype = _pair_of(run, runs, gguf, given_type)
+        folders = shared.first_given(context, OF_FOLDERS) is not None
+        own, target, draft, dtype = _pair_of(run, runs, gguf, given_type, folders)
         if draft.endswith(".gguf"):
             gguf = own.gguf if gguf is None else merged(own.gguf, gguf)
         threads = threads or own.threads
@@ -242,21 +244,23 @@ def _require_meaning(configurations: Sequence[Configuration], batches: tuple[int
         raise RecipeError("--batch decodes with the target's own acceptance", "leave --synthetic-acceptance out")
 
 
-def _pair_of(name: str | None, runs: Path, gguf: Gguf | None, dtype: str | None) -> tuple[Recipe, str, str, str]:
+def _pair_of(
+    name: str | None, runs: Path, gguf: Gguf | None, dtype: str | None, folders: bool
+) -> tuple[Recipe, str, str, str]:
     """A run's recipe, target and trained draft, and the type to load them in (None: the run's): its GGUF files where
-    llama.cpp's options are given, or where they are measured in it and its target is one, or PyTorch is not; else its
-    folders. RunError for a run that lacks them.
+    llama.cpp's options are given, or where they are measured in it and its target is one, or PyTorch is not; else, and
+    where options of `folders` are given, its folders. RunError for a run that lacks them.
     """
     recipe, found = shared.find_run(name, runs)
     shared.require_draft(found)
-    backends = set(recipe.speedup.backends)
-    if recipe.target.model.endswith(".gguf") and "gguf" in backends:
-        backends.discard("pytorch")
-    if gguf is None and recipe.target.load and "pytorch" in backends:
+    measured = set(recipe.speedup.backends)
+    served = recipe.target.model.endswith(".gguf") and "gguf" in measured and not found.outdated("export")
+    if gguf is None and recipe.target.load and "pytorch" in measured and (folders or not served):
         return recipe, recipe.target.model, str(found.path("draft")), dtype or recipe.target.dtype
     from distill.commands.served_pair import pair_files
 
-    files = pair_files(str(found.folder), runs, None, None, None, required=True)
+    timed = recipe.speedup.outtype if recipe.target.load and "gguf" in measured else None
+    files = pair_files(str(found.folder), runs, None, None, timed, required=True)
     return recipe, str(files.target), str(files.draft), dtype or "float32"
 
 

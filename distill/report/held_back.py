@@ -28,8 +28,8 @@ ADVICE = {
     ),
     "draft": (
         "with a draft that costs nothing",
-        "a smaller draft costs less: fewer layers, q8_0 instead of f16, in PyTorch a trimmed head; `distill plan` says "
-        "which pays",
+        "a smaller draft costs less: fewer layers, q8_0 instead of f16, or, in PyTorch only, a trimmed head; `distill "
+        "plan` says which pays",
     ),
     "verification": (
         "if verifying cost no more than a plain step",
@@ -113,25 +113,29 @@ def advice(results: RunResults) -> list[str]:
     """For each pair and backend: what raises the speedup of its fastest way most, and how to go about it."""
     report = results.speedup
     assert report is not None
-    best, sentences = report.best, []
-    for way in ways(report):
-        if way.measured not in best:
+    best, found, sentences = report.best, ways(report), []
+    for fastest in found:
+        if fastest.measured not in best:
             continue
+        place = f"{fastest.measured.pair}, {fastest.measured.backend}"
+        group = [one for one in found if f"{one.measured.pair}, {one.measured.backend}" == place]
+        # A way that hardly drafts has little to gain, whatever its pair has.
+        way = fastest if max(fastest.without.values()) >= 1 else max(group, key=lambda one: max(one.without.values()))
         name = max(way.without, key=lambda one: way.without[one])
         if way.without[name] < PAYS * way.speedup:
             continue
         free, todo = ADVICE[name]
+        rounds = "its fastest way" if way is fastest else f"`{way.measured.configuration}`"
         if way.without[name] < 1:
             sentences.append(
-                f"{way.measured.pair}, {way.measured.backend}: no change of one thing makes drafting pay. The most, "
-                f"{free}, would give {way.without[name]:.2f}× instead of {way.speedup:.2f}×. What to do: decode "
-                "plainly there, or serve the target in a type or build, or on a machine, whose steps over several "
-                "tokens cost less (`distill plan`)."
+                f"{place}: no change of one thing makes drafting pay. The most, {free}, would give "
+                f"{way.without[name]:.2f}× instead of {way.speedup:.2f}×. What to do: decode plainly there; `distill "
+                "plan` says what another type, build or machine would have to cost."
             )
             continue
         sentence = (
-            f"{way.measured.pair}, {way.measured.backend}: {free}, the rounds of its fastest way would give "
-            f"{way.without[name]:.2f}× instead of {way.speedup:.2f}×. What to do: {todo}."
+            f"{place}: {free}, the rounds of {rounds} would give {way.without[name]:.2f}× instead of "
+            f"{way.speedup:.2f}×. What to do: {todo}."
         )
         if name == "acceptance" and results.training is not None and results.training.curve is not None:
             sentence += f" {results.training.curve.sentence}"

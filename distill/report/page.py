@@ -27,6 +27,7 @@ from distill.report.usage import PLACES, uses
 from distill.results.evaluation_results import MEASURES, SIDES, EvaluationReport
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import FASTER, SLOWER, UNCLEAR, Measurement, SpeedupReport
+from distill.results.training_results import REMEDY
 
 Report = TypeVar("Report")
 
@@ -126,12 +127,13 @@ def _headlines(results: RunResults) -> Html:
     commands = dict.fromkeys(one.command for one in (measured, evaluation) if one)
     if measured and costs:
         commands.pop(measured.command)  # which the table of costs names already
+    warning = results.training.warning if results.training else None
     missing = [name for name, one in (("speedup", measured), ("eval", evaluation)) if one is None]
     shown = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
     return Html(
         as_paragraph(held_back.made(results))
         + shown
-        + as_list([results.training.warning] if results.training and results.training.warning else [])
+        + as_list([f"{warning} What to do: {REMEDY}."] if warning else [])
         + (as_list(held_back.advice(results)) + as_table(costs) if costs else "")
         + "".join(map(as_command, commands))
         + "".join(not_run(name, results.left_out.get(name)) for name in missing)

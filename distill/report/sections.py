@@ -178,8 +178,8 @@ def positions(evaluation: EvaluationReport) -> Html:
     if found := evaluation.reliability.get("after"):
         caption = (
             "Can the draft's probabilities be trusted, on which rules such as p_min stop drafting? Below the diagonal "
-            "it is overconfident. The running product is of a draft's probabilities up to a token, compared with how "
-            "often all tokens up to it are accepted."
+            "it is overconfident. The running product multiplies a draft's probabilities up to a token; it is compared "
+            "with how often all of these tokens are accepted."
         )
         shown.append(as_plot(partial(plots.reliability, found), caption))
         tables.append(measured_tables.reliability(found, evaluation.command))

@@ -14,8 +14,10 @@ OTHER_ROWS = (
     "The heads have other numbers of rows, so vLLM is asked to draft among the tokens that both vocabularies have, "
     "which it does with the draft's best tokens alone. A transplant gives the draft the target's rows."
 )
+NO_FILE = "The run wrote no GGUF file of its draft: `distill export-gguf RUN` does."
 PLACES = (
-    f"Paths of the draft are relative to the run's folder. llama-server's options were run with {LLAMA_SERVER}, vLLM's "
+    "Paths of what the run made are relative to its folder; models of yours are named without their folders. "
+    f"llama-server's options were run with {LLAMA_SERVER}, vLLM's "
     f"with its {VLLM} on a CPU; on several GPUs vLLM splits the draft as the target. The figures are of distill's own "
     "decoder on the run's machine: `distill serve-check RUN --server PATH` measures the pair on your server."
 )
@@ -40,16 +42,20 @@ def uses(results: RunResults) -> list[Use]:
     same = results.target.vocabulary == results.draft.vocabulary
     fastest: dict[str, Measurement] = {}
     for one in results.speedup.fastest if results.speedup else []:
-        fastest.setdefault(one.backend, one)  # of the first pair, whose files the command names
+        fastest.setdefault(one.backend, one)
     evaluation = results.evaluation
     drawn = evaluation.probabilistic if evaluation else None
     found = [
         Use(
             "llama.cpp",
             "sh",
-            llama_server(_file(results, "target"), _file(results, "draft"), _length(fastest, "gguf")),
+            llama_server(
+                _file(results, "target") or (target if target.endswith(".gguf") else "target.gguf"),
+                _file(results, "draft") or "draft.gguf",
+                _length(fastest, "gguf"),
+            ),
             _verdict(fastest, "gguf"),
-            (drawn,) if drawn else (),
+            (*([drawn] if drawn else []), *([] if _file(results, "draft") else [NO_FILE])),
         )
     ]
     if target.endswith(".gguf"):
@@ -65,8 +71,10 @@ def uses(results: RunResults) -> list[Use]:
 
 
 def _file(results: RunResults, model: str) -> str:
-    files = results.export.files if results.export else []
-    return clean(next((file.path for file in files if file.model == model), f"{model}.gguf"))
+    """The GGUF file of a model, of the type that was timed where there is one; empty where there is none."""
+    files = [file for file in (results.export.files if results.export else []) if file.model == model]
+    timed = results.config.get("speedup", {}).get("outtype")
+    return clean(next((file.path for file in sorted(files, key=lambda file: file.outtype != timed)), ""))
 
 
 def _length(fastest: dict[str, Measurement], backend: str) -> int:
@@ -78,8 +86,12 @@ def _verdict(fastest: dict[str, Measurement], backend: str) -> str:
     """Whether a fixed length pays in an engine on the machine of the run."""
     names = {"gguf": "llama.cpp's library", "pytorch": "PyTorch"}
     one = fastest.get(backend)
+    if one is None and fastest:
+        return (
+            f"It was not timed in {names[backend]}: the length shown was the fastest in {names[next(iter(fastest))]}."
+        )
     if one is None:
-        return "No draft length was measured in this engine; the one shown is only a starting point."
+        return "No draft length was timed; the one shown is only a starting point."
     best = f"{one.length} drafted, {one.speedup:.2f} times plain decoding{speedup_bounds(one)} in {names[backend]}"
     if one.verdict == SLOWER:
         return (

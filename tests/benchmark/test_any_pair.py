@@ -151,7 +151,7 @@ def test_a_rule_that_hardly_drafts_is_told_from_a_pair_that_cannot_pay() -> None
     fixed = Configuration(length=2)
     rows = [
         measured(PLAIN, 1, 1, None),
-        replace(measured(sparing, 0.95, 0.9, 0.3), length=None),
+        replace(measured(sparing, 0.95, 0.9, 0.3), length=None, rule="expected-value"),
         replace(measured(fixed, 0.75, 0.5, 0.3), length=2),
     ]
     rounds = [
@@ -161,11 +161,17 @@ def test_a_rule_that_hardly_drafts_is_told_from_a_pair_that_cannot_pay() -> None
     ]
     steps = StepFigures(64, {1: 0.5, 3: 0.75}, {1: 0.05})
     said = " ".join(explain(steps, rows, rounds, None, {one.configuration: 0.01 for one in rounds}, False))
-    assert "It does not pay here: it verifies 1.10 tokens a round, so it hardly drafts" in said
+    assert "It does not pay here: it verifies 1.10 tokens a round, so it hardly drafts: its rule expects" in said
     assert (
         "no acceptance would be enough" not in said
         and f"The fastest fixed length is `{fixed.title}`, 0.75x: 1.50" in said
     )
+    rows[1] = replace(rows[1], drafter="lookup", rule=None)
+    other = " ".join(explain(steps, rows, rounds, None, {one.configuration: 0.01 for one in rounds}, False))
+    assert "hardly drafts. The fastest fixed length" in other  # no rule decided it
+    rows[1:] = replace(rows[1], speedup=1.02), replace(rows[2], speedup=1.01)
+    rounds[2] = replace(rounds[2], tokens=2.5)  # ahead by chance: there is no reason why it does not pay
+    assert "The fastest fixed" not in " ".join(explain(steps, rows, rounds, None, {}, False))
 
 
 BOUND = "no acceptance would be enough: a round of 5.0 tokens, all accepted, costs"

@@ -311,7 +311,7 @@ def test_a_recipe(world: Path, capsys: Capture) -> None:
     first, second = (
         f"this machine, measured, {backend}" for backend in load_recipe(world / "recipe.yaml").speedup.backends
     )
-    assert f"{first}:\n" in shown.err and f"{second}:\n" not in shown.err  # told before the second is measured
+    assert f"{first}:\n" in shown.err and f"{second}:\n" not in shown.err  # the last one follows in the table
     assert f"**{first}**" in shown.out and f"**{second}**" in shown.out
 
 

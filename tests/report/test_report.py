@@ -499,6 +499,26 @@ def test_whether_a_draft_pays_stands_beside_its_commands() -> None:
         assert "llama-server -m" in shown and "from_pretrained" not in shown and "vllm serve" not in shown
 
 
+def test_the_command_names_the_files_that_were_timed() -> None:
+    results = make_metadata()
+    first = next(file for file in results["export"]["files"] if file["model"] == "draft")
+    results["export"]["files"].append(first | {"path": "gguf/draft-q5_0.gguf", "outtype": "q5_0"})
+    assert f"-md {first['path']} " in build_card(results)
+    results["config"]["speedup"] = {"outtype": "q5_0"}
+    assert "-md gguf/draft-q5_0.gguf " in build_card(results)
+    # No file of the draft, a target that is a file, and an engine that was not timed.
+    results["export"], results["target"]["path"] = None, "served.gguf"
+    for part in results["speedup"]["parts"]:
+        part["measurements"] = [row for row in part["measurements"] if row["backend"] == "pytorch"]
+    card = build_card(results)
+    assert "llama-server -m served.gguf -md draft.gguf" in card and "`distill export-gguf RUN` does" in card.replace(
+        "\\", ""
+    )
+    assert "It was not timed in llama.cpp's library: the length shown was the fastest in PyTorch." in card
+    results["speedup"] = None
+    assert "No draft length was timed; the one shown is only a starting point." in build_card(results)
+
+
 def test_card_survives_hostile_text_and_its_python_compiles() -> None:
     results = make_metadata()
     results["name"] = "evil\n---\nlicense: stolen\n# x"
