@@ -368,6 +368,7 @@ def test_a_run_of_a_file(world: Path, finished: Path, tmp_path: Path, capsys: py
     assert "served.gguf" in (run / "report.html").read_text()
     assert "draft + target, target f32, draft f16" in printed.out + printed.err
     assert engine_on_other_prompts(run, world, capsys) == "gguf"
+    assert engine_on_other_prompts(run, world, capsys, "--dtype", "float32") == "pytorch"  # an option of folders
     # The file may also be the donor of another vocabulary's draft, be cut, and be exported to another type.
     text = world / "corpus" / "test" / "part2_0.py"
     more = ("--text", text, "--layers", 2)
@@ -378,11 +379,12 @@ def test_a_run_of_a_file(world: Path, finished: Path, tmp_path: Path, capsys: py
     assert (tmp_path / "out" / "served-q8_0.gguf").exists()
 
 
-def engine_on_other_prompts(run: Path, world: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `distill speedup RUN --prompts FILE` decodes in, no option given; as the run says."""
+def engine_on_other_prompts(run: Path, world: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """What `distill speedup RUN --prompts FILE` decodes in, with no more options than `more`."""
     prompts = ("--prompts", world / "corpus" / "test" / "part2_0.py", "--prompt-tokens", 16)
     with tiny.one_thread():
-        assert tiny.call("speedup", run, *prompts, "--count", 2, "--tokens", 8, "--lengths", 2, "-o", "json") == 0
+        sizes = ("--count", 2, "--tokens", 8, "--lengths", 2)
+        assert tiny.call("speedup", run, *prompts, *sizes, *more, "-o", "json") == 0
     (engine,) = {row["backend"] for row in json.loads(capsys.readouterr().out)["measurements"]}
     return str(engine)
 
