@@ -45,17 +45,18 @@ def uses(results: RunResults) -> list[Use]:
         fastest.setdefault(one.backend, one)
     evaluation = results.evaluation
     drawn = evaluation.probabilistic if evaluation else None
+    big, small = _file(results, "target"), _file(results, "draft")
     found = [
         Use(
             "llama.cpp",
             "sh",
             llama_server(
-                _file(results, "target") or (target if target.endswith(".gguf") else "target.gguf"),
-                _file(results, "draft") or "draft.gguf",
+                big or (target if target.endswith(".gguf") else "target.gguf"),
+                small or "draft.gguf",
                 _length(fastest, "gguf"),
             ),
             _verdict(fastest, "gguf"),
-            (*([drawn] if drawn else []), *([] if _file(results, "draft") else [NO_FILE])),
+            (*([drawn] if drawn else []), *([] if small else [NO_FILE])),
         )
     ]
     if target.endswith(".gguf"):
