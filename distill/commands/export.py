@@ -118,13 +118,13 @@ def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]]
 
 
 def _slower(run: Run) -> bool:
-    """Whether llama.cpp was measured in the run, and every fixed length was slower there than plain decoding."""
+    """Whether llama.cpp was measured in the run, and its fastest fixed length was slower than plain decoding."""
     from distill.results.serialise import read_result
     from distill.results.speedup_results import SLOWER, SpeedupReport
 
     report = read_result(run.path("speedup.json"), SpeedupReport)
-    verdicts = {one.verdict for one in report.fastest if one.backend == "gguf"}
-    return verdicts == {SLOWER}
+    fastest = report.fastest_of_backends.get("gguf")
+    return fastest is not None and fastest.verdict == SLOWER
 
 
 def _print(report: WrittenFile, parity: Parity | None) -> None:

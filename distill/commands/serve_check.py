@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,10 +19,12 @@ from distill.machine import thread_count
 from distill.progress import command_line
 from distill.recipe import Gguf, SamplerSettings
 from distill.results.serialise import write_result
+from distill.results.serving_results import ServeReport
 
 PAIR = "A pair without a run, or other files than the run's"
 SERVED = "A server that runs already"
 USUAL_LENGTH = 4
+ENDED_EARLY = "the check ended before its last measurement: what is missing here was not measured"
 SPARE = 12  # validation prompts, on which settings are chosen
 # Options of llama-server that are options of this command.
 OWN = {"--spec-draft-n-max": "--n-max", "--spec-draft-p-min": "--p-min", "--draft-p-min": "--p-min", "-m": "--target"}
@@ -147,12 +149,12 @@ def serve_check(
     length = n_max or USUAL_LENGTH
     shared.prepare(threads)
     from distill.models.server_commands import SAMPLING
-    from distill.serving.check import CheckSettings, check_addresses, check_started
+    from distill.serving.check import check_addresses, check_started
     from distill.serving.clients import Addresses
+    from distill.serving.findings import CheckSettings
     from distill.serving.llama_server import LlamaServer, require_binary
-    from distill.serving.markdown import as_markdown, flat_rows
 
-    with ExitStack() as stack:
+    with ExitStack() as stack, _kept(to, output) as kept:
         room = served_pair.room(files, tokens + 2 * length + 2)
         spare = SPARE if choose and url is None else 0
         if prompts:
@@ -181,7 +183,7 @@ def serve_check(
             pair = None if files.target is None or files.draft is None else (files.target, files.draft)
             drawn = draft_sampling == "probabilistic"
             places = Addresses(url, plain_url, kind, key, model, pair, n_max, drawn, thread_count(threads))
-            report = check_addresses(settings, places)
+            report = check_addresses(settings, places, kept.append)
         else:
             assert server is not None and files.target is not None
             longest = max(len(prompt.ids) for prompt in (*measured, *choosing))
@@ -198,10 +200,28 @@ def serve_check(
             )
             if draft_sampling == "probabilistic" or (draft_sampling is None and temperature and started.has(SAMPLING)):
                 started = replace(started, probabilistic=True)
-            report = check_started(settings, started)
+            report = check_started(settings, started, kept.append)
+    _show(report, to, output)
+
+
+def _show(report: ServeReport, to: Path | None, output: str) -> None:
+    from distill.serving.markdown import as_markdown, flat_rows
+
     if to is not None:
         write_result(to, report)
     shared.print_result(report, as_markdown(report), flat_rows(report), output)
+
+
+@contextmanager
+def _kept(to: Path | None, output: str) -> Iterator[list[ServeReport]]:
+    """A list for the findings so far: the last of them are shown where Ctrl-C or a server's fault ends the check."""
+    kept: list[ServeReport] = []
+    try:
+        yield kept
+    except BaseException:
+        if kept:
+            _show(replace(kept[-1], notes=[ENDED_EARLY, *kept[-1].notes]), to, output)
+        raise
 
 
 def _refuse_idle(context: typer.Context, given: Mapping[str, Any]) -> None:

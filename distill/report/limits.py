@@ -7,6 +7,8 @@ from distill.results.evaluation_results import EvaluationReport
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import FASTER, SpeedupReport
 
+WIDE = 1.5  # an interval's upper end over its lower one, from which on the figure between them says little
+
 
 def limits(results: RunResults) -> list[str]:
     """Everything a reader must know before quoting these figures, one sentence each."""
@@ -42,6 +44,13 @@ def _speedup_limits(speedup: SpeedupReport) -> list[str]:
     for best in speedup.fastest:
         if best.verdict != FASTER:
             sentences.append(f"{best.pair} ({best.backend}) at its best draft length: {best.verdict}.")
+    for best in speedup.best:
+        if best.speedup_high > WIDE * best.speedup_low:
+            sentences.append(
+                f"{best.configuration} ({best.pair}, {best.backend}) lies between {best.speedup_low:.2f}× and "
+                f"{best.speedup_high:.2f}×, which is wide: other programs took part of the machine, or "
+                f"{number(speedup.prompts)} prompts are too few (speedup.prompts)."
+            )
     for one in speedup.measurements:
         if not one.is_plain and one.acceptance is None and known(one.speedup):
             sentences.append(

@@ -207,7 +207,7 @@ def cost(profile: ProfileReport) -> Html:
         spans = "time of one step of m tokens; the band spans the interval of the repeats."
         drawn += [as_plot(draw, f"{backend}: {spans}"), as_plot(partial(draw, relative=True), f"{backend}: {flat}")]
     doubts = [
-        f"{curve.model}, {curve.backend}: {curve.doubt} (distill train RECIPE --redo profile)."
+        f"{curve.model}, {curve.backend}: {curve.doubt} (measure it again: the run's command with --redo profile)."
         for curve in curves
         if curve.doubt
     ]

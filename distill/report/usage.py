@@ -40,9 +40,7 @@ def uses(results: RunResults) -> list[Use]:
     fastest in its engine, or else in the other."""
     target, draft = clean(results.target.path), clean(results.draft.path)
     same = results.target.vocabulary == results.draft.vocabulary
-    fastest: dict[str, Measurement] = {}
-    for one in results.speedup.fastest if results.speedup else []:
-        fastest.setdefault(one.backend, one)
+    fastest = results.speedup.fastest_of_backends if results.speedup else {}
     evaluation = results.evaluation
     drawn = evaluation.probabilistic if evaluation else None
     big, small = _file(results, "target"), _file(results, "draft")

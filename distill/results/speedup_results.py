@@ -267,6 +267,14 @@ class SpeedupReport:
         return _fastest(one for one in self.sweep if one.length)
 
     @property
+    def fastest_of_backends(self) -> dict[str, Measurement]:
+        """The fastest fixed length of each backend's first pair: what its commands draft, and whether they pay."""
+        found: dict[str, Measurement] = {}
+        for one in self.fastest:
+            found.setdefault(one.backend, one)
+        return found
+
+    @property
     def best(self) -> list[Measurement]:
         """The fastest way of each pair and backend to the target's greedy text, in the order of the table."""
         return _fastest(self.rivals)

@@ -5,109 +5,43 @@ The servers are started here, or already run. Legend: τ tokens per round.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-from distill.documents.chat_template import ChatTemplate
 from distill.errors import ServingError
-from distill.intervals import UNKNOWN, Interval
-from distill.machine import machine
 from distill.models.server_commands import SAMPLING
 from distill.progress import note
-from distill.recipe import SamplerSettings
 from distill.results.serving_results import (
     ChosenSettings,
-    Difference,
-    LoadTable,
-    ServedAcceptance,
-    ServedSpeed,
     ServeReport,
 )
 from distill.sampler import Sampler
 from distill.serving import differences
 from distill.serving.arrivals import Load
 from distill.serving.choose import Trials, choose, grid
-from distill.serving.clients import DRAFT, GREEDY, PLAIN, Addresses, Client, LlamaClient, connected, opened
+from distill.serving.clients import DRAFT, PLAIN, Addresses, Client, LlamaClient, connected, opened
 from distill.serving.counts import Text, TextCounts, acceptance, counts_of, rise_of_tokens
 from distill.serving.crossing import load_table
+from distill.serving.findings import CheckSettings, Findings, report
 from distill.serving.llama_server import LlamaServer
 from distill.serving.load import apart, speeds_under
-from distill.serving.markdown import Reference, sentences
-from distill.serving.replaying import Replayed, ServerRules, by_class, interleaved, warm
+from distill.serving.markdown import Reference
+from distill.serving.replaying import ServerRules, interleaved, warm
 from distill.serving.wheel_server import WHEEL, wheel_version
-from distill.texts import Prompt
+
+Keep = Callable[[ServeReport], object]  # is given the findings so far after each part: the next one may fail
 
 
-@dataclass(frozen=True)
-class CheckSettings:
-    """What is checked: the prompts, up to `limit` new tokens after each, `repeats` times.
-
-    Under a sampler that is not greedy, each repeat of a prompt is a text of its own. `made` are the run's own target
-    and draft, where there is a run; `predicted` is its greedy acceptance at this draft length. Settings are chosen on
-    the validation prompts `choosing`; without any, none are chosen. `template` is the pair's own. `seconds` limit a
-    server's start and a reply.
-    """
-
-    prompts: Sequence[Prompt]
-    limit: int
-    repeats: int = 3
-    sampler: SamplerSettings = GREEDY
-    concurrency: tuple[int, ...] = (1, 4, 16)
-    arrivals: tuple[Load, ...] = ()
-    choosing: Sequence[Sequence[int]] = ()
-    whole_grid: bool = False
-    made: tuple[Path, Path] | None = None
-    predicted: float = math.nan
-    template: ChatTemplate | None = None
-    seconds: tuple[float, float] = (300.0, 300.0)
-    left_out: dict[str, int] = field(default_factory=dict)
-    command: str = ""
-
-    @property
-    def ids(self) -> list[list[int]]:
-        """The token ids of the prompts."""
-        return [prompt.ids for prompt in self.prompts]
-
-    @property
-    def samples(self) -> int:
-        """Different texts behind each prompt."""
-        return self.repeats if self.sampler.temperature else 1
-
-    def replies(self, client: Client, prompts: Sequence[Sequence[int]]) -> list[TextCounts]:
-        """What is drafted and accepted behind each of these prompts."""
-        return counts_of(
-            [[client.complete(prompt, self.limit, seed) for seed in range(self.samples)] for prompt in prompts]
-        )
-
-
-@dataclass
-class Findings:
-    """What was measured so far; `texts` are the counts of the server that drafts, `build` is the build that it names.
-
-    `files` are target and draft, where they are known; `reference` is our decoder with them, or with the run's own.
-    """
-
-    server: LlamaServer
-    build: str
-    replayed: Mapping[str, Replayed]
-    texts: list[TextCounts]
-    files: tuple[Path, Path] | None = None
-    acceptance: list[ServedAcceptance] = field(default_factory=list)
-    reference: Reference | None = None
-    speeds: list[ServedSpeed] = field(default_factory=list)
-    loads: LoadTable | None = None
-    differences: list[Difference] = field(default_factory=list)
-    drawn: Interval = UNKNOWN
-    notes: list[str] = field(default_factory=list)
-
-
-def check_started(settings: CheckSettings, server: LlamaServer) -> ServeReport:
+def check_started(settings: CheckSettings, server: LlamaServer, keep: Keep = lambda found: None) -> ServeReport:
     """Start llama-server with and without the draft and compare them; ServingError for one that fails to serve."""
     assert server.draft is not None
+
+    def found(choice: ChosenSettings | None = None) -> ServeReport:
+        return report(settings, replace(findings, server=replace(server, parallel=1)), "llama-server", choice)
+
     many = replace(server, parallel=max(settings.concurrency))
     with ExitStack() as stack:
         clients: dict[str, Client] = {
@@ -115,13 +49,17 @@ def check_started(settings: CheckSettings, server: LlamaServer) -> ServeReport:
             for name, one in ((PLAIN, many.plain), (DRAFT, many))
         }
         findings = _replay(settings, clients, many, (server.target, server.draft))
-        _compare(settings, clients, findings)
+        keep(found())
+        _compare(settings, clients, findings, lambda: keep(found()))
+    keep(found())
     if settings.sampler.temperature:
         _other_drafts(settings, many, findings)
+        keep(found())
     for difference, without in differences.option_differences(many, os.environ):
         note(f"without a difference: {' '.join(without.further)}")
         loss = rise_of_tokens(findings.texts, _counts_on(settings, without))
         findings.differences.append(differences.measured(difference, loss))
+        keep(found())
     choice = None
     if settings.choosing:
         choice = choose(
@@ -132,10 +70,10 @@ def check_started(settings: CheckSettings, server: LlamaServer) -> ServeReport:
             grid(settings.sampler.temperature > 0 and server.has(SAMPLING)),
             settings.whole_grid,
         )
-    return report(settings, replace(findings, server=replace(server, parallel=1)), "llama-server", choice)
+    return found(choice)
 
 
-def check_addresses(settings: CheckSettings, places: Addresses) -> ServeReport:
+def check_addresses(settings: CheckSettings, places: Addresses, keep: Keep = lambda found: None) -> ServeReport:
     """Compare servers that run; ServingError for one that does not answer, refuses, or does not draft."""
     with ExitStack() as stack:
         clients = connected(places, settings.seconds[1], stack, settings.sampler, settings.ids)
@@ -145,7 +83,9 @@ def check_addresses(settings: CheckSettings, places: Addresses) -> ServeReport:
             Path(kind), target, draft, places.n_max or 0, probabilistic=places.probabilistic, threads=places.threads
         )
         findings = _replay(settings, clients, server, places.files)
-        _compare(settings, clients, findings, differences.early_ends(clients[DRAFT].totals(), findings.server.n_max))
+        findings.differences += differences.early_ends(clients[DRAFT].totals(), findings.server.n_max)
+        keep(report(settings, findings, kind))
+        _compare(settings, clients, findings, lambda: keep(report(settings, findings, kind)))
     return report(settings, findings, kind)
 
 
@@ -181,16 +121,17 @@ def _replay(
     own = acceptance(f"{drafting.kind}, its own counts", texts, totals)
     server = replace(server, n_max=server.n_max or len(own.by_position or ()))
     build = f"{WHEEL} {wheel_version()}" if str(server.binary) == WHEEL else drafting.build()
-    return Findings(server, build, replayed, texts, files, [own], notes=notes)
+    speeds, _ = speeds_under(clients, ids, settings.limit, (), settings.repeats, replayed)
+    return Findings(server, build, replayed, texts, files, [own], speeds=speeds, notes=notes)
 
 
 def _compare(
-    settings: CheckSettings, clients: Mapping[str, Client], findings: Findings, early: Sequence[Difference] = ()
+    settings: CheckSettings, clients: Mapping[str, Client], findings: Findings, keep: Callable[[], object]
 ) -> None:
     """Add what our decoder accepts, how files and templates differ, and the speeds under load."""
     if findings.files is not None:
         _decode_ours(settings, findings.files, findings, clients[DRAFT].kind == "vllm")
-    findings.differences += early
+        keep()
     if isinstance(drafting := clients[DRAFT], LlamaClient):
         _compare_template(settings, drafting, findings)
     for client in clients.values():
@@ -305,40 +246,3 @@ def _compare_template(settings: CheckSettings, client: LlamaClient, findings: Fi
     findings.acceptance.append(acceptance(f"{client.kind}, through its own template", texts))
     loss = rise_of_tokens(texts, [findings.texts[place] for place in conversations])
     findings.differences.append(differences.measured(difference, loss))
-
-
-def report(settings: CheckSettings, findings: Findings, kind: str, choice: ChosenSettings | None = None) -> ServeReport:
-    """All findings as one result."""
-    server, base = findings.server, findings.replayed.get(PLAIN)
-    greedy = not settings.sampler.temperature
-    pairs = [] if base is None or not greedy else list(zip(base, findings.replayed[DRAFT], strict=True))
-    title = server.title if server.n_max else DRAFT
-    made = ServeReport(
-        command=settings.command,
-        machine=machine(),
-        server=kind,
-        build=findings.build,
-        served=server.title if kind == "vllm" else " ".join(server.served),
-        target=str(server.target),
-        draft=str(server.draft or ""),
-        n_max=server.n_max,
-        p_min=server.p_min or 0.0,
-        probabilistic=server.probabilistic,
-        sampler=settings.sampler.model_dump(),
-        drawn=findings.drawn,
-        prompts=len(settings.prompts),
-        new_tokens=settings.limit,
-        left_out=settings.left_out,
-        acceptance=findings.acceptance,
-        predicted=settings.predicted if greedy else math.nan,
-        speeds=[replace(one, configuration=title) if one.configuration == DRAFT else one for one in findings.speeds],
-        loads=findings.loads,
-        classes=by_class(settings.prompts, findings.texts, findings.replayed),
-        differences=findings.differences,
-        same_texts=sum(plain[0].tokens == draft[0].tokens for plain, draft in pairs),
-        texts=len(pairs),
-        sentences=[],
-        choice=choice,
-        notes=findings.notes,
-    )
-    return replace(made, sentences=sentences(made, findings.reference))

@@ -26,7 +26,7 @@ from distill.models.trimmed_head import KeptHead
 from distill.processes import agree
 from distill.recipe import Recipe
 from distill.results.serialise import from_json
-from distill.results.training_results import ACCEPTANCE_STAGE, REMEDY, STORED, EvaluatedWeights
+from distill.results.training_results import ACCEPTANCE_STAGE, STORED, EvaluatedWeights
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
@@ -291,4 +291,4 @@ def take_best(work: Training) -> None:
     shown = from_json(best, EvaluatedWeights, "the last checkpoint").words
     work.run.say(f"  the weights of step {best['step']} are taken: {shown}")
     if best["step"] == 0:
-        work.run.say(f"  training gained nothing on the validation prompts: {REMEDY}", warning=True)
+        work.run.say("  training gained nothing on the validation prompts", warning=True)

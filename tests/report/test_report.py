@@ -453,10 +453,15 @@ def test_limits_and_doubts_follow_the_results() -> None:
     results["speedup"]["parts"][0]["measurements"][2] |= {"different": 3, "acceptance": None, "speedup": 1.15}
     results["machine"]["gpu"] = "NVIDIA H100"
     results["profile"]["curves"][0]["doubt"] = "something else was running"
+    best = results["speedup"]["parts"][0]["measurements"][4]
+    best |= {"speedup_low": 1.17, "speedup_high": 1.75}
+    assert "which is wide" not in build_page(results)  # not yet: 1.4957 times its lower end
+    best["speedup_high"] = 3.14
     page = build_page(results)
+    assert "lies between 1.17× and 3.14×, which is wide" in page
     assert "drafted nothing: its 1.15× shows how much" in page and "not shown to be lossless" in page
     assert "3 outputs differ from the plain run" in page and "No GPU took part" not in page
-    assert "something else was running (distill train RECIPE --redo profile)" in page
+    assert "something else was running (measure it again: the run&#x27;s command with --redo profile)." in page
 
 
 def test_card_front_matter_and_numbers() -> None:

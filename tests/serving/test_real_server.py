@@ -33,10 +33,11 @@ from distill.models.gguf.model import GgufModel
 from distill.models.server_commands import OF_DRAFT, OF_TARGET, SAMPLING, llama_server, option_arguments, pair_arguments
 from distill.recipe import Gguf, SamplerSettings, Traffic, parse_section
 from distill.serving.arrivals import Load
-from distill.serving.check import CheckSettings, check_started
+from distill.serving.check import check_started
 from distill.serving.choose import Trials, choose, grid
 from distill.serving.clients import LlamaClient, Reply, opened
 from distill.serving.curve import served_curve
+from distill.serving.findings import CheckSettings
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, started
 from distill.serving.wheel_server import WHEEL, wheel_version

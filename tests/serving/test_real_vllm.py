@@ -22,8 +22,9 @@ import served_pairs
 from distill.errors import ServingError
 from distill.models.server_commands import vllm
 from distill.recipe import SamplerSettings
-from distill.serving.check import CheckSettings, check_addresses
+from distill.serving.check import check_addresses
 from distill.serving.clients import GREEDY, Addresses, kind_of_server
+from distill.serving.findings import CheckSettings
 from distill.serving.http import Http
 from distill.texts import Prompt
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import fake_llama_server
 import pytest
@@ -23,18 +23,20 @@ import tiny
 from vllm_serving import VERSION, VllmServing
 
 from distill.errors import RecipeError, ServingError
+from distill.interruption import Interrupted
 from distill.intervals import Interval
 from distill.models.server_commands import SAMPLING
 from distill.recipe import SamplerSettings
 from distill.results.serialise import read_result
 from distill.results.serving_results import ServeReport
-from distill.serving import llama_server
+from distill.serving import check, llama_server, load
 from distill.serving.arrivals import Load
-from distill.serving.check import CheckSettings, check_addresses, check_started
+from distill.serving.check import check_addresses, check_started
 from distill.serving.choose import PLAIN, Settings, Trials, choose, grid, settings_of, with_settings
 from distill.serving.clients import Addresses, LlamaClient, Reply, VllmClient, kind_of_server
 from distill.serving.counts import Text, TextCounts, Totals, acceptance, counts_of, rise_of_tokens, totals_of
 from distill.serving.differences import option_differences
+from distill.serving.findings import CheckSettings
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, free_port, require_binary, started
 from distill.serving.markdown import Reference, as_markdown, flat_rows, sentences, shown
@@ -673,6 +675,38 @@ def test_the_whole_command(
         assert tiny.call("serve-check", *pair, *small, "-o", output) == 0
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) > 8 and "tokens per round" in "".join(lines)
+
+
+@pytest.mark.usefixtures("ours")
+@pytest.mark.parametrize("end", [Interrupted(), ServingError("the server died", "look at its log")])
+def test_what_was_measured_before_an_end_is_shown(
+    settings: LlamaServer,
+    files: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    end: BaseException,
+) -> None:
+    def ends(*_: object) -> NoReturn:
+        raise end
+
+    monkeypatch.setattr(load, "send", ends)
+    prompts, place = tmp_path / "prompts.jsonl", tmp_path / "found.json"
+    prompts.write_text("".join(json.dumps({"text": tiny.document(seed)}) + "\n" for seed in range(4)))
+    pair = ("--target", files[0], "--draft", files[1], "--prompts", prompts, "--server", settings.binary)
+    small = ("--count", 3, "--tokens", 12, "--prompt-tokens", 8, "--repeats", 1, "--no-choose", "--to", place)
+    status = tiny.call("serve-check", *pair, *small)
+    out, err = capsys.readouterr()
+    assert status == (130 if isinstance(end, Interrupted) else 2)
+    assert "what is missing here was not measured" in out and "| llama-server, its own counts |" in out
+    assert "| distill, the same files |" in out and ("interrupted" in err or "the server died" in err)
+    found = read_result(place, ServeReport)
+    assert [(one.configuration, one.concurrency) for one in found.speeds] == [("plain", 1), ("n_max 4", 1)]
+    assert found.notes[0].startswith("the check ended before")
+    place.unlink()
+    monkeypatch.setattr(check, "interleaved", ends)  # before anything was measured nothing is shown
+    assert tiny.call("serve-check", *pair, *small) == status
+    assert not capsys.readouterr().out and not place.exists()
 
 
 @pytest.mark.parametrize(
