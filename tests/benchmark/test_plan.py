@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -313,6 +313,21 @@ def test_a_recipe(world: Path, capsys: Capture) -> None:
     )
     assert f"{first}:\n" in shown.err and f"{second}:\n" not in shown.err  # the last one follows in the table
     assert f"**{first}**" in shown.out and f"**{second}**" in shown.out
+
+
+def test_a_verdict_is_told_before_the_next_engine_is_measured(
+    world: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def measured(_: object) -> Iterator[Case]:
+        for title in ("one", "two"):
+            told.append(capsys.readouterr().err)
+            yield replace(straight(0.1, 0.1), title=title)
+
+    monkeypatch.setattr("distill.benchmark.planned.measured_cases", measured)
+    assert tiny.call("plan", world / "recipe.yaml") == 0
+    assert "one:\n" not in told[0] and "one:\n" in told[1] and "two:\n" not in capsys.readouterr().err
 
 
 def test_hours_and_disk_of_the_run(world: Path, tmp_path: Path, capsys: Capture) -> None:
