@@ -67,6 +67,17 @@ class Way:
         }
 
     @property
+    def changeable(self) -> dict[str, float]:
+        """`without`, less the acceptance of tokens that are looked up: no training changes it."""
+        looked_up = self.measured.drafter == "lookup"
+        return {name: speed for name, speed in self.without.items() if not (looked_up and name == "acceptance")}
+
+    @property
+    def most(self) -> float:
+        """The speedup behind the prompt that the best of these changes gives."""
+        return max(self.changeable.values())
+
+    @property
     def speedup(self) -> float:
         """Over plain decoding behind the prompt, τ ÷ (t + d + r)."""
         return self.figures.tokens / (self.target + self.draft + self.rest)
@@ -120,21 +131,21 @@ def advice(results: RunResults) -> list[str]:
         place = f"{fastest.measured.pair}, {fastest.measured.backend}"
         group = [one for one in found if f"{one.measured.pair}, {one.measured.backend}" == place]
         # A way that hardly drafts has little to gain, whatever its pair has.
-        way = fastest if max(fastest.without.values()) >= 1 else max(group, key=lambda one: max(one.without.values()))
-        name = max(way.without, key=lambda one: way.without[one])
-        if way.without[name] < PAYS * way.speedup:
+        way = fastest if fastest.most >= 1 else max(group, key=lambda one: one.most)
+        if way.most < PAYS * way.speedup:
             continue
+        name = next(name for name, speed in way.changeable.items() if speed == way.most)
         free, todo = ADVICE[name]
         rounds = "its fastest way" if way is fastest else f"`{way.measured.configuration}`"
-        if way.without[name] < 1:
+        if way.most < 1:
             sentences.append(
                 f"{place}: no change of one thing makes drafting pay. The most, {free}, would give "
-                f"{way.without[name]:.2f}× instead of {way.speedup:.2f}×. What to do: decode plainly there; `distill "
+                f"{way.most:.2f}× instead of {way.speedup:.2f}×. What to do: decode plainly there; `distill "
                 "plan` says what another type, build or machine would have to cost."
             )
             continue
         sentence = (
-            f"{place}: {free}, the rounds of {rounds} would give {way.without[name]:.2f}× instead of "
+            f"{place}: {free}, the rounds of {rounds} would give {way.most:.2f}× instead of "
             f"{way.speedup:.2f}×. What to do: {todo}."
         )
         if name == "acceptance" and results.training is not None and results.training.curve is not None:

@@ -609,6 +609,13 @@ def test_the_first_screen_says_what_holds_the_pair_back() -> None:
     ):
         part["rounds"] = rounds(most, *paid)
         assert f"{said}, the rounds of its fastest way" in page_words(results)
+    best["drafter"] = "lookup"  # training changes nothing about what is looked up
+    part["rounds"] = rounds(5.0, 0.024, 0.0, 0.004)
+    words = page_words(results)
+    assert "if verifying cost no more than a plain step, the rounds of its fastest way would give 1.67×" in words
+    assert "train longer" not in words
+    best["drafter"] = "draft"
+    assert "with every drafted token accepted, the rounds of its fastest way" in page_words(results)
     part["rounds"] = rounds(2.1, 0.034, 0.03, 0.03)
     words = page_words(results)
     assert (
