@@ -13,18 +13,27 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from distill.errors import RecipeError
+from distill.packages import packages
 from distill.recipe import Recipe
 from distill.run import Run
 
 
 def require_trackers(names: tuple[str, ...]) -> None:
-    """Raise RecipeError for a tracker whose package or key is missing; opens no connection."""
+    """Raise RecipeError for a tracker whose package or key is missing, or with which accelerate is too old; opens no
+    connection."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise RecipeError(
                 f"train.trackers names {name}, which is not installed",
                 f"`pip install {name}`, or leave it out; metrics.jsonl is written in any case",
             )
+    through = next((one for one in packages() if (one.extra, one.name) == ("trackers", "accelerate")), None)
+    of_steps = [name for name in names if name in ("wandb", "trackio")]
+    if of_steps and through is not None and not through.fits:
+        raise RecipeError(
+            f"train.trackers names {of_steps[0]}, to which accelerate {through.installed} gives wrong steps or runs",
+            f"`pip install '{through.requirement}'`, or leave it out; metrics.jsonl is written in any case",
+        )
     if "wandb" in names and not _wandb_can_log():
         raise RecipeError(
             "train.trackers names wandb, which has no key on this machine",

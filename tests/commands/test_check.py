@@ -6,6 +6,7 @@ import json
 import shutil
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from distill.documents.sources import PIECE, cut_text, read_documents
 from distill.errors import RecipeError, RunError
 from distill.export.stage import export
+from distill.packages import Package
 from distill.pipeline import preflight
 from distill.recipe import Corpus, Source, load_recipe
 from distill.results.export_results import ExportReport
@@ -207,6 +209,15 @@ def test_the_key_of_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.chdir(tmp_path)
+    old = Package("accelerate", "accelerate>=1.14", "trackers", "1.13.0")
+    with monkeypatch.context() as patched:
+        patched.setattr("distill.training.trackers.packages", lambda: [replace(old, extra=None), old])
+        require_trackers(("tensorboard",))
+        with pytest.raises(RecipeError, match=r"trackio, to which accelerate 1\.13\.0 gives wrong") as caught:
+            require_trackers(("tensorboard", "trackio"))
+        assert "pip install 'accelerate>=1.14'" in caught.value.hint
+        patched.setattr("distill.training.trackers.packages", lambda: [replace(old, installed="1.14.0")])
+        require_trackers(("trackio",))
     require_trackers(("tensorboard", "trackio"))
     with pytest.raises(RecipeError, match="wandb, which has no key"):
         require_trackers(("wandb",))
