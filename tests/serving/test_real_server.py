@@ -256,11 +256,11 @@ def test_texts_follow_the_targets_distribution(settings: LlamaServer, prompts: l
 
 def test_settings_are_chosen(settings: LlamaServer, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distill.serving.choose.N_MAX", range(1, 3))
-    monkeypatch.setattr("distill.serving.choose.P_MIN", (0.5,))
+    monkeypatch.setattr("distill.serving.choose.P_MIN", (0.0, 0.5))
     monkeypatch.setattr("distill.serving.choose.FEW_CANDIDATES", 0)
     ids = [prompt.ids for prompt in prompts]
     found = choose(settings, Trials(ids[:4], 12), Trials(ids[4:], 12), lambda one: opened(one, (60.0, 60.0)), grid())
-    assert len(found.tried) == 3 and found.confirmed[0].against.mean == 1.0
+    assert len(found.tried) == 5 and found.confirmed[0].against.mean == 1.0
     assert all(one.tokens_per_second > 0 for one in found.tried)
 
 

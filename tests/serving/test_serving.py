@@ -651,6 +651,13 @@ def test_a_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 # The command.
 
 
+def asked(settings: LlamaServer, files: tuple[Path, Path], folder: Path) -> tuple[object, ...]:
+    """Options of the command for a pair, prompts of four documents and a server."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"text": tiny.document(seed)}) + "\n" for seed in range(4)))
+    return ("--target", files[0], "--draft", files[1], "--prompts", prompts, "--server", settings.binary)
+
+
 @LLAMA
 def test_the_whole_command(
     settings: LlamaServer,
@@ -660,9 +667,7 @@ def test_the_whole_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FAKE", "paced")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"text": tiny.document(seed)}) + "\n" for seed in range(4)))
-    pair = ("--target", files[0], "--draft", files[1], "--prompts", prompts, "--server", settings.binary)
+    pair = asked(settings, files, tmp_path)
     small = ("--count", 3, "--tokens", 12, "--prompt-tokens", 8, "--repeats", 1, "--concurrency", "1,2", "--no-choose")
     small += ("--load", "50")
     assert tiny.call("serve-check", *pair, *small, "--to", tmp_path / "found.json", "--", "-ctkd", "q4_0") == 0
@@ -691,9 +696,7 @@ def test_what_was_measured_before_an_end_is_shown(
         raise end
 
     monkeypatch.setattr(load, "send", ends)
-    prompts, place = tmp_path / "prompts.jsonl", tmp_path / "found.json"
-    prompts.write_text("".join(json.dumps({"text": tiny.document(seed)}) + "\n" for seed in range(4)))
-    pair = ("--target", files[0], "--draft", files[1], "--prompts", prompts, "--server", settings.binary)
+    pair, place = asked(settings, files, tmp_path), tmp_path / "found.json"
     small = ("--count", 3, "--tokens", 12, "--prompt-tokens", 8, "--repeats", 1, "--no-choose", "--to", place)
     status = tiny.call("serve-check", *pair, *small)
     out, err = capsys.readouterr()

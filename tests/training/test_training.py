@@ -661,8 +661,10 @@ def test_trackers_get_the_figures_too(train: Trainer, tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_trackers_work_offline(world: Path, ready: Path, tmp_path: Path) -> None:
     """In a process of its own: they leave threads and servers behind."""
-    if not all(one.fits for one in packages() if one.extra == "trackers"):
-        pytest.skip("wandb, trackio and a recent accelerate are not all installed")
+    if not all(importlib.util.find_spec(name) for name in ("wandb", "trackio")):
+        pytest.skip("wandb and trackio are not both installed")
+    if not all(one.fits for one in packages() if (one.extra, one.name) == ("trackers", "accelerate")):
+        pytest.skip("accelerate is older than the extra `trackers` asks for, and such a recipe is refused")
     run, elsewhere = tmp_path / "tiny", tmp_path / "elsewhere"
     shutil.copytree(ready, run)
     elsewhere.mkdir()
