@@ -27,10 +27,13 @@ class Interval:
 Numbers = NDArray[numpy.float64]
 Column = Sequence[float] | Numbers  # a number for each of U units
 DRAWS = 2**22  # draws held in memory at once
+RESAMPLES, CONFIDENCE = 2000, 0.95  # of every interval that is reported
 UNKNOWN = Interval(float("nan"), float("nan"), float("nan"))
 
 
-def ratio_interval(sums: Column, counts: Column, resamples: int, confidence: float, seed: int = 0) -> Interval:
+def ratio_interval(
+    sums: Column, counts: Column, resamples: int = RESAMPLES, confidence: float = CONFIDENCE, seed: int = 0
+) -> Interval:
     """Mean Σ sums / Σ counts over U units with its percentile interval.
 
     Units with count 0 take part in the resampling, because a new draw of prompts may contain such units too. Resamples
@@ -44,8 +47,8 @@ def paired_ratio_interval(
     counts: Column,
     new_sums: Column,
     new_counts: Column,
-    resamples: int,
-    confidence: float,
+    resamples: int = RESAMPLES,
+    confidence: float = CONFIDENCE,
     seed: int = 0,
 ) -> Interval:
     """The rise of Σ sums / Σ counts from one measurement of U units to another of the same units, with its interval.
@@ -57,20 +60,13 @@ def paired_ratio_interval(
     return _interval(columns, [1, 3], lambda s: s[2] / s[3] - s[0] / s[1], resamples, confidence, seed)
 
 
-def speed_ratio(
-    tokens: Column,
-    seconds: Column,
-    base_tokens: Column,
-    base_seconds: Column,
-    resamples: int,
-    confidence: float,
-) -> Interval:
+def speed_ratio(tokens: Column, seconds: Column, base_tokens: Column, base_seconds: Column) -> Interval:
     """Tokens per second over the base's on the same U prompts, which are resampled together.
 
     Resamples without tokens or seconds of either are left out. NaN throughout for no prompt.
     """
     columns = (tokens, seconds, base_tokens, base_seconds)
-    return _interval(columns, range(4), lambda s: (s[0] / s[1]) / (s[2] / s[3]), resamples, confidence, 0)
+    return _interval(columns, range(4), lambda s: (s[0] / s[1]) / (s[2] / s[3]), RESAMPLES, CONFIDENCE, 0)
 
 
 def _interval(

@@ -162,7 +162,7 @@ def measure_any_pair(
             chosen=compared.chosen,
             rounds=compared.rounds,
             steps=compared.steps,
-            by_class=by_class(compared.texts, compared.prepared, classes, recipe.eval),
+            by_class=by_class(compared.texts, compared.prepared, classes),
             by_depth=by_depth(compared.texts, compared.prepared),
             reasons=compared.explanations,
             batches=measure_batches(recipe, pair, measured, batches, compared.prepared, compared.fitted),

@@ -18,7 +18,7 @@ from distill.benchmark.watch import Step, Watch
 from distill.intervals import speed_ratio
 from distill.models.base import Model
 from distill.progress import Progress
-from distill.recipe import Configuration, Evaluate
+from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN
 from distill.results.speedup_results import ChosenLength, Measurement, PairMeasured
 from distill.speculative.decode import Decoded, Round, room_for
@@ -103,7 +103,6 @@ def measurements(
     prepared: Sequence[Prepared],
     identities: Mapping[str, Identity],
     pair: PairMeasured,
-    intervals: Evaluate,
 ) -> list[Measurement]:
     """The measurement of each configuration, its speedup over the plain run of the same sampler."""
     rows = []
@@ -111,7 +110,7 @@ def measurements(
         tokens, seconds = totals(texts, one.title)
         base_tokens, base_seconds = totals(texts, one.base)
         each, accepted = acceptance([r for text in texts if text.title == one.title for r in text.decoded.rounds])
-        ratio = speed_ratio(tokens, seconds, base_tokens, base_seconds, intervals.resamples, intervals.confidence)
+        ratio = speed_ratio(tokens, seconds, base_tokens, base_seconds)
         own = Identity(identical=len(tokens)) if one.title == PLAIN.title else None
         identity = identities.get(one.title, own)
         counts: dict[str, Any] = dict.fromkeys(("identical", "excused", "different"))
@@ -159,9 +158,7 @@ def totals(texts: Sequence[TimedText], title: str) -> tuple[numpy.ndarray, numpy
     return tokens, seconds
 
 
-def choose_length(
-    texts: Sequence[TimedText], sweep: Sequence[Configuration], pair: PairMeasured, intervals: Evaluate
-) -> ChosenLength:
+def choose_length(texts: Sequence[TimedText], sweep: Sequence[Configuration], pair: PairMeasured) -> ChosenLength:
     """The better of plain and speculative: γ chosen on the even prompts, its figures on the odd ones.
 
     `sweep` are the configurations of the lengths.
@@ -175,6 +172,6 @@ def choose_length(
 
     chosen = max((PLAIN, *sweep), key=speed)
     tokens, seconds = totals(odd, chosen.title)
-    ratio = speed_ratio(tokens, seconds, *totals(odd, PLAIN.title), intervals.resamples, intervals.confidence)
+    ratio = speed_ratio(tokens, seconds, *totals(odd, PLAIN.title))
     length, rate = chosen.max_length if chosen.drafts else 0, float(tokens.sum() / seconds.sum())
     return ChosenLength(*pair.key, length, ratio.mean, ratio.low, ratio.high, rate)

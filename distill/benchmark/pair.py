@@ -129,14 +129,14 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     noise, sizes = tie_noise(recipe, pair.backend, pair.target, prompts[0], plain, lengths, others)
     synthetic = comparison.rates is not None
     identities = {} if synthetic else judge_identity(pair.target, prompts, texts, prepared, noise, sizes)
-    rows = measurements(texts, prepared, identities, comparison.label, recipe.eval)
+    rows = measurements(texts, prepared, identities, comparison.label)
     rows = [
         with_prediction(row, one, comparison, texts, choices, paid, predictions)
         for row, one in zip(rows, prepared, strict=True)
     ]
     chosen = None
     if comparison.sweep and not synthetic:
-        chosen = choose_length(texts, comparison.sweep, comparison.label, recipe.eval)
+        chosen = choose_length(texts, comparison.sweep, comparison.label)
     steps = time_steps(texts, pair.target, None if small is pair.target else small, recipe.profile.repeats)
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
     rounds = [round_figures(one, texts, steps, waits) for one in prepared]

@@ -14,7 +14,6 @@ from distill.benchmark.compare import TimedText, acceptance, totals
 from distill.benchmark.prepared import Prepared
 from distill.intervals import speed_ratio
 from distill.models.base import Model
-from distill.recipe import Evaluate
 from distill.recipe.configuration import TREES, DrafterName
 from distill.results.pair_results import GroupFigures, StepFigures
 from distill.results.speedup_results import RoundFigures
@@ -24,9 +23,7 @@ from distill.speculative.decode import Round
 FIRST_DEPTH = 128  # tokens at which the second range of depths begins; each later range is twice as long
 
 
-def by_class(
-    texts: Sequence[TimedText], prepared: Sequence[Prepared], classes: Sequence[str], intervals: Evaluate
-) -> list[GroupFigures]:
+def by_class(texts: Sequence[TimedText], prepared: Sequence[Prepared], classes: Sequence[str]) -> list[GroupFigures]:
     """Every configuration on the prompts of each class; none where there is one class only."""
     groups = []
     for name in dict.fromkeys(classes) if len(set(classes)) > 1 else ():
@@ -34,7 +31,7 @@ def by_class(
         own = [replace(t, prompt=numbers[t.prompt]) for t in texts if t.prompt in numbers]
         for one in prepared:
             tokens, seconds = totals(own, one.title)
-            ratio = speed_ratio(tokens, seconds, *totals(own, one.base), intervals.resamples, intervals.confidence)
+            ratio = speed_ratio(tokens, seconds, *totals(own, one.base))
             if len(numbers) == 1:
                 ratio = replace(ratio, low=math.nan, high=math.nan)
             accepted = acceptance([r for t in own if t.title == one.title for r in t.decoded.rounds])

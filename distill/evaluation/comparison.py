@@ -82,7 +82,6 @@ def compare(
     settings, texts = Evaluate(), dict[str, list[list[int]]]()
     measure = "acceptance_sampling" if sampler.temperature else "acceptance_greedy"
     column = METRICS.index(measure)
-    accuracy = settings.resamples, settings.confidence
     read: dict[tuple[str, int], list[Prompt]] = {}
     asked: list[str] = []
     rows: list[ComparedDraft] = []
@@ -108,11 +107,11 @@ def compare(
             blocks = pack_answers(ids, own, room)
             sliced = SlicedValues.of(blocks, pair.token_bytes, pair.ends)
             measured = measured_values(pair, blocks, sampler, size, "answers", sliced)["draft"]
-            result = measured.divergences(*accuracy)
+            result = measured.divergences()
             difference = None
             if first is not None:
                 sums = [by_unit(one, column, len(ids)) for one in (first, measured)]
-                difference = paired_ratio_interval(*sums[0], *sums[1], *accuracy)
+                difference = paired_ratio_interval(*sums[0], *sums[1])
             worst = worst_stretches(sliced, column, own, pair.token_bytes)
         first = first or measured
         rows.append(

@@ -103,7 +103,7 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
 
     Raises DataError where the store does not hold the blocks of the held-out texts.
     """
-    device, accuracy = pick_device(recipe.device), (recipe.eval.resamples, recipe.eval.confidence)
+    device = pick_device(recipe.device)
     store, texts = TeacherStore(run, "test"), held_out(recipe, run, "test")
     blocks = texts.blocks
     if not torch.equal(store.packed.ids, blocks.ids):
@@ -128,14 +128,12 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
         served=Sampler.of(recipe.sampler).describe(),
         bounds={
             domain: {
-                name: {of: Bounds(low.mean, high.mean) for of, (low, high) in found.bounds(*accuracy).items()}
+                name: {of: Bounds(low.mean, high.mean) for of, (low, high) in found.bounds().items()}
                 for name, found in drafts.items()
             }
             for domain, drafts in measured.items()
         },
-        sampled={
-            name: ratio_interval(found.hits, found.counts, *accuracy) for name, found in measured["answers"].items()
-        },
+        sampled={name: ratio_interval(found.hits, found.counts) for name, found in measured["answers"].items()},
         left_out=left_out,
     )
     classes = [", ".join(filter(None, (answer.label, answer.mode))) for answer in texts.answers]

@@ -70,20 +70,20 @@ class Measured:
         units = [self.units[row] for row in rows]
         return Measured(self.least[rows], self.most[rows], self.counts[rows], self.hits[rows], units)
 
-    def bounds(self, resamples: int, confidence: float) -> dict[str, tuple[Interval, Interval]]:
+    def bounds(self) -> dict[str, tuple[Interval, Interval]]:
         """The intervals of each measure's least and largest mean."""
         intervals = {}
         for name, least, most in zip(METRICS, self.least.T, self.most.T, strict=True):
-            low = ratio_interval(least, self.counts, resamples, confidence)
+            low = ratio_interval(least, self.counts)
             same = numpy.array_equal(least, most)
-            intervals[name] = low, low if same else ratio_interval(most, self.counts, resamples, confidence)
+            intervals[name] = low, low if same else ratio_interval(most, self.counts)
         return intervals
 
-    def divergences(self, resamples: int, confidence: float) -> Divergences:
+    def divergences(self) -> Divergences:
         """Each measure's mean, of bounds their middle, with an interval that covers both."""
         figures = {
             name: Interval((low.mean + high.mean) / 2, low.low, high.high)
-            for name, (low, high) in self.bounds(resamples, confidence).items()
+            for name, (low, high) in self.bounds().items()
         }
         return Divergences(int(self.counts.sum()), len(self.counts), **figures)
 
@@ -174,9 +174,7 @@ def scored_documents(part: Packed) -> Iterator[tuple[int, int, Tensor]]:
                 yield block, int(part.first[block]) + document, here
 
 
-def position_acceptance(
-    rounds: Sequence[Sequence[Round]], length: int, resamples: int, confidence: float
-) -> list[PositionAcceptance]:
+def position_acceptance(rounds: Sequence[Sequence[Round]], length: int) -> list[PositionAcceptance]:
     """Acceptance at each drafted position 1..γ, given that it was drafted and all positions before it were accepted.
 
     `rounds` holds the rounds of each prompt; a position after a rejection was never reached and does not count.
@@ -185,15 +183,15 @@ def position_acceptance(
     for position in range(1, length + 1):
         reached = [sum(r.drafted >= position and r.accepted >= position - 1 for r in own) for own in rounds]
         accepted = [sum(r.accepted >= position for r in own) for own in rounds]
-        rate = ratio_interval(accepted, reached, resamples, confidence)
+        rate = ratio_interval(accepted, reached)
         table.append(PositionAcceptance(position, sum(reached), sum(accepted), rate))
     return table
 
 
-def tokens_per_round(rounds: Sequence[Sequence[Round]], resamples: int, confidence: float) -> Interval:
+def tokens_per_round(rounds: Sequence[Sequence[Round]]) -> Interval:
     """Accepted + 1, the mean over rounds, with its interval over prompts."""
     emitted = [sum(r.accepted + 1 for r in own) for own in rounds]
-    return ratio_interval(emitted, [len(own) for own in rounds], resamples, confidence)
+    return ratio_interval(emitted, [len(own) for own in rounds])
 
 
 @dataclass(frozen=True)
@@ -239,26 +237,24 @@ def as_report(
     `classes` names that of each document of domain `answers`, which are the prompts of `decoded`; none, where they are
     not distinguished. `sliced` has seen the values of domain `answers`.
     """
-    accuracy = settings.resamples, settings.confidence
     rounds = {name: own.rounds for name, own in decoded.items()}
     report = EvaluationReport(
         command=command,
         sampler=sampler.describe(),
         length=settings.length,
         domains={
-            domain: {name: own.divergences(*accuracy) for name, own in drafts.items()}
-            for domain, drafts in measured.items()
+            domain: {name: own.divergences() for name, own in drafts.items()} for domain, drafts in measured.items()
         },
-        positions={name: position_acceptance(own, settings.length, *accuracy) for name, own in rounds.items()},
-        tokens_per_round={name: tokens_per_round(own, *accuracy) for name, own in rounds.items()},
-        reliability={name: reliability(own.seen, *accuracy) for name, own in decoded.items()},
+        positions={name: position_acceptance(own, settings.length) for name, own in rounds.items()},
+        tokens_per_round={name: tokens_per_round(own) for name, own in rounds.items()},
+        reliability={name: reliability(own.seen) for name, own in decoded.items()},
         stored=stored,
     )
     if sliced is not None:
-        report = replace(report, slices=sliced.results(report.acceptance_measure, *accuracy))
+        report = replace(report, slices=sliced.results(report.acceptance_measure))
     if not classes or "answers" not in measured:
         return report
-    return replace(report, classes=by_class(classes, measured["answers"], rounds, report.acceptance_measure, accuracy))
+    return replace(report, classes=by_class(classes, measured["answers"], rounds, report.acceptance_measure))
 
 
 def by_class(
@@ -266,7 +262,6 @@ def by_class(
     answers: Mapping[str, Measured],
     rounds: Mapping[str, list[list[Round]]],
     measure: str,
-    accuracy: tuple[int, float],
 ) -> list[ClassResult]:
     """Acceptance and tokens per round of each class of documents, of `classes` by number; none where all are alike."""
     units = next(iter(answers.values())).units
@@ -274,11 +269,9 @@ def by_class(
     found = []
     for name in names if len(names) > 1 else ():
         rows = [row for row, unit in enumerate(units) if classes[unit] == name]
-        results = {draft: one.take(rows).divergences(*accuracy) for draft, one in answers.items()}
+        results = {draft: one.take(rows).divergences() for draft, one in answers.items()}
         tokens = next(iter(results.values())).tokens
         accepted = {draft: result.measure(measure) for draft, result in results.items()}
-        decoded = {
-            draft: tokens_per_round([one[units[row]] for row in rows], *accuracy) for draft, one in rounds.items()
-        }
+        decoded = {draft: tokens_per_round([one[units[row]] for row in rows]) for draft, one in rounds.items()}
         found.append(ClassResult(name, len(rows), tokens, accepted, decoded))
     return found

@@ -23,7 +23,7 @@ SIMULATED = 200  # outcomes drawn to see what error chance alone makes
 Rows = list[tuple[float, bool]]  # promised probability, whether it came true
 
 
-def reliability(rounds: Sequence[Sequence[Recorded]], resamples: int, confidence: float) -> list[Reliability]:
+def reliability(rounds: Sequence[Sequence[Recorded]]) -> list[Reliability]:
     """Of the rounds of each prompt: the probability of each drafted token that was judged, and the running product.
 
     The product, at each drafted position, is of the probabilities up to there; it comes true where all these tokens
@@ -33,7 +33,7 @@ def reliability(rounds: Sequence[Sequence[Recorded]], resamples: int, confidence
     for of, rows_of in (("token", _tokens), ("product", _products)):
         rows = [[row for one in own for row in rows_of(one)] for own in rounds]
         if any(rows):
-            found.append(_measured(of, rows, resamples, confidence))
+            found.append(_measured(of, rows))
     return found
 
 
@@ -46,7 +46,7 @@ def _products(one: Recorded) -> Iterator[tuple[float, bool]]:
     return ((product, position < one.accepted) for position, product in enumerate(products))
 
 
-def _measured(of: str, rows: Sequence[Rows], resamples: int, confidence: float) -> Reliability:
+def _measured(of: str, rows: Sequence[Rows]) -> Reliability:
     """The figures of promised probabilities and outcomes by prompt."""
     units = numpy.repeat(numpy.arange(len(rows)), [len(own) for own in rows])
     promised = numpy.array([p for own in rows for p, _ in own])
@@ -60,7 +60,7 @@ def _measured(of: str, rows: Sequence[Rows], resamples: int, confidence: float) 
     for place in range(BINS):
         here = (places == place).astype(float)
         if here.any():
-            rate = ratio_interval(totals(here * true), totals(here), resamples, confidence)
+            rate = ratio_interval(totals(here * true), totals(here))
             mean = float((here * promised).sum() / here.sum())
             bins.append(ReliabilityBin(place / BINS, (place + 1) / BINS, int(here.sum()), mean, rate))
     draws = numpy.random.default_rng(0).random((SIMULATED, len(promised))) < promised
@@ -68,7 +68,7 @@ def _measured(of: str, rows: Sequence[Rows], resamples: int, confidence: float) 
         of=of,
         tokens=len(promised),
         promised=float(promised.mean()),
-        accepted=ratio_interval(totals(true), totals(numpy.ones_like(true)), resamples, confidence),
+        accepted=ratio_interval(totals(true), totals(numpy.ones_like(true))),
         error=expected_calibration_error(promised, true, BINS),
         error_of_chance=float(numpy.mean([expected_calibration_error(promised, drawn, BINS) for drawn in draws])),
         bins=bins,

@@ -70,7 +70,7 @@ class SlicedValues:
             self.values.setdefault(draft, {}).setdefault(number, []).append((least + most).double().cpu() / 2)
             yield draft, number, least, most, hits
 
-    def results(self, measure: str, resamples: int, confidence: float) -> list[SliceResult]:
+    def results(self, measure: str) -> list[SliceResult]:
         """The mean of one of METRICS for each label of each slice, the most frequent first (depths in their order).
 
         A slice with a single label is left out; labels of less than RARE of the positions are joined as OTHER.
@@ -96,7 +96,7 @@ class SlicedValues:
                 acceptance = {}
                 for draft, own in values.items():
                     sums = numpy.bincount(units[here], own[here], len(self.labels)).astype(float)
-                    acceptance[draft] = ratio_interval(sums, tokens, resamples, confidence)
+                    acceptance[draft] = ratio_interval(sums, tokens)
                 found.append(SliceResult(name, label, counts[label], counts[label] / len(names), acceptance))
         return found
 

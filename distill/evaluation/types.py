@@ -157,7 +157,7 @@ def _measured(
             steps = measure_steps(big, range(1, LONGEST + 2), depth, REPEATS, size)
             found.append(TargetType(kind, path.stat().st_size, [steps[m][0] for m in sorted(steps)]))
             for (draft, cache), model in small.items():
-                result = measured[f"{draft}, {cache}"].divergences(settings.resamples, settings.confidence)
+                result = measured[f"{draft}, {cache}"].divergences()
                 accepted, step = result.measure(measure), measure_steps(model, [1], depth, REPEATS, size)[1][0]
                 speeds = predicted_speedups(found[-1].seconds, step, [accepted.mean] * LONGEST)
                 length = speeds.index(max(speeds))

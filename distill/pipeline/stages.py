@@ -224,7 +224,7 @@ STAGES = (
         "distill.benchmark.speedup:speedup",
         (
             *("speedup", "sampler", "seed", "profile", "threads", *TYPES),
-            *("eval.resamples", "eval.confidence", "answers.prompt_tokens"),
+            "answers.prompt_tokens",
         ),
         (
             ("train", "draft/*"),

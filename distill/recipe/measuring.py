@@ -26,8 +26,6 @@ class Evaluate(Section):
     new_tokens: int = Field(128, ge=8, description="tokens per continuation")
     file_blocks: int = Field(48, ge=1, description="maximum blocks of test files to measure")
     length: int = Field(8, ge=1, description="draft length of the decoded rounds")
-    resamples: int = Field(2000, ge=100, le=1_000_000, description="bootstrap resamples, by prompt or document")
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="confidence level of the intervals")
 
 
 class Export(Section):

@@ -19,11 +19,10 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from distill.intervals import Interval, percentiles
+from distill.intervals import CONFIDENCE, RESAMPLES, Interval, percentiles
 from distill.progress import Progress
 from distill.results.serving_results import ChosenSettings, ConfirmedSettings, TriedSettings
 from distill.serving.clients import Client, Reply
-from distill.serving.counts import CONFIDENCE, RESAMPLES
 from distill.serving.llama_server import LlamaServer, without_options
 from distill.serving.replaying import warm
 

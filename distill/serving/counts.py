@@ -14,8 +14,6 @@ from typing import NamedTuple
 from distill.intervals import Interval, paired_ratio_interval, ratio_interval
 from distill.results.serving_results import ServedAcceptance
 
-RESAMPLES, CONFIDENCE = 2000, 0.95
-
 
 class TextCounts(NamedTuple):
     """What was drafted and accepted in the texts behind one prompt, in `later` tokens and `rounds`."""
@@ -98,8 +96,8 @@ def acceptance(source: str, texts: Sequence[TextCounts], totals: Totals | None =
         prompts=len(texts),
         drafted=sum(drafted),
         accepted=sum(accepted),
-        rate=ratio_interval(accepted, drafted, RESAMPLES, CONFIDENCE),
-        tokens_per_round=ratio_interval(later, rounds, RESAMPLES, CONFIDENCE),
+        rate=ratio_interval(accepted, drafted),
+        tokens_per_round=ratio_interval(later, rounds),
         by_position=positions,
     )
 
@@ -107,4 +105,4 @@ def acceptance(source: str, texts: Sequence[TextCounts], totals: Totals | None =
 def rise_of_tokens(before: Sequence[TextCounts], after: Sequence[TextCounts]) -> Interval:
     """τ of `after` less τ of `before`, of the same prompts."""
     sides = [([text.later for text in side], [text.rounds for text in side]) for side in (before, after)]
-    return paired_ratio_interval(*sides[0], *sides[1], RESAMPLES, CONFIDENCE)
+    return paired_ratio_interval(*sides[0], *sides[1])

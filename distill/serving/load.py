@@ -22,7 +22,6 @@ from distill.progress import Progress
 from distill.results.serving_results import ServedSpeed
 from distill.serving.arrivals import Load
 from distill.serving.clients import PLAIN, Client, Reply
-from distill.serving.counts import CONFIDENCE, RESAMPLES
 from distill.serving.http import CONNECTIONS
 from distill.serving.replaying import Replayed, sums_of
 
@@ -147,7 +146,7 @@ class Served:
             in_flight=float(self.seconds.sum()) / self.wall,
             first_seconds=percentiles([one.reply.started + one.reply.first_seconds - one.due for one in self.requests]),
             token_seconds=percentiles(later),
-            speedup=UNKNOWN if columns is None else speed_ratio(*columns, RESAMPLES, CONFIDENCE),
+            speedup=UNKNOWN if columns is None else speed_ratio(*columns),
         )
 
 

@@ -19,7 +19,7 @@ from distill.recipe import Target, parse_section
 from distill.results.serving_results import ServedClass
 from distill.sampler import Sampler
 from distill.serving.clients import DRAFT, PLAIN, Client, Reply
-from distill.serving.counts import CONFIDENCE, RESAMPLES, Text, TextCounts, acceptance
+from distill.serving.counts import Text, TextCounts, acceptance
 from distill.speculative.decode import Decoded, decode
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed
@@ -85,7 +85,7 @@ def by_class(
         sums = [
             sums_of([replayed[server][place] for place in places]) for server in (DRAFT, PLAIN) if server in replayed
         ]
-        rise = speed_ratio(*sums[0], *sums[1], RESAMPLES, CONFIDENCE) if PLAIN in replayed else UNKNOWN
+        rise = speed_ratio(*sums[0], *sums[1]) if PLAIN in replayed else UNKNOWN
         figures = [own.rate, own.tokens_per_round, rise]
         if len(places) == 1:
             figures = [Interval(figure.mean, math.nan, math.nan) for figure in figures]

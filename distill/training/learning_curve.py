@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy
 
-from distill.intervals import Interval, Numbers, percentiles, ratio_interval, resampled_means
+from distill.intervals import CONFIDENCE, RESAMPLES, Interval, Numbers, percentiles, ratio_interval, resampled_means
 from distill.results.training_results import CURVE_STAGE, CurvePoint, LearningCurve
 from distill.training.memory import evaluating, memory_explained
 from distill.training.plan import warm_steps
@@ -68,20 +68,19 @@ def points_of(work: Training) -> CurvePoints:
 
 def learning_curve(work: Training) -> LearningCurve | None:
     """The points, and what twice the tokens would give; None without points."""
-    points, evaluation = points_of(work), work.recipe.eval
+    points = points_of(work)
     if not len(points.tokens):
         return None
-    resamples, confidence = evaluation.resamples, evaluation.confidence
     shown = [
-        CurvePoint(int(tokens), ratio_interval(row, points.positions, resamples, confidence))
+        CurvePoint(int(tokens), ratio_interval(row, points.positions))
         for tokens, row in zip(points.tokens, points.expected, strict=True)
     ]
-    curve = LearningCurve(confidence, shown)
+    curve = LearningCurve(CONFIDENCE, shown)
     if work.state["curve"][-1]["step"] < work.settings.steps:
         return replace(curve, unknown="the training ended before its schedule did")
     if work.settings.schedule == "wsd":
         return replace(curve, unknown="schedule wsd gains much in its last steps, which these points do not show")
-    return predicted(curve, points, resamples)
+    return predicted(curve, points, RESAMPLES)
 
 
 def predicted(curve: LearningCurve, points: CurvePoints, resamples: int) -> LearningCurve:

@@ -37,7 +37,7 @@ from distill.models.gguf.file import GgufFile
 from distill.models.loaded import LoadedPair, context_of, load_pair
 from distill.recipe import Chat, Corpus, Target, parse_section
 from distill.serving.clients import LlamaClient
-from distill.serving.counts import CONFIDENCE, RESAMPLES, TextCounts, acceptance
+from distill.serving.counts import TextCounts, acceptance
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, require_binary, started
 from distill.serving.replaying import ServerDrafter, our_text
@@ -132,7 +132,7 @@ def table(programs: list[Program], base: Program) -> str:
     """Markdown: speed with its ratio to our decoder's, acceptance, tokens per round."""
     lines = ["| program | tokens/s | ÷ distill's | accepted ÷ drafted | tokens per round |", "|---|---|---|---|---|"]
     for one in programs:
-        ratio = speed_ratio(one.tokens, one.seconds, base.tokens, base.seconds, RESAMPLES, CONFIDENCE)
+        ratio = speed_ratio(one.tokens, one.seconds, base.tokens, base.seconds)
         interval = "" if one is base else f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
         cells = [one.name, f"{sum(one.tokens) / sum(one.seconds):,.0f}", interval]
         if any(count.drafted for count in one.counts):

@@ -28,7 +28,7 @@ from distill.errors import DataError
 from distill.models.base import ROOT
 from distill.models.hugging_face import load_tokenizer
 from distill.models.static.static_model import StaticTorchModel
-from distill.recipe import Chat, Configuration, Corpus, Evaluate
+from distill.recipe import Chat, Configuration, Corpus
 from distill.recipe.configuration import PLAIN
 from distill.results.pair_results import PairSpeedup, StepFigures
 from distill.results.serialise import read_result
@@ -108,13 +108,13 @@ def test_figures_by_class() -> None:
         for prompt, taken in enumerate(own):
             rounds = [Round(3, 2, prompt, taken)] * (title != "plain")
             texts.append(TimedText(prompt, title, taken, Decoded(tokens=[1] * 6, rounds=rounds)))
-    found = by_class(texts, [prepared(PLAIN), one], ["code", "chat", "code"], Evaluate(resamples=200, confidence=0.9))
+    found = by_class(texts, [prepared(PLAIN), one], ["code", "chat", "code"])
     groups = [(figures.group, figures.configuration, figures.count) for figures in found]
     assert groups == [(group, title, count) for group, count in (("code", 2), ("chat", 1)) for title in seconds]
     assert [figures.speedup for figures in found] == pytest.approx([1, 2, 1, 1])
     assert found[1].acceptance == 0.5 and found[1].speedup_low == pytest.approx(2)  # both prompts take half the time
     assert math.isnan(found[3].speedup_low)
-    assert by_class(texts, [prepared(PLAIN), one], ["code"] * 3, Evaluate(resamples=200, confidence=0.9)) == []
+    assert by_class(texts, [prepared(PLAIN), one], ["code"] * 3) == []
 
 
 def measured(configuration: Configuration, speedup: float, low: float, acceptance: float | None) -> Measurement:

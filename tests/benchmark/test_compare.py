@@ -25,7 +25,7 @@ from distill.benchmark.tree_choice import Choice
 from distill.evaluation.stage import write_rounds
 from distill.intervals import speed_ratio
 from distill.models.torch_model import TorchModel
-from distill.recipe import Configuration, Evaluate
+from distill.recipe import Configuration
 from distill.recipe.measuring import fixed_length
 from distill.results.speedup_results import PairMeasured
 from distill.speculative.decode import Decoded, Round, plain
@@ -33,7 +33,6 @@ from distill.speculative.rules import Rules
 from distill.texts import first_difference
 
 PAIR = PairMeasured("a pair", "pytorch")
-INTERVALS = Evaluate(resamples=500)
 PLAIN, TWO, THREE, FIVE = (Prepared(fixed_length(n), Rules(), None, None, n) for n in (0, 2, 3, 5))
 
 
@@ -51,7 +50,7 @@ def test_measurements_by_hand() -> None:
         timed(0, 5, 10, 4.0, rounds_of((0, 0))),
         timed(1, 5, 30, 8.0, rounds_of((0, 0))),
     ]
-    plain_row, two, five = measurements(texts, [PLAIN, TWO, FIVE], {}, PAIR, INTERVALS)
+    plain_row, two, five = measurements(texts, [PLAIN, TWO, FIVE], {}, PAIR)
     assert (plain_row.length, plain_row.tokens, plain_row.seconds) == (0, 40, 6.0)
     assert plain_row.tokens_per_round is None and plain_row.acceptance is None
     assert (plain_row.speedup, plain_row.speedup_low, plain_row.speedup_high) == (1, 1, 1)
@@ -66,12 +65,12 @@ def test_speed_ratio_is_paired() -> None:
     """Prompts differ a hundredfold, each gains exactly a half: a paired interval has no width."""
     base = numpy.array([0.1, 1.0, 10.0, 3.0])
     tokens = numpy.array([5.0, 50.0, 500.0, 150.0])
-    found = speed_ratio(tokens, base / 1.5, tokens, base, 300, 0.95)
+    found = speed_ratio(tokens, base / 1.5, tokens, base)
     assert (found.mean, found.low, found.high) == pytest.approx((1.5, 1.5, 1.5))
     # another number of tokens counts, not seconds alone
-    assert speed_ratio(2 * tokens, base, tokens, base, 300, 0.95).mean == pytest.approx(2)
-    assert speed_ratio([10, 10], [1, 2], [10, 10], [2, 4], 300, 0.95).mean == pytest.approx(2)
-    assert math.isnan(speed_ratio([], [], [], [], 300, 0.95).mean)
+    assert speed_ratio(2 * tokens, base, tokens, base).mean == pytest.approx(2)
+    assert speed_ratio([10, 10], [1, 2], [10, 10], [2, 4]).mean == pytest.approx(2)
+    assert math.isnan(speed_ratio([], [], [], []).mean)
 
 
 def test_length_is_chosen_on_even_prompts_and_reported_on_odd_ones() -> None:
@@ -84,15 +83,15 @@ def test_length_is_chosen_on_even_prompts_and_reported_on_odd_ones() -> None:
             timed(prompt, 4, 10, 0.6 if even else 0.1),
         ]
     sweep = [fixed_length(2), fixed_length(4)]
-    found = choose_length(texts, sweep, PAIR, INTERVALS)
+    found = choose_length(texts, sweep, PAIR)
     assert found.length == 2 and found.speedup == pytest.approx(1.25)
     assert found.speedup_low == pytest.approx(1.25) == found.speedup_high
     slow = [TimedText(t.prompt, t.title, t.seconds * (1 if t.title == PLAIN.title else 3), t.decoded) for t in texts]
-    found = choose_length(slow, sweep, PAIR, INTERVALS)
+    found = choose_length(slow, sweep, PAIR)
     assert (found.length, found.speedup) == (0, 1)
     # Uneven prompts only: no resample may be made of prompts that have no text.
     for count in (2, 3, 4, 5):
-        assert choose_length([t for t in texts if t.prompt < count], sweep, PAIR, INTERVALS).length == 2
+        assert choose_length([t for t in texts if t.prompt < count], sweep, PAIR).length == 2
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from distill.benchmark.tree_choice import (
 )
 from distill.errors import DataError, RecipeError
 from distill.files import read_json, write_json
-from distill.recipe import Configuration, Evaluate, dump_recipe, load_recipe
+from distill.recipe import Configuration, dump_recipe, load_recipe
 from distill.recipe.measuring import fixed_length
 from distill.results.serialise import read_result
 from distill.results.speedup_results import PairMeasured, SpeedupReport
@@ -241,7 +241,7 @@ def test_a_chosen_tree_is_predicted_by_the_tokens_that_its_rounds_gave() -> None
     def predicted(one: Configuration, choice: dict[str, Choice]) -> tuple[int | None, float | None]:
         ready = Prepared(one, Rules(), lambda: None)  # type: ignore[arg-type, return-value]
         plain = Prepared(Configuration(drafter="none"), Rules(), None)
-        row = measurements(texts, [plain, ready], {}, PairMeasured("p", "b"), Evaluate())[1]
+        row = measurements(texts, [plain, ready], {}, PairMeasured("p", "b"))[1]
         found = with_prediction(row, ready, comparison, texts, choice, paid, no_chains)
         return found.nodes, found.predicted
 

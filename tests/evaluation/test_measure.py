@@ -102,7 +102,7 @@ def test_blocks_are_measured_by_document() -> None:
     texts = sum_by_document(text_values(TorchModel(target), {"d": TorchModel(draft)}, blocks, sampler, 61, "own"))["d"]
     assert texts.units == found.units and texts.counts.tolist() == counts.tolist()
     assert texts.least == pytest.approx(sums, rel=1e-4, abs=1e-4)
-    table = found.divergences(200, 0.95)
+    table = found.divergences()
     assert table.tokens == counts.sum() and table.prompts == 9
     assert table.forward_kl.mean == pytest.approx(sums[:, 0].sum() / counts.sum())
     assert table.acceptance_ceiling.mean == pytest.approx(sums[:, -1].sum() / counts.sum())
@@ -129,7 +129,7 @@ def test_a_document_in_several_blocks_is_one_unit() -> None:
     turned = measured(blocks.take(torch.arange(len(blocks)).flip(0)))
     assert [turned.counts[turned.units.index(unit)] for unit in found.units] == counts.tolist()
     assert turned.least.sum(0) == pytest.approx(sums.sum(0), rel=1e-5)
-    assert found.divergences(200, 0.95).prompts == len(prompts)
+    assert found.divergences().prompts == len(prompts)
     with pytest.raises(DataError, match="do not number their documents"):
         measured(replace(blocks, first=None))
 
@@ -140,12 +140,12 @@ def rounds_of(*pairs: tuple[int, int]) -> list[Round]:
 
 def test_position_acceptance_by_hand() -> None:
     rounds = [rounds_of((3, 3), (3, 0), (3, 1)), rounds_of((2, 2), (0, 0)), rounds_of((3, 2))]
-    table = position_acceptance(rounds, 4, 200, 0.95)
+    table = position_acceptance(rounds, 4)
     # position 1: all but the round that drafted nothing; 2: where 1 stood; 3: not where only two were drafted
     assert [(r.position, r.drafted, r.accepted) for r in table] == [(1, 5, 4), (2, 4, 3), (3, 2, 1), (4, 0, 0)]
     assert [r.rate.mean for r in table[:3]] == [4 / 5, 3 / 4, 1 / 2] and math.isnan(table[3].rate.mean)
     assert all(r.rate.low <= r.rate.mean <= r.rate.high for r in table[:3])
-    assert tokens_per_round(rounds, 200, 0.95).mean == (4 + 1 + 2 + 3 + 1 + 3) / 6
+    assert tokens_per_round(rounds).mean == (4 + 1 + 2 + 3 + 1 + 3) / 6
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,7 +164,7 @@ def test_position_acceptance_by_walking_the_drafts(pairs: list[list[tuple[int, i
             if position > accepted:
                 break
             walked[position][1] += 1
-    table = position_acceptance([rounds_of(*own) for own in pairs], 6, 100, 0.9)
+    table = position_acceptance([rounds_of(*own) for own in pairs], 6)
     assert {r.position: [r.drafted, r.accepted] for r in table} == walked
 
 

@@ -24,9 +24,7 @@ def recorded(accepted: int, *tops: float) -> Recorded:
 
 def test_by_hand() -> None:
     """Tokens behind a rejection were not judged, but the running product there did not come true."""
-    token, product = reliability(
-        [[recorded(1, 0.9, 0.8, 0.5)], [recorded(2, 0.95, 0.85), recorded(0, 0.3)], []], 50, 0.9
-    )
+    token, product = reliability([[recorded(1, 0.9, 0.8, 0.5)], [recorded(2, 0.95, 0.85), recorded(0, 0.3)], []])
     assert (token.of, product.of) == ("token", "product")
     # judged: .9 ✓ .8 ✗; .95 ✓ .85 ✓; .3 ✗
     assert token.tokens == 5 and token.promised == pytest.approx((0.9 + 0.8 + 0.95 + 0.85 + 0.3) / 5)
@@ -42,7 +40,7 @@ def test_by_hand() -> None:
         (1, pytest.approx(0.8075), 1),
         (2, pytest.approx(0.925), 1),
     ]
-    assert reliability([[]], 50, 0.9) == reliability([[Recorded((), 0)]], 50, 0.9) == []
+    assert reliability([[]]) == reliability([[Recorded((), 0)]]) == []
 
 
 def promising(count: int, bias: float, seed: int) -> list[Reliability]:
@@ -55,7 +53,7 @@ def promising(count: int, bias: float, seed: int) -> list[Reliability]:
             accepted = next((at for at, top in enumerate(tops) if random.random() >= top**bias), 3)
             own.append(recorded(accepted, *tops))
         prompts.append(own)
-    return reliability(prompts, 50, 0.9)
+    return reliability(prompts)
 
 
 def test_kept_promises_have_the_error_of_chance() -> None:
@@ -85,7 +83,7 @@ def test_decoded_rounds_carry_the_draft_s_probabilities() -> None:
                 assert features.top == pytest.approx(float(row.max()), rel=1e-5)
                 assert accepted == (int(row.argmax()) == text[place])
                 judged.append((features.top, accepted))
-    token, product = reliability(found.seen, 50, 0.9)
+    token, product = reliability(found.seen)
     assert token.tokens == len(judged) and product.tokens == sum(len(one.features) for own in found.seen for one in own)
     bins: dict[int, list[tuple[float, bool]]] = {}
     for top, accepted in judged:

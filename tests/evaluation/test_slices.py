@@ -115,7 +115,7 @@ def test_sums_are_those_of_every_position() -> None:
             for name, labels in names.items():
                 expected.setdefault((name, labels[own.index(place) + 1]), []).append((number, middle))
     assert [*sliced.watch(values)] == values and len(blocks) == 2
-    results = sliced.results("acceptance_sampling", 200, 0.95)
+    results = sliced.results("acceptance_sampling")
     assert {one.slice for one in results} == {"token", "depth", "repetition"}  # one label of the others alone
     for one in results:
         own = expected[one.slice, one.label]
@@ -132,7 +132,7 @@ def test_rare_labels_are_joined() -> None:
     sliced = SlicedValues.of(blocks, lambda token: [b"a", b"1", b"."][token], [])
     values = torch.arange(301, dtype=torch.float64)[:, None].expand(-1, len(METRICS))
     [*sliced.watch([("draft", 0, values, values, 0)])]
-    found = {one.label: one for one in sliced.results("acceptance_greedy", 10, 0.9) if one.slice == "token"}
+    found = {one.label: one for one in sliced.results("acceptance_greedy") if one.slice == "token"}
     assert found["other"].tokens == 2 and found["other"].acceptance["draft"].mean == pytest.approx(299.5)
     assert [*found] == ["inner piece of a word", "other"]
 

@@ -22,7 +22,7 @@ from distill.benchmark.prepared import Fitted, prepare_all
 from distill.benchmark.tables import flat_run_rows, run_markdown
 from distill.errors import DataError, RecipeError
 from distill.files import write_json
-from distill.recipe import Configuration, Evaluate, Recipe, dump_recipe, load_recipe, parse_recipe
+from distill.recipe import Configuration, Recipe, dump_recipe, load_recipe, parse_recipe
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, RULES
 from distill.recipe.measuring import fixed_length
 from distill.results.speedup_results import (
@@ -67,7 +67,6 @@ def recipe_with(**speedup: Any) -> Recipe:
             "target": {"model": "./target"},
             "corpus": {"sources": [{"kind": "text", "path": "./text", "split": "test"}]},
             "sampler": {"temperature": 0.8, "top_k": 4},
-            "eval": {"resamples": 100},
             "speedup": speedup,
         },
         "here",
@@ -151,10 +150,7 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     identities = judge_identity(target, prompts, texts, prepared, 0)
     assert set(identities) == {"draft, γ = 2", *(one.title for one in CONFIGURATIONS)}
     assert all(identity == Identity(identical=6) for identity in identities.values())
-    rows = {
-        row.configuration: row
-        for row in measurements(texts, prepared, identities, pair_measured, Evaluate(resamples=100))
-    }
+    rows = {row.configuration: row for row in measurements(texts, prepared, identities, pair_measured)}
     drafted = {title for title, row in rows.items() if (row.tokens_per_round or 0) > 1.05}
     assert drafted == set(rows) - {"plain"}  # each of them does draft, and is right now and then
     assert not any(row.lossy for row in rows.values())
@@ -178,7 +174,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     assert [one.lossy is not None for one in others] == [False, False, True]
     texts = time_texts(target, draft, random_prompts(4, 12, 3), 16, prepared, "prompts")
     label = PairMeasured("a pair", "table")
-    rows = measurements(texts, prepared, {}, label, Evaluate(resamples=100))
+    rows = measurements(texts, prepared, {}, label)
     *_, plain_row, lossless, lossy = rows
     assert plain_row.speedup == 1 and plain_row.tokens_per_round is None
     assert lossless.plain_tokens_per_second == plain_row.tokens_per_second and lossless.identical is None
