@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 CLASS = "class"  # of --by: of prompts rather than positions
 OF_MODELS = ("temperature", "prompts", "text")  # a run has its own
-NOT_OF_PARITY = ("kl", "acceptance", "by", "outtype", "target_outtype", "cache_type", "prompts")
 
 
 @takes_gguf_options("target", "draft")
@@ -50,17 +49,6 @@ def evaluate(
             help="Show only acceptance by this slice: token, depth, repetition, part, language, or class (of "
             "prompts); may be repeated.",
         ),
-    ] = None,
-    parity: Annotated[
-        bool,
-        typer.Option(
-            "--parity",
-            help="Score the same tokens in transformers, the training's loss, our decoder, llama.cpp and a server: one "
-            "acceptance, or where it starts to differ.",
-        ),
-    ] = False,
-    url: Annotated[
-        str | None, typer.Option("--url", help="With --parity: a llama-server that serves the target.")
     ] = None,
     outtype: Annotated[
         list[str] | None,
@@ -109,18 +97,9 @@ def evaluate(
     _check_options(context, kinds, by or [], gguf)
     pairs = _named_pairs(target, draft, text) if target or draft else []
     command = command_line(sys.argv)
-    if pairs or parity or any(kinds.values()):
+    if pairs or any(kinds.values()):
         shared.prepare(threads)
-    if parity:
-        if len(pairs) > 1:
-            raise RecipeError("--parity is of one pair", "give one target and draft")
-        from distill.commands.parity import TEXTS, measure_parity
-        from distill.evaluation import parity as ways
-
-        pair = _prompted_pair(pairs, text or [], temperature, TEXTS, run, runs, threads)
-        scored = measure_parity(pair, url, threads, command)
-        shared.print_result(scored, ways.as_markdown(scored), ways.flat_rows(scored), output)
-    elif len(pairs) > 1:
+    if len(pairs) > 1:
         if by or any(kinds.values()):
             what = "several models are compared over all positions, as they are"
             raise RecipeError(what, "give one target and draft")
@@ -185,11 +164,6 @@ def _check_options(
     if of_all is not None:
         option = next(name for name, values in kinds.items() if values)
         raise RecipeError(f"{of_all} and {option} were given together", "compare types, or look at one draft closely")
-    parity = given["parity"]
-    others = gguf is not None or shared.first_given(context, NOT_OF_PARITY) is not None
-    if (parity and others) or (given["url"] is not None and not parity):
-        what = "--parity goes with a run or a pair, --url, --text, --temperature and --threads alone"
-        raise RecipeError(what, "leave the other options out")
     for option, names in kinds.items():
         known = CACHE_TYPES if option == "--cache-type" else OUTTYPES
         unknown = next((name for name in names or () if name not in known), None)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import ServingError
-from distill.files import has_form
 from distill.models.pairs import compare_pair
 from distill.recipe import SamplerSettings
 from distill.serving.counts import Text, TextCounts, Totals, totals_of
@@ -160,15 +159,6 @@ class LlamaClient(Client):
         meta = next(iter(self.models()), {}).get("meta")
         size = meta.get("n_vocab") if isinstance(meta, dict) else None
         return size if isinstance(size, int) else None
-
-    def likeliest(self, ids: Sequence[int], count: int) -> dict[int, float]:
-        """The log-probabilities, before any sampler, of the `count` likeliest tokens after these; ServingError where it
-        gives none."""
-        body = LLAMA_PLAIN | {"prompt": list(ids), "n_predict": 1, "n_probs": count, "temperature": 0}
-        listed = self.http.post("/completion", body).get("completion_probabilities")
-        if not listed or not has_form(listed, [{"top_logprobs": [{"id": int, "logprob": float | int}]}]):
-            raise ServingError(f"{self.url} gives no log-probabilities (n_probs)", "llama-server of this year does")
-        return {one["id"]: one["logprob"] for one in listed[0]["top_logprobs"]}
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text as the server reads it, control tokens in it as such."""

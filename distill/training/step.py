@@ -16,7 +16,7 @@ from distill.errors import DataError
 from distill.models.packed_forward import hidden_states
 from distill.packing import Packed, epoch_order
 from distill.recipe import Train
-from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, Teacher
+from distill.teacher.distributions import CompactTeacher, DenseTeacher, Teacher
 from distill.teacher.source import TeacherSource
 from distill.training.losses.fused import head_loss
 from distill.training.losses.settings import LossSettings, LossSums
@@ -135,18 +135,6 @@ def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) ->
     none = torch.empty(0, device=device)
     distributions = CompactTeacher(none.long().view(0, 1), none.view(0, 1), {1.0: none}, source.vocabulary)
     return replace(blocks, mask=torch.zeros_like(blocks.mask)), distributions
-
-
-@torch.no_grad()
-def scored_by_loss(target: Any, draft: Any, blocks: Packed, vocabulary: int, kept: list[int] | None) -> LossSums:
-    """What the log of a training step would say of blocks: the same forward passes and the same loss, without a step.
-
-    `draft` has its whole head, of which the `kept` columns take part.
-    """
-    states = hidden_states(target, blocks)[blocks.mask]
-    learner = Learner(draft, Columns(vocabulary, kept, states.device), chunk=max(1, len(states) // 2))
-    sums: LossSums = learner(blocks, Head.of(target, vocabulary).teacher(states), LossSettings({"forward_kl": 1.0}))[1]
-    return sums
 
 
 def heal(model: Any, source: TeacherSource, settings: Train, plan: Plan, steps: int, seed: int) -> None:

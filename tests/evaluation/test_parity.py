@@ -1,144 +1,81 @@
-"""`distill eval --parity`: every way against a loop in fp64, and where a difference enters."""
+"""One acceptance, whatever scores a pair: evaluation, training loss, our decoder, llama.cpp on exported files;
+with a whole and with a trimmed head."""
 
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
-import tiny
 import torch
+from toys import random_prompts
 
-from distill.commands.parity import bounds_of
-from distill.evaluation.parity import Read, Sums, Text, Way, as_markdown, compare_ways
+from distill.evaluation.measure import Measured, block_values, sum_by_document, text_values
+from distill.models.conversion.writer import export_gguf
+from distill.models.gguf.model import GgufModel
+from distill.models.hugging_face import load_model, load_target
+from distill.models.loaded import growing_decoder
+from distill.models.packed_forward import hidden_states
+from distill.packing import Packed, pack
+from distill.recipe import Target
+from distill.sampler import Sampler
+from distill.teacher.distributions import Head
+from distill.training.losses.settings import LossSettings
+from distill.training.step import Columns, Learner
 
-Capture = pytest.CaptureFixture[str]
-TEXTS = [Text([1, 2, 3, 4, 5], 2), Text([7, 0, 8, 3], 1)]
-
-
-def logits(seed: int, near: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(len(text.scored), 9, generator=generator) for text in TEXTS]
-    return drawn if near is None else [0.3 * new + old for new, old in zip(drawn, near, strict=True)]
-
-
-def way(name: str, target: list[torch.Tensor], draft: list[torch.Tensor], against: str | None = None) -> Way:
-    return Way(name, "x", lambda _: [Read(*pair) for pair in zip(target, draft, strict=True)], against)
-
-
-def by_loops(target: list[torch.Tensor], draft: list[torch.Tensor]) -> tuple[float, float, float]:
-    """Acceptance, agreement and KL over all positions, in fp64."""
-    rows = []
-    for row, other in zip(torch.cat(target).double().numpy(), torch.cat(draft).double().numpy(), strict=True):
-        p, q = (numpy.exp(one) / numpy.exp(one).sum() for one in (row, other))
-        rows.append((numpy.minimum(p, q).sum(), p.argmax() == q.argmax(), (p * numpy.log(p / q)).sum()))
-    return tuple(map(float, numpy.mean(rows, 0)))  # type: ignore[return-value]
+CPU = torch.device("cpu")
 
 
-def test_where_a_difference_enters() -> None:
-    p, q = logits(0), logits(1)
-    other_p, other_q = logits(2, near=p), logits(3, near=q)
-    base, p_alone, q_alone, both = (
-        by_loops(*pair)[0] for pair in ((p, q), (other_p, q), (p, other_q), (other_p, other_q))
-    )
-    sums = Sums(0.5, 2.5, 1.0, math.nan)  # of one text, of three positions each
-    ways = [
-        way("first", p, q),
-        way("same", p, q, "first"),
-        way("other target", other_p, q, "first"),
-        way("other draft", p, other_q, "first"),
-        way("both", other_p, other_q, "first"),
-        Way("bounds", "x", lambda texts: [sums] * len(texts), "first"),
-    ]
-    table = compare_ways(ways, TEXTS, ["a server: none"], "distill eval --parity")
-    rows = {row.way: row for row in table.rows}
-    assert (table.tokens, table.texts) == (6, 2)
-    for row, pair in zip(table.rows, ((p, q), (p, q), (other_p, q), (p, other_q), (other_p, other_q)), strict=False):
-        assert (row.acceptance, row.agreement, row.kl) == pytest.approx(by_loops(*pair), rel=1e-5)
-    assert rows["same"].gap == rows["same"].by_target == rows["same"].target_error == 0
-    assert rows["same"].target_top == rows["same"].draft_top == 1
-    assert (
-        rows["other target"].by_target == pytest.approx(p_alone - base, abs=1e-6) and rows["other target"].by_draft == 0
-    )
-    assert (
-        rows["other draft"].by_draft == pytest.approx(q_alone - base, abs=1e-6) and rows["other draft"].by_target == 0
-    )
-    assert rows["both"].difference == pytest.approx(both - base, abs=1e-6)
-    following = torch.tensor([token for text in TEXTS for token in text.scored])[:, None]
-    logs = [torch.cat(one).double().log_softmax(-1).gather(1, following) for one in (p, other_p)]
-    assert rows["both"].target_error == pytest.approx(float((logs[0] - logs[1]).abs().mean()), rel=1e-5)
-    assert rows["bounds"].gap == 0 and rows["bounds"].acceptance == pytest.approx(1 / 6)
-    apart = [line.split(" (")[0] for line in table.verdict]
-    assert apart == [row.way for row in table.rows if row.against and abs(row.gap) > 0.005] != []
-    assert "0.1667 to 0.8333" in as_markdown(table) and "Not tried: a server: none" in as_markdown(table)
+def acceptance(measured: Measured) -> float:
+    return measured.divergences(20, 0.9).acceptance_sampling.mean
 
 
-@pytest.mark.parametrize("listed", [9, 5, 2])
-def test_a_server_s_likeliest_tokens_bound_the_acceptance(listed: int) -> None:
-    p, q = (torch.cat(one) for one in (logits(0), logits(1)))
-    likeliest = [{int(token): float(row.log_softmax(-1)[token]) for token in row.topk(listed).indices} for row in p]
-    found, (acceptance, agreement, _) = bounds_of(likeliest, q), by_loops([p], [q])
-    assert found.acceptance - 1e-5 <= 6 * acceptance <= found.most + 1e-5 and found.agreement == 6 * agreement
-    assert found.most - found.acceptance < {9: 1e-4, 5: 1.5, 2: 4.0}[listed]
+@torch.no_grad()
+def by_loss(target: Any, draft: Any, blocks: Packed, vocabulary: int, kept: list[int] | None) -> float:
+    """What the log of a training step says of blocks: the same forward passes and the same loss, without a step."""
+    states = hidden_states(target, blocks)[blocks.mask]
+    learner = Learner(draft, Columns(vocabulary, kept, CPU), chunk=max(1, len(states) // 2))
+    settings = LossSettings({"forward_kl": 1.0})
+    sums = learner(blocks, Head.of(target, vocabulary).teacher(states), settings)[1]
+    return float(sums["acceptance"]) / int(blocks.mask.sum())
 
 
-def rows_of(capsys: Capture, *arguments: object) -> dict[tuple[str, str], dict[str, Any]]:
-    capsys.readouterr()
-    assert tiny.call("eval", "--parity", "-o", "jsonl", *arguments) == 0
-    rows = map(json.loads, capsys.readouterr().out.splitlines())
-    return {(row["way"], row["models"]): row for row in rows}
-
-
-def test_a_run_has_one_acceptance(finished: Path, capsys: Capture) -> None:
-    """transformers, the training's loss, our decoder and the exported files."""
-    rows = rows_of(capsys, finished)
-    assert [way for way, _ in rows][:3] == ["transformers", "training's loss", "our decoder"]
-    files = [row for (way, _), row in rows.items() if way == "llama.cpp"]
-    assert files and all(abs(row["difference"]) < 5e-3 for row in files)
-    for (way, _), row in rows.items():
-        if way in ("training's loss", "our decoder"):
-            assert row["difference"] == pytest.approx(0, abs=1e-4), way
-    assert 0.05 < rows["transformers", "float32"]["acceptance"] < 0.999
-
-
-def test_a_trimmed_draft_is_compared_with_and_without_its_head(copied: Path, world: Path, capsys: Capture) -> None:
-    size = json.loads((copied / "draft" / "config.json").read_text())["vocab_size"]
-    kept = {"kept": [*range(0, size, 2)], "vocabulary": size}
-    (copied / "draft" / "kept_tokens.json").write_text(json.dumps(kept))
-    pair = ["--target", world / "target", "--draft", copied / "draft", "--text", world / "corpus"]
-    rows = rows_of(capsys, *pair)
-    whole = rows["transformers, whole head", "float32"]
-    assert whole["against"] == "transformers" and whole["by_target"] == 0 and whole["difference"] == whole["by_draft"]
-    assert rows["training's loss", "float32"]["difference"] == pytest.approx(0, abs=1e-4)
-    (file,) = [row for (way, _), row in rows.items() if way == "llama.cpp"]
-    assert file["against"] == "transformers, whole head" and abs(file["difference"]) < 5e-3
-
-
-def test_the_target_as_its_own_draft(world: Path, capsys: Capture) -> None:
-    """KL 0 and acceptance 1, whatever computes them."""
-    pair = ["--target", world / "target", "--draft", world / "target", "--text", world / "corpus"]
-    rows = rows_of(capsys, *pair)
-    assert len(rows) == 4
-    for row in rows.values():
-        assert row["acceptance"] == pytest.approx(1, abs=1e-5) and row["agreement"] == 1
-        assert row["kl"] == pytest.approx(0, abs=1e-6)
-
-
-def test_mistakes(finished: Path, world: Path, capsys: Capture) -> None:
-    target = world / "target"
-    pair = ["--target", target, "--draft", target, "--text", world / "corpus"]
-    for arguments, said in (
-        ([finished, "--parity", "--by", "token"], "leave the other options out"),
-        ([*pair, "--parity", "--prompts", 9], "leave the other options out"),
-        ([finished, "--parity", "--kl"], "leave the other options out"),
-        ([finished, "--url", "http://127.0.0.1:1"], "leave the other options out"),
-        ([*pair, "--draft", finished / "draft", "--parity"], "--parity is of one pair"),
-        (["--parity", "--target", target], "a pair without a run needs"),
-        ([*pair, "--parity", "--url", "http://127.0.0.1:1"], "http://127.0.0.1:1"),
-        ([finished, *pair], "a run was given beside --target or --draft"),
-        ([finished, "--outtype", "q8_0", "--by", "depth"], "--by and --outtype were given together"),
-    ):
-        assert said in tiny.refused(capsys, "eval", *arguments)
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_one_acceptance(trimmed: bool, copied: Path, world: Path, tmp_path: Path) -> None:
+    """At temperature 1, nothing truncated: the losses know nothing else."""
+    folders = {"target": world / "target", "draft": copied / "draft"}
+    size = json.loads((folders["draft"] / "config.json").read_text())["vocab_size"]
+    kept = [*range(0, size, 2)] if trimmed else None
+    whole = load_model(str(folders["draft"]), "float32", CPU)  # llama.cpp has the whole head
+    if kept is not None:
+        (folders["draft"] / "kept_tokens.json").write_text(json.dumps({"kept": kept, "vocabulary": size}))
+    target = load_target(Target(model=str(folders["target"])), CPU)
+    draft = load_model(str(folders["draft"]), "float32", CPU)
+    blocks = pack([(ids, 2) for ids in random_prompts(9, size, seed=3)], 64, split_long=False)
+    score: dict[str, Callable[[Any, Any], float]] = {
+        "evaluation": lambda big, small: acceptance(
+            sum_by_document(block_values(big, {"d": small}, blocks, Sampler(), size))["d"]
+        ),
+        "texts": lambda big, small: acceptance(
+            sum_by_document(text_values(big, {"d": small}, blocks, Sampler(), size, ""))["d"]
+        ),
+    }
+    reference = score["evaluation"](target, draft)
+    assert 0.05 < reference < 0.999
+    assert by_loss(target, whole, blocks, size, kept) == pytest.approx(reference, abs=1e-4)
+    decoders = [growing_decoder(model, size) for model in (target, draft)]
+    assert score["texts"](*decoders) == pytest.approx(reference, abs=1e-4)
+    assert score["evaluation"](target, target) == pytest.approx(1, abs=1e-5)
+    of_whole = score["evaluation"](target, whole)
+    assert trimmed == (abs(of_whole - reference) > 1e-2)
+    with ExitStack() as stack:
+        for name, folder in folders.items():
+            export_gguf(folder, tmp_path / f"{name}.gguf", "f16")
+        big, small, same = (
+            stack.enter_context(GgufModel(tmp_path / f"{name}.gguf", context=64)) for name in (*folders, "target")
+        )
+        assert score["texts"](big, small) == pytest.approx(of_whole, abs=5e-3)
+        assert score["texts"](big, same) == pytest.approx(1, abs=1e-5)

@@ -65,9 +65,8 @@ def test_a_target_without_a_template_is_refused(place: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("option", [("--temperature", 1), ("--prompts", 8), ("--text", "a.txt")])
-@pytest.mark.parametrize("parity", [(), ("--parity",)])
 def test_what_a_run_would_ignore_is_refused(
-    option: tuple[str, object], parity: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: tuple[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = tiny.refused(capsys, "eval", "run", *parity, *option, "--runs", tmp_path)
+    said = tiny.refused(capsys, "eval", "run", *option, "--runs", tmp_path)
     assert option[0] in said
