@@ -19,7 +19,7 @@ from distill.models import loaded
 from distill.models.conversion.importing import Import, read_import, write_import
 from distill.models.conversion.writer import WrittenFile
 from distill.models.conversion.writer import export_gguf as write_gguf
-from distill.models.hugging_face import local_folder, pick_device, settled_type
+from distill.models.hugging_face import local_folder, pick_device, settled_type, text_folder
 from distill.models.loaded import GROWING, LoadedPair
 from distill.models.pairs import pair_references, require_pair
 from distill.recipe import (
@@ -37,7 +37,6 @@ from distill.results.evaluation_results import EvaluationReport
 from distill.results.pair_results import PairSpeedup
 from distill.sampler import Sampler
 from distill.speculative.decode import Decoded
-from distill.surgery.checks import reader_of
 from distill.surgery.cutter import cut_folder
 from distill.surgery.vocabulary import transplant as transplanting
 
@@ -225,12 +224,12 @@ def cut(
 def transplant(donor: str | Path, target: str | Path, out: str | Path, **settings: Any) -> Change:
     """Write `donor` with the vocabulary of `target` to a new folder, so that it can draft for it.
 
-    `settings` are those of `distill.surgery.vocabulary.transplant.transplant`: rows, overrides, method, decay, dtype.
+    `settings` are those of `distill.surgery.vocabulary.transplant.transplant`: rows, overrides, decay, dtype.
     DataError for an impossible transplant and a folder that is not empty.
     """
     require_new_folder(Path(out))
-    read = reader_of(settings.get("method", "subtokens"))
-    return transplanting.transplant(local_folder(_reference(donor)), read(_reference(target)), Path(out), **settings)
+    folders = local_folder(_reference(donor)), text_folder(_reference(target))
+    return transplanting.transplant(*folders, Path(out), **settings)
 
 
 def export_gguf(model: str | Path, out: str | Path, outtype: str = "f16") -> WrittenFile:

@@ -21,7 +21,6 @@ def transplant(
         list[str] | None,
         typer.Option(metavar="TOKEN=TEXT", help="Make a target token's row from the donor tokens of TEXT."),
     ] = None,
-    method: Annotated[str, typer.Option(help="subtokens or pursuit, for tokens without a copy.")] = "subtokens",
     decay: Annotated[
         float, number_option(help="In the head: weight of each subtoken relative to the one before; 1: their mean.")
     ] = 1.0,
@@ -43,13 +42,12 @@ def transplant(
                 f"--override {pair}: there is no `=` between token and text", "write --override '<|user|>=User:'"
             )
         overrides[token] = words
-    from distill.models.hugging_face import local_folder
-    from distill.surgery.checks import reader_of
+    from distill.models.hugging_face import local_folder, text_folder
     from distill.surgery.vocabulary.transplant import transplant as write
 
     require_new_folder(out)
     texts = read_texts(text or [])
-    folders = [local_folder(local_reference(donor)), reader_of(method)(local_reference(target))]
+    folders = [local_folder(local_reference(donor)), text_folder(local_reference(target))]
     announce(out)
     change = write(
         folders[0],
@@ -57,7 +55,6 @@ def transplant(
         out,
         rows=rows,
         overrides=overrides,
-        method=method,  # type: ignore[arg-type]
         decay=decay,
         dtype=dtype,
     )

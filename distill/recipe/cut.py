@@ -13,11 +13,6 @@ from distill.recipe.section import Section
 class Transplant(Section):
     """Give the donor the target's vocabulary, byte for byte."""
 
-    method: Literal["subtokens", "pursuit"] = Field(
-        "subtokens",
-        description="how rows of tokens missing from the donor are made. subtokens: from the donor's tokens for the "
-        "same bytes; pursuit: orthogonal matching pursuit over the shared tokens (needs the target's embeddings)",
-    )
     overrides: dict[str, str] = Field(
         {}, description="for target tokens such as turn markers: text whose donor tokens initialise them"
     )
@@ -25,8 +20,8 @@ class Transplant(Section):
         1.0,
         gt=0,
         le=1,
-        description="subtokens: weight of each subtoken in the head's rows, relative to the previous one; 1: their "
-        "mean, which measured best (docs/benchmarks/cuts.md)",
+        description="weight of each donor subtoken in the head's row of a token that the donor lacks, relative to the "
+        "one before; 1: their mean, which measured best (docs/benchmarks/cuts.md)",
     )
 
 

@@ -109,8 +109,6 @@ class Recipe(Section):
             yield "teacher.gguf or teacher.server must give the distributions"
         if self.donor_model == self.target.model:
             yield "cut.donor is the target itself: name another model"
-        if cut.transplant is not None and cut.transplant.method == "pursuit":
-            yield "cut.transplant.method pursuit reads the target's embeddings: use subtokens"
         if cut.search is not None:
             yield "cut.search times the target: give cut.layers and cut.mlp_width instead"
         if cut.trim is not None and cut.trim.size is None and cut.trim.by == "price":

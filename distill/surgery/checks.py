@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from distill.errors import RecipeError
@@ -25,11 +24,6 @@ SHAPE = {
     "KV heads": "num_key_value_heads",
     "rows": "vocab_size",
 }
-
-
-def reader_of(method: str) -> Callable[[str], Path]:
-    """What fetches the files of a target that a transplant reads: its weights for a pursuit alone."""
-    return local_folder if method == "pursuit" else text_folder
 
 
 def check_shape(config: Any, settings: Cut) -> None:
@@ -57,9 +51,7 @@ def check_cut(recipe: Recipe) -> list[str]:
     require_supported(config.model_type)
     lines = []
     if settings.transplant is not None:
-        target = reader_of(settings.transplant.method)(recipe.target.model)
-        folders = (local_folder(donor), target)
-        check_transplant(*folders, settings.transplant.overrides, method=settings.transplant.method)
+        check_transplant(local_folder(donor), text_folder(recipe.target.model), settings.transplant.overrides)
         lines.append(f"transplant: {donor} gets the vocabulary of {recipe.target.model}")
     else:
         require_pair(recipe.target.model, donor)

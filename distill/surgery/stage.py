@@ -35,7 +35,6 @@ from distill.results.cut_results import Change, CutReport, ModelSizes
 from distill.results.serialise import write_result
 from distill.run import Run
 from distill.surgery.change import record_change, size_of
-from distill.surgery.checks import reader_of
 from distill.surgery.cutter import cut_model
 from distill.surgery.divergence import TargetDistributions
 from distill.surgery.vocabulary.transplant import transplant
@@ -157,10 +156,9 @@ def load_donor(
     folder = run.path("search", "transplant")
     change = transplant(
         local_folder(reference),
-        reader_of(settings.method)(recipe.target.model),
+        text_folder(recipe.target.model),
         folder,
         overrides=settings.overrides,
-        method=settings.method,
         decay=settings.decay,
         dtype="float32",
     )

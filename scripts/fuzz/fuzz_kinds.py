@@ -927,7 +927,7 @@ GIVEN = [
     *("model", "runs", "tiny", "whole.yaml", "text.txt", "model.gguf", "out", "missing", "missing.yaml", "1", "3,2,1"),
     *("name=other", "train.steps=3", "train.steps=x", "greedy", "token", "draft", "lookup", "tree"),
     *("eval", "json", "md"),
-    *("-", "--", "", "1e400", "0.5", "64,512", ".", "bench.log", "org/name", "f16", "expected-value", "pursuit", "é"),
+    *("-", "--", "", "1e400", "0.5", "64,512", ".", "bench.log", "org/name", "f16", "expected-value", "é"),
 ]
 
 
@@ -937,7 +937,7 @@ USUAL = {  # valid values of arguments and options; of the others 3
     **{"--runs": "runs", "--output": "json", "-o": "csv", "--run": "tiny", "--until": "eval", "--redo": "eval"},
     **{"--batched-bench": "bench.log", "--acceptance": "0.9,0.5", "--outtype": "f16", "--depths": "64"},
     **{"--drafter": "lookup", "--rule": "fixed", "--verifier": "greedy", "--delete": "tiny", "--grammar": "text.txt"},
-    **{"--json-schema": "text.txt", "--method": "pursuit", "--p-min": "0.5"},
+    **{"--json-schema": "text.txt", "--p-min": "0.5"},
 }
 
 

@@ -319,7 +319,6 @@ Change = Callable[[dict[str, Any]], object]
             "answers.writer must name; teacher.gguf or teacher.server; cut.donor is the target itself: name another",
         ),
         (lambda v: v["cut"].update(donor=v["target"]["model"]), "cut.donor is the target itself"),
-        (lambda v: v["cut"].update(transplant={"method": "pursuit"}), "pursuit reads the target's embeddings"),
         (lambda v: v.update(cut={"donor": "./d", "search": {"layers": [1]}}), "cut.search times the target"),
         (lambda v: v["cut"].update(trim={"by": "price"}), "cut.trim.by price times the target"),
         (lambda v: v["train"].update(acceptance=None), "train.acceptance is null: cuts and weights are chosen"),

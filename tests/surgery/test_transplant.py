@@ -12,7 +12,7 @@ import numpy
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_vocabulary import byte_level, save, sentencepiece, shared
 from tokenizers import Tokenizer
 from toys import KINDS, toy
@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.errors import DataError
 from distill.surgery.change import read_changes, size_of
-from distill.surgery.vocabulary.pursuit import pursue
 from distill.surgery.vocabulary.subtokens import (
     COPY,
     MEAN,
@@ -397,8 +396,6 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
         transplant(donor, target, tmp_path / "new", rows=100)
     with pytest.raises(DataError, match="no token of the target"):
         check_transplant(donor, target, {"<strange>": "a"})
-    with pytest.raises(DataError, match=r"no model\.safetensors"):
-        check_transplant(donor, target, method="pursuit")
     for place in (donor, target, tmp_path):
         with pytest.raises(DataError, match="would overwrite"):
             transplant(donor, target, place)
@@ -409,90 +406,6 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="int4"):
         transplant(donor, target, tmp_path / "new", dtype="int4")
     assert not (tmp_path / "new").exists() and (tmp_path / "notes" / "diary.txt").read_text() == "mine"
-
-
-def naive_pursuit(row: Any, atoms: Any, count: int) -> tuple[list[int], Any]:
-    """Orthogonal matching pursuit as the textbook has it, by least squares at every step."""
-    chosen: list[int] = []
-    left, coefficients = row, numpy.zeros(0)
-    for _ in range(count):
-        similar = numpy.abs(atoms @ left) / numpy.linalg.norm(atoms, axis=1)
-        similar[chosen] = -1
-        chosen.append(int(similar.argmax()))
-        coefficients, *_ = numpy.linalg.lstsq(atoms[chosen].T, row, rcond=None)
-        left = row - coefficients @ atoms[chosen]
-    return chosen, coefficients
-
-
-def test_pursuit_by_the_textbook() -> None:
-    generator = torch.Generator().manual_seed(3)
-    atoms = torch.randn(120, 24, generator=generator, dtype=torch.float64) * torch.linspace(0.1, 3, 120)[:, None]
-    rows = torch.randn(15, 24, generator=generator, dtype=torch.float64)
-    previous = rows.norm(dim=1)
-    for count in (1, 2, 5, 9, 16):
-        chosen, coefficients = pursue(rows, atoms, count)
-        for i, row in enumerate(rows.numpy()):
-            expected, weights = naive_pursuit(row, atoms.numpy(), count)
-            assert chosen[i].tolist() == expected
-            numpy.testing.assert_allclose(coefficients[i].numpy(), weights, rtol=1e-8, atol=1e-10)
-        left = (rows - (coefficients[:, None] @ atoms[chosen])[:, 0]).norm(dim=1)
-        assert bool((left <= previous + 1e-12).all())
-        previous = left
-    assert float(previous.max()) < 0.3 * float(rows.norm(dim=1).min())
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_pursuit_finds_what_is_there(kind: torch.dtype) -> None:
-    """Sparse combinations come back exactly; what is left over stays unused, and dependent atoms do no harm."""
-    generator = torch.Generator().manual_seed(4)
-    atoms = torch.randn(80, 64, generator=generator, dtype=kind)
-    atoms = torch.cat([atoms, atoms[:5] * 2, torch.zeros(2, 64, dtype=kind)])
-    true = torch.zeros(12, 87, dtype=kind)
-    for i in range(12):
-        true[i, torch.randperm(80, generator=generator)[:3]] = torch.tensor([2.0, -3.0, 4.0], dtype=kind)
-    rows = true @ atoms
-    for count in (8, 200):
-        chosen, coefficients = pursue(rows, atoms, count)
-        assert bool(coefficients.isfinite().all()) and chosen.shape[1] <= 64
-        rebuilt = (coefficients[:, None] @ atoms[chosen])[:, 0]
-        eps = torch.finfo(kind).eps
-        torch.testing.assert_close(rebuilt, rows, rtol=0, atol=200 * eps)
-        assert int((coefficients.abs() > 1e3 * eps).sum(1).max()) <= 8
-    assert int((pursue(rows, atoms, 8)[1] != 0).sum(1).min()) >= 3
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_transplant_by_pursuit(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the target's rows of other tokens are combinations of shared ones, the donor gets the same combinations."""
-    donor = model_folder(bytes_folder(tmp_path / "donor"), tie_word_embeddings=tied, hidden_size=32)
-    target = model_folder(spaces_folder(tmp_path / "target"), "llama", hidden_size=64, tie_word_embeddings=tied)
-    ours, theirs = Vocabulary.read(donor), Vocabulary.read(target)
-    subtokens = map_subtokens(ours, theirs)
-    a, b, row, zero = (theirs.index[token] for token in ("▁ab", "c", "日", "<odd>"))
-    tensors = load_file(target / "model.safetensors")
-    for name in set(tensors) & {EMBEDDING, HEAD}:
-        tensors[name][row] = 2 * tensors[name][a] - 0.5 * tensors[name][b]
-        tensors[name][zero] = 0
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    monkeypatch.setattr("distill.surgery.vocabulary.pursuit.ATOMS", 2)
-    change = transplant(donor, target, tmp_path / "new", method="pursuit")
-    transplant(donor, target, tmp_path / "plain")
-    old, new = load_file(donor / "model.safetensors"), load_file(tmp_path / "new" / "model.safetensors")
-    plain = load_file(tmp_path / "plain" / "model.safetensors")
-    for name in (EMBEDDING, HEAD):
-        matrix = old[EMBEDDING if tied else name]
-        expected = 2 * matrix[ours.index["Ġab"]] - 0.5 * matrix[ours.index["c"]]
-        torch.testing.assert_close(new[name][row], expected, rtol=1e-4, atol=1e-5)
-        assert torch.equal(new[name][zero], plain[name][zero]) and bool(new[name][zero].any())
-        untouched = torch.from_numpy(
-            numpy.flatnonzero((subtokens.origin != MEAN) & (subtokens.origin != ORIGINS.index("text")))
-        )
-        assert torch.equal(new[name][untouched], plain[name][untouched])
-        assert not torch.equal(new[name][row], plain[name][row])
-    said = change.details[f"pursuit {EMBEDDING}"]
-    assert said["rows"] > 0 and 0 <= said["mean_residual"] < 1
-    assert (f"pursuit {HEAD}" in change.details) == (not tied)
-    assert torch.isfinite(logits(tmp_path / "new")).all()
 
 
 def test_encoders_write_any_bytes(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Legend: R target ids, D donor ids, P subtokens or entries of all rows together.
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from distill.vocabulary.roles import role_counterparts, stand_ins
 ORIGINS = ("unused", "copy", "mean", "override", "role", "same", "text")
 UNUSED, COPY, MEAN, OVERRIDE, ROLE, SAME, TEXT = range(len(ORIGINS))
 WORST = 10  # rows with most subtokens that are described
-Entries = tuple[NDArray[numpy.int32], NDArray[numpy.float32]]  # donor ids and weights of one row
 
 
 def offsets_of(counts: ArrayLike) -> NDArray[numpy.int64]:
@@ -44,18 +42,6 @@ class Mixture:
     offsets: NDArray[numpy.int64]
     ids: NDArray[numpy.int32]
     weights: NDArray[numpy.float32]
-
-    def replaced(self, rows: Mapping[int, Entries]) -> Mixture:
-        """The mixture with other entries for some rows."""
-        entries = [
-            rows.get(row) or (self.ids[first:last], self.weights[first:last])
-            for row, (first, last) in enumerate(itertools.pairwise(self.offsets))
-        ]
-        return Mixture(
-            offsets_of([len(ids) for ids, _ in entries]),
-            numpy.concatenate([ids for ids, _ in entries]).astype(numpy.int32),
-            numpy.concatenate([weights for _, weights in entries]).astype(numpy.float32),
-        )
 
     def same_as(self, other: Mixture) -> bool:
         """Whether both make the same rows of the same matrix."""

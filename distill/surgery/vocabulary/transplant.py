@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy
 import torch
@@ -20,14 +20,12 @@ from torch import Tensor
 
 from distill.errors import DataError
 from distill.files import read_object, write_folder, write_json
-from distill.models.hugging_face import pick_device
 from distill.models.model_files import copy_tokenizer
 from distill.models.tensor_files import ITEM_BYTES, NUMPY_FLOATS, Stored, torch_type, write_header
 from distill.progress import Progress
 from distill.results.cut_results import Change, Size
 from distill.surgery.change import read_changes, record_change
-from distill.surgery.vocabulary.pursuit import pursue_rows
-from distill.surgery.vocabulary.subtokens import Entries, Mixture, Subtokens, describe_subtokens, map_subtokens
+from distill.surgery.vocabulary.subtokens import Mixture, describe_subtokens, map_subtokens
 from distill.surgery.vocabulary.transplant_plan import EMBEDDING, HEAD, Plan, check_transplant
 
 CHUNK_BYTES = 2**24
@@ -57,28 +55,24 @@ def transplant(
     *,
     rows: int | None = None,
     overrides: Mapping[str, str] | None = None,
-    method: Literal["subtokens", "pursuit"] = "subtokens",
     dtype: str | None = None,
     decay: float = 1.0,
 ) -> Change:
     """Write `destination`: the donor with the target's tokenizer, and rows for it made from the donor's rows.
 
     A token with the same bytes as a donor token gets its row. For another, the input row is that of its last subtoken
-    and the head row the mean of its subtokens, the j-th weighted decay**j; with `pursuit` both are combinations of at
-    most ATOMS shared rows that rebuild the target's own row. Ids without a token get zero rows. `dtype` casts the
-    weights (None: as stored). Raises DataError before any work for an impossible transplant.
+    and the head row the mean of its subtokens, the j-th weighted decay**j. Ids without a token get zero rows. `dtype`
+    casts the weights (None: as stored). Raises DataError before any work for an impossible transplant.
     """
     _check_places(donor, target, destination)
     if dtype is not None and dtype not in WRITTEN:
         raise DataError(f"dtype `{dtype}` cannot be written", f"choose {', '.join(WRITTEN)}")
     if not decay > 0:
         raise DataError(f"decay is {decay}; it must be positive", "0.5 halves the weight from subtoken to subtoken")
-    plan = check_transplant(donor, target, rows=rows, overrides=overrides, method=method)
+    plan = check_transplant(donor, target, rows=rows, overrides=overrides)
     subtokens = map_subtokens(plan.donor, plan.target, overrides)
-    details: dict[str, Any] = {"method": method, **describe_subtokens(subtokens, plan.donor, plan.target)}
+    details = describe_subtokens(subtokens, plan.donor, plan.target)
     mixtures = {EMBEDDING: subtokens.last(), HEAD: subtokens.front_loaded(decay)}
-    if method == "pursuit":
-        mixtures = _pursued(mixtures, plan, subtokens, details)
     same = plan.donor.same_as(plan.target)
     mixtures = {name: _with_padding(mixture, plan, same) for name, mixture in mixtures.items()}
     details |= {"padding_rows": plan.rows - plan.target.size, "same_vocabulary": same, "zero_rows": 0}
@@ -118,20 +112,6 @@ def _check_places(donor: Path, target: Path, destination: Path) -> None:
             raise DataError(f"the destination {destination} would overwrite the {name} {folder}", "name another folder")
     if place.is_dir() and any(place.iterdir()) and not (place / "config.json").is_file():
         raise DataError(f"{destination} holds files but no model", "name a new folder, or empty this one")
-
-
-def _pursued(
-    mixtures: Mapping[str, Mixture], plan: Plan, subtokens: Subtokens, details: dict[str, Any]
-) -> dict[str, Mixture]:
-    """The mixtures with rows rebuilt by pursuit; `details` gets the counts of each matrix."""
-    rows: dict[int, Entries] = {}
-    replaced = {}
-    for name in (EMBEDDING, HEAD):
-        if name in plan.target_tensors:  # a tied target's head is its embedding
-            matrix = plan.target_tensors[name].read()
-            rows, details[f"pursuit {name}"] = pursue_rows(subtokens, matrix, pick_device("auto"))
-        replaced[name] = mixtures[name].replaced(rows)
-    return replaced
 
 
 def _with_padding(mixture: Mixture, plan: Plan, same: bool) -> Mixture:

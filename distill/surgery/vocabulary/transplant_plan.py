@@ -18,9 +18,6 @@ from distill.vocabulary import Vocabulary
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-# Names of the two in other families, for the target's own rows.
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,6 @@ class Plan:
     tensors: dict[str, Stored]
     config: dict[str, Any]
     target_config: dict[str, Any]
-    target_tensors: dict[str, Stored]
     tied: bool
     rows: int
 
@@ -43,15 +39,12 @@ def check_transplant(
     overrides: Mapping[str, str] | None = None,
     *,
     rows: int | None = None,
-    method: str = "subtokens",
 ) -> Plan:
     """Read the files that a transplant needs, no weights; raises DataError for an impossible transplant.
 
     `donor` is a model folder, `target` a model or tokenizer folder, `rows` the rows to write where the target has no
     config.json.
     """
-    if method not in ("subtokens", "pursuit"):
-        raise DataError(f"there is no transplant method {method!r}", "choose `subtokens` or `pursuit`")
     check_folder(str(donor.absolute()))
     config = read_config(donor)
     require_supported(str(config.get("model_type")))
@@ -78,7 +71,6 @@ def check_transplant(
         tensors=tensors,
         config=config,
         target_config=target_config,
-        target_tensors=_target_matrices(target) if method == "pursuit" else {},
         tied=tied,
         rows=_row_count(target, theirs, target_config, rows),
     )
@@ -118,18 +110,3 @@ def _row_count(folder: Path, target: Vocabulary, config: Mapping[str, Any], rows
             "give the target's own tokenizer and config.json",
         )
     return count
-
-
-def _target_matrices(folder: Path) -> dict[str, Stored]:
-    """The target's embedding and, where it has its own, its head."""
-    tensors = stored_tensors(folder)
-
-    def find(endings: tuple[str, ...]) -> Stored | None:
-        return next((t for name, t in tensors.items() if name.endswith(endings) and len(t.shape) == 2), None)
-
-    embedding, head = find(EMBEDDINGS), find(HEADS)
-    if embedding is None:
-        raise DataError(
-            f"no input embedding found in {folder}", "use the method `subtokens`, which reads no target weights"
-        )
-    return {EMBEDDING: embedding} if head is None else {EMBEDDING: embedding, HEAD: head}
