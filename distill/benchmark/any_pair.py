@@ -171,7 +171,6 @@ def measure_any_pair(
             calibration=None if calibrated is None else calibrated.table,
             library=plain_reference(recipe, pair, label, measured[:REFERENCE_PROMPTS]) if library else None,
             pytorch=recipe.pytorch.suffix.removeprefix(", "),
-            steps_given=compared.steps_given,
         )
 
 

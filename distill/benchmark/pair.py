@@ -24,14 +24,12 @@ from distill.benchmark.watch import Watch
 from distill.errors import RecipeError
 from distill.models.base import Model
 from distill.models.loaded import LoadedPair
-from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
 from distill.recipe.configuration import PLAIN
 from distill.results.pair_results import StepFigures
 from distill.results.speedup_results import ChosenLength, Measurement, PairMeasured, RoundFigures
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, require_trees
-from distill.speculative.costs.cheapest import DRAFT_STEPS, cheapest_pair
 from distill.speculative.costs.curve import accepted_by_position, shorter_rounds
 from distill.speculative.costs.paid import PaidCosts, measure_paid, prompts_as_long
 from distill.speculative.other_vocabulary.drafters import Reader
@@ -73,7 +71,7 @@ class ComparedPair:
     """What a comparison gave: its figures, in the order of `prepared`, and all they were computed from.
 
     `noise` is the logit difference below which two tokens count as tied; `paid` are the costs that were timed
-    beforehand; `steps_given` says, model by model, which steps were padded or split because that is cheaper.
+    beforehand.
     `explanations` are of the fastest configuration, of the trees that were chosen, and of what was not predicted.
     """
 
@@ -85,7 +83,6 @@ class ComparedPair:
     paid: PaidCosts | None
     fitted: Fitted
     choices: dict[str, Choice]
-    steps_given: list[str]
     prepared: list[Prepared]
     texts: list[TimedText]
     explanations: list[str]
@@ -99,7 +96,6 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     """
     if any(one.branches for one in comparison.configurations):
         require_trees(pair.target, pair.draft)
-    pair, steps_given = _with_cheapest_steps(recipe, pair, comparison)
     prompts, new_tokens, reader = comparison.prompts, recipe.speedup.new_tokens, comparison.reader
     spare = prompts_as_long(comparison.spare_prompts, [len(prompt) for prompt in prompts])
     paid, fitted, choices = _fit(recipe, pair, comparison, spare)
@@ -157,7 +153,6 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
         paid=paid,
         fitted=fitted,
         choices=choices,
-        steps_given=steps_given,
         prepared=prepared,
         texts=texts,
         explanations=explanations,
@@ -179,34 +174,6 @@ def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, Choic
             tree = one.drawn_nodes or one.nodes or (choices[one.title].nodes if one.title in choices else 0)
             sizes |= {tree} if one.drafter == "tree" else {tree, one.max_length}
     return sorted(sizes - {0})
-
-
-def with_cheapest_steps(
-    pair: LoadedPair, max_tokens: int, depth: int, repeats: int, progress: Progress | None = None
-) -> tuple[LoadedPair, list[str]]:
-    """The pair with its steps given the cheapest way that its curves show, and what that changes, in words.
-
-    A static pair stays as it is: rounds on a device drive the models themselves, whose steps are compiled by size.
-    """
-    if pair.pytorch.static:
-        return pair, []
-    target, draft = cheapest_pair(pair.target, pair.draft, max_tokens, depth, repeats, progress)
-    models = {"target": target} if draft is target else {"target": target, "draft": draft}
-    lines = [line for name, model in models.items() if (line := model.describe(name))]
-    return replace(pair, target=target, draft=draft), lines
-
-
-def _with_cheapest_steps(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> tuple[LoadedPair, list[str]]:
-    """`with_cheapest_steps` for all steps of the comparison."""
-    profile = recipe.profile
-    max_tokens = max(one.max_length for one in comparison.configurations) + 1
-    if any(one.needs_tree_choice for one in comparison.configurations):
-        max_tokens = max(max_tokens, profile.max_tokens)
-    room = min(pair.target.capacity, pair.draft.capacity) - max(max_tokens, *DRAFT_STEPS)
-    depth = max(1, min(profile.depth, room))
-    models = 1 if pair.draft is pair.target else 2
-    progress = Progress(f"{pair.backend}, steps", (profile.repeats + 1) * models, brief=True)
-    return with_cheapest_steps(pair, max_tokens, depth, profile.repeats, progress)
 
 
 def _fit(

@@ -13,7 +13,6 @@ from typing import Any
 
 from distill.benchmark.hardware import Hardware, StepWork, work_of, work_of_config
 from distill.benchmark.layer_swap import LayerSwap
-from distill.benchmark.pair import with_cheapest_steps
 from distill.benchmark.plan import Case, step_costs
 from distill.errors import DataError, DistillError, RecipeError
 from distill.models.conversion.writer import export_gguf, target_file
@@ -25,7 +24,6 @@ from distill.models.trimmed_head import write_kept
 from distill.progress import Progress
 from distill.recipe import Gguf, Recipe, Target
 from distill.recipe.target import TYPE_BYTES
-from distill.speculative.costs.cheapest import DRAFT_STEPS
 from distill.speculative.costs.curve import CostCurve
 from distill.speculative.costs.paid import PaidMeter
 from distill.surgery.checks import SHAPE, check_cut, planned_sizes
@@ -33,7 +31,6 @@ from distill.surgery.checks import SHAPE, check_cut, planned_sizes
 TIMINGS = 3  # of every round; a plan shows their spread
 TIMED = 48  # new tokens of a text that is timed
 UNSTEADY = 1.25  # a ratio of plain steps that shows other work
-REPEATS = 3  # of the steps that are timed to find the cheapest way to give them
 QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5}
 
 
@@ -146,15 +143,13 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
     Raises DataError for contexts without room.
     """
     lengths, prompt, new = request.lengths, request.prompt, request.new
-    max_tokens = max(lengths) + 1
-    room = min(pair.target.capacity, pair.draft.capacity) - max(max_tokens, new, *DRAFT_STEPS)
+    room = min(pair.target.capacity, pair.draft.capacity) - max(max(lengths) + 1, new)
     if room < prompt:
         raise DataError(
             f"{title}: the context has no room for {new} tokens after {prompt}",
             "plan for fewer tokens: --depth, --tokens; of a recipe profile.depth, speedup.new_tokens",
         )
-    progress = Progress(f"{title}: timings", TIMINGS + 2 * REPEATS + 2)
-    pair, _ = with_cheapest_steps(pair, max_tokens, prompt, REPEATS, progress)
+    progress = Progress(f"{title}: timings", TIMINGS)
     size, timings = pair.target.vocabulary_size, []
     for number in range(TIMINGS):
         text = [(7 * place + 11 * number + 3) % size for place in range(prompt)]

@@ -91,7 +91,7 @@ def _measure(
     compared = measure_pair(recipe, pair, comparison)
     assert compared.chosen is not None and compared.paid is not None  # a run sweeps lengths and keeps its costs
     explanations = [f"{label.pair}, {label.backend}: {sentence}" for sentence in compared.explanations]
-    for sentence in [*compared.steps_given, *explanations]:
+    for sentence in explanations:
         run.say(f"    {sentence}")
     return SpeedupPart(
         measurements=compared.measurements,

@@ -108,7 +108,6 @@ def _head(report: PairSpeedup) -> list[str]:
     notes = {
         "llama.cpp's options, where they are not the defaults": report.gguf,
         "PyTorch's settings, where they are not the defaults": report.pytorch,
-        "Steps padded or split, because that is cheaper": "; ".join(report.steps_given),
         "Left out of the files": ", ".join(f"{count} {reason}" for reason, count in report.dropped.items()),
     }
     lines += [f"{name}: {note}." for name, note in notes.items() if note]

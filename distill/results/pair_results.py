@@ -59,8 +59,7 @@ class PairSpeedup:
 
     `synthetic` are given acceptance rates by position, None where the target decided; `classes` counts prompts. `gguf`
     and `pytorch` name the engine's settings that are not the defaults. `dropped` are records left out, by reason.
-    `library` is the library's own plain generation, None where it was not asked for. `steps_given`
-    says, model by model, which steps were padded or split because that is cheaper.
+    `library` is the library's own plain generation, None where it was not asked for.
     """
 
     command: str
@@ -87,4 +86,3 @@ class PairSpeedup:
     calibration: dict[str, Any] | None = None
     library: PlainReference | None = None
     pytorch: str = ""
-    steps_given: list[str] = field(default_factory=list)

@@ -61,8 +61,7 @@ from distill.recipe import load_recipe
 from distill.recipe.configuration import CALIBRATION
 from distill.run import Run
 from distill.speculative.calibration import Calibration
-from distill.speculative.costs.cheapest import CheapestSteps, cheapest_pair
-from distill.speculative.costs.curve import accepted_by_position
+from distill.speculative.costs.curve import accepted_by_position, measure_steps
 from distill.speculative.costs.paid import PaidCosts, PaidMeter, measure_paid
 from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import ModelDrafter
@@ -74,11 +73,11 @@ from distill.texts import read_prompts
 SIZES = {"own": None, "15M": (2, 6), "145M": (4, 12)}  # tile and layers of the grown demo target
 ENGINES, PAIRS = ("gguf", "pytorch"), ("same", "demo")
 CAPACITY = 512
-CURVE = 12  # m = 1..CURVE of the curves that choose how steps are given
+CURVE = 12  # m = 1..CURVE of the curves that rounds are compared with
+REPEATS = 7  # of their steps
 BARE = 12  # bare rounds after a text
 PAID = 4  # validation prompts that costs are taken from
 Measured = dict[str, Any]
-Cheapest = tuple[CheapestSteps, CheapestSteps]  # target and draft, with their steps given the cheapest way
 Say = Callable[[str], None]
 Prompts = Sequence[list[int]]
 
@@ -99,7 +98,6 @@ class Bench:
     """What every part of a case is measured with; costs are taken from the `others`, figures from the `prompts`."""
 
     case: Case
-    cheapest: Cheapest
     prompts: Prompts
     others: Prompts
     options: Any
@@ -212,7 +210,7 @@ def predicted_speedup(costs: PaidCosts, text: Decoded, length: int, prompt: int,
 
 def measure_rule(bench: Bench) -> Measured:
     """The expected-value rule beside plain decoding, prompts included: the median of paired ratios."""
-    (target, draft), options, prompts = bench.cheapest, bench.options, bench.prompts
+    target, draft, options, prompts = bench.case.target, bench.case.draft, bench.options, bench.prompts
     costs = measure_paid(target, draft, bench.others, options.lengths, 9).step_costs()
     ratios, drafted, tokens = [], 0, options.rule_tokens
     for repeat in range(options.rule_repeats + 1):  # the first one warms up
@@ -262,18 +260,19 @@ def text_shares(
     }
 
 
-def opened_steps(case: Case, prompts: Prompts, lengths: Sequence[int], options: Any) -> Cheapest:
-    """The models of a case with their steps given the cheapest way, in the middle of a text."""
-    depth = len(prompts[0]) + options.tokens // 2
-    return cheapest_pair(case.target, case.draft, max(CURVE, max(lengths) + 1), depth, 7)
+def fastest_steps(model: Model, limit: int, depth: int) -> dict[int, float]:
+    """The fastest of the timed steps of m tokens, for m = 1..limit at a depth."""
+    steps = measure_steps(model, range(1, limit + 1), depth, REPEATS, model.vocabulary_size)
+    return {m: fastest for m, (_, fastest, _) in steps.items()}
 
 
 def measure_rows(bench: Bench) -> Measured:
     """All lengths in mixed order, `repeats` times; medians over the repeats. Costs are taken from the other prompts."""
-    cheapest, prompts, options = bench.cheapest, bench.prompts, bench.options
-    lengths, (big, small) = options.lengths, cheapest
+    big, small, prompts, options = bench.case.target, bench.case.draft, bench.prompts, bench.options
+    lengths = options.lengths
     depth = len(prompts[0]) + options.tokens // 2
-    curve, own = ({m: fastest for m, (_, fastest, _) in model.steps.items()} for model in (big, small))
+    curve = fastest_steps(big, max(CURVE, max(lengths) + 1), depth)
+    own = fastest_steps(small, 4, depth)
     meter = PaidMeter(big, small, bench.others, lengths, (False,), options.tokens)
     found: dict[int, list[Measured]] = {length: [] for length in lengths}
     texts: dict[int, list[Decoded]] = {length: [] for length in lengths}
@@ -316,13 +315,13 @@ def measure_rows(bench: Bench) -> Measured:
 
 def measure_peers(bench: Bench) -> Measured:
     """Our speed over the other decoder's, by length: medians over the repeats."""
-    cheapest, prompts, options = bench.cheapest, bench.prompts, bench.options
+    case, prompts, options = bench.case, bench.prompts, bench.options
     ratios: dict[int, list[float]] = {length: [] for length in options.lengths}
     for repeat in range(options.peer_repeats + 1):  # the first one warms up
         prompt = prompts[repeat % len(prompts)]
         for length in options.lengths:
-            own = speculate(*cheapest, prompt, Fixed(length), options.tokens)
-            peer = peers(bench.case, prompt, length, options)
+            own = speculate(case.target, case.draft, prompt, Fixed(length), options.tokens)
+            peer = peers(case, prompt, length, options)
             whole_rate = len(own.tokens) / (own.seconds + own.prefill_seconds)
             if repeat and "peer_seconds" in peer:
                 ratios[length].append(whole_rate * peer["peer_seconds"] / options.tokens)
@@ -433,10 +432,7 @@ def main() -> None:
                 continue
             say(name)
             with opened(run, name, Path(scratch), options.threads) as case:
-                cheapest = opened_steps(case, prompts, options.lengths, options)
-                for line in filter(None, map(CheapestSteps.describe, cheapest, ("target", "draft"))):
-                    say(f"  {line}")
-                bench = Bench(case, cheapest, prompts, others, options, say)
+                bench = Bench(case, prompts, others, options, say)
                 for part in missing:
                     done[part] = PARTS[part](bench)
                     found |= {"machine": machine(), "command": sys.argv}

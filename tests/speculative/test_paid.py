@@ -12,7 +12,6 @@ import pytest
 import torch
 from scipy.optimize import isotonic_regression
 from table_model import TableModel
-from test_batch import summary
 
 from distill.benchmark.compare import TimedText, time_texts, totals
 from distill.benchmark.predictions import Predictions
@@ -22,7 +21,6 @@ from distill.errors import DataError
 from distill.models.base import AroundModel
 from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN
-from distill.speculative.costs.cheapest import CheapestSteps, cheapest_sizes
 from distill.speculative.costs.curve import accepted_by_position, measure_steps, shorter_rounds
 from distill.speculative.costs.paid import PaidMeter, measure_paid, prompts_as_long, rising
 from distill.speculative.decode import decode_text, plain, speculative
@@ -299,51 +297,6 @@ def test_a_draft_that_is_not_asked_reads_nothing(pair: tuple[Any, Any]) -> None:
     assert late.rounds[:4] == pytest.approx([10, 10, 10, 2 + 11.5])
     assert result.rounds[3].seconds == pytest.approx(2 + 5 * 0.25 + 2 + 11.5)
     assert result.tokens == plain(target, [1, 2, 3], 12).tokens
-
-
-def test_the_cheapest_sizes_by_hand() -> None:
-    jagged = {1: 25.0, 2: 58.0, 3: 59.0, 4: 40.0, 5: 41.0}
-    assert cheapest_sizes(jagged, whole=True) == {2: (4,), 3: (4,)}
-    assert cheapest_sizes(jagged, whole=False) == {2: (4,), 3: (4,)}  # 25 + 25 = 50 > 40
-    assert cheapest_sizes({1: 25.0, 2: 58.0, 4: 60.0}, whole=False) == {2: (1, 1)}
-    assert cheapest_sizes({1: 25.0, 2: 26.0, 3: 27.0}, whole=True) == {}
-    assert cheapest_sizes({1: 25.0, 2: 40.0, 3: 37.0}, whole=True) == {}  # nothing worth a tenth
-    assert cheapest_sizes({}, whole=True) == {}
-
-
-def test_steps_of_other_sizes_change_no_text(pair: tuple[Any, Any]) -> None:
-    """Splits and padding, at random, give the logits of a fresh prefill; the models' lengths stay the same."""
-    target, draft = pair
-    jagged = {m: (seconds,) * 3 for m, seconds in enumerate((1.0, 9.0, 9.0, 3.0, 9.0, 9.0, 5.0), start=1)}
-    cheap = CheapestSteps(target, jagged)
-    assert cheap.padded == {2: 4, 3: 4, 5: 7, 6: 7} and cheap.last_only[2] == (1, 1) and cheap.last_only[5] == (1, 4)
-    chance, text = random.Random(0), [3]
-    cheap.extend(text)
-    for _ in range(60):
-        new = [chance.randrange(7) for _ in range(chance.randint(1, 8))]
-        want = chance.choice([None, [len(new) - 1], [0], []])
-        found = cheap.extend(new, want=want).full()
-        fresh = TableModel(7, seed=3).extend([*text, *new]).full()[len(text) :]
-        torch.testing.assert_close(found, fresh if want is None else fresh[want])
-        keep = chance.randint(0, len(new))
-        text += new[:keep]
-        cheap.rollback([len(text)])
-        assert cheap.lengths == [len(text)]
-        if len(text) > 300:
-            text = text[:5]
-            cheap.rollback([5])
-    for length in (1, 2, 4):
-        pairs = (cheap, CheapestSteps(draft, jagged)), pair
-        both, single = (summary(speculative(*models, [1, 2, 3], 60, length)) for models in pairs)
-        assert both == single
-    full = CheapestSteps(TableModel(7, seed=3, capacity=10), jagged)
-    full.extend([1] * 8)
-    assert len(full.extend([2, 3])) == 2 and full.lengths == [10]  # no room to pad
-    assert "steps of 2 padded to 4" in cheap.describe("target")
-    assert CheapestSteps(target, {1: (1.0,) * 3, 2: (1.1,) * 3}).describe("target") == ""
-    often = {m: (9.0 if m != 7 else 5.0, fastest, 9.0) for m, (_, fastest, _) in jagged.items()}
-    lucky = CheapestSteps(target, often)  # 4 was fast once, 7 always
-    assert lucky.padded == {5: 7, 6: 7} and lucky.last_only == {6: (7,)}
 
 
 def test_small_contexts_and_drafts_without_tokens_end(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
