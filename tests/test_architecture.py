@@ -23,7 +23,7 @@ LAYERS = (
     STAGES,
     {"speculative", "grammar"},
     {"models", "vocabulary", "sampler", "divergences", "packing", "texts", "documents", "teacher"}
-    | {"progress", "intervals", "processes"}
+    | {"progress", "intervals", "processes", "tables"}
     | {"recipe", "results", "files", "run", "machine", "packages", "shipped"}
     | {"errors", "faults", "interruption"},
     {"distill"},  # the package itself: its version

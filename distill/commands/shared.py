@@ -8,6 +8,7 @@ import io
 import json
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -21,6 +22,7 @@ from distill.progress import is_verbose, note
 from distill.recipe import PyTorch, Recipe, SamplerSettings, Target, load_recipe, parse_section, resolve_model
 from distill.results.serialise import as_json
 from distill.run import Run
+from distill.tables import Block, rendered
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
 RunArgument = Annotated[
@@ -172,6 +174,12 @@ def print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: s
             writer.writeheader()
             writer.writerows(rows)
         print(text.getvalue(), end="")
+
+
+def print_blocks(blocks: Sequence[Block], result: Any, output: str) -> None:
+    """Print results to stdout as `output` says: `result`, a dataclass or plain values, as json, else its tables."""
+    require_format(output)
+    print(rendered(blocks, as_json(result) if is_dataclass(result) else result, output), end="")
 
 
 def print_result(result: Any, markdown: str, rows: list[dict[str, Any]], output: str) -> None:

@@ -1,0 +1,275 @@
+"""One table of results for every output: the terminal and Markdown files, the report page, csv and lines of JSON.
+
+A result's figures are put into a table once, as values; this module alone shows them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, TypeGuard, TypeVar
+
+from distill.files import without_nan
+from distill.intervals import Interval
+
+Item = TypeVar("Item")
+Value = str | int | float | Interval | None
+NOTHING = "–"
+
+_ABSOLUTE = re.compile(r"(?<![^\s='\"\[,])/(?:[^\s/'\",\]]+/)+([^\s/'\",\]]+)")  # within a command
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value and how its figure is shown: `form` is a key of FORMS or a format of Python; `bad` is a warning.
+
+    A bare value in a row is a Cell without a form: whole numbers are shown in full, others with two decimals.
+    """
+
+    value: Value
+    form: str = ""
+    bad: bool = False
+
+
+Row = Sequence[Cell | Value]
+Columns = Mapping[str, Callable[[Item], Cell | Value]]  # by head, the cell of an item
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under their heads, which hold the units, and the command that measured them.
+
+    `title` and `note` stand above. `classes` names the style of each row, `plain`, `best` or none, where there are any.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Row]
+    command: str = ""
+    title: str = ""
+    note: str = ""
+    classes: Sequence[str] = ()
+
+
+Block = str | Table  # of a document: a paragraph or a table
+
+
+def table_of(
+    items: Iterable[Item],
+    columns: Columns[Item],
+    command: str = "",
+    title: str = "",
+    note: str = "",
+    classes: Sequence[str] = (),
+) -> Table:
+    """A table with a row for each item."""
+    rows = [[of(item) for of in columns.values()] for item in items]
+    return Table(list(columns), rows, command, title, note, classes)
+
+
+# ── figures ──
+
+
+def known(value: Any) -> TypeGuard[float]:
+    """Whether a figure was measured: a finite number, not None."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def number(value: Any, digits: int = 2) -> str:
+    """A number with thousands separators; a dash where nothing was measured."""
+    if not known(value):
+        return NOTHING
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+
+
+def significant(value: Any) -> str:
+    """Three significant digits, for figures of any size."""
+    if not known(value):
+        return NOTHING
+    if value == 0:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.2e}"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def percent(value: Any) -> str:
+    """Per cent to one decimal; a share below 1 is never rounded up to 100."""
+    if not known(value):
+        return NOTHING
+    digits = next((digits for digits in (1, 2, 3) if value >= 1 or float(f"{100 * value:.{digits}f}") < 100), 4)
+    return f"{100 * value:.{digits}f} %"
+
+
+def size(value: Any) -> str:
+    """Bytes in decimal units."""
+    if not known(value):
+        return NOTHING
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.{1 if value < 100 * factor else 0}f} {unit}"
+    return f"{value:.0f} bytes"
+
+
+FORMS: dict[str, Callable[[float], str]] = {
+    "": number,
+    "%": percent,
+    "×": lambda value: f"{value:.2f}×",
+    "significant": significant,
+    "size": size,
+    "bytes": lambda value: f"{value:,} ({size(value)})",
+}
+
+
+def shown(cell: Cell | Value, form: str = "") -> str:
+    """A value as every output for readers shows it, an interval as `1.52× [1.44, 1.60]`; a dash for none."""
+    if isinstance(cell, Cell):
+        return shown(cell.value, cell.form)
+    if isinstance(cell, str):
+        return cell
+    show = FORMS.get(form) or (lambda value: format(value, form))
+    if not isinstance(cell, Interval):
+        return show(cell) if known(cell) else NOTHING
+    if not known(cell.mean):
+        return NOTHING
+    if not known(cell.low) or not known(cell.high):
+        return show(cell.mean)
+    low, high = (show(bound).rstrip(" %×") for bound in (cell.low, cell.high))
+    return f"{show(cell.mean)} [{low}, {high}]"
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """Counts by reason, in a row."""
+    return ", ".join(f"{number(count)} {reason}" for reason, count in counts.items())
+
+
+# ── foreign text ──
+
+
+def clean(value: object) -> str:
+    """Text that is safe to print: control characters and lone surrogates become visible signs."""
+    text = str(value).replace("\r\n", "\n").encode("utf-8", "replace").decode("utf-8")
+    return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\ufffd", text)
+
+
+def placeless(value: Any) -> Any:
+    """Text without the folders of this machine: absolute paths become their last name; in lists and dicts too."""
+    if isinstance(value, dict):
+        return {key: placeless(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [placeless(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    if os.path.isabs(value):
+        return os.path.basename(os.path.normpath(value)) or value
+    return _ABSOLUTE.sub(lambda match: match[1], value)
+
+
+# ── the outputs ──
+
+
+def _values(table: Table) -> list[list[Value]]:
+    return [[cell.value if isinstance(cell, Cell) else cell for cell in row] for row in table.rows]
+
+
+def _of_words(table: Table) -> list[bool]:
+    """Whether a column holds words alone: these stand left, figures right."""
+    return [
+        at == 0 or all(isinstance(row[at], str) for row in rows) if (rows := _values(table)) else True
+        for at in range(len(table.heads))
+    ]
+
+
+def markdown(table: Table, word: Callable[[str], str] = lambda text: text.replace("|", "/").replace("\n", " ")) -> str:
+    """A table as Markdown, its title and note above; `word` makes text harmless that is no figure."""
+
+    def line(row: Row, bold: bool = False) -> str:
+        cells = [
+            word(value) if isinstance(value := cell.value if isinstance(cell, Cell) else cell, str) else shown(cell)
+            for cell in row
+        ]
+        return "| " + " | ".join(f"**{cell}**" if bold and cell else cell for cell in cells) + " |"
+
+    rule = "|" + "".join("---|" if words else "--:|" for words in _of_words(table))
+    classes = table.classes or [""] * len(table.rows)
+    rows = [line(row, name == "best") for row, name in zip(table.rows, classes, strict=True)]
+    above = [f"**{word(table.title)}**"] * bool(table.title) + [table.note] * bool(table.note)
+    return "\n\n".join([*above, "\n".join([line(table.heads), rule, *rows])])
+
+
+def document(blocks: Iterable[Block]) -> str:
+    """Paragraphs and tables for the terminal and for eval.md, speedup.md and their like; the commands stand last."""
+    blocks = [block for block in blocks if block]
+    commands = dict.fromkeys(block.command for block in blocks if isinstance(block, Table) and block.command)
+    parts = [block if isinstance(block, str) else markdown(block) for block in blocks]
+    return "\n\n".join([*parts, *(f"`{command}`" for command in commands)]) + "\n"
+
+
+def bullets(sentences: Iterable[str]) -> str:
+    """Sentences as a list of Markdown."""
+    return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+def html(table: Table) -> str:
+    """A table of the report page, under its title and note, with its command below."""
+
+    def shown_in(cell: Cell | Value) -> str:
+        text = escape(clean(shown(cell)))
+        return f'<span class="bad">{text}</span>' if isinstance(cell, Cell) and cell.bad else text
+
+    def line(tag: str, cells: Row, name: str = "") -> str:
+        kinds = [' class="text"' if at and words else "" for at, words in enumerate(_of_words(table))]
+        inner = "".join(f"<{tag}{kind}>{shown_in(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+        return f'<tr class="{name}">{inner}</tr>' if name else f"<tr>{inner}</tr>"
+
+    classes = table.classes or [""] * len(table.rows)
+    body = "".join(line("td", cells, name) for cells, name in zip(table.rows, classes, strict=True))
+    return (
+        (f"<h3>{escape(clean(table.title))}</h3>" if table.title else "")
+        + (f"<p>{escape(clean(table.note))}</p>" if table.note else "")
+        + f'<div class="scroll"><table><thead>{line("th", table.heads)}</thead><tbody>{body}</tbody></table></div>'
+        + f'<p class="command">{escape(clean(placeless(table.command)))}</p>'
+    )
+
+
+def records(blocks: Iterable[Block]) -> list[dict[str, Any]]:
+    """Every row as an object: its values by head, an interval also with its bounds; of several tables with the title.
+
+    A figure that could not be had is None.
+    """
+    tables = [block for block in blocks if isinstance(block, Table)]
+    found: list[dict[str, Any]] = []
+    for table in tables:
+        for row in _values(table):
+            record: dict[str, Any] = {"table": table.title} if len(tables) > 1 else {}
+            for head, value in zip(table.heads, row, strict=True):
+                if isinstance(value, Interval):
+                    record |= {head: value.mean, f"{head}, low": value.low, f"{head}, high": value.high}
+                else:
+                    record[head] = value
+            found.append(without_nan(record))
+    return found
+
+
+def rendered(blocks: Sequence[Block], value: Any, output: str) -> str:
+    """Results as text: `md`, `jsonl` or `csv` of the blocks, or `value` as `json`."""
+    if output == "md":
+        return document(blocks)
+    if output == "json":
+        return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    rows = records(blocks)
+    if output == "jsonl":
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(head for row in rows for head in row)))
+    if rows:
+        writer.writeheader()
+        writer.writerows(rows)
+    return text.getvalue()
