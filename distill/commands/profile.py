@@ -12,7 +12,6 @@ from distill import MOST_PRIMITIVES, PRIMITIVES
 from distill.commands import shared
 from distill.commands.gguf_options import require_used, takes_gguf_options
 from distill.errors import DataError, RecipeError
-from distill.files import write_text
 from distill.machine import thread_count
 from distill.progress import announce
 from distill.recipe import Gguf, PyTorch, Target
@@ -22,15 +21,9 @@ if TYPE_CHECKING:
     from distill.speculative.costs.curve import CostCurve
 
 
-OF_MODEL = ("depths", "max_tokens", "repeats", "static", "compile", "prepack", "out", "output")  # not of --describe
-
-
 @takes_gguf_options("target")
 def profile(
-    context: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Hugging Face folder, hub name or GGUF file.")
-    ] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name or GGUF file.")],
     depths: Annotated[str, typer.Option(help="Tokens already in the cache, separated by commas.")] = "64,512",
     max_tokens: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
@@ -40,14 +33,6 @@ def profile(
     prepack: Annotated[bool | None, typer.Option(help=shared.PREPACK_HELP)] = None,
     threads: shared.ThreadsOption = None,
     out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file.")] = None,
-    describe: Annotated[
-        Path | None,
-        typer.Option(
-            "--describe",
-            help="Without MODEL: write a description of this machine in PyTorch for `distill plan --hardware`, from "
-            "steps of made-up models (a minute or two).",
-        ),
-    ] = None,
     output: shared.FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
@@ -55,15 +40,6 @@ def profile(
 
     T(m) is the time of a step of m tokens, in seconds, with a given number of tokens (depth) in the cache.
     """
-    if (model is None) == (describe is None):
-        raise RecipeError("give either a MODEL or --describe FILE", "distill profile --help")
-    if describe is not None:
-        given = shared.first_given(context, OF_MODEL) or (None if gguf is None else "an option of llama.cpp")
-        if given is not None:
-            raise RecipeError(f"{given} is for a MODEL; --describe takes --dtype and --threads", "leave it out")
-        _describe(describe, dtype, threads)
-        return
-    assert model is not None
     shared.require_dtype_used(dtype, model)
     pytorch = shared.pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
     place, places = shared.target_settings(model, dtype), shared.numbers(depths, "--depths", int)
@@ -86,31 +62,6 @@ def profile(
     shown = [[str(r["depth"]), str(r["tokens"]), f"{r['seconds']:.6g}", f"{r['relative']:.3f}"] for r in rows]
     lines.append(markdown_table(["depth", "m", "T(m)", "T(m) / T(1)"], shown, "r"))
     shared.print_table(rows, "\n".join(lines), rows, output)
-
-
-def _describe(path: Path, dtype: str, threads: int | None) -> None:
-    """Write what plans read of this machine."""
-    import torch
-    import yaml
-
-    from distill.benchmark.describe import BYTES, describe_machine
-    from distill.machine import machine
-    from distill.models.hugging_face import pick_device, settled_type
-
-    device = pick_device("auto")
-    dtype = settled_type(dtype, device)
-    if dtype not in BYTES:
-        raise RecipeError(f"--dtype {dtype} is unknown", f"use one of {', '.join(BYTES)}, auto")
-    announce(path)
-    shared.prepare(threads)
-    here = machine()
-    where = (
-        f"{torch.get_num_threads()} thread(s) of {here['cpu']}" if device.type == "cpu" else here["gpu"] or device.type
-    )
-    found = describe_machine(f"{where}, {dtype}", dtype, device)
-    text = yaml.safe_dump(found.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True, width=120)
-    write_text(path, text)
-    print(text, end="")
 
 
 def measured_curve(

@@ -15,12 +15,6 @@ from distill.recipe.gguf import CHANGES_LOGITS
 from distill.recipe.recipe import left_out
 from distill.run import Run
 
-# Settings of earlier versions that are gone and change nothing that a stage has made: recorded ones stay in its key.
-INERT = (
-    "speedup.grown_prompts",  # of the test prompts that stage corpus cuts, at least so many
-    "train.replay.judges",  # null in runs without a replay
-)
-OFF = ("replay",)  # settings of section train that are gone: null where recorded, in runs without them
 Parts = dict[str, Any]  # the settings and digests that a key is the hash of, by name
 CONTENTS = "contents.json"  # of a run: the files of each model whose digest stands in one
 MOST_FILES = 1000  # of a reference whose files are remembered
@@ -90,9 +84,6 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
         found = began[name] if name in began else look(recipe, run)
         if found is not None:
             parts[name] = found
-    parts |= {name: value for name, value in began.items() if name in INERT}
-    if "train" in parts and isinstance(trained := began.get("train"), dict):
-        parts["train"] |= {name: None for name in OFF if trained.get(name, "") is None}
     for name in stage.models:
         label, value = _content(name, recipe, contents)
         if value is not None:
@@ -105,22 +96,11 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
 
 
 def difference(old: Parts, new: Parts, contents: Contents | None = None, recipe: Recipe | None = None) -> list[str]:
-    """The changes between two sets of key parts, one line each; none for equal ones alone.
+    """The changes between two sets of key parts, one line each; none for equal ones.
 
     Where one item of a list of the `recipe` differs, its name is the one that an override takes.
     """
-    return _changes(old, new, contents, recipe) or [
-        f"{name} is a setting of one version of distill alone: another made this run" for name in _unshared(old, new)
-    ]
-
-
-def _unshared(old: Parts, new: Parts, prefix: str = "") -> list[str]:
-    """The names that one set of key parts has and the other has not."""
-    found = [f"{prefix}{name}" for name in [*old, *new] if (name in old) != (name in new)]
-    for name, before in old.items():
-        if isinstance(before, dict) and isinstance(new.get(name), dict):
-            found += _unshared(before, new[name], f"{prefix}{name}.")
-    return found
+    return _changes(old, new, contents, recipe) or ["another version of distill made this run"] * (old != new)
 
 
 def _changes(old: Parts, new: Parts, contents: Contents | None, recipe: Recipe | None, prefix: str = "") -> list[str]:

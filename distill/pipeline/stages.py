@@ -120,8 +120,7 @@ STAGES = (
         (("questions", "questions/target*.jsonl"),),
         ("corpus",),
         ("target", "sources"),
-        version=2,  # 2: text-test.safetensors numbers its documents; the other files are those of version 1
-        passing=("version", "eval.", "speedup.", "cut.score_blocks", "train."),
+        passing=("eval.", "speedup.", "cut.score_blocks", "train."),
     ),
     Stage(
         "answers",
@@ -131,7 +130,6 @@ STAGES = (
         ("answers",),
         ("target", "writer"),
         precious=True,
-        version=2,  # 2: prompts in groups, the longest first
         ignores=WRITER_REACHING,
         pins=((TRAFFIC, pin_traffic),),
         together=True,
@@ -144,7 +142,6 @@ STAGES = (
         ("teacher",),
         ("target", "gguf"),
         precious=True,
-        version=2,
         ignores=TEACHER_REACHING,
         together=True,
     ),
@@ -166,7 +163,6 @@ STAGES = (
         ),
         ("cut", "search"),
         ("target", "donor"),
-        version=2,
         ignores=(*ROUNDING, "cut.allow_full_size"),
         pins=(("parent (content)", lambda recipe, run: run.parent()),),
     ),
@@ -177,7 +173,6 @@ STAGES = (
         (("cut", "cut/config.json"),),
         ("profile.json",),
         ("target",),
-        version=2,  # 2: linear layers prepacked
     ),
     Stage(
         "train",
@@ -192,7 +187,6 @@ STAGES = (
         ("checkpoints", "draft", "training.json"),
         ("target",),
         precious=True,
-        version=2,
         ignores=ROUNDING,
         together=True,
     ),
@@ -209,7 +203,6 @@ STAGES = (
         ),
         ("eval.json", "eval.md", "rounds.parquet"),
         ("target",),
-        version=2,
     ),
     Stage(
         "export",
@@ -236,7 +229,6 @@ STAGES = (
         ),
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),
-        version=6,  # 4: costs as rounds pay them; 5: linear layers prepacked, costs between the texts; 6: whole rounds
     ),
     Stage(
         "report",

@@ -130,6 +130,12 @@ def test_estimated_steps_are_bound_by_bytes_then_by_products() -> None:
     work = StepWork(2, 1e9, 4e9, 0.0, 1.0, 1e6, 8e9)
     assert work.seconds(1, 1000, hardware) == pytest.approx((4e9 + 1e9) / 100e9 + 1e-3)
     assert work.seconds(16, 1000, hardware) == pytest.approx(2 * 16 * 8e9 / 2e12 + 1e-3)
+    figures = {
+        key: {"value": value, "source": "made up"} for key, value in {"overlap": 0.5, "layer_overhead_ms": 3}.items()
+    }
+    half = Hardware.model_validate(MACHINE | figures)  # of the shorter is hidden by the longer
+    read, computed = 5e9 / 100e9, 16 * 2 * 8e9 / 2e12
+    assert work.seconds(16, 1000, half) == pytest.approx(computed + read / 2 + 1e-3 + 2 * 3e-3)
 
 
 def test_experts_are_read_as_more_tokens_ask_for_them() -> None:

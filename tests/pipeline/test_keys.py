@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import tiny
 
-from distill.errors import RecipeError
 from distill.pipeline.keys import Contents, difference, key_parts
 from distill.pipeline.stages import find_stage
 from distill.recipe import load_recipe
@@ -51,27 +50,6 @@ def test_keys_hold_what_their_stages_read(
     before, after = opened(finished, "device=auto"), opened(finished, "device=auto", *filled)
     for stage, added in more.items():
         assert names(after, stage) - names(before, stage) == added
-
-
-def test_runs_from_before_the_replay_went_are_as_they_were(copied: Path) -> None:
-    """train.replay and train.replay.judges stood, as null, in the keys of runs without one; a run with one is not as a
-    recipe without it says."""
-    path = copied / "config.yaml"
-    path.write_text(path.read_text().replace("\ntrain:\n", "\ntrain:\n  replay: null\n"))
-    run = opened(copied)
-    kept = {"corpus": {"train.replay.judges": None}, "train": {}}
-    for stage, more in kept.items():
-        parts = key_parts(find_stage(stage), run.recipe, run, Contents(run))
-        assert "replay" not in parts.get("train", {})
-        old = parts | more | ({"train": {**parts["train"], "replay": None}} if stage == "train" else {})
-        record = copied / "stages" / f"{stage}.json"
-        record.write_text(json.dumps(json.loads(record.read_text()) | {"inputs": old}))
-        assert key_parts(find_stage(stage), run.recipe, run, Contents(run)) == old
-    trained = {**old, "train": {**old["train"], "replay": {"steps": 9}}}
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"inputs": trained}))
-    assert "replay" not in key_parts(find_stage("train"), run.recipe, run, Contents(run))["train"]
-    with pytest.raises(RecipeError, match=r"train\.replay: gone"):
-        load_recipe(path, ["train.replay={steps: 3}"])
 
 
 def test_a_change_of_one_item_has_the_name_that_an_override_takes(finished: Path) -> None:

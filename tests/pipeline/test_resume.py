@@ -14,7 +14,6 @@ import pytest
 import tiny
 from killed_runs import run_jobs
 
-from distill.files import digest
 from distill.pipeline.running import plan_run
 from distill.recipe import load_recipe
 from distill.run import Run
@@ -336,35 +335,6 @@ def test_a_stage_that_was_killed_before_its_first_file_keeps_nothing(world: Path
     (copied / "answers" / "train-00000.jsonl").write_text("")
     refused = plan_run(recipe, run)
     assert [action.kind for action in refused] == ["refuse"] and "answers rest on it" in str(refused[0].error)
-
-
-def test_a_corpus_without_document_numbers_is_read_again(
-    world: Path, copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Runs of version 1 of stage corpus: its test text is packed again; answers, teacher and training stay."""
-    path = copied / "stages" / "corpus.json"
-    record = json.loads(path.read_text())
-    record["inputs"]["version"] = 1
-    path.write_text(json.dumps(record | {"key": digest(record["inputs"])}))
-    before = tiny.contents(copied)
-    assert train(world, copied, "--until", "train") == 0
-    found = states(capsys.readouterr().err)
-    assert found["train"] == "up to date"
-    after = tiny.contents(copied)
-    assert all(after[name] == before[name] for name in before if name.startswith(("corpus/", "answers/", "draft/")))
-
-
-def test_only_a_setting_that_changed_nothing_may_be_gone(world: Path, copied: Path) -> None:
-    path = copied / "stages" / "corpus.json"
-    record, recipe = json.loads(path.read_text()), load_recipe(world / "recipe.yaml")
-
-    def planned(**gone: Any) -> list[str]:
-        inputs = record["inputs"] | {name.replace("__", "."): value for name, value in gone.items()}
-        path.write_text(json.dumps(record | {"inputs": inputs, "key": digest(inputs)}))
-        return [action.kind for action in plan_run(recipe, Run(copied, recipe))]
-
-    assert {*planned(speedup__grown_prompts=4)} == {"skip"}
-    assert planned(train__average=0.9)[0] == "redo"
 
 
 def test_a_dry_run_prints_the_whole_plan(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
