@@ -89,14 +89,13 @@ def measure_any_pair(
     *,
     prompt_tokens: int,
     batches: Sequence[int] = (),
-    rates: Sequence[float] | None = None,
     library: bool = False,
     command: str = "",
 ) -> PairSpeedup:
     """Read the prompts, load both models and measure them; `recipe` holds the settings, and is of no run.
 
     `names` are target and draft as they were given, `draft` is the draft to load. `sweep` is a configuration a length.
-    `rates` are synthetic acceptance rates, None where the target decides. `library` times the library's own plain
+    `library` times the library's own plain
     generation too, which loads a GGUF file a second time. Raises RecipeError or DataError for prompts, contexts and
     configurations that do not go together.
     """
@@ -141,7 +140,6 @@ def measure_any_pair(
             sweep=tuple(sweep),
             others=tuple(others),
             calibrated=calibrated,
-            rates=rates,
             reader=reader,
         )
         compared = measure_pair(recipe, pair, comparison)
@@ -167,7 +165,6 @@ def measure_any_pair(
             reasons=compared.explanations,
             batches=measure_batches(recipe, pair, measured, batches, compared.prepared, compared.fitted),
             not_batched=not_batched(compared.prepared) if batches else [],
-            synthetic=None if rates is None else list(rates),
             calibration=None if calibrated is None else calibrated.table,
             library=plain_reference(recipe, pair, label, measured[:REFERENCE_PROMPTS]) if library else None,
             pytorch=recipe.pytorch.suffix.removeprefix(", "),

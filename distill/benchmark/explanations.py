@@ -22,7 +22,6 @@ def explain(
     rounds: Sequence[RoundFigures],
     chosen: ChosenLength | None,
     prompts: Mapping[str, float],
-    synthetic: bool,
 ) -> list[str]:
     """Sentences about the fastest configuration that drafts, and about the length that was chosen.
 
@@ -39,11 +38,7 @@ def explain(
     if single and figures.seconds:
         sentences = _costs(steps, best, figures, single, prompts)
         sentences += _of_lengths(steps, best, drafting, by_title, single, prompts)
-    if synthetic:
-        sentences.append(
-            "Acceptance is synthetic: these speedups are of the costs alone, no text of this pair has them."
-        )
-    elif chosen is not None and chosen.length:
+    if chosen is not None and chosen.length:
         # Of a single odd prompt there is no interval.
         interval = f" [{chosen.speedup_low:.2f}, {chosen.speedup_high:.2f}]"
         sentences.append(

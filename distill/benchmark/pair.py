@@ -15,7 +15,6 @@ from distill.benchmark.calibrate import Calibrated, read_calibrations, read_rank
 from distill.benchmark.compare import TimedText, choose_length, judge_identity, measurements, time_texts
 from distill.benchmark.explanations import explain
 from distill.benchmark.identity import tie_noise
-from distill.benchmark.plan import by_position
 from distill.benchmark.predictions import Predictions
 from distill.benchmark.prepared import Fitted, Prepared, prepare_all
 from distill.benchmark.rounds import prompt_seconds, round_figures, time_steps
@@ -33,7 +32,6 @@ from distill.speculative.configured import NO_COSTS, require_trees
 from distill.speculative.costs.curve import accepted_by_position, shorter_rounds
 from distill.speculative.costs.paid import PaidCosts, measure_paid, prompts_as_long
 from distill.speculative.other_vocabulary.drafters import Reader
-from distill.speculative.rules import SYNTHETIC
 
 LONGEST_OF_NONE = 4  # tokens drafted, for which ties are judged where no length is swept
 
@@ -44,9 +42,9 @@ class Comparison:
 
     `sweep` are greedy configurations of fixed lengths, `others` any. `spare_prompts` are others than `prompts`: costs
     are timed behind them. `calibrated` is None where no configuration reads it. `evaluated` are rounds (drafted,
-    accepted) of each prompt, in order, whose acceptance predicts speedups; None: that of the texts themselves. `rates`
-    are synthetic acceptance rates by position, None where the target decides. `reader` is a draft of another
-    vocabulary. Of a run (`of_run`), rounds are timed beforehand even where no configuration reads their costs.
+    accepted) of each prompt, in order, whose acceptance predicts speedups; None: that of the texts themselves.
+    `reader` is a draft of another vocabulary. Of a run (`of_run`), rounds are timed beforehand even where no
+    configuration reads their costs.
     """
 
     label: PairMeasured
@@ -56,7 +54,6 @@ class Comparison:
     others: tuple[Configuration, ...]
     calibrated: Calibrated | None = None
     evaluated: list[list[tuple[int, int]]] | None = None
-    rates: Sequence[float] | None = None
     reader: Reader | None = None
     of_run: bool = False
 
@@ -123,20 +120,19 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     lengths = [one.max_length for one in comparison.sweep] or [LONGEST_OF_NONE]
     others = _others_drafted(comparison.others, choices)
     noise, sizes = tie_noise(recipe, pair.backend, pair.target, prompts[0], plain, lengths, others)
-    synthetic = comparison.rates is not None
-    identities = {} if synthetic else judge_identity(pair.target, prompts, texts, prepared, noise, sizes)
+    identities = judge_identity(pair.target, prompts, texts, prepared, noise, sizes)
     rows = measurements(texts, prepared, identities, comparison.label)
     rows = [
         with_prediction(row, one, comparison, texts, choices, paid, predictions)
         for row, one in zip(rows, prepared, strict=True)
     ]
     chosen = None
-    if comparison.sweep and not synthetic:
+    if comparison.sweep:
         chosen = choose_length(texts, comparison.sweep, comparison.label)
     steps = time_steps(texts, pair.target, None if small is pair.target else small, recipe.profile.repeats)
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
     rounds = [round_figures(one, texts, steps, waits) for one in prepared]
-    explanations = explain(steps, rows, rounds, chosen, prompt_seconds(texts), synthetic)
+    explanations = explain(steps, rows, rounds, chosen, prompt_seconds(texts))
     if comparison.calibrated is not None:
         counted = {one.configuration.title: row.tokens_per_round for row, one in zip(rows, prepared, strict=True)}
         explanations += [
@@ -214,12 +210,8 @@ def _prepared(
     fitted: Fitted,
     choices: Mapping[str, Choice],
 ) -> list[Prepared]:
-    """Plain decoding, the sweep and all other configurations, under titles that name chosen trees and synthetic rates,
-    where they are asked for."""
-    rates = comparison.rates
-    prepared = prepare_all(
-        recipe, comparison.sweep, comparison.others, draft, [] if rates is not None else ends, fitted
-    )
+    """Plain decoding, the sweep and all other configurations, under titles that name chosen trees."""
+    prepared = prepare_all(recipe, comparison.sweep, comparison.others, draft, ends, fitted)
     refused = next((one for one in prepared if one.lossy is not None and not recipe.speedup.allow_lossy), None)
     if refused is not None:
         raise RecipeError(
@@ -227,10 +219,7 @@ def _prepared(
         )
     named = []
     for one in prepared:
-        if rates is not None and one.make is not None:
-            name, rules = f"{one.title} (synthetic acceptance)", replace(one.rules, rates=rates)
-            one = replace(one, rules=rules, lossy=SYNTHETIC, name=name)
-        elif one.title in choices:
+        if one.title in choices:
             one = replace(one, name=choices[one.title].title_with_tree)
         named.append(one)
     return named
@@ -267,8 +256,6 @@ def with_prediction(
 def _accepted(comparison: Comparison, one: Prepared, texts: Sequence[TimedText]) -> list[float]:
     """The acceptance by position that predicts a configuration's speedup; empty where it is not known."""
     length = one.length or 0
-    if comparison.rates is not None:
-        return by_position(comparison.rates, length)
     if comparison.evaluated is None:
         rounds = [(r.drafted, r.accepted) for t in texts if t.title == one.title for r in t.decoded.rounds]
         return accepted_by_position(rounds)

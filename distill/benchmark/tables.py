@@ -99,12 +99,6 @@ def _head(report: PairSpeedup) -> list[str]:
         f"up to {report.new_tokens} tokens after each, interleaved, cold caches; times include the prompt. Sampler of "
         f"sampled configurations: {named}. Speedup over this decoder's own plain run, intervals by prompt."
     ]
-    if report.synthetic is not None:
-        rates = ", ".join(f"{rate:g}" for rate in report.synthetic)
-        lines.append(
-            f"**SYNTHETIC ACCEPTANCE {rates}** (by position; the last one holds for all behind): costs are real, "
-            "acceptance and texts are not. No figure below says how well this draft predicts its target."
-        )
     notes = {
         "llama.cpp's options, where they are not the defaults": report.gguf,
         "PyTorch's settings, where they are not the defaults": report.pytorch,
@@ -122,11 +116,7 @@ def _pair_rows(report: PairSpeedup) -> list[str]:
     heads = ["configuration", "tok/s", "tokens/round", "accepted", "speedup", "predicted", "same text", "distribution"]
     rows = []
     for row in report.measurements:
-        predicted, text = _predicted(row)
-        distribution = row.distribution
-        if report.synthetic is not None and not row.is_plain:
-            text = distribution = "synthetic"
-        rows.append([row.configuration, *_figures(row), predicted, text, distribution])
+        rows.append([row.configuration, *_figures(row), *_predicted(row), row.distribution])
     blocks = [markdown_table(heads, rows, "lrrrrrrl")]
     if any((row.length or row.nodes) and row.predicted is not None for row in report.measurements):
         blocks.append(

@@ -88,13 +88,6 @@ def speedup(
     batch: Annotated[
         str | None, pair_option(help="Also decode this many texts at once, separated by commas; folders only.")
     ] = None,
-    synthetic_acceptance: Annotated[
-        str | None,
-        pair_option(
-            help="Test only the costs: accept drafted tokens at this rate, or at these rates by position (0.8,0.7), "
-            "whatever the target says."
-        ),
-    ] = None,
     dtype: Annotated[str, pair_option(help=shared.DTYPE_HELP)] = "float32",
     static: Annotated[bool | None, pair_option(help=shared.STATIC_HELP)] = None,
     compile: Annotated[bool | None, pair_option(help=shared.COMPILE_HELP)] = None,
@@ -169,10 +162,6 @@ def speedup(
     )
     for line in check_configurations(recipe, [one for one in every if not one.other_vocabulary], "the options"):
         print(line, file=sys.stderr)
-    rates = None
-    if synthetic_acceptance is not None:
-        rates = tuple(shared.rates(synthetic_acceptance, "--synthetic-acceptance"))
-        _require_meaning(every, batches)
     report = measure_any_pair(
         recipe,
         (target, draft),
@@ -181,7 +170,6 @@ def speedup(
         others,
         prompt_tokens=prompt_tokens,
         batches=batches,
-        rates=rates,
         library=library,
         command=command_line(sys.argv),
     )
@@ -230,18 +218,6 @@ def _batch_sizes(text: str | None, target: str) -> tuple[int, ...]:
     if target.endswith(".gguf"):
         raise RecipeError("GGUF files are decoded text by text: --batch is for folders", "leave --batch out")
     return tuple(sizes)
-
-
-def _require_meaning(configurations: Sequence[Configuration], batches: tuple[int, ...]) -> None:
-    """Raise RecipeError for measurements that synthetic acceptance would make meaningless."""
-    fitted = next((one for one in configurations if one.needs_calibration or one.needs_tree_choice), None)
-    if fitted is not None:
-        raise RecipeError(
-            f"`{fitted.title}` is fitted to what the target accepts, and synthetic acceptance is not that",
-            "use `calibration: none`, or a configuration that fits nothing",
-        )
-    if batches:
-        raise RecipeError("--batch decodes with the target's own acceptance", "leave --synthetic-acceptance out")
 
 
 def _pair_of(

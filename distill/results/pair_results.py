@@ -57,7 +57,7 @@ class BatchFigures:
 class PairSpeedup:
     """A pair that no recipe made, on the user's own prompts.
 
-    `synthetic` are given acceptance rates by position, None where the target decided; `classes` counts prompts. `gguf`
+    `classes` counts prompts. `gguf`
     and `pytorch` name the engine's settings that are not the defaults. `dropped` are records left out, by reason.
     `library` is the library's own plain generation, None where it was not asked for.
     """
@@ -82,7 +82,6 @@ class PairSpeedup:
     reasons: list[str]
     batches: list[BatchFigures] = field(default_factory=list)
     not_batched: list[str] = field(default_factory=list)
-    synthetic: list[float] | None = None
     calibration: dict[str, Any] | None = None
     library: PlainReference | None = None
     pytorch: str = ""

@@ -24,7 +24,6 @@ from distill.speculative.rules import GREEDY, Rules, require_lossless
 from distill.speculative.verify import (
     CHAINS,
     TREES,
-    Random,
     draw_chain,
     draw_token,
     verify_greedy,
@@ -247,10 +246,6 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
         else:
             p = _distributions(logits, context, proposal, rules)
             count, token = draw_chain(verifier, p, proposal, rules.random)
-            choices = [token] * len(tokens)
-        if rules.rates is not None:
-            count = len(_by_rates(proposal, rules.rates, rules.random))
-            token = choices[count]
         if count < len(proposal.tokens):
             target.rollback([depth + 1 + count])
         return list(range(count)), token
@@ -262,20 +257,8 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
         path, token = walk(
             TREES[rules.verifier], _distributions(logits, context, proposal, rules), proposal, rules.random
         )
-    if rules.rates is not None:
-        path = _by_rates(proposal, rules.rates, rules.random)
     target.keep([[0, *(node + 1 for node in path)]])
     return path, token
-
-
-def _by_rates(proposal: Proposal, rates: Sequence[float], random: Random) -> list[int]:
-    """The nodes that synthetic rates accept, from the top down."""
-    children, path = proposal.children(), list[int]()
-    while below := children.get(path[-1] if path else ROOT):
-        if random() >= rates[min(len(path), len(rates) - 1)]:
-            break
-        path.append(below[0])
-    return path
 
 
 def _distributions(logits: Logits, context: Sequence[int], proposal: Proposal, rules: Rules) -> Tensor:

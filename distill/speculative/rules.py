@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from distill.errors import DataError
@@ -13,7 +13,6 @@ from distill.speculative.stop_strings import Stop
 from distill.speculative.verify import Random, refusal
 
 GREEDY = Sampler(temperature=0)
-SYNTHETIC = "acceptance is synthetic: drawn at given rates, not decided by the target"
 
 
 @dataclass(frozen=True)
@@ -24,10 +23,6 @@ class Rules:
     tokens, so it must find the first place to stop instead of reading the end alone. A `constraint` masks the target's
     logits before the sampler; a draft under the same constraint (see grammar/constrained.py) is accepted more often.
     Raises DataError where the constraint ends texts with other tokens.
-
-    `rates` are synthetic: drafts and verification cost what they cost, then the token at position i is accepted by
-    chance rates[i] where those before it were, whatever the target says of it; the last rate holds for all positions
-    behind. In a tree it is the chance of the first child at depth i. Texts mean nothing then.
     """
 
     sampler: Sampler = GREEDY
@@ -36,7 +31,6 @@ class Rules:
     random: Random = lambda: 0.0
     stop: Stop | None = None
     constraint: Constraint | None = None
-    rates: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if self.constraint is not None and set(self.constraint.ends) != set(self.ends):
@@ -55,8 +49,6 @@ class Rules:
 def require_lossless(drafter: Drafter, rules: Rules) -> None:
     """Raise DataError, with the reason, for a drafter and verifier that would change the target's distribution."""
     reason = refusal(rules.verifier, drafter.kind, rules.sampler.temperature, tree=drafter.tree)
-    if reason is None and rules.rates is not None:
-        reason = SYNTHETIC
     if reason is not None:
         raise DataError(
             f"verifier {rules.verifier} would change the target's distribution: {reason}", "or allow it as lossy"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,12 +32,8 @@ from distill.recipe.configuration import PLAIN
 from distill.results.pair_results import PairSpeedup, StepFigures
 from distill.results.serialise import read_result
 from distill.results.speedup_results import Measurement, RoundFigures
-from distill.sampler import Sampler
-from distill.speculative.decode import Decoded, Round, decode_text, speculative
-from distill.speculative.draft import ModelDrafter
-from distill.speculative.lengths import Fixed
-from distill.speculative.rules import SYNTHETIC, Rules
-from distill.speculative.trees.tree_drafter import TreeDrafter
+from distill.speculative.decode import Decoded, Round, speculative
+from distill.speculative.rules import Rules
 
 Capture = pytest.CaptureFixture[str]
 LLAMA = pytest.mark.skipif(
@@ -142,7 +137,7 @@ def told(
         RoundFigures(one.title, 9, tokens, 5, 5, 4, sum(costs) / 2, *(part / 2 for part in costs), 1, 1, 1),
     ]
     steps = StepFigures(64, {1: 0.5, 5: 0.6}, {1: draft / 2})
-    return " ".join(explain(steps, rows, rounds, None, {PLAIN.title: 0.010, one.title: 0.018}, False))
+    return " ".join(explain(steps, rows, rounds, None, {PLAIN.title: 0.010, one.title: 0.018}))
 
 
 def test_a_rule_that_hardly_drafts_is_told_from_a_pair_that_cannot_pay() -> None:
@@ -160,18 +155,18 @@ def test_a_rule_that_hardly_drafts_is_told_from_a_pair_that_cannot_pay() -> None
         RoundFigures(fixed.title, 9, 1.5, 3, 3, 2, 1.0, 0.75, 0.2, 0.05, 1, 1, 1),
     ]
     steps = StepFigures(64, {1: 0.5, 3: 0.75}, {1: 0.05})
-    said = " ".join(explain(steps, rows, rounds, None, {one.configuration: 0.01 for one in rounds}, False))
+    said = " ".join(explain(steps, rows, rounds, None, {one.configuration: 0.01 for one in rounds}))
     assert "It does not pay here: it verifies 1.10 tokens a round, so it hardly drafts: its rule expects" in said
     assert (
         "no acceptance would be enough" not in said
         and f"The fastest fixed length is `{fixed.title}`, 0.75x: 1.50" in said
     )
     rows[1] = replace(rows[1], drafter="lookup", rule=None)
-    other = " ".join(explain(steps, rows, rounds, None, {one.configuration: 0.01 for one in rounds}, False))
+    other = " ".join(explain(steps, rows, rounds, None, {one.configuration: 0.01 for one in rounds}))
     assert "hardly drafts. The fastest fixed length" in other  # no rule decided it
     rows[1:] = replace(rows[1], speedup=1.02), replace(rows[2], speedup=1.01)
     rounds[2] = replace(rounds[2], tokens=2.5)  # ahead by chance: there is no reason why it does not pay
-    assert "The fastest fixed" not in " ".join(explain(steps, rows, rounds, None, {}, False))
+    assert "The fastest fixed" not in " ".join(explain(steps, rows, rounds, None, {}))
 
 
 BOUND = "no acceptance would be enough: a round of 5.0 tokens, all accepted, costs"
@@ -230,49 +225,6 @@ def test_steps_of_static_models_are_noted() -> None:
     assert [(step.depth, step.tokens) for step in watch.target] == [(0, 3), (3, 2), (4, 2)]
     model.rollback([4])
     assert watched.lengths == [4] and watch.take()[0][0].depth == 3
-
-
-# Synthetic acceptance.
-
-
-def synthetic(rates: Sequence[float], length: int, limit: int, tree: bool = False) -> Decoded:
-    target, draft = TableModel(20, capacity=20_000), TableModel(20, seed=5, capacity=20_000)
-    draws = random.Random(3).random
-    rules = Rules(rates=rates, random=draws)
-    drafter: Any = ModelDrafter(draft, Fixed(length), Sampler(0), draws)  # type: ignore[arg-type]
-    if tree:
-        drafter = TreeDrafter(draft, Sampler(0), draws, 2 * length, depth=length)  # type: ignore[arg-type]
-    return decode_text(target, drafter, [1, 2, 3], limit, rules, lossy=True)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("tree", [False, True])
-def test_synthetic_rates_decide_what_is_accepted(tree: bool) -> None:
-    for rate, accepted in ((1.0, 3), (0.0, 0)):
-        rounds = synthetic([rate], 3, 60, tree).rounds[:-3]  # the last ones may draft less
-        assert {r.accepted for r in rounds} == {accepted} or (
-            tree and rate == 1 and min(r.accepted for r in rounds) > 0
-        )
-    assert len(synthetic([0.8], 3, 60, tree).tokens) == 60
-
-
-def test_synthetic_rates_are_by_position() -> None:
-    """Given that a position is reached it is accepted at its rate: within 4 standard deviations of the binomial."""
-    rates = (0.9, 0.6, 0.3)
-    rounds = [r for r in synthetic(rates, 5, 12_000).rounds if r.drafted == 5]
-    for position in range(5):
-        reached = sum(r.accepted >= position for r in rounds)
-        passed = sum(r.accepted > position for r in rounds)
-        rate = rates[min(position, 2)]
-        assert reached > 80
-        assert abs(passed / reached - rate) < 4 * math.sqrt(rate * (1 - rate) / reached)
-    plainly = [r.accepted for r in speculative(TableModel(20), TableModel(20, seed=5), [1, 2, 3], 200, 5).rounds]  # type: ignore[arg-type]
-    assert sum(plainly) / len(plainly) < 1  # which this draft is not worth
-
-
-def test_synthetic_acceptance_is_refused_unless_asked_for_as_such() -> None:
-    draft = ModelDrafter(TableModel(6, seed=1), Fixed(2), Sampler(0), lambda: 0.0)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=SYNTHETIC.split(":")[0]):
-        decode_text(TableModel(6), draft, [1], 8, Rules(rates=[1.0]))  # type: ignore[arg-type]
 
 
 # Prompts.
@@ -389,7 +341,7 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
     assert "| attained |" in text and "A round costs" in text and f"`{found.command}`" in text
     assert ("PyTorch's settings" in text) == bool(engine)
     assert found.pytorch == ("static cache, draft on cpu" if engine else "")
-    assert "SYNTHETIC" not in text and not list(tmp_path.glob("runs"))
+    assert not list(tmp_path.glob("runs"))
     # Fixed lengths are predicted in both caches.
     assert [row.predicted is not None for row in found.measurements] == [False, True, True, False]
     assert all((row.predicted or 1) > 0 for row in found.measurements)
@@ -483,18 +435,6 @@ def test_batches_of_models_with_windows_are_refused_at_once(place: Path, tmp_pat
         assert "add --static" in tiny.refused(capsys, "speedup", *pair, "--lengths", 2, "--batch", 2)
 
 
-def test_synthetic_figures_are_labelled_wherever_they_are_printed(place: Path, capsys: Capture) -> None:
-    options = ("--prompts", place / "texts.jsonl", "--lengths", 3, "--synthetic-acceptance", "1,0", "--tokens", 30)
-    text = call(place, capsys, *options)
-    assert "**SYNTHETIC ACCEPTANCE 1, 0**" in text and "these speedups are of the costs alone" in text
-    labelled = [line for line in text.splitlines() if "γ = 3" in line]
-    assert len(labelled) > 4 and all("synthetic" in line for line in labelled)
-    rows = [json.loads(line) for line in call(place, capsys, *options, "-o", "jsonl").splitlines()]
-    assert rows[1]["configuration"].endswith("(synthetic acceptance)") and SYNTHETIC in rows[1]["distribution"]
-    assert rows[1]["tokens_per_round"] == pytest.approx(2, abs=0.1) and rows[1]["identical"] is None
-    assert rows[0]["configuration"] == "plain" and rows[0]["lossy"] is None
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -518,9 +458,6 @@ def test_synthetic_figures_are_labelled_wherever_they_are_printed(place: Path, c
         (["--top-p", "0.5"], "--top-p does nothing without --temperature"),
         (["--batch", "16"], "--batch 16 needs as many prompts, and there are 4"),
         (["--batch", "0"], "at least 1 text"),
-        (["--synthetic-acceptance", "1.5"], "rates lie between 0 and 1"),
-        (["--synthetic-acceptance", "0.5", "--configuration", "{drafter: tree}"], "synthetic acceptance is not that"),
-        (["--synthetic-acceptance", "0.5", "--batch", "2"], "leave --synthetic-acceptance out"),
         (["--tokens", "4000"], "of the context of 512 for a prompt"),
         (["--dtype", "int8"], "there is no dtype 'int8'"),
         (["--to", "{}/nowhere/x.json"], "there is no folder {}/nowhere"),
@@ -578,7 +515,6 @@ def test_the_settings_of_a_run_hold_on_other_prompts(
     import yaml
 
     from distill.benchmark import any_pair
-    from distill.errors import DataError
 
     config = yaml.safe_load((copied / "config.yaml").read_text())
     changed = {"pytorch": {"prepack": True}, "threads": 1, "chat": {"system": ["Be brief."]}}

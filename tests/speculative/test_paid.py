@@ -27,7 +27,7 @@ from distill.speculative.decode import decode_text, plain, speculative
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import Fixed, LengthRule
-from distill.speculative.rules import GREEDY, SYNTHETIC, Rules
+from distill.speculative.rules import GREEDY, Rules
 
 MODULES = ("costs.paid", "costs.curve", "decode", "draft")
 
@@ -132,11 +132,8 @@ def accepted_of(texts: Sequence[TimedText], one: Prepared) -> list[float]:
     )
 
 
-@pytest.mark.parametrize("rates", [None, (0.75, 0.5)])
-def test_texts_take_what_is_predicted_between_them(
-    rates: tuple[float, ...] | None, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also with synthetic acceptance; what is no greedy chain of a fixed length is not predicted."""
+def test_texts_take_what_is_predicted_between_them(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no greedy chain of a fixed length is not predicted."""
     for module in ("compare", "watch"):
         clock = SimpleNamespace(perf_counter=lambda: pair[0]._clock[0])
         monkeypatch.setattr(f"distill.benchmark.{module}.time", clock)
@@ -146,10 +143,9 @@ def test_texts_take_what_is_predicted_between_them(
     prepared = [
         Prepared(
             one,
-            Rules(random=draws, rates=rates if one.drafts else None),
+            Rules(random=draws),
             (lambda: ModelDrafter(draft, Fixed(3), Rules().sampler, draws)) if one.drafts else None,
-            SYNTHETIC if rates and one.drafts else None,
-            one.max_length if one.drafts else 0,
+            length=one.max_length if one.drafts else 0,
         )
         for one in (PLAIN, Configuration(length=3), *others)
     ]
@@ -158,10 +154,9 @@ def test_texts_take_what_is_predicted_between_them(
     texts = time_texts(target, draft, prompts, 300, prepared, "prompts", predictions.text, watch)
     predictions.finish()
     plainly, drafted = (totals(texts, one.title)[1].sum() for one in prepared[:2])
-    # Acceptance of the drawn rates is not quite the rates.
-    accepted = accepted_of(texts, prepared[1]) if rates is None else [0.75, 0.5, 0.5]
+    accepted = accepted_of(texts, prepared[1])
     predicted = predictions.speedup(prepared[1].title, accepted, 300)
-    assert predicted == pytest.approx(plainly / drafted, rel=0.02 if rates is None else 0.1)
+    assert predicted == pytest.approx(plainly / drafted, rel=0.02)
     assert [predictions.speedup(prepared[which].title, accepted, 300) for which in (0, 2, 3)] == [None, None, None]
     plain_texts = [text for text in texts if text.title == PLAIN.title]
     assert all(step.depth >= 6 for text in plain_texts for step in text.target)
