@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 # up to 1,024 of them and 2 MB apiece: what runs for hours on batches of many shapes grows by gigabytes. It reads this
 # variable before its first product, so it is set here, ahead of every module of the package, and processes started from
 # here inherit it. 512 hold what two models need that take 1 to 16 tokens a step; with fewer than needed, every step
-# compiles its own (docs/benchmarks/training.md, Memory). A value of the user's counts.
+# compiles its own (docs/benchmarks.md#training, Memory). A value of the user's counts.
 PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 MOST_PRIMITIVES = "512"
 if "DNNL_PRIMITIVE_CACHE_CAPACITY" not in os.environ:  # its older name

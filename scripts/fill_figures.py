@@ -17,7 +17,7 @@ from distill.results.serialise import read_result
 from distill.results.speedup_results import Measurement, SpeedupReport
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/benchmarks/toy.md", "docs/benchmarks/cuts.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md")
 BACKENDS = {"pytorch": "PyTorch", "gguf": "GGUF, by `distill` in llama.cpp's library"}
 # What the headline shows: settled beforehand, not the best of many. llama-server drafts 3 tokens by default, recipes 4:
 # the first of these lengths that was measured.

@@ -113,7 +113,6 @@ def test_figures_find_their_place() -> None:
     for name, run, markers in (
         ("README.md", "smollm2-demo", ["headline"]),
         ("docs/benchmarks.md", "smollm2-demo", own),
-        ("docs/benchmarks/toy.md", "demo", ["headline", *own]),
     ):
         text = (tiny.ROOT / name).read_text(encoding="utf-8")
         for marker in markers:

@@ -119,7 +119,7 @@ class Configuration(Section):
     def _removed(cls, value: object, info: ValidationInfo) -> object:
         instead = REMOVED[info.field_name or ""].get(value) if isinstance(value, str) else None
         if instead is not None:
-            raise ValueError(f"{info.field_name} {value} was removed: use {instead} (docs/benchmarks/decoding.md)")
+            raise ValueError(f"{info.field_name} {value} was removed: use {instead} (docs/benchmarks.md#decoding)")
         return value
 
     @model_validator(mode="after")

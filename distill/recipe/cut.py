@@ -21,7 +21,7 @@ class Transplant(Section):
         gt=0,
         le=1,
         description="weight of each donor subtoken in the head's row of a token that the donor lacks, relative to the "
-        "one before; 1: their mean, which measured best (docs/benchmarks/cuts.md)",
+        "one before; 1: their mean, which measured best (docs/benchmarks.md#cuts-and-transplants)",
     )
 
 

@@ -17,7 +17,7 @@ from distill.training.losses.settings import LossSettings
 Verifying = Literal["sampling", "match", "greedy"]
 
 # The default loss. On the demo pair no loss gave more acceptance than forward KL under match and greedy, and
-# the JSD gave the most under sampling (docs/benchmarks/training.md).
+# the JSD gave the most under sampling (docs/benchmarks.md#training).
 PROTOCOL_LOSS: dict[Verifying, Loss] = {
     "sampling": {"jsd": 1.0},
     "match": {"forward_kl": 1.0},

@@ -373,7 +373,7 @@ PARTS = {"rows": measure_rows, "peers": measure_peers, "rule": measure_rule}
 
 
 def table(cases: dict[str, Measured]) -> str:
-    """The table of docs/benchmarks/engine.md."""
+    """The table of docs/benchmarks.md#the-engine."""
     lines = [
         "| engine | target | pair | n | τ | share of the bound | with two | alone | overhead, ms | peer | plain | "
         "speedup | predicted |",
