@@ -88,8 +88,7 @@ def serve_check(
     concurrency: Annotated[
         str,
         typer.Option(
-            help="Requests at once, separated by commas; 1 is always measured, with `1` alone no load is. More values "
-            "locate the load from which drafts stop paying, such as 1,2,4,8,16,32."
+            help="Requests at once, separated by commas; 1 is always measured, with `1` alone no load is."
         ),
     ] = "1,4,16",
     load: Annotated[
@@ -134,7 +133,7 @@ def serve_check(
     further = list(context.args)
     if run is not None and run.startswith("-"):  # behind --, without a run
         further, run = [run, *further], None
-    from distill.serving.arrivals import arrivals
+    from distill.serving.load import arrivals
 
     sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     shared.require_sampler_used(sampler)

@@ -51,36 +51,6 @@ class ServedSpeed:
 
 
 @dataclass(frozen=True)
-class LoadRow:
-    """`concurrency` requests at once: the plain server's requests per second; the speedup with the served n_max,
-    measured and predicted; the n_max whose predicted speedup is the largest (0: no draft). `beyond`: predicted from
-    steps of more texts than were timed."""
-
-    concurrency: int
-    requests_per_second: float
-    measured: Interval
-    predicted: float
-    best: int
-    best_speedup: float
-    beyond: bool
-
-
-@dataclass(frozen=True)
-class LoadTable:
-    """What drafts do under load. `measured` and `predicted` are the requests at once from which they stop paying: 0
-    where they pay at no load, NaN where they pay at all. `steps` are the seconds of a plain step by the texts that
-    share it; `draft_share` and `seconds_each` are d and b of distill/serving/crossing.py.
-    """
-
-    rows: list[LoadRow]
-    measured: Interval
-    predicted: Figure
-    steps: dict[int, float]
-    draft_share: float
-    seconds_each: float
-
-
-@dataclass(frozen=True)
 class ServedClass:
     """The prompts of one class on the server that drafts."""
 
@@ -174,7 +144,6 @@ class ServeReport:
     acceptance: list[ServedAcceptance]
     predicted: Figure
     speeds: list[ServedSpeed]
-    loads: LoadTable | None
     classes: list[ServedClass]
     differences: list[Difference]
     same_texts: int

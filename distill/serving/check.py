@@ -20,14 +20,12 @@ from distill.results.serving_results import (
 )
 from distill.sampler import Sampler
 from distill.serving import differences
-from distill.serving.arrivals import Load
 from distill.serving.choose import Trials, choose, grid
 from distill.serving.clients import DRAFT, PLAIN, Addresses, Client, LlamaClient, connected, opened
 from distill.serving.counts import Text, TextCounts, acceptance, counts_of, rise_of_tokens
-from distill.serving.crossing import load_table
 from distill.serving.findings import CheckSettings, Findings, report
 from distill.serving.llama_server import LlamaServer
-from distill.serving.load import apart, speeds_under
+from distill.serving.load import Load, apart, speeds_under
 from distill.serving.markdown import Reference
 from distill.serving.replaying import ServerRules, interleaved, warm
 from distill.serving.wheel_server import WHEEL, wheel_version
@@ -110,7 +108,7 @@ def _replay(
         totals = None
         notes.append(
             "the counters did not rise by what the replies say: several servers answer at this address, or others use "
-            "it, so nothing was read from them; without acceptance by position every position is taken to be alike"
+            "it, so acceptance by position is not known"
         )
     if not any(text.drafted for text in texts):
         raise ServingError(
@@ -142,12 +140,6 @@ def _compare(
     )
     if isinstance(clients.get(PLAIN), LlamaClient):
         findings.notes += filter(None, [apart(steps)])
-    if len(settings.concurrency) > 1 and PLAIN in clients:
-        findings.loads = load_table(findings.speeds, steps, findings.acceptance[0], findings.server.n_max)
-        if findings.loads is None:
-            findings.notes.append(
-                "the steps of the plain server could not be told apart, so nothing is predicted by load"
-            )
 
 
 def _decoded(

@@ -10,9 +10,8 @@ import random
 from distill.errors import ServingError
 from distill.machine import machine
 from distill.progress import Progress
-from distill.serving.arrivals import Load
 from distill.serving.clients import Client, LlamaClient
-from distill.serving.load import Request, apart, send, step_seconds
+from distill.serving.load import Load, Request, apart, send, step_seconds
 from distill.speculative.costs.curve import CostCurve
 
 REPEATS = 3  # of each number of requests, in turn

@@ -14,15 +14,14 @@ from distill.recipe import SamplerSettings
 from distill.results.serving_results import (
     ChosenSettings,
     Difference,
-    LoadTable,
     ServedAcceptance,
     ServedSpeed,
     ServeReport,
 )
-from distill.serving.arrivals import Load
 from distill.serving.clients import DRAFT, GREEDY, PLAIN, Client
 from distill.serving.counts import TextCounts, counts_of
 from distill.serving.llama_server import LlamaServer
+from distill.serving.load import Load
 from distill.serving.markdown import Reference, sentences
 from distill.serving.replaying import Replayed, by_class
 from distill.texts import Prompt
@@ -85,7 +84,6 @@ class Findings:
     acceptance: list[ServedAcceptance] = field(default_factory=list)
     reference: Reference | None = None
     speeds: list[ServedSpeed] = field(default_factory=list)
-    loads: LoadTable | None = None
     differences: list[Difference] = field(default_factory=list)
     drawn: Interval = UNKNOWN
     notes: list[str] = field(default_factory=list)
@@ -116,7 +114,6 @@ def report(settings: CheckSettings, findings: Findings, kind: str, choice: Chose
         acceptance=[*findings.acceptance],
         predicted=settings.predicted if greedy else math.nan,
         speeds=[replace(one, configuration=title) if one.configuration == DRAFT else one for one in findings.speeds],
-        loads=findings.loads,
         classes=by_class(settings.prompts, findings.texts, findings.replayed),
         differences=[*findings.differences],
         same_texts=sum(plain[0].tokens == draft[0].tokens for plain, draft in pairs),

@@ -7,15 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
-
 from distill.intervals import Interval
-from distill.results.serving_results import Difference, LoadTable, ServedAcceptance, ServedSpeed, ServeReport
+from distill.results.serving_results import Difference, ServedAcceptance, ServedSpeed, ServeReport
 from distill.results.tables import markdown_table
 from distill.serving.choose import settings_of
 from distill.serving.differences import SMALLEST
 
-WORTH = 1.02  # a predicted speedup from which another n_max is named
 LARGE = 0.5  # of a shortfall: differences that explain less leave something to look for
 
 
@@ -54,8 +51,6 @@ def sentences(report: ServeReport, reference: Reference | None) -> list[str]:
             "server's, as happens between nearly equal tokens: steps of several tokens round otherwise than of one."
         )
     found.append(_speed(report))
-    if report.loads is not None:
-        found.append(_crossing(report.loads))
     return [*found, *([report.choice.sentence] if report.choice else [])]
 
 
@@ -94,35 +89,7 @@ def _speed(report: ServeReport) -> str:
     text = f"Speed over the plain server: {', '.join(f'{shown(one.speedup)} with {_load(one)}' for one in rises)}."
     if any(one.speedup.mean >= 1 for one in rises):
         return text
-    rows = [] if report.loads is None else [row for row in report.loads.rows if row.best and row.best_speedup > WORTH]
-    best = max(rows, key=lambda row: row.best_speedup, default=None)
-    shorter = (
-        f", where n_max {best.best} at {best.concurrency} at once is predicted to give {best.best_speedup:.2f}"
-        if best is not None and best.best != report.n_max
-        else ""
-    )
-    return f"{text} With n_max {report.n_max} the draft does not pay here{shorter}."
-
-
-def _crossing(loads: LoadTable) -> str:
-    """The number of requests at once from which drafts stop paying."""
-    largest, measured = loads.rows[-1].concurrency, loads.measured
-
-    def said(found: float) -> str:
-        if math.isnan(found):
-            return f"more than {largest}"
-        return f"{found:.1f}" if found else "none of them"
-
-    known = [str(row.concurrency) for row in loads.rows[:3]]
-    text = f"The draft pays for up to {said(measured.mean)} of 1 to {largest} requests at once"
-    if not measured.mean:
-        text = f"Of 1 to {largest} requests at once the draft pays for none"
-    if measured.mean > 0:
-        rates = [row.requests_per_second for row in loads.rows]
-        rate = numpy.interp(measured.mean, [row.concurrency for row in loads.rows], rates)
-        text += f" [{said(measured.low)}, {said(measured.high)}], about {rate:.2g} requests/s of this kind"
-    drafts = f"drafts of {', '.join(known[:-1])} and {known[-1]} at once"
-    return f"{text}; predicted from plain steps and from {drafts}: {said(loads.predicted)}."
+    return f"{text} With n_max {report.n_max} the draft makes no load faster here."
 
 
 # ── tables ──
@@ -136,7 +103,6 @@ def as_markdown(report: ServeReport) -> str:
         "\n".join(f"- {sentence}" for sentence in report.sentences),
         _acceptance(report),
         _speeds(report),
-        *([] if report.loads is None else _loads(report.loads, report.n_max)),
     ]
     if report.classes:
         rows = [
@@ -207,24 +173,6 @@ def _load(one: ServedSpeed) -> str:
     return f"{one.concurrency} at once" if one.concurrency else f"{one.offered:.3g} requests/s"
 
 
-def _loads(loads: LoadTable, n_max: int) -> list[str]:
-    """The table of n_max by load, and what it does not know."""
-    rows = [
-        [
-            str(row.concurrency),
-            f"{row.requests_per_second:.3g}",
-            shown(row.measured),
-            f"{row.predicted:.2f}{'*' if row.beyond else ''}",
-            f"{row.best}" if row.best else "0, no draft",
-            f"{row.best_speedup:.2f}",
-        ]
-        for row in loads.rows
-    ]
-    header = ["requests at once", "requests/s, plain", f"speedup, n_max {n_max}", "predicted", "best n_max, predicted"]
-    beyond = [f"\\* from steps of more texts than the {max(loads.steps)} that were timed: the line goes on straight."]
-    return [markdown_table([*header, "its speedup"], rows), *(beyond if any(row.beyond for row in loads.rows) else [])]
-
-
 def shown(interval: Interval, form: str = ".2f") -> str:
     """A figure with its interval; empty where nothing was counted."""
     if math.isnan(interval.mean):
@@ -260,9 +208,6 @@ def flat_rows(report: ServeReport) -> list[dict[str, Any]]:
         }
         name = speed.configuration + ("" if speed.concurrency else f", {_load(speed)}")
         add("speed", name, figures, speed.concurrency)
-    for row in [] if report.loads is None else report.loads.rows:
-        add("load", f"n_max {report.n_max}", {"speedup, predicted": row.predicted}, row.concurrency)
-        add("load", "n_max", {"best, predicted": row.best}, row.concurrency)
     for prompts in report.classes:
         add("class", prompts.name, {"acceptance": prompts.rate, "speedup": prompts.speedup})
     for difference in report.differences:

@@ -1,4 +1,4 @@
-"""Requests under load, and the load from which drafts stop paying: simulated servers whose cost law is known.
+"""Requests under load: simulated servers whose cost law is known.
 
 `simulate` steps through continuous batching on a clock of its own, so that every figure has a closed form.
 """
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -21,55 +21,17 @@ import pytest
 import tiny
 
 from distill.errors import DataError, RecipeError, ServingError
-from distill.results.serving_results import ServedSpeed
-from distill.serving.arrivals import Load, arrivals
 from distill.serving.clients import Client, Reply
-from distill.serving.counts import TextCounts, acceptance, counts_of
-from distill.serving.crossing import RoundModel, conditional, crossing, load_table
+from distill.serving.counts import TextCounts
 from distill.serving.curve import served_curve
-from distill.serving.load import Request, Served, apart, percentiles, send, speeds_under, step_seconds
-from distill.serving.replaying import Replayed
+from distill.serving.load import Load, Request, Served, apart, arrivals, percentiles, send, speeds_under, step_seconds
 
 PROMPTS, LIMIT = 6, 61
 BASE, SLOPE = 8.0, 1.0  # seconds of a step: T(m) = BASE + SLOPE·m
-N_MAX, ACCEPTED = 3, 2  # every round accepts two of three drafted tokens: τ = 3
-DRAFT = 0.1  # the draft's step over the target's
 
 
 def steps(m: float) -> float:
     return BASE + SLOPE * m
-
-
-def plainly(together: int) -> tuple[float, int]:
-    """Seconds of a step of the plain server, and the tokens that it adds to each text."""
-    return steps(together), 1
-
-
-def drafting(together: int) -> tuple[float, int]:
-    """The same of a round: the draft reads what is verified and then makes tokens for all texts at once."""
-    own = N_MAX * DRAFT * steps(together)
-    return (1 + DRAFT) * steps(together * (1 + N_MAX)) + own, 1 + ACCEPTED
-
-
-def cheap_alone(together: int) -> tuple[float, int]:
-    """A server that verifies the tokens of a single text at half the price, as some do."""
-    seconds, made = drafting(together)
-    return seconds / 2 if together == 1 else seconds, made
-
-
-def one_by_one(together: int) -> tuple[float, int]:
-    """A server that also spends some time on each drafted token by itself."""
-    seconds, made = drafting(together)
-    return seconds + 0.7 * N_MAX * together, made
-
-
-def small_steps(together: int) -> tuple[float, int]:
-    """A server whose steps take sixteen tokens at most, which the prediction does not know of."""
-    seconds, made = drafting(min(together, 4))
-    return math.ceil(together / 4) * seconds, made
-
-
-Law = Callable[[int], tuple[float, int]]
 
 
 @dataclass
@@ -81,7 +43,7 @@ class Stream:
     times: list[float] = field(default_factory=list)
 
 
-def simulate(load: Load, law: Law, prompt_seconds: float = 0.0, seed: int = 0) -> list[Request]:
+def simulate(load: Load, prompt_seconds: float = 0.0, seed: int = 0) -> list[Request]:
     """The requests of one replay; a step begins with reading the prompts that came, one after the other."""
     total = load.count(PROMPTS)
     waiting = [Stream(number, due) for number, due in enumerate(load.due(total, seed))]
@@ -98,19 +60,16 @@ def simulate(load: Load, law: Law, prompt_seconds: float = 0.0, seed: int = 0) -
         now += prompt_seconds * len(fresh)
         for stream in fresh:  # the first token comes from the prompt's step
             stream.times.append(now)
-        seconds, made = law(len(active))
-        now += seconds
+        now += steps(len(active))
         for stream in active:
-            stream.times += [now] * min(made, LIMIT - len(stream.times))
+            stream.times += [now]
         done += [stream for stream in active if len(stream.times) == LIMIT]
         active = [stream for stream in active if len(stream.times) < LIMIT]
-    return [request(one.number % PROMPTS, one.due, one.times, law is not plainly) for one in done]
+    return [request(one.number % PROMPTS, one.due, one.times) for one in done]
 
 
-def request(prompt: int, due: float, times: Sequence[float], drafts: bool = False) -> Request:
-    rounds = math.ceil((len(times) - 1) / (1 + ACCEPTED))
-    drafted = (N_MAX * rounds, len(times) - 1 - rounds) if drafts else (0, 0)
-    counts = TextCounts.of(len(times), *drafted)
+def request(prompt: int, due: float, times: Sequence[float]) -> Request:
+    counts = TextCounts.of(len(times))
     reply = Reply([], counts, len(times), times[0] - due, times[-1] - due, started=due, times=times)
     return Request(prompt, due, reply)
 
@@ -124,12 +83,12 @@ def behind(before: Sequence[Request], replay: Sequence[Request]) -> list[Request
 class Simulated:
     """A server whose replays of each load, in the order of `loads`, are those of `simulate`."""
 
-    def __init__(self, law: Law, loads: Sequence[int], drafts: bool | None = None) -> None:
+    def __init__(self, loads: Sequence[int], drafts: bool | None = None) -> None:
         self.url, self.kind, self.alone, self.ignores_end = "http://simulated", "vllm", True, False
         self.drafting, self.prompts, self.lock = drafts, list[tuple[int, ...]](), threading.Lock()
         replay = list[Request]()
         for together in loads:
-            replay += behind(replay, simulate(Load(together), law, prompt_seconds=1.0)[: 2 * together])
+            replay += behind(replay, simulate(Load(together), prompt_seconds=1.0)[: 2 * together])
         self.replies = iter([one.reply for one in replay])
 
     def drafts(self) -> bool | None:
@@ -142,21 +101,21 @@ class Simulated:
 
 
 def test_the_curve_of_a_server_is_its_law() -> None:
-    client = Simulated(plainly, [1, 2, 3, 4, 4, 3, 2, 1, 1, 2, 3, 4])
+    client = Simulated([1, 2, 3, 4, 4, 3, 2, 1, 1, 2, 3, 4])
     found = served_curve(cast("Client", client), 16, 61, 4)
     assert found.seconds == (tuple(pytest.approx(steps(m)) for m in range(1, 5)),)
     assert (found.depths, found.unit, found.backend) == ((32,), "seconds", "vllm") and "ends at" not in found.note
     assert client.ignores_end and not client.alone
     many = [*range(1, 17)]  # one at a time is then a hundredth of all steps
-    longer = served_curve(cast("Client", Simulated(plainly, [*many, *many[::-1], *many])), 16, 61, 16)
+    longer = served_curve(cast("Client", Simulated([*many, *many[::-1], *many])), 16, 61, 16)
     assert longer.seconds == (tuple(pytest.approx(steps(m)) for m in many),)
     assert len(set(client.prompts)) == 30 and all(len(ids) == 16 for ids in client.prompts)  # B of every load
 
 
 def test_a_server_without_steady_steps_has_no_curve() -> None:
     with pytest.raises(ServingError, match="drafts, so that"):
-        served_curve(cast("Client", Simulated(plainly, [], drafts=True)), 16, 61, 4)
-    one_at_a_time = Simulated(plainly, [1] * 30)
+        served_curve(cast("Client", Simulated([], drafts=True)), 16, 61, 4)
+    one_at_a_time = Simulated([1] * 30)
     with pytest.raises(ServingError, match=r"never seen decoding 2 request\(s\) at once"):
         served_curve(cast("Client", one_at_a_time), 16, 61, 2)
 
@@ -166,139 +125,14 @@ def test_advice_where_two_texts_take_two_passes() -> None:
     assert apart({1: 1.0, 2: 1.6}) == apart({1: 1.0, 4: 4.0}) == apart({2: 2.0}) == ""
 
 
-def alone(law: Law, prompt_seconds: float) -> Replayed:
-    """Every prompt by itself."""
-    found = simulate(Load(1), law, prompt_seconds)
-    return [[one.reply for one in found if one.prompt == prompt] for prompt in range(PROMPTS)]
-
-
-def measured(law: Law, loads: Sequence[int], prompt_seconds: float = 0.0) -> tuple[Any, list[ServedSpeed]]:
-    """The load table of simulated servers, and their speeds."""
-    laws = {"plain": plainly, "draft": law}
-    replayed = {name: alone(one, prompt_seconds) for name, one in laws.items()}
-    speeds, plain = [], list[Sequence[Request]]()
-    for together in loads:
-        load = Load(together)
-        served = {
-            name: Served.under(load, [simulate(load, one, prompt_seconds)], PROMPTS) for name, one in laws.items()
-        }
-        speeds += [served[name].speed(name, load, None if name == "plain" else served["plain"]) for name in laws]
-        plain.append(served["plain"].requests)
-    own = acceptance("own", counts_of(replayed["draft"]))
-    return load_table(speeds, step_seconds(plain), own, N_MAX), speeds
-
-
-def closed_form() -> float:
-    """B where τ·T(B) = (1 + d)·T(B(n + 1)) + n·d·T(B), of an affine T."""
-    tau = 1 + ACCEPTED
-    return BASE * (tau - 1 - DRAFT * (1 + N_MAX)) / (SLOPE * ((1 + DRAFT) * (1 + N_MAX) + N_MAX * DRAFT - tau))
-
-
-# The load from which drafts stop paying.
-
-
-@pytest.mark.parametrize(("law", "prompt_seconds"), [(drafting, 0.0), (drafting, 20.0), (cheap_alone, 5.0)])
-def test_the_crossing_of_a_known_law(law: Law, prompt_seconds: float) -> None:
-    """Prompts that cost both servers the same do not move it."""
-    loads = [1, 2, 3, 4, 6, 8, 12, 16]
-    table, speeds = measured(law, loads, prompt_seconds)
-    expected = closed_form()
-    assert 4 < expected < 12 and table.draft_share == pytest.approx(DRAFT, rel=1e-6)
-    assert table.steps == pytest.approx({m: steps(m) for m in table.steps}) and set(loads) <= set(table.steps)
-    assert table.predicted == pytest.approx(expected, rel=0.02)
-    assert table.measured.mean == pytest.approx(expected, rel=0.08)
-    assert [row.beyond for row in table.rows] == [one * 4 > 16 for one in loads]
-    for row in table.rows:
-        assert row.predicted == pytest.approx(row.measured.mean, rel=0.06)
-    assert [one.in_flight for one in speeds] == pytest.approx([one for one in loads for _ in "pd"], rel=1e-4)
-    # With no prompts to read, tokens per second are B ÷ T(B).
-    if not prompt_seconds:
-        plain = [one.tokens_per_second for one in speeds[::2]]
-        assert plain == pytest.approx([one / steps(one) for one in loads], rel=0.03)
-
-
-def test_what_each_drafted_token_costs_by_itself_is_found() -> None:
-    table, _ = measured(one_by_one, [1, 2, 4, 6, 8])
-    assert (table.draft_share, table.seconds_each) == pytest.approx((DRAFT, 0.7), rel=1e-5)
-    assert table.predicted == pytest.approx(table.measured.mean, rel=0.05) and 1 < table.predicted < 0.8 * closed_form()
-
-
-def test_a_server_that_breaks_the_assumption_is_not_predicted() -> None:
-    """The test of the crossing has the power to see another law."""
-    table, _ = measured(small_steps, [1, 2, 4, 8, 16])
-    assert table.measured.mean < 0.8 * table.predicted
-
-
-def test_the_best_n_max_falls_with_the_load() -> None:
-    model = RoundModel({m: steps(m) for m in range(1, 65)}, [0.8] * 6, (0.0, 0.0), 60, draft=0.05)
-    best = [max(range(7), key=model.speedups(together).__getitem__) for together in (1, 2, 4, 8, 16, 32)]
-    assert best[0] > 2 and best == sorted(best, reverse=True) and best[-1] == 0
-    # By hand: one text, n = 2, τ = 1 + .8 + .64.
-    assert model.speedups(1)[2] == pytest.approx(2.44 * 9 / (1.05 * 11 + 2 * 0.05 * 9))
-    # Prompts that take both servers as long dilute a speedup.
-    diluted = replace(model, first=(9.0, 9.0))
-    assert diluted.speedups(1)[2] == pytest.approx((9 + 540) / (9 + 540 / model.speedups(1)[2]))
-
-
-def test_steps_between_and_behind_the_measured_ones() -> None:
-    model = RoundModel({1: 1.0, 4: 2.0, 8: 6.0}, [0.5], (0.0, 0.0), 60)
-    assert [model.seconds(m) for m in (1, 2.5, 4, 8, 10)] == pytest.approx([1.0, 1.5, 2.0, 6.0, 8.0])
-    falling = RoundModel({1: 1.0, 2: 0.9}, [0.5], (0.0, 0.0), 60)
-    assert falling.seconds(10) == pytest.approx(0.9)
-    assert (
-        falling.fitted([(2, 0.1)], 0.1).draft == 0.0
-    )  # a round that takes less than its step: the draft costs nothing
-    again = model.fitted([(2, 2 * 1.3 + 0.3 * 4 / 3)], 3.0)  # T(4) = 2, T(2) = 4/3, T(1) = 1; one drafted token
-    assert (again.draft, again.each) == (pytest.approx(0.3), 0.0)
-    assert again.alone * (1.3 * 4 / 3 + 0.3 * 1.0) == pytest.approx(3.0)
-    assert again.speedups(1)[1] == pytest.approx(1.5 * 1.0 / 3.0)
-    both = model.fitted([(2, 2 + 0.1 * 10 / 3 + 0.25 * 2), (4, 6 + 0.1 * 8 + 0.25 * 4)], 3.0)  # T(8) = 6
-    assert (both.draft, both.each) == (pytest.approx(0.1), pytest.approx(0.25))
-    # They ask for d = −3, so one of the two explains both as well as it can, relative to T(4) = 2 and T(8) = 6.
-    noisy = model.fitted([(2, 4.0), (4, 6.0)], 3.0)
-    by_share, by_token = numpy.array([5 / 3, 8 / 6]), numpy.array([1.0, 4 / 6])
-    over = numpy.array([1.0, 0.0])
-    of_tokens = numpy.linalg.lstsq(by_token[:, None], over)[0][0]
-    assert ((of_tokens * by_token - over) ** 2).sum() < numpy.linalg.lstsq(by_share[:, None], over)[1][0]
-    assert (noisy.draft, noisy.each) == (0.0, pytest.approx(of_tokens))
-    cheap = model.fitted([(2, 1.8), (4, 5.4)], 3.0)  # a tenth less than their steps
-    assert -0.1 < cheap.draft < 0.0 and cheap.each == 0.0
-
-
-def test_where_speedups_cross_one() -> None:
-    assert crossing([1, 4, 16], [1.5, 1.25, 0.75]) == pytest.approx(8.0)
-    assert crossing([1, 4, 16], [0.9, 0.8, 0.7]) == 0.0
-    assert math.isnan(crossing([1, 4, 16], [0.9, 1.1, 1.0]))
-    assert crossing([1, 2, 4, 8], [1.2, 0.9, 1.1, 0.9]) == pytest.approx(math.sqrt(32))  # the last one counts
-
-
-def test_acceptance_by_position_keeps_the_tokens_per_round() -> None:
-    rounds = counts_of([[Reply([], TextCounts.of(31, 60, 15), 31, 0.1, 1.0)]])
-    own = acceptance("x", rounds)
-    for one in (own, replace(own, by_position=[0.6, 0.3, 0.0, 0.0])):
-        rates = conditional(one, 4)
-        tau = 1 + sum(math.prod(rates[: n + 1]) for n in range(4))
-        assert tau == pytest.approx(own.tokens_per_round.mean) and len(rates) == 4
-    assert conditional(replace(own, by_position=[0.6, 0.3, 0.0, 0.0]), 4)[1:] == pytest.approx([0.5, 0.0, 0.0])
-
-
-def test_nothing_is_predicted_without_steps() -> None:
-    _, speeds = measured(drafting, [1, 2])
-    own = acceptance("own", counts_of(alone(drafting, 0.0)))
-    known = {1: 9.0, 2: 10.0}
-    assert load_table(speeds, known, own, N_MAX) is not None
-    for one in ((speeds, {}, own, N_MAX), (speeds, known, own, 0), (speeds[:2], known, own, N_MAX)):
-        assert load_table(*one) is None
-
-
 # Steps of the plain server.
 
 
 def test_steps_are_read_from_requests_that_arrive() -> None:
     """Of any traffic: steps with prompts in them, and those behind which a text ends, do not count."""
-    found = simulate(Load(rate=1 / 60), plainly, prompt_seconds=5.0, seed=3)
+    found = simulate(Load(rate=1 / 60), prompt_seconds=5.0, seed=3)
     for seed in range(4):
-        found += behind(found, simulate(Load(rate=1 / 100), plainly, prompt_seconds=5.0, seed=seed))
+        found += behind(found, simulate(Load(rate=1 / 100), prompt_seconds=5.0, seed=seed))
     told = step_seconds([found])
     assert len(told) > 3 and told == pytest.approx({m: steps(m) for m in told})
 
@@ -347,10 +181,18 @@ def test_a_load_is_over_when_a_place_stays_empty() -> None:
     assert arrived.speed("x", Load(rate=1.0), base).speedup.mean == pytest.approx(slower / seconds)
 
 
+def test_so_many_at_once_are_in_flight() -> None:
+    for together in (1, 2, 4, 8):
+        load = Load(together)
+        speed = Served.under(load, [simulate(load)], PROMPTS).speed("x", load, None)
+        assert speed.in_flight == pytest.approx(together, rel=1e-4)
+        assert speed.tokens_per_second == pytest.approx(together / steps(together), rel=0.03)
+
+
 def test_requests_in_flight_follow_littles_law() -> None:
     times = tuple(numpy.cumsum(numpy.random.default_rng(0).exponential(200.0, 300)))
     load = Load(rate=299 / (times[-1] - times[0]), times=times)
-    replay = simulate(load, plainly, 5.0)
+    replay = simulate(load, 5.0)
     speed = Served.under(load, [replay], PROMPTS).speed("x", load, None)
     stay = numpy.mean([one.reply.end - one.due for one in replay])
     assert speed.requests == 300 and speed.in_flight == pytest.approx(speed.requests_per_second * stay)
@@ -483,7 +325,7 @@ def test_the_first_fault_ends_a_load(load: Load) -> None:
 HUNG = """
 import time
 from distill.errors import ServingError
-from distill.serving.arrivals import Load
+from distill.serving.load import Load
 from distill.serving.load import send
 
 class Hung:

@@ -31,7 +31,6 @@ from distill.errors import ServingError
 from distill.models.gguf.model import GgufModel
 from distill.models.server_commands import OF_DRAFT, OF_TARGET, SAMPLING, llama_server, option_arguments, pair_arguments
 from distill.recipe import Gguf, SamplerSettings, Traffic, parse_section
-from distill.serving.arrivals import Load
 from distill.serving.check import check_started
 from distill.serving.choose import Trials, choose, grid
 from distill.serving.clients import LlamaClient, Reply, opened
@@ -39,6 +38,7 @@ from distill.serving.curve import served_curve
 from distill.serving.findings import CheckSettings
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, started
+from distill.serving.load import Load
 from distill.serving.wheel_server import WHEEL, wheel_version
 from distill.target.traffic import Line, pin_of, read_lines
 from distill.texts import Prompt
@@ -107,8 +107,7 @@ def test_the_server_accepts_what_our_decoder_accepts(settings: LlamaServer, prom
     assert [one.concurrency for one in found.speeds] == [1, 1, 4, 4, 0, 0]
     # Texts that end keep their places until others begin, so that four were in flight; a step of four takes longer.
     assert [one.in_flight for one in found.speeds[2:4]] == pytest.approx([4, 4], rel=0.05)
-    assert found.loads is not None and 0.5 < found.loads.steps[4] / found.loads.steps[1] < 16
-    assert all(row.measured.low < row.measured.high and row.predicted > 0 for row in found.loads.rows)
+    assert all(one.speedup.low < one.speedup.high for one in found.speeds[1::2])
     arrived = found.speeds[4:]
     assert [one.requests for one in arrived] == [16, 16] and all(one.in_flight > 0.1 for one in arrived)
     assert all(one.token_seconds[0] <= one.token_seconds[1] for one in found.speeds)
