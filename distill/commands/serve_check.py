@@ -87,9 +87,7 @@ def serve_check(
     tokens: Annotated[int, shared.number_option(min=8, help="Maximum new tokens after each prompt.")] = 96,
     concurrency: Annotated[
         str,
-        typer.Option(
-            help="Requests at once, separated by commas; 1 is always measured, with `1` alone no load is."
-        ),
+        typer.Option(help="Requests at once, separated by commas; 1 is always measured, with `1` alone no load is."),
     ] = "1,4,16",
     load: Annotated[
         str | None,
