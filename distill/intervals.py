@@ -90,15 +90,6 @@ def _interval(
     return percentiles(figure(totals), figure(sums[:, usable]), confidence)
 
 
-def resampled_means(sums: Numbers, counts: Numbers, resamples: int, seed: int = 0) -> Numbers:
-    """The means [R, P] of P measurements, Σ sums [P, U] / Σ counts [U], over the same R draws of U units.
-
-    Resamples whose counts sum to 0 are left out.
-    """
-    weights, *rows = _resampled((counts, *sums), resamples, seed)
-    return numpy.stack(rows, 1)[weights > 0] / weights[weights > 0, None]
-
-
 def _resampled(columns: Sequence[Numbers], resamples: int, seed: int) -> list[Numbers]:
     """The sums [R] of each column [U] over the same R draws of U units, some draws at a time to bound the memory."""
     units, random = len(columns[0]), numpy.random.default_rng(seed)

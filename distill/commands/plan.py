@@ -138,7 +138,6 @@ def plan(
         costs = cases[0].timings[0]
         rates = by_position(next(iter(given.values())), max(drafted))
         settings = llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)
-    settings += [] if sister is None else _sisters_curve(sister)
     found = Plan(command_line(sys.argv), machine(), [outlook(one, given) for one in cases], settings)
     found = replace(found, run=run, run_on="" if described is None else described.name)
     shared.print_table(flat_rows(found), as_markdown(found), as_json(found), output)
@@ -218,15 +217,6 @@ def _given(acceptance: str | None, sister: Path | None) -> dict[str, list[float]
             raise DataError(f"{sister}/eval.json holds no acceptance by position", "give a run that decoded rounds")
         found[f"--sister {sister.name}"] = [one.rate.mean for one in counted]
     return found
-
-
-def _sisters_curve(sister: Path) -> list[str]:
-    """What twice the tokens of a sister's training would be worth, where it measured its learning curve."""
-    from distill.results.training_results import TrainingSummary
-
-    path = sister / "training.json"
-    curve = read_result(path, TrainingSummary).curve if path.is_file() else None
-    return [] if curve is None else [f"- {sister.name}: {curve.sentence}"]
 
 
 def _recipe(model: str | None, overrides: Sequence[str], given_otherwise: tuple[object, ...]) -> Recipe | None:

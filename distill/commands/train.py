@@ -168,8 +168,7 @@ def _require_pay(recipe: Recipe, acceptance: float) -> None:
 
 
 def say_outcome(run: Run) -> None:
-    """Write a line where the weights from before the first step are the draft, and one on what twice the tokens would
-    give, where the learning curve tells; else the report says why."""
+    """Write a line where the weights from before the first step are the draft."""
     from distill.results.training_results import REMEDY, TrainingSummary
 
     if run.done("train") is None:
@@ -177,8 +176,6 @@ def say_outcome(run: Run) -> None:
     training = read_result(run.path("training.json"), TrainingSummary)
     if training.warning is not None:
         run.say(f"{training.warning}\n  {REMEDY}", warning=True)
-    if training.curve is not None and training.curve.doubled is not None:
-        run.say(training.curve.sentence)
 
 
 def require_passed(run: Run, until: str | None) -> None:

@@ -18,7 +18,7 @@ from distill.recipe import Recipe
 from distill.recipe.target import TYPE_BYTES
 from distill.results.rehearsal_results import Expected, Rehearsed
 from distill.results.tables import markdown_table
-from distill.results.training_results import ACCEPTANCE_STAGE, CURVE_STAGE
+from distill.results.training_results import ACCEPTANCE_STAGE
 from distill.run import Run
 from distill.target.traffic import SOURCE, pin_of
 from distill.texts import read_answers
@@ -127,12 +127,10 @@ def _written(recipe: Recipe, whole: int, part: int) -> tuple[float, float]:
 
 def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     """Seconds of the whole training: steps, evaluations of weights and checkpoints at the pace of those rehearsed."""
-    from distill.training.learning_curve import curve_steps
-
     lines = [line for line in run.metrics() if "seconds" in line]
     own: dict[Any, list[float]] = {
         kind: [float(line["seconds"]) for line in lines if line["stage"] == kind]
-        for kind in ("train", ACCEPTANCE_STAGE, CURVE_STAGE, "checkpoint")
+        for kind in ("train", ACCEPTANCE_STAGE, "checkpoint")
     }
     trained = recipe.train.steps
     every = recipe.train.acceptance.every if recipe.train.acceptance is not None else None
@@ -140,7 +138,6 @@ def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
     counts = {
         "train": trained,
         ACCEPTANCE_STAGE: judged,
-        CURVE_STAGE: len(curve_steps(trained) | {*range(every, trained, every)}) if every else 0,
         "checkpoint": math.ceil(trained / recipe.train.save_every),
     }
     rest = stage.seconds - sum(sum(seconds) for seconds in own.values())

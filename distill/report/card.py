@@ -95,8 +95,6 @@ def _making(results: RunResults) -> str:
         trained += f" Its weights were chosen by {words(results.training.best.words)}: {REASON}."
     if results.training and results.training.warning:
         trained += f" **{words(results.training.warning)}**"
-    if results.training and results.training.curve:
-        trained += f" {words(results.training.curve.sentence)}"
     machine, recipe = results.machine, results.config.get("name") or results.name
     place = f"{machine_words(machine)}, {machine['gpu'] or 'no GPU'}"
     return (

@@ -144,13 +144,10 @@ def advice(results: RunResults) -> list[str]:
                 "plan` says what another type, build or machine would have to cost."
             )
             continue
-        sentence = (
+        sentences.append(
             f"{place}: {free}, the rounds of {rounds} would give {way.most:.2f}× instead of "
             f"{way.speedup:.2f}×. What to do: {todo}."
         )
-        if name == "acceptance" and results.training is not None and results.training.curve is not None:
-            sentence += f" {results.training.curve.sentence}"
-        sentences.append(sentence)
     return sentences
 
 

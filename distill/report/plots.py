@@ -29,7 +29,7 @@ from distill.results.evaluation_results import (
 )
 from distill.results.profile_results import MeasuredCurve
 from distill.results.speedup_results import Measurement
-from distill.results.training_results import STORED, Evaluation, LearningCurve, TrainingStep
+from distill.results.training_results import STORED, Evaluation, TrainingStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,26 +76,10 @@ def validation_curve(evaluated: Sequence[Evaluation]) -> str:
             for one in evaluated
         ]
         _measured(axes, 0, label, [one.step for one in evaluated], intervals)
+        expected = [(one.step, one.expected_acceptance) for one in evaluated if known(one.expected_acceptance)]
+        if expected:
+            axes.plot(*zip(*expected, strict=True), color=COLOURS[1], marker=MARKERS[1], label="expected, same texts")
         axes.set(xlabel="step", ylabel="α, stored" if stored else "acceptance, decoded")
-    return done[0]
-
-
-def learning_curve(curve: LearningCurve) -> str:
-    """Expected acceptance on validation prompts over tokens: measured, and the fitted curve up to twice the tokens."""
-    if not curve.points:
-        raise DataError("no point of the curve was measured while training", "set train.acceptance to have them")
-    with _figure("plot-learning", "Expected acceptance on validation prompts over training tokens") as (axes, done):
-        points = curve.points
-        tokens, measured = [point.tokens for point in points], [point.acceptance for point in points]
-        _measured(axes, 0, "measured on the way", tokens, measured)
-        if curve.line:
-            tokens, found = [point.tokens for point in curve.line], [point.acceptance for point in curve.line]
-            low, high = [one.low for one in found], [one.high for one in found]
-            axes.fill_between(tokens, low, high, color=COLOURS[1], alpha=0.2, linewidth=0)
-            axes.plot(tokens, high, color=COLOURS[1], label="longer, at most")
-        axes.set(xlabel="tokens", ylabel="expected acceptance")
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")  # powers would be shown as their TeX
     return done[0]
 
 

@@ -33,7 +33,6 @@ from distill.results.speedup_results import Sample, SpeedupReport
 from distill.results.text_results import QuestionTexts
 from distill.results.training_results import (
     STORED,
-    LearningCurve,
     TrainingStep,
     TrainingSummary,
     trained_tokens,
@@ -106,31 +105,20 @@ def training(results: RunResults) -> Html:
     chosen_by = (
         "α of validation answers on stored distributions; bars show its bounds. No rounds were decoded."
         if stored
-        else "Acceptance decoded on validation prompts; bars are 95 % intervals."
+        else "Acceptance on validation prompts: decoded, with bars of 95 % intervals, and expected, on texts that are "
+        "the same for all steps."
     )
     drawn = [
         as_plot(partial(plots.loss_curve, steps), f"Loss on training batches, {each}."),
         as_plot(partial(plots.agreement_curve, steps), f"Agreement on training batches, {each}."),
         as_plot(partial(plots.validation_curve, evaluated), chosen_by),
     ]
-    if summary and summary.curve:
-        drawn.append(_learning(summary.curve))
     parts = (
         "" if summary is None else as_table(draft_tables.parts(summary, results.command)) + as_list(_outcome(summary))
     )
     return Html(
         as_plots(*drawn) + as_paragraph(_pace(steps)) + parts + as_table(draft_tables.ends(steps, results.command))
     )
-
-
-def _learning(curve: LearningCurve) -> Html:
-    caption = (
-        "Expected acceptance on texts that the target wrote for validation prompts, the same for all points; bars and "
-        f"band are {percent(curve.confidence)} intervals. "
-    )
-    if curve.line:
-        caption += "Longer trainings would give at most what the line shows, the end of the fitted curve's interval."
-    return as_plot(partial(plots.learning_curve, curve), caption)
 
 
 def _pace(steps: list[TrainingStep]) -> str:
@@ -145,7 +133,7 @@ def _pace(steps: list[TrainingStep]) -> str:
 
 
 def _outcome(training: TrainingSummary) -> list[str]:
-    """The weights that were taken, and what more would give."""
+    """The weights that were taken."""
     sentences = []
     if best := training.best:
         figures = (
@@ -157,8 +145,6 @@ def _outcome(training: TrainingSummary) -> list[str]:
         sentences.append(f"The weights of step {number(best.step)} were taken: {figures}.")
     if training.warning:
         sentences.append(training.warning)
-    if training.curve:
-        sentences.append(training.curve.sentence)
     return sentences
 
 

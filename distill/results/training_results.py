@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.files import has_form
-from distill.intervals import Interval
 from distill.results.serialise import Figure, Result, from_json
 
 # How the acceptance of weights was measured: by decoding, or on stored distributions.
 DECODED, STORED = "decoded rounds", "α on stored distributions"
 
-# The stages of the lines on evaluated weights and on points of the learning curve.
-ACCEPTANCE_STAGE, CURVE_STAGE = "acceptance", "curve"
+ACCEPTANCE_STAGE = "acceptance"  # of the lines on evaluated weights
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,17 @@ class TrainingStep:
 class EvaluatedWeights:
     """Weights whose drafts were measured on validation prompts, as `measure` names: DECODED or STORED.
 
-    Decoded: `acceptance` of the drafted tokens that were reached in so many `rounds`. Stored: α at so many `positions`
-    of the target's answers, at least `acceptance` and at most `most`, because a store holds the likeliest tokens alone.
+    Decoded: `acceptance` of the drafted tokens that were reached in so many `rounds`, and `expected_acceptance` on
+    texts that are the same for all weights of a training, which compares them more sharply. Stored: α at so many
+    `positions` of the target's answers, at least `acceptance` and at most `most`, because a store holds the likeliest
+    tokens alone.
     """
 
     step: int
     acceptance: float
     tokens_per_round: Figure = math.nan
     rounds: int = 0
+    expected_acceptance: Figure = math.nan
     measure: str = DECODED
     positions: int = 0
     most: Figure = math.nan
@@ -82,39 +83,6 @@ class TrainedPart:
     loss: dict[str, float]
 
 
-@dataclass(frozen=True)
-class CurvePoint:
-    """Expected acceptance after so many tokens, on texts of validation prompts that the target wrote."""
-
-    tokens: int
-    acceptance: Interval
-
-
-@dataclass(frozen=True)
-class LearningCurve:
-    """Acceptance against tokens; without a prediction, `unknown` says why.
-
-    `doubled` is what the fitted curve gives at twice the tokens; its upper end bounds what a training of as many
-    would give. `line` is the fitted curve up to there.
-    """
-
-    confidence: float
-    points: list[CurvePoint]
-    line: list[CurvePoint] = field(default_factory=list)
-    doubled: Interval | None = None
-    unknown: str | None = None
-
-    @property
-    def sentence(self) -> str:
-        """The prediction in words, or why there is none."""
-        if self.doubled is None:
-            return f"What twice the tokens would give is not known: {self.unknown}."
-        return (
-            f"Twice the tokens would give at most {self.doubled.high:.3f} expected acceptance on validation "
-            f"prompts instead of {self.points[-1].acceptance.mean:.3f}."
-        )
-
-
 REMEDY = (  # for `TrainingSummary.warning`
     "train longer (train.steps) on more answers (answers.prompts), try half of train.rate, or judge on more "
     "validation prompts (train.acceptance.prompts, and as many questions or documents)"
@@ -129,7 +97,6 @@ class TrainingSummary:
     processes: int
     parts: list[TrainedPart]
     best: EvaluatedWeights | None
-    curve: LearningCurve | None = None
 
     @property
     def warning(self) -> str | None:

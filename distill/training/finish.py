@@ -15,7 +15,6 @@ from distill.surgery.sparsity.group_lasso import GroupLasso
 from distill.surgery.sparsity.ramp import Penalty
 from distill.surgery.sparsity.unstructured import UnstructuredL1
 from distill.training.adapters import merge
-from distill.training.learning_curve import learning_curve
 from distill.training.setup import Training
 
 
@@ -56,7 +55,6 @@ def _summary(work: Training) -> TrainingSummary:
         processes=work.accelerator.num_processes,
         parts=[TrainedPart("align", 0, steps, plan.rate, dict(plan.loss.losses))],
         best=None if best is None else from_json(best, EvaluatedWeights, "the last checkpoint"),
-        curve=learning_curve(work),
     )
 
 

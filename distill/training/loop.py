@@ -23,7 +23,6 @@ from distill.recipe import Recipe
 from distill.run import BEGIN, Run
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from distill.training.finish import write_draft
-from distill.training.learning_curve import add_point
 from distill.training.memory import loading, memory_explained, stepping, writing
 from distill.training.optimizer import set_rates
 from distill.training.plan import body_share, rate_share, states_weight
@@ -67,10 +66,8 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             state["step"] = step + 1
             state["tokens"] += figures["tokens"]
             report_step(work, rate, figures, clock)
-            evaluated = evaluation_due(work)
-            if evaluated:
+            if evaluation_due(work):
                 evaluate_weights(work)
-            add_point(work, evaluated)
             last = ended(work)
             stopping = work.any_process(bool(signals))
             if state["step"] % settings.save_every == 0 or last or stopping:

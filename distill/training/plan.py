@@ -78,7 +78,7 @@ def planned(settings: Train, temperature: float) -> Plan:
 
 def rate_share(step: int, steps: int, settings: Train) -> float:
     """The share of the peak rate in step `step` of `steps` (from 0): a line up over `warmup`, then the schedule."""
-    warm, final = warm_steps(steps, settings.warmup), settings.final_rate_share
+    warm, final = max(1, round(settings.warmup * steps)), settings.final_rate_share
     if step < warm:
         return (step + 1) / warm
     if settings.schedule == "wsd":
@@ -86,11 +86,6 @@ def rate_share(step: int, steps: int, settings: Train) -> float:
         return 1 - (1 - final) * max(0, step - constant_end) / (steps - constant_end)
     progress = (step - warm) / max(1, steps - warm)
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def warm_steps(steps: int, warmup: float) -> int:
-    """The steps of the warm-up."""
-    return max(1, round(warmup * steps))
 
 
 def body_share(step: int, settings: Train) -> float:

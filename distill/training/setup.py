@@ -35,8 +35,8 @@ from distill.training.plan import Plan, check_hidden_states, planned, with_rate
 from distill.training.step import Columns, Learner, batch_blocks, split_blocks
 from distill.training.trackers import require_trackers, start_trackers
 
-# The state before the first step. `tokens` counted in the loss; the points of `curve` are measured on `texts`; `ended`
-# is the last step of a training that is over.
+# The state before the first step. `tokens` counted in the loss; expected acceptance is measured on `texts`; `ended` is
+# the last step of a training that is over.
 START: dict[str, Any] = {
     "step": 0,
     "best": None,
@@ -63,7 +63,7 @@ class Training:
     kept: list[int] | None
     target: Any = None  # of an online teacher; else loaded on first use
     held_out: Any = None  # its StoredAnswers, opened on first use, where the target is not loaded
-    state: dict[str, Any] = field(default_factory=lambda: {**START, "curve": []})
+    state: dict[str, Any] = field(default_factory=START.copy)
 
     @property
     def settings(self) -> Train:

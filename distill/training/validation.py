@@ -195,24 +195,22 @@ def served_target(work: Training) -> ServedTarget:
     return ServedTarget(model, work.source.vocabulary, ends, Sampler.of(recipe.sampler), protocol, recipe.seed)
 
 
-def validation_prompts(work: Training) -> list[Prompt]:
-    """The validation prompts on which weights are chosen."""
-    assert work.settings.acceptance is not None
-    return read_prompts(work.run, "validation")[: work.settings.acceptance.prompts]
-
-
 def measure_acceptance(work: Training) -> dict[str, Any]:
     """The acceptance of the present weights on the validation prompts, the same in every process.
 
-    Decoded with the target: the first texts, whose distribution is the target's alone, are kept for
-    `expected_acceptance`. Where the target is not loaded: α on its stored distributions.
+    Decoded with the target: the first texts, whose distribution is the target's alone, are kept, so that the expected
+    acceptance of all weights is measured on the same ones. Where the target is not loaded: α on its stored
+    distributions.
     """
     settings = work.settings.acceptance
     assert settings is not None
 
     def decoded(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
-        texts = served_target(work).decode(draft, validation_prompts(work), settings.new_tokens, settings.length)
-        return decoded_acceptance(texts), [text.tokens for text in texts]
+        target, prompts = served_target(work), read_prompts(work.run, "validation")[: settings.prompts]
+        found = target.decode(draft, prompts, settings.new_tokens, settings.length)
+        texts = [text.tokens for text in found] if work.state["texts"] is None else work.state["texts"]
+        expected = sum(target.expected(draft, prompts, texts)) / max(1, sum(map(len, texts)))
+        return decoded_acceptance(found) | {"expected_acceptance": expected}, texts
 
     def stored(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
         work.held_out = work.held_out or StoredAnswers(work.recipe, work.run)
@@ -220,19 +218,8 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
         return work.held_out.acceptance(draft, protocol, work.settings.chunk), None
 
     figures, texts = measured_on_main(work, decoded if work.recipe.target.load else stored)
-    if work.state["texts"] is None:
-        work.state["texts"] = texts
+    work.state["texts"] = texts
     return figures
-
-
-def expected_acceptance(work: Training) -> list[float]:
-    """Of each validation prompt, the present weights' probability to be accepted, summed over its text in
-    `state["texts"]`; the same in every process."""
-
-    def measure(draft: Any) -> list[float]:
-        return served_target(work).expected(draft, validation_prompts(work), work.state["texts"])
-
-    return measured_on_main(work, measure)
 
 
 # ── the choice of weights ──

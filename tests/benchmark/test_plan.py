@@ -31,7 +31,6 @@ from distill.models.hugging_face import load_config
 from distill.recipe import load_recipe
 from distill.results.evaluation_results import EvaluationReport, PositionAcceptance
 from distill.results.serialise import write_result
-from distill.results.training_results import CurvePoint, LearningCurve, TrainingSummary
 from distill.speculative.costs.curve import CostCurve, load_cost_curve, save_cost_curve
 from distill.speculative.costs.paid import DraftSteps
 
@@ -277,10 +276,7 @@ def test_the_acceptance_of_a_sister(tmp_path: Path, capsys: Capture) -> None:
     rates = [PositionAcceptance(n, 10, 5, Interval(rate, 0.0, 1.0)) for n, rate in ((1, 0.62), (2, 0.55))]
     write_result(tmp_path / "eval.json", EvaluationReport("x", {}, 2, {}, {"after": rates}, {}))
     target = saved(tmp_path / "t.json", [1.0, 1.1, 1.2])
-    curve = LearningCurve(0.9, [CurvePoint(9, Interval(0.5, 0.4, 0.6))], doubled=Interval(0.6, 0.55, 0.65))
-    write_result(tmp_path / "training.json", TrainingSummary(5, 1, [], None, curve))
     found = planned(capsys, "--target-curve", target, "--sister", tmp_path)
-    assert found["settings"][-1] == f"- {tmp_path.name}: {curve.sentence}" and "0.650" in curve.sentence
     (one,) = found["outlooks"]
     assert one["scenarios"][-1]["acceptance"] == [0.62, 0.55] and tmp_path.name in one["sentences"][-1]
     assert one["draft_cost"] == 0  # no draft was named

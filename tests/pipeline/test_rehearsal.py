@@ -89,7 +89,7 @@ def test_expected_disk_is_that_of_the_whole_run(rehearsed: tuple[Path, str], fin
 
 
 def test_expected_seconds_follow_the_counts(world: Path, rehearsed: tuple[Path, str]) -> None:
-    """A training of 8 steps, 3 evaluations, 6 points of the curve and 4 checkpoints from one of 3 steps, by hand."""
+    """A training of 8 steps, 3 evaluations and 4 checkpoints from one of 3 steps, by hand."""
     recipe = load_recipe(world / "recipe.yaml")
     runs = rehearsed[0].parent
     short = shortened(recipe, runs)
@@ -97,13 +97,12 @@ def test_expected_seconds_follow_the_counts(world: Path, rehearsed: tuple[Path, 
     lines = [line for line in run.metrics() if "seconds" in line]
     steps = [line["seconds"] for line in lines if line["stage"] == "train"]
     judged = [line["seconds"] for line in lines if line["stage"] == "acceptance"]
-    points = [line["seconds"] for line in lines if line["stage"] == "curve"]
     saved = [line["seconds"] for line in lines if line["stage"] == "checkpoint"]
-    assert (len(steps), len(judged), len(points), len(saved)) == (3, 2, 3, 1)
+    assert (len(steps), len(judged), len(saved)) == (3, 2, 1)
     stages = [Rehearsed("train", 100.0, 0, 1, 0, 30), Rehearsed("answers", 10.0, 8.0, 1, 0, 5)]
     train, answers = expect(recipe, short, run, stages)
-    rest = 100 - sum(steps) - sum(judged) - sum(points) - sum(saved)
-    expected = rest + 8 * (steps[1] + steps[2]) / 2 + 3 * judged[1] + 6 * (points[1] + points[2]) / 2 + 4 * saved[0]
+    rest = 100 - sum(steps) - sum(judged) - sum(saved)
+    expected = rest + 8 * (steps[1] + steps[2]) / 2 + 3 * judged[1] + 4 * saved[0]
     assert train.low == train.high == pytest.approx(expected)
     assert train.disk_bytes == 45, "two checkpoints and the best weights, of which the rehearsal had two"
     assert (answers.low, answers.high) == (2 + 3 * 8, 2 + 3 * 8), "three batches of four prompts"
