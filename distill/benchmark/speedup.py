@@ -13,7 +13,6 @@ from distill.benchmark.calibrate import Calibrated, calibrate_run, round_costs, 
 from distill.benchmark.compare import TimedText
 from distill.benchmark.libraries import plain_reference
 from distill.benchmark.pair import ComparedPair, Comparison, largest_tree, measure_pair
-from distill.benchmark.tables import run_markdown
 from distill.files import write_text
 from distill.machine import machine
 from distill.models.conversion.importing import file_type
@@ -25,11 +24,13 @@ from distill.recipe import Gguf, Recipe, Target
 from distill.recipe.measuring import fixed_length
 from distill.results.serialise import read_result, write_result
 from distill.results.speedup_results import Noise, PairMeasured, Sample, Segment, SpeedupPart, SpeedupReport
+from distill.results.speedup_tables import run_blocks
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.configured import check_configurations
 from distill.speculative.costs.paid import PROMPTS
 from distill.speculative.stop_strings import Characters
+from distill.tables import document
 from distill.texts import read_prompts
 
 REFERENCE_PROMPTS = 4  # on which the library's own generation is timed
@@ -65,7 +66,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         gguf=recipe.gguf.described() if "gguf" in settings.backends else "",
     )
     write_result(run.path("speedup.json"), report)
-    write_text(run.path("speedup.md"), run_markdown(report))
+    write_text(run.path("speedup.md"), document(run_blocks(report)))
     return [run.path("speedup"), run.path("speedup.json"), run.path("speedup.md")]
 
 

@@ -141,7 +141,7 @@ def speedup(
     batches = _batch_sizes(batch, big)
     shared.prepare(threads)
     from distill.benchmark.any_pair import measure_any_pair, pair_settings
-    from distill.benchmark.tables import flat_pair_rows, pair_markdown
+    from distill.results.speedup_tables import pair_blocks
     from distill.speculative.configured import check_configurations
 
     given = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
@@ -175,7 +175,7 @@ def speedup(
     )
     if to is not None:
         write_result(to, report)
-    shared.print_result(report, pair_markdown(report), flat_pair_rows(report), output)
+    shared.print_blocks(pair_blocks(report), report, output)
 
 
 def _configurations(
@@ -290,6 +290,6 @@ def _of_run(
     found = Run(found.folder, recipe)
     shared.run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
     report = read_result(found.path("speedup.json"), SpeedupReport)
-    from distill.benchmark.tables import flat_run_rows, run_markdown
+    from distill.results.speedup_tables import run_blocks
 
-    shared.print_result(report, run_markdown(report), flat_run_rows(report), output)
+    shared.print_blocks(run_blocks(report), report, output)

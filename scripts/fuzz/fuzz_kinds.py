@@ -349,11 +349,12 @@ class _Kept:
 
 def _results(run: Run, name: str) -> Readers:
     """The tables that commands print from results."""
-    from distill.benchmark import tables
     from distill.evaluation import markdown
     from distill.results.evaluation_results import EvaluationReport, flat_rows
     from distill.results.serialise import read_result
     from distill.results.speedup_results import SpeedupReport
+    from distill.results.speedup_tables import run_blocks
+    from distill.tables import document, records
 
     def printed(kind: Any, rows: Any, table: Any) -> None:
         report = read_result(run.path(name), kind)
@@ -362,7 +363,7 @@ def _results(run: Run, name: str) -> Readers:
     if name == "eval.json":
         return [partial(printed, EvaluationReport, flat_rows, markdown.as_markdown)]
     if name == "speedup.json":
-        return [partial(printed, SpeedupReport, tables.flat_run_rows, tables.run_markdown)]
+        return [partial(printed, SpeedupReport, lambda report: records(run_blocks(report)), lambda report: document(run_blocks(report)))]
     return []
 
 

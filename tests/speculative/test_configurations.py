@@ -19,7 +19,6 @@ from distill.benchmark.calibrate import (
 from distill.benchmark.compare import judge_identity, measurements, time_texts
 from distill.benchmark.identity import Identity
 from distill.benchmark.prepared import Fitted, prepare_all
-from distill.benchmark.tables import flat_run_rows, run_markdown
 from distill.errors import DataError, RecipeError
 from distill.files import write_json
 from distill.recipe import Configuration, Recipe, dump_recipe, load_recipe, parse_recipe
@@ -34,6 +33,7 @@ from distill.results.speedup_results import (
     SpeedupPart,
     SpeedupReport,
 )
+from distill.results.speedup_tables import measurement_table, run_blocks
 from distill.sampler import Sampler
 from distill.speculative.calibration import FITTED, Recorded, Recorder, fit_calibration
 from distill.speculative.configured import check_configurations, lossy_reason
@@ -41,6 +41,7 @@ from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import Decoded, decode
 from distill.speculative.proposal import Features, NGramIndex
 from distill.speculative.rules import GREEDY, Rules
+from distill.tables import document, records
 
 COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
 CONFIGURATIONS = [
@@ -188,11 +189,9 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
         RoundCosts(*names, 1.0, [1], [1.2], [0.1] * 3, [0.2] * 3, 0.5, 0.1),
     )
     report = SpeedupReport("distill speedup", {}, 4, 16, {}, [part])
-    page = run_markdown(report)
-    assert page.count("| LOSSY |") == 1 and f"`{asked[1].title}` is LOSSY: " in page
-    flat = flat_run_rows(report)
-    assert [row["lossy"] is not None for row in flat] == [False] * 4 + [True]
-    assert flat[-1]["distribution"].startswith("LOSSY: ") and flat[0]["distribution"] == "the target's"
+    assert document(run_blocks(report)).count("| LOSSY: ") == 1
+    shown = [row["distribution"] for row in records([measurement_table(rows, "")])]
+    assert shown[:4] == ["the target's"] * 4 and shown[4].startswith("LOSSY: ")
     # A lossy configuration that is not marked as one is refused by the decoder itself.
     one = others[2]
     assert one.make is not None
@@ -265,7 +264,7 @@ def test_the_stage_measures_configurations_and_refuses_lossy_ones(
     assert "--allow-lossy" in capsys.readouterr().err
     assert tiny.call("speedup", "tiny", *runs, "--allow-lossy") == 0
     said = capsys.readouterr()
-    assert "| LOSSY |" in said.out and "LOSSY configuration" in said.err
+    assert "| LOSSY: " in said.out and "LOSSY configuration" in said.err
     assert "LOSSY" in (copied / "report.html").read_text() or tiny.call("report", "tiny", *runs) == 0
     assert "LOSSY" in (copied / "report.html").read_text() and "LOSSY" in (copied / "draft" / "README.md").read_text()
     config.write_text(text)

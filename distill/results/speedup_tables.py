@@ -1,0 +1,176 @@
+"""The tables of `distill speedup`: for the terminal, speedup.md, the report page and the model card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from distill.intervals import Interval
+from distill.results.pair_results import BatchFigures, GroupFigures, PairSpeedup, StepFigures
+from distill.results.speedup_results import Measurement, PlainReference, RoundFigures, SpeedupReport
+from distill.tables import Block, Cell, Columns, Table, Value, bullets, listed, table_of
+
+INTERLEAVED = (
+    "distinct prompts, interleaved, cold caches; times include the prompt. Speedup over this decoder's own plain run of "
+    "the same sampler, intervals by prompt."
+)
+
+
+def speedup_of(row: Measurement | GroupFigures) -> Value:
+    """A speedup with its interval; None where it was not measured."""
+    return None if row.speedup is None else Interval(row.speedup, row.speedup_low, row.speedup_high)
+
+
+def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[Measurement] = ()) -> Table:
+    """Configurations beside plain decoding; those of `best` are bold, lossy ones and texts that differ are red."""
+    columns: Columns[Measurement] = {
+        "pair": lambda one: one.pair,
+        "backend": lambda one: one.backend,
+        "configuration": lambda one: one.configuration,
+        "tokens/s": lambda one: one.tokens_per_second,
+        "plain tokens/s": lambda one: one.plain_tokens_per_second,
+        "tokens per round": lambda one: one.tokens_per_round,
+        "acceptance": lambda one: Cell(one.acceptance, "%"),
+        "speedup": lambda one: Cell(1.0 if one.is_plain else speedup_of(one), "×"),
+        "predicted": lambda one: Cell(one.predicted, "×"),
+        "same text": lambda one: Cell(one.same_text, bad=bool(one.different)),
+        "distribution": lambda one: Cell(one.distribution, bad=one.lossy is not None),
+    }
+    chosen = {id(one) for one in best}
+    classes = ["best" if id(one) in chosen else "plain" if one.is_plain else "" for one in rows]
+    return table_of(rows, columns, command, classes=classes)
+
+
+def library_table(found: Sequence[PlainReference], command: str) -> Table:
+    """The plain decoder beside a library's own generation."""
+    columns: Columns[PlainReference] = {
+        "pair": lambda one: one.pair,
+        "backend": lambda one: one.backend,
+        "library": lambda one: one.library,
+        "library tokens/s": lambda one: one.library_tokens_per_second,
+        "plain tokens/s": lambda one: one.plain_tokens_per_second,
+        "median of the prompts' ratios": lambda one: Cell(one.ratio, "%"),
+    }
+    return table_of(found, columns, command, "the plain decoder beside the library's own")
+
+
+def round_table(rounds: Sequence[RoundFigures], command: str) -> Table:
+    """What a round of each configuration gives and costs."""
+
+    def milliseconds(seconds: float | None) -> Cell:
+        return Cell(None if seconds is None else seconds * 1e3, ".3f")
+
+    columns: Columns[RoundFigures] = {
+        "configuration": lambda one: one.configuration,
+        "tokens (τ)": lambda one: one.tokens,
+        "verified": lambda one: one.verified,
+        "draft steps": lambda one: one.draft_steps,
+        "ms": lambda one: milliseconds(one.seconds),
+        "target, ms": lambda one: milliseconds(one.target_seconds),
+        "draft, ms": lambda one: milliseconds(one.draft_seconds),
+        "the rest, ms": lambda one: milliseconds(one.overhead_seconds),
+        "tokens/s": lambda one: one.tokens_per_second,
+        "bound": lambda one: one.bound,
+        "attained": lambda one: Cell(one.attained, "%"),
+    }
+    note = (
+        "The prompt apart; of plain decoding, a step. Bound: τ ÷ the seconds of its steps, timed with one model alone."
+    )
+    return table_of(rounds, columns, command, "a round", note)
+
+
+def step_table(steps: StepFigures, command: str) -> Table:
+    """Milliseconds of a step of each number of tokens, with one model alone."""
+    sizes = sorted({*steps.target, *steps.draft})
+    curves = {"target": steps.target, "draft": steps.draft}
+    rows = [
+        [name, *(Cell(curve[m] * 1e3 if m in curve else None, ".3f") for m in sizes)]
+        for name, curve in curves.items()
+        if curve
+    ]
+    heads = ["model", *(f"{m} tokens, ms" for m in sizes)]
+    return Table(heads, rows, command, f"a step, one model alone, at depth {steps.depth}")
+
+
+def group_table(groups: Sequence[GroupFigures], name: str, over: str, command: str) -> Table:
+    """Speeds by class of prompt or by depth, as `name` says."""
+    columns: Columns[GroupFigures] = {
+        name: lambda one: one.group,
+        "configuration": lambda one: one.configuration,
+        "of": lambda one: one.count,
+        "tokens/s": lambda one: one.tokens_per_second,
+        "tokens per round": lambda one: one.tokens_per_round,
+        "acceptance": lambda one: Cell(one.acceptance, "%"),
+        "speedup": lambda one: Cell(speedup_of(one), "×"),
+    }
+    return table_of(groups, columns, command, f"by {name}, {over}")
+
+
+def batch_table(batches: Sequence[BatchFigures], command: str) -> Table:
+    """Several texts at once."""
+    columns: Columns[BatchFigures] = {
+        "batch": lambda one: one.batch,
+        "configuration": lambda one: one.configuration,
+        "tokens/s": lambda one: one.tokens_per_second,
+        "plain tokens/s": lambda one: one.plain_tokens_per_second,
+        "tokens per round": lambda one: one.tokens_per_round,
+        "acceptance": lambda one: Cell(one.acceptance, "%"),
+        "speedup": lambda one: Cell(one.speedup, "×"),
+    }
+    return table_of(batches, columns, command, "several texts at once")
+
+
+def run_blocks(report: SpeedupReport) -> list[Block]:
+    """A run's speedups: speedup.md, which the terminal shows too."""
+    lines = [f"llama.cpp's options, where they are not the defaults: {report.gguf}."] if report.gguf else []
+    calibration = report.calibration
+    if calibration:
+        none = "".join(f" No fit of {name}: {why}." for name, why in calibration["unfitted"].items())
+        where = f"{calibration['rounds']} rounds of {calibration['prompts']} validation texts"
+        lines.append(f"Draft probabilities were calibrated on {where}, costs measured on this machine.{none}")
+    return [
+        f"Up to {report.new_tokens} tokens after each of {report.prompts} {INTERLEAVED}",
+        measurement_table(report.measurements, report.command, report.best),
+        library_table(report.plain_references, report.command),
+        bullets(report.explanations),
+        *lines,
+    ]
+
+
+def pair_blocks(report: PairSpeedup) -> list[Block]:
+    """Everything that was measured of any pair."""
+    command = report.command
+    blocks: list[Block] = [*_head(report), measurement_table(report.measurements, command)]
+    if any((row.length or row.nodes) and row.predicted is not None for row in report.measurements):
+        blocks.append(
+            "Predicted, for fixed lengths and chosen trees: from the acceptance counted in these texts, and from the "
+            "costs of rounds, which were timed between them (of trees before them)."
+        )
+    blocks += [round_table(report.rounds, command), step_table(report.steps, command)]
+    if report.by_class:
+        blocks.append(group_table(report.by_class, "class of prompt", "with the prompts", command))
+    if report.by_depth:
+        blocks.append(group_table(report.by_depth, "tokens in the context", "rounds alone", command))
+    if report.batches:
+        blocks.append(batch_table(report.batches, command))
+    if report.library is not None:
+        blocks.append(library_table([report.library], command))
+    return [*blocks, bullets([*report.reasons, *report.not_batched])]
+
+
+def _head(report: PairSpeedup) -> list[str]:
+    named = ", ".join(f"{name} {value:g}" for name, value in report.sampler.items())
+    lines = [
+        f"Target {report.target}, draft {report.draft or 'none'}, {report.backend}. Up to {report.new_tokens} tokens "
+        f"after each of {report.prompts} {INTERLEAVED} Sampler of sampled configurations: {named}."
+    ]
+    notes = {
+        "llama.cpp's options, where they are not the defaults": report.gguf,
+        "PyTorch's settings, where they are not the defaults": report.pytorch,
+        "Left out of the files": listed(report.dropped),
+    }
+    lines += [f"{name}: {note}." for name, note in notes.items() if note]
+    if report.calibration is not None:
+        lines.append(
+            f"Draft probabilities were calibrated on {report.calibration['prompts']} other prompts of the same files."
+        )
+    return lines
