@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from distill.intervals import Interval
 from distill.results.pair_results import BatchFigures, GroupFigures, PairSpeedup, StepFigures
 from distill.results.speedup_results import Measurement, PlainReference, RoundFigures, SpeedupReport
-from distill.tables import Block, Cell, Columns, Table, Value, bullets, listed, table_of
+from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, listed, table_of
 
 INTERLEAVED = (
-    "distinct prompts, interleaved, cold caches; times include the prompt. Speedup over this decoder's own plain run of "
-    "the same sampler, intervals by prompt."
+    "distinct prompts, interleaved, cold caches; times include the prompt. Speedup over this decoder's own plain run "
+    "of the same sampler, intervals by prompt."
 )
 
 
@@ -82,7 +82,7 @@ def step_table(steps: StepFigures, command: str) -> Table:
     """Milliseconds of a step of each number of tokens, with one model alone."""
     sizes = sorted({*steps.target, *steps.draft})
     curves = {"target": steps.target, "draft": steps.draft}
-    rows = [
+    rows: list[Row] = [
         [name, *(Cell(curve[m] * 1e3 if m in curve else None, ".3f") for m in sizes)]
         for name, curve in curves.items()
         if curve

@@ -360,10 +360,14 @@ def _results(run: Run, name: str) -> Readers:
         report = read_result(run.path(name), kind)
         rows(report), table(report).encode()
 
+    def speedups() -> None:
+        blocks = run_blocks(read_result(run.path(name), SpeedupReport))
+        records(blocks), document(blocks).encode()
+
     if name == "eval.json":
         return [partial(printed, EvaluationReport, flat_rows, markdown.as_markdown)]
     if name == "speedup.json":
-        return [partial(printed, SpeedupReport, lambda report: records(run_blocks(report)), lambda report: document(run_blocks(report)))]
+        return [speedups]
     return []
 
 
