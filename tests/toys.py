@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,16 +161,3 @@ class Scripted:
 
     def reset(self) -> None:
         self.context = []
-
-
-def replacements(table: dict[str, str]) -> bytes:
-    """A `precompiled_charsmap` for single-byte keys: a double array (Darts) and the replacements behind it."""
-    units, texts = [0] * 1024, b""
-    units[0] = 256 << 10  # the root's children lie at 256 ^ byte
-    for index, (key, value) in enumerate(table.items()):
-        (byte,) = key.encode()
-        child, leaf = 256 ^ byte, 512 + index
-        units[child] = (child ^ leaf) << 10 | 1 << 8 | byte
-        units[leaf] = len(texts) | 1 << 31
-        texts += value.encode() + b"\0"
-    return struct.pack("<I", 4 * len(units)) + struct.pack("<1024I", *units) + texts

@@ -24,7 +24,7 @@ from distill.models.tensor_files import weight_files
 from distill.processes import process_count
 from distill.recipe import Recipe, Target, is_path
 from distill.results.cut_results import ModelSizes
-from distill.vocabulary.tokenizer_files import require_tables, without_panic
+from distill.vocabulary.tokenizer_files import refuse_tables, without_panic
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.md", "tokenizer.model"]  # of a model on the hub: all but its weights
 OTHER_WEIGHTS = ["original/*", "onnx/*", "consolidated*"]  # the same weights in formats that transformers does not read
@@ -208,7 +208,7 @@ def load_tokenizer(reference: str) -> Any:
     from transformers import AutoTokenizer
 
     reference = _place(reference)
-    require_tables(Path(reference) / "tokenizer.json")
+    refuse_tables(Path(reference) / "tokenizer.json")
     try:
         with without_panic(f"the tokenizer of {reference}"):
             tokenizer = AutoTokenizer.from_pretrained(reference, trust_remote_code=False)

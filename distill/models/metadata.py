@@ -15,7 +15,6 @@ from distill.models.gguf.file_head import FileHead, open_head
 from distill.models.gguf.special_tokens import (
     ALWAYS_ADDS_BOS,
     DEFAULTS,
-    UNIGRAM_IS_UGM,
     Defaults,
     stated_ends,
     token_key,
@@ -128,11 +127,9 @@ def _gguf_model(place: str, tokenizer: Any, architecture: str) -> str:
         return "gemma4"
     if model == "BPE":
         return "llama" if tokenizer.model.byte_fallback else "gpt2"
-    if model == "Unigram":
-        return "t5" if architecture in UNIGRAM_IS_UGM else "llama"
     if model == "WordPiece":
         return "bert"
-    raise DataError(f"{place}: llama.cpp has no vocabulary of the kind {model}", "use another tokenizer")
+    raise DataError(f"{place}: tokenizers of the kind {model} are not supported", "use another tokenizer")
 
 
 def _text_ends(

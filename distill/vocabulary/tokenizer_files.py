@@ -1,22 +1,13 @@
-"""The files of a Hugging Face tokenizer, with the forms checked that every reader relies on.
-
-A SentencePiece normaliser has a table of replacements (`precompiled_charsmap`): a length, that many bytes of a double
-array (Darts), and replacements that end with NUL. Both tokenizers and llama.cpp follow its steps unchecked, and end the
-process on one that leads outside.
-"""
+"""The files of a Hugging Face tokenizer, with the forms checked that every reader relies on."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from distill.errors import DataError, DistillError
 from distill.faults import reading
@@ -26,6 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 AGAIN = "copy the tokenizer again"
+SUPPORTED = "byte-level BPE and SentencePiece BPE are supported"
 ADDED: dict[Any, Any] = {"id": int, "content": str}  # the form of an added token
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
 MAX_BYTE_STEPS = 4  # each doubles what is no ASCII, so that a short text fills the memory; real tokenizers have one
@@ -45,14 +37,16 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
     if json.dumps(content.get("pre_tokenizer")).count('"ByteLevel"') > MAX_BYTE_STEPS:
         raise DataError(f"{path} is damaged: its pre_tokenizer maps bytes more than {MAX_BYTE_STEPS} times", AGAIN)
     words, merges = content["model"].get("vocab"), content["model"].get("merges") or []
-    pairs = has_form(words, [list]) and all(pair and isinstance(pair[0], str) for pair in words)
-    if not (pairs or has_form(words, {...: int})):
+    kind = content["model"].get("type") or "BPE"
+    if kind != "BPE":
+        raise DataError(f"{path} is a {kind} model, which is not supported", SUPPORTED)
+    if not has_form(words, {...: int}):
         raise DataError(f"{path} is damaged: it has no vocabulary of tokens and their ids", AGAIN)
     if not isinstance(merges, list) or not all(isinstance(merge, str) or _is_pair(merge) for merge in merges):
         raise DataError(f"{path} is damaged: a merge is a pair of tokens", AGAIN)
-    ids = [*(words.values() if isinstance(words, dict) else ()), *(token["id"] for token in content["added_tokens"])]
+    ids = [*words.values(), *(token["id"] for token in content["added_tokens"])]
     require_dense(path, ids)
-    require_tables(path, content)
+    refuse_tables(path, content)
     return content
 
 
@@ -108,7 +102,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
     try:
         with reading(path), without_panic(str(path)):
-            require_tables(path)
+            refuse_tables(path)
             tokenizer = Tokenizer.from_file(str(path))
     except DistillError:
         raise
@@ -140,56 +134,16 @@ def added_around(tokenizer: Any) -> tuple[list[int], list[int]] | None:
     return None
 
 
-def require_tables(path: Path, content: Any = None) -> None:
-    """Raise DataError for a tokenizer.json with a damaged table; `content` is what it holds, if that was read."""
+def refuse_tables(path: Path, content: Any = None) -> None:
+    """Raise DataError for a tokenizer.json with a table of replacements; `content` is what it holds, if that was read.
+
+    Such tables (`precompiled_charsmap`) are of Unigram tokenizers. tokenizers follows their steps unchecked, and ends
+    the process on one that leads outside.
+    """
     if content is None:
         with reading(path):
             if not path.is_file() or b"Precompiled" not in path.read_bytes():
                 return
         content = read_object(path, AGAIN)
-    waiting = [content.get("normalizer")]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            if part.get("type") == "Precompiled":
-                table_of(path, part)
-            waiting += [inner for inner in part.values() if isinstance(inner, Mapping | list)]
-        elif isinstance(part, list):
-            waiting += part
-
-
-def table_of(path: Path, part: Mapping[str, Any]) -> bytes:
-    """The table of a normaliser `Precompiled`, b"" for an empty one; raises DataError for a damaged one."""
-    try:
-        table = base64.b64decode(part.get("precompiled_charsmap") or "", validate=True)
-    except (binascii.Error, ValueError, TypeError):
-        raise DataError(f"{path} is damaged: its table of replacements is no base64", AGAIN) from None
-    size = int.from_bytes(table[:4], "little")
-    if table and (size % 4 or not 4 <= size < len(table) - 4 or table[-1:] != b"\0" or not _is_closed(table, size)):
-        raise DataError(f"{path} is damaged: its table of replacements is cut short or leads outside of itself", AGAIN)
-    return table
-
-
-def _is_closed(table: bytes, size: int) -> bool:
-    """Whether every step through the double array stays in it, and every leaf leads to a replacement.
-
-    A unit's low byte is the byte that leads to it, bit 8 says that it has a leaf, bits 9 to 30 are the block of its
-    children, which lie at that block ^ byte.
-    """
-    units = np.frombuffer(table, "<u4", size // 4, 4)
-    replacements, following = len(table) - 4 - size, np.arange(1, 256, dtype=np.uint32)
-    waiting, seen = [0], {0}
-    while waiting:
-        place = waiting.pop()
-        unit = int(units[place])
-        block = place ^ ((unit >> 10) << ((unit & 512) >> 6))
-        if block | 255 >= len(units):
-            return False
-        if place and unit & 256 and int(units[block]) & 0x7FFFFFFF >= replacements:
-            return False
-        children = block ^ following
-        for child in children[units[children] & 0x800000FF == following].tolist():
-            if child not in seen:
-                seen.add(child)
-                waiting.append(child)
-    return True
+    if '"Precompiled"' in json.dumps(content.get("normalizer")):
+        raise DataError(f"{path}: a table of replacements (Precompiled) is not supported", SUPPORTED)

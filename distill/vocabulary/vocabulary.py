@@ -17,11 +17,10 @@ from typing import Any
 from distill.errors import DataError
 from distill.vocabulary.byte_map import BYTE_MAP, NEVER_IN_UTF8, SPACE, from_mapped
 from distill.vocabulary.roles import NAMED_ROLES, content_of, roles_in
-from distill.vocabulary.tokenizer_files import AGAIN, named_settings, require_dense, tokenizer_content
+from distill.vocabulary.tokenizer_files import AGAIN, SUPPORTED, named_settings, require_dense, tokenizer_content
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTROL = re.compile(r"[<\[].+[>\]]", re.DOTALL)
-_HINT = "byte-level BPE and SentencePiece (BPE or Unigram) are supported"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,8 @@ class Vocabulary:
         model = content["model"]
         family = _family(path, content, model)
         by_id, added = _tokens(path, content, model, settings)
-        roles = roles_in({token: number for number, token in by_id.items()}, settings, _unknown(path, model))
+        unknown = content_of(model.get("unk_token"))
+        roles = roles_in({token: number for number, token in by_id.items()}, settings, unknown)
         tokens = tuple(by_id.get(number) for number in range(max(by_id) + 1))
         # Tokens that the settings name are special even without the flag; but an ordinary token may serve as padding.
         serving = {roles[role] for role in NAMED_ROLES if role in roles}
@@ -157,42 +157,26 @@ def _steps(part: Any) -> set[str]:
 
 
 def _family(path: Path, content: Mapping[str, Any], model: Mapping[str, Any]) -> str:
-    kind = model.get("type") or ("BPE" if "merges" in model else None)
-    if kind not in ("BPE", "Unigram"):
-        raise DataError(f"{path} is a {kind or 'tokenizer without a named'} model, which has no byte tokens", _HINT)
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise DataError(f"{path} marks words with {key} = {model[key]!r}, which is not supported", _HINT)
+            raise DataError(f"{path} marks words with {key} = {model[key]!r}, which is not supported", SUPPORTED)
     parts = [content.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]
     steps = {kind for part in parts for kind in _steps(part)}
     if "ByteLevel" in steps:
         return "byte-level"
     written = json.dumps(parts, ensure_ascii=False)
-    if kind == "Unigram" or model.get("byte_fallback") or SPACE in written:
+    if model.get("byte_fallback") or SPACE in written:
         if "Metaspace" in steps and SPACE not in written:
-            raise DataError(f"{path} writes a space by another character than {SPACE}", _HINT)
+            raise DataError(f"{path} writes a space by another character than {SPACE}", SUPPORTED)
         return "sentencepiece"
-    raise DataError(f"{path} is a BPE that maps neither bytes nor spaces", _HINT)
-
-
-def _unknown(path: Path, model: Mapping[str, Any]) -> str | None:
-    number = model.get("unk_id")
-    if isinstance(number, int) and isinstance(model["vocab"], list):
-        if not 0 <= number < len(model["vocab"]):
-            raise DataError(f"{path} is damaged: unk_id is {number}", AGAIN)
-        return str(model["vocab"][number][0])
-    return content_of(model.get("unk_token"))
+    raise DataError(f"{path} is a BPE that maps neither bytes nor spaces", SUPPORTED)
 
 
 def _tokens(
     path: Path, content: Mapping[str, Any], model: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[dict[int, str], dict[int, dict[str, Any]]]:
     """Strings by id, and the added tokens by id, as transformers has them once it has loaded the folder."""
-    words = model["vocab"]
-    if isinstance(words, dict):
-        by_id = {int(number): str(token) for token, number in words.items()}
-    else:
-        by_id = {number: str(entry[0]) for number, entry in enumerate(words)}
+    by_id = {int(number): str(token) for token, number in model["vocab"].items()}
     added: dict[int, dict[str, Any]] = {}
     later = settings.get("added_tokens_decoder") or {}
     for token in [*({"id": int(number), **entry} for number, entry in later.items()), *content["added_tokens"]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import io
 import json
@@ -511,8 +510,9 @@ TEMPLATES = ["{% for m in messages %}{{ m.content }}{% endfor %}", "{{ raise_exc
 
 def tokenizer_files(world: World) -> Strategy:
     content, settings = world.json("target/tokenizer.json"), world.json("target/tokenizer_config.json")
-    unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["▁a", -1.0], ["b", -2.0], ["<0x0A>", -3.0]]}
-    pieces = {**content, "model": unigram, "normalizer": None, "pre_tokenizer": {"type": "Metaspace"}, "decoder": None}
+    model = {**content["model"], "byte_fallback": True, "vocab": {"▁": 0, "a": 1, "▁a": 2, "<0x0A>": 3}}
+    model["merges"] = [["▁", "a"]]
+    pieces = {**content, "model": model, "normalizer": None, "pre_tokenizer": {"type": "Metaspace"}, "decoder": None}
     more = {
         **settings,
         "added_tokens_decoder": {"5": {"content": "x", "special": True}},
@@ -532,30 +532,11 @@ def tokenizer_files(world: World) -> Strategy:
         (2, st.tuples(st.just("tokenizer.json"), Tree(content, (*TOKENIZER_PARTS, "model")).files())),
         (3, st.tuples(st.just("tokenizer.json"), Tree(content, TOKENIZER_PARTS).files())),
         (2, st.tuples(st.just("tokenizer.json"), Tree(pieces).files())),
-        (2, st.tuples(st.just("tokenizer.json"), unigram_files(content))),
         (1, st.tuples(st.just("tokenizer.json"), st.sampled_from([dumped(padded), dumped(words)]))),
         (2, st.tuples(st.just("tokenizer_config.json"), Tree(more).files())),
         (1, st.tuples(st.just("special_tokens_map.json"), Tree(special).files())),
         (1, st.tuples(st.just("chat_template.jinja"), template)),
     )
-
-
-def unigram_files(content: dict[str, Any]) -> Strategy:
-    """Unigram tokenizers that can be exported, edited anywhere or in the bytes of their table of replacements."""
-    from toys import replacements
-
-    table = replacements({"\n": " ", "\t": " "})
-    names = ["<unk>", *(token["content"] for token in content["added_tokens"]), "▁", "▁a", "b", "e", "in"]
-    model = {"type": "Unigram", "unk_id": 0, "vocab": [[name, -float(at)] for at, name in enumerate(names)]}
-    added = [{**token, "id": at} for at, token in enumerate(content["added_tokens"], 1)]
-    spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-    parts: dict[str, Any] = {"model": model, "added_tokens": added, "pre_tokenizer": spaces, "decoder": spaces}
-
-    def whole(found: bytes) -> dict[str, Any]:
-        normalizer = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(found).decode()}
-        return {**content, **parts, "normalizer": normalizer, "post_processor": None}
-
-    return weighted((1, Tree(whole(table)).files()), (1, edited_bytes(table).map(lambda found: dumped(whole(found)))))
 
 
 def read_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:

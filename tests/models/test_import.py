@@ -25,7 +25,6 @@ from test_export import (
     some_ids,
     train_tokenizer,
 )
-from test_export_unigram import train as train_unigram
 from test_gguf_reference import TOKENIZERS, needs_tokenizers, script
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -212,23 +211,6 @@ def test_ids_of_sentencepiece(name: str, tmp_path: Path) -> None:
     ids = own.encode("def f(x):\n  return 'é 你 👩'", add_special_tokens=False).ids
     assert own.decode(ids, skip_special_tokens=False) == "def f(x):\n  return 'é 你 👩'"
     assert own.encode("a").ids[0] == exported.ids["bos"]
-
-
-@needs_llama
-@pytest.mark.parametrize("kind", ["t5", "always", "never"])
-def test_ids_of_unigram(kind: str, tmp_path: Path) -> None:
-    tokenizer = train_unigram(kind)
-    tokenizer.save_pretrained(tmp_path)
-    exported = read_exported(tmp_path, len(tokenizer) + 3, "llama")
-    own = write_tokenizer(tmp_path / "v.gguf", exported)
-    (tmp_path / "again").mkdir()
-    own.save(str(tmp_path / "again" / "tokenizer.json"))
-    (tmp_path / "again" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    again = read_exported(tmp_path / "again", len(tokenizer) + 3, "llama")  # what was imported can be exported
-    assert (again.spacing, again.tokens, again.scores) == (exported.spacing, exported.tokens, exported.scores)
-    texts = [*PROBE, "a  b   c", " x ", "one</s>two", "naïve ½ Ⅷ"]
-    spaced = (" ".join(text.split()) if kind == "t5" else text.replace("\u3000", " ") for text in texts)
-    check_ids(own, tmp_path / "v.gguf", spaced)
 
 
 @needs_llama

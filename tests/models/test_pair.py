@@ -339,15 +339,13 @@ SMALL = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}
     [
         (models.BPE(SMALL, [], unk_token="<unk>"), "llama", "BPE", False),
         (models.BPE(SMALL, [], unk_token="<unk>", byte_fallback=True), "llama", "SPM", True),
-        (models.Unigram([(token, -1.0) for token in SMALL], unk_id=0), "llama", "SPM", True),
-        (models.Unigram([(token, -1.0) for token in SMALL], unk_id=0), "t5", "UGM", False),
         (models.WordPiece(SMALL, unk_token="<unk>"), "bert", "WPM", True),
     ],
 )
 def test_kinds_of_folders(model: Any, architecture: str, kind: str, add_bos: bool, tmp_path: Path) -> None:
     folder = folder_with(Tokenizer(model), tmp_path / "m", {}, {"model_type": architecture})
     metadata = VocabularyMetadata.read(str(folder))
-    assert (metadata.kind, metadata.add_bos, metadata.add_eos) == (kind, add_bos, kind == "UGM")
+    assert (metadata.kind, metadata.add_bos, metadata.add_eos) == (kind, add_bos, False)
     assert metadata.tokens == [*SMALL, "[PAD5]", "[PAD6]", "[PAD7]"]
 
 

@@ -161,15 +161,14 @@ def test_sentencepiece_by_hand(normalise: bool, tmp_path: Path) -> None:
         assert ids == [found.index["b<y>"]] and found.text_bytes(ids) == b" b<y>"
 
 
-def test_unigram_and_byte_tokens_of_no_fallback(tmp_path: Path) -> None:
-    entries = [("<unk>", 0.0), ("▁", -2.0), ("▁hi", -1.0), ("h", -3.0), ("i", -3.0), ("<0x41>", -4.0)]
-    tokenizer = Tokenizer(models.Unigram(entries, 0))
+def test_byte_tokens_of_no_fallback(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE({"<unk>": 0, "▁": 1, "h": 2, "i": 3, "<0x41>": 4}, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     found = Vocabulary.read(save(tokenizer, tmp_path))
     assert found.family == "sentencepiece" and found.roles == {"unk": 0} and found.kinds[0] == "special"
     assert found.text_bytes(tokenizer.encode("hi hi").ids) == b" hi hi"
-    assert found.kinds[5] == "normal" and found.bytes_of[5] == b"<0x41>"  # nothing here decodes it to a byte
+    assert found.kinds[4] == "normal" and found.bytes_of[4] == b"<0x41>"  # nothing here decodes it to a byte
     assert len(found.missing_bytes) > 200
 
 
@@ -199,6 +198,7 @@ def wrong_folders(folder: Path) -> Iterator[tuple[Path, str]]:
     yield folder / "none", "no tokenizer.json"
     pieces = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     yield save(pieces, folder / "wordpiece"), "WordPiece"
+    yield save(Tokenizer(models.Unigram([("a", 0.0)], 0)), folder / "unigram"), "Unigram"
     yield save(Tokenizer(models.WordLevel({"a": 0}, "a")), folder / "wordlevel"), "WordLevel"
     yield save(Tokenizer(models.BPE({"a": 0}, [])), folder / "plain"), "neither bytes nor spaces"
     suffixed = Tokenizer(models.BPE({"a</w>": 0}, [], end_of_word_suffix="</w>"))

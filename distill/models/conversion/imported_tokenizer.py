@@ -6,7 +6,6 @@ trained with (it never normalises; SentencePiece gets its space after every spec
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from distill.vocabulary.byte_map import SPACE
 from distill.vocabulary.roles import MARKERS, NAMED_ROLES
 from distill.vocabulary.splits import IGNORE_MERGES, PRE_STEPS, pre_tokenizer_of
 
-KINDS = ("gpt2", "llama", "t5")
+KINDS = ("gpt2", "llama")
 # The model of a tokenizer.json, but for its vocabulary and merges.
 BPE: dict[str, Any] = {
     "type": "BPE",
@@ -66,12 +65,7 @@ def read_tokenizer(head: FileHead) -> ImportedTokenizer:
     ids, ends = _ids(head, tokens, types)
     listed = [(token, index) for index, token in enumerate(tokens) if real[index]]
     added = {CONTROL, USER_DEFINED} if kind == "gpt2" else {CONTROL, USER_DEFINED, UNKNOWN}
-    if kind == "gpt2":
-        parts = _byte_level(head, listed)
-    elif kind == "llama":
-        parts = _spaced(head, listed, types, scores, ids)
-    else:
-        parts = _unigram(head, tokens, scores, real, ids)
+    parts = _byte_level(head, listed) if kind == "gpt2" else _spaced(head, listed, types, scores, ids)
     content = {
         "version": "1.0",
         "truncation": None,
@@ -173,38 +167,6 @@ def _spaced(
             "byte_fallback": True,
             "vocab": dict(listed),
             "merges": [[left, right] for *_, left, right in pairs],
-        },
-    }
-
-
-def _unigram(
-    head: FileHead, tokens: list[str], scores: list[Any], real: list[bool], ids: Mapping[str, int]
-) -> dict[str, Any]:
-    """Unigram SentencePiece; padding rows, which can only stand at the end, are left out."""
-    count = sum(real)
-    if not all(real[:count]):
-        head.refuse("rows without a token stand between its tokens, which a Unigram tokenizer cannot hold")
-    spaced = head.flag("tokenizer.ggml.add_space_prefix", True)
-    charsmap = bytes(head.numbers("tokenizer.ggml.precompiled_charsmap") or b"")
-    normalizers: list[dict[str, Any]] = []
-    if charsmap:
-        encoded = base64.b64encode(charsmap).decode()
-        normalizers.append({"type": "Precompiled", "precompiled_charsmap": encoded})
-    if head.flag("tokenizer.ggml.remove_extra_whitespaces", False):
-        normalizers.append({"type": "Strip", "strip_left": True, "strip_right": True})
-        normalizers.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    if spaced:  # before every text, one that begins with a space too, which Metaspace would leave as it is
-        normalizers.append({"type": "Prepend", "prepend": SPACE})
-    metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "never", "split": True}
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
-        "pre_tokenizer": metaspace,
-        "decoder": {**metaspace, "prepend_scheme": "always" if spaced else "never"},
-        "model": {
-            "type": "Unigram",
-            "unk_id": ids.get("unk", 2),
-            "vocab": [[tokens[index], float(scores[index])] for index in range(count)],
-            "byte_fallback": False,
         },
     }
 

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
 from distill.models.gguf.file_head import write_head
@@ -26,21 +26,12 @@ PROBE = (
 )
 
 
-class Spacing(NamedTuple):
-    """How llama.cpp treats a text before it looks for tokens."""
-
-    space_prefix: bool
-    merge_spaces: bool
-    charsmap: bytes
-
-
 @dataclass(frozen=True)
 class GgufTokenizer:
     """The values of the tokenizer.ggml.* keys; `types` are gguf.TokenType values, one per token.
 
-    `model` is llama.cpp's name: gpt2 (byte-level BPE), llama (SentencePiece BPE) or t5 (Unigram). `ids`: role (bos,
-    eos, unk, sep, pad, cls, mask) to id. `scores` are of SentencePiece, `merges` of byte-level BPE, `spacing` of
-    Unigram.
+    `model` is llama.cpp's name: gpt2 (byte-level BPE) or llama (SentencePiece BPE). `ids`: role (bos, eos, unk, sep,
+    pad, cls, mask) to id. `scores` are of SentencePiece, `merges` of byte-level BPE.
     """
 
     model: str
@@ -54,7 +45,6 @@ class GgufTokenizer:
     add_eos: bool = False
     add_space_prefix: bool | None = None
     chat_template: str | list[dict[str, str]] | None = None
-    spacing: Spacing | None = None
 
 
 def add_tokenizer(writer: Any, tokenizer: GgufTokenizer) -> None:
@@ -71,12 +61,7 @@ def add_tokenizer(writer: Any, tokenizer: GgufTokenizer) -> None:
         writer.add_uint32(token_key(role), number)
     writer.add_add_bos_token(tokenizer.add_bos)
     writer.add_add_eos_token(tokenizer.add_eos)
-    if tokenizer.spacing is not None:
-        writer.add_add_space_prefix(tokenizer.spacing.space_prefix)
-        writer.add_remove_extra_whitespaces(tokenizer.spacing.merge_spaces)
-        if tokenizer.spacing.charsmap:
-            writer.add_precompiled_charsmap(tokenizer.spacing.charsmap)
-    elif tokenizer.add_space_prefix is not None:
+    if tokenizer.add_space_prefix is not None:
         writer.add_add_space_prefix(tokenizer.add_space_prefix)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)

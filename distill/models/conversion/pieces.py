@@ -1,26 +1,21 @@
-"""SentencePiece tokenizers in llama.cpp's terms: BPE with spaces as ▁ and bytes as <0x..>, and Unigram.
+"""SentencePiece BPE in llama.cpp's terms: spaces as ▁ and bytes as <0x..>.
 
-`tokenizer.model` is SentencePiece's own file (protobuf ModelProto), the only one with the scores of BPE pieces.
-llama.cpp has Unigram's Viterbi search and its own normalisation: a table of replacements (precompiled_charsmap), spaces
-merged or not, a space before the text or not. The combination that matches a tokenizer is found by comparing ids.
+`tokenizer.model` is SentencePiece's own file (protobuf ModelProto), the only one with the scores of the pieces.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distill.errors import DataError
 from distill.faults import reading
-from distill.models.conversion.llama_tokenizer import GgufTokenizer, Spacing, same_ids
 from distill.models.gguf.special_tokens import BYTE, NORMAL, UNKNOWN
 from distill.vocabulary.byte_map import SPACE
-from distill.vocabulary.tokenizer_files import merge_pairs, table_of
+from distill.vocabulary.tokenizer_files import merge_pairs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,11 +23,6 @@ if TYPE_CHECKING:
 PIECES, TEXT, SCORE, KIND = 1, 1, 2, 3  # field numbers of ModelProto and of ModelProto.SentencePiece
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 HINT = "supported: SentencePiece BPE that writes spaces as ▁ and leaves the rest of a text as it is"
-UNIGRAM_HINT = (
-    "supported: Unigram without byte fallback, with its spaces as ▁ and no normaliser but a table of replacements"
-)
-NORMALIZERS = ("Precompiled", "Replace", "Strip", "Prepend")  # what they do to spaces is found out
-SPLITS = ("Metaspace", "WhitespaceSplit")
 
 
 class Piece(NamedTuple):
@@ -49,8 +39,8 @@ def space_prefix(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"):
         if model.get(key):
             raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=HINT)
-    normalizers = parts_of(content.get("normalizer"), "normalizers")
-    splits = parts_of(content.get("pre_tokenizer"), "pretokenizers")
+    normalizers = _parts_of(content.get("normalizer"), "normalizers")
+    splits = _parts_of(content.get("pre_tokenizer"), "pretokenizers")
     for part in normalizers:
         replaces = part.get("type") == "Replace" and part.get("pattern") == {"String": " "}
         if not (replaces and part.get("content") == SPACE) and part != {"type": "Prepend", "prepend": SPACE}:
@@ -65,11 +55,11 @@ def space_prefix(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -
     return tokenizer.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE)
 
 
-def parts_of(part: Any, key: str) -> list[dict[str, Any]]:
+def _parts_of(part: Any, key: str) -> list[dict[str, Any]]:
     """A normalizer or pre-tokenizer as the list of its steps; `key` is where a sequence holds them."""
     if part is None:
         return []
-    return [inner for step in part[key] for inner in parts_of(step, key)] if part.get("type") == "Sequence" else [part]
+    return [inner for step in part[key] for inner in _parts_of(step, key)] if part.get("type") == "Sequence" else [part]
 
 
 def pieces_of_merges(content: Mapping[str, Any]) -> dict[int, Piece]:
@@ -161,61 +151,3 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 128:
             return value, at
     raise ValueError(f"a number at byte {at} is too long")
-
-
-def unigram_pieces(path: Path, model: Mapping[str, Any]) -> dict[int, Piece]:
-    """The pieces of a Unigram model by id, with their scores.
-
-    Raises DataError for a model with byte fallback, or without an unknown token: llama.cpp would give a character
-    without a token the unknown token's id.
-    """
-    if model.get("byte_fallback"):
-        raise DataError(
-            f"{path}: Unigram with byte fallback cannot be exported: llama.cpp's Unigram has none, and would give "
-            "every character without a token of its own the unknown token",
-            hint=UNIGRAM_HINT,
-        )
-    unknown, vocabulary = model.get("unk_id"), model.get("vocab") or []
-    if not isinstance(unknown, int) or not 0 <= unknown < len(vocabulary):
-        raise DataError(f"{path}: Unigram without an unknown token cannot be exported", hint=UNIGRAM_HINT)
-    pieces = {}
-    for number, entry in enumerate(vocabulary):
-        if len(entry) != 2 or isinstance(entry[1], bool) or not isinstance(entry[1], int | float):
-            raise DataError(f"{path} is damaged: token {number} has no score", "copy the tokenizer again")
-        if "\0" in entry[0]:
-            raise DataError(
-                f"{path}: token {number} holds a NUL, which llama.cpp's Unigram cannot hold", hint=UNIGRAM_HINT
-            )
-        pieces[number] = Piece(entry[0], float(entry[1]), UNKNOWN if number == unknown else NORMAL)
-    return pieces
-
-
-def find_spacing(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer, exported: GgufTokenizer) -> Spacing:
-    """llama.cpp's treatment of spaces that matches the tokenizer: the first that gives its ids for all probe texts.
-
-    Raises DataError where none does, or llama-cpp-python is not installed.
-    """
-    normalizers = parts_of(content.get("normalizer"), "normalizers")
-    splits = parts_of(content.get("pre_tokenizer"), "pretokenizers")
-    for kind, parts, known in (("normalizer", normalizers, NORMALIZERS), ("pre-tokenizer", splits, SPLITS)):
-        for part in parts:
-            if part.get("type") not in known:
-                raise DataError(f"{path}: {kind} {part.get('type')!r} cannot be exported", hint=UNIGRAM_HINT)
-    charsmap = _charsmap(path, normalizers)
-    for prefix, merge in itertools.product((True, False), repeat=2):
-        spacing = Spacing(prefix, merge, charsmap)
-        if same_ids(tokenizer, replace(exported, spacing=spacing)):
-            return spacing
-    raise DataError(
-        f"{path}: llama.cpp's Unigram gives other ids on every treatment of spaces that it has", hint=UNIGRAM_HINT
-    )
-
-
-def _charsmap(path: Path, normalizers: list[dict[str, Any]]) -> bytes:
-    """The table of replacements, b"" where there is none."""
-    tables = [table_of(path, part) for part in normalizers if part.get("type") == "Precompiled"]
-    if len(tables) > 1:
-        raise DataError(
-            f"{path}: a tokenizer with {len(tables)} tables of replacements cannot be exported", hint=UNIGRAM_HINT
-        )
-    return tables[0] if tables else b""

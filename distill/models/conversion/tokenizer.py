@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer (byte-level BPE, SentencePiece BPE and Unigram) as llama.cpp's tokenizer.ggml.* keys.
+"""A Hugging Face tokenizer (byte-level or SentencePiece BPE) as llama.cpp's tokenizer.ggml.* keys.
 
 For byte-level BPE, llama.cpp has its own pre-tokenizers under fixed names. A wrong name loads and gives wrong ids. So
 the name is derived from the rules in tokenizer.json; rules that are not known here are compared with llama.cpp's by
@@ -17,11 +17,9 @@ from distill.files import read_utf8
 from distill.models.conversion.llama_tokenizer import GgufTokenizer, same_ids
 from distill.models.conversion.pieces import (
     Piece,
-    find_spacing,
     pieces_of_merges,
     read_pieces,
     space_prefix,
-    unigram_pieces,
 )
 from distill.models.gguf.special_tokens import CONTROL, NORMAL, UNUSED, USER_DEFINED
 from distill.models.model_files import read_config
@@ -54,9 +52,7 @@ NAMES = (
     *("granite-docling", "bailingmoe", "llama4", "hunyuan", "kimi-k2", "seed-coder", "chatglm-bpe", "glm4", "lfm2"),
     *("minimax-m2", "megrez", "gigachat", "falcon3", "gpt3-finnish", "exaone4", "afmoe", "grok-2", "youtu"),
 )
-SUPPORTED = (
-    "supported: byte-level BPE with a split that llama.cpp has, SentencePiece BPE, and Unigram without byte fallback"
-)
+SUPPORTED = "supported: byte-level BPE with a split that llama.cpp has, and SentencePiece BPE"
 
 
 def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> GgufTokenizer:
@@ -71,26 +67,21 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
     settings = tokenizer_settings(folder)
     config = read_config(folder) if (folder / "config.json").exists() else {}
     model = content["model"]
-    kind = "t5" if model.get("type") == "Unigram" else "gpt2"
-    if model.get("byte_fallback") and model.get("type") == "BPE":
-        kind = "llama"
-    if kind == "gpt2":
-        _refuse_other_models(path, model)
+    spaced = bool(model.get("byte_fallback"))
+    if not spaced:
+        _refuse_rules(path, model)
     tokenizer = open_tokenizer(path)  # which also proves the forms of the parts that are read below
     stated = settings.get("add_prefix_space")
     prefix = stated if architecture in STATES_PREFIX and isinstance(stated, bool) else None
     merges: list[str] = []
-    if kind == "llama":
+    if spaced:
         behaves = space_prefix(path, content, tokenizer)
         prefix = None if prefix is None and behaves else behaves
         pieces = read_pieces(folder / "tokenizer.model", model["vocab"]) or pieces_of_merges(content)
-    elif kind == "t5":
-        pieces = unigram_pieces(path, model)
     else:
         _refuse_normalizer(path, content)
         pieces = {number: Piece._make((token, 0.0, NORMAL)) for token, number in model["vocab"].items()}
         merges = _merges_of(path, model)
-    spaced = kind != "gpt2"
     _refuse_flags(path, content, spaced)
     listed = _tokens(path, content, pieces, vocabulary, spaced)
     pre = "default" if spaced else _pre_type(path, content, tokenizer)
@@ -99,15 +90,13 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
     ids: dict[str, int | None] = {role: named_id(role, settings, config, numbers, vocabulary) for role in NAMED_ROLES}
     if architecture == "gemma" and numbers.get(GEMMA_TURN_END[1]) == GEMMA_TURN_END[0]:
         ids["eot"] = GEMMA_TURN_END[0]
-    if kind == "t5":
-        ids["unk"] = model["unk_id"]  # llama.cpp would take 2
     eos = ids["eos"]
     if eos is None:
         # Without it llama.cpp would take token 11 for the end of text.
         raise DataError(f"{folder} names no end-of-text token", hint='set "eos_token" in tokenizer_config.json')
     add_bos, add_eos, ids["bos"] = _text_ends(path, tokenizer, ids["bos"], eos)
     exported = GgufTokenizer(
-        model=kind,
+        model="llama" if spaced else "gpt2",
         pre=pre or "",
         tokens=tokens,
         types=[piece.kind for piece in listed],
@@ -119,9 +108,7 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         add_space_prefix=prefix,
         chat_template=_chat_template(folder, settings),
     )
-    if pre is None:
-        return replace(exported, pre=_find_pre_type(path, tokenizer, exported))
-    return replace(exported, spacing=find_spacing(path, content, tokenizer, exported)) if kind == "t5" else exported
+    return exported if pre is not None else replace(exported, pre=_find_pre_type(path, tokenizer, exported))
 
 
 def _refuse_flags(path: Path, content: Mapping[str, Any], spaced: bool) -> None:
@@ -201,11 +188,8 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict
     return template if isinstance(template, str) else None
 
 
-def _refuse_other_models(path: Path, model: Mapping[str, Any]) -> None:
-    """Raise DataError for a model that is not BPE as llama.cpp computes it."""
-    kind = model.get("type")
-    if kind != "BPE":
-        raise DataError(f"{path}: model type {kind!r} cannot be exported", hint=SUPPORTED)
+def _refuse_rules(path: Path, model: Mapping[str, Any]) -> None:
+    """Raise DataError for a BPE with rules that llama.cpp's has not."""
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=SUPPORTED)

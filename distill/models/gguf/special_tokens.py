@@ -43,8 +43,6 @@ DEFAULTS = {
 PRE_ADDS_BOS = {*LLAMA3_NAMES, "tekken", "chameleon", "gemma4"}
 PRE_WITHOUT_BOS = {"chatglm-bpe", "glm4", "glm5"}
 ALWAYS_ADDS_BOS = "gemma4"  # whatever the file says
-# Architectures whose Unigram tokenizers keep that kind in GGUF; others are written as SentencePiece.
-UNIGRAM_IS_UGM = {"t5", "umt5", "mt5", "xlm-roberta", "xlm-roberta-xl"}
 
 
 def stated_ends(head: FileHead) -> Defaults:
