@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 LEAST_ACCEPTANCE = 1e-5  # the logarithm of an acceptance is clamped there
+LK_DECAY = 3.0  # of the weight of forward KL in lk_hybrid, as published
 
 
 def _weighted_log_ratio(weight: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ def nla(target: Tensor, draft: Tensor) -> Tensor:
     return -acceptance.clamp(min=LEAST_ACCEPTANCE).log()
 
 
-def lk_hybrid(target_log_probabilities: Tensor, draft_log_probabilities: Tensor, decay: float = 3.0) -> Tensor:
+def lk_hybrid(target_log_probabilities: Tensor, draft_log_probabilities: Tensor, decay: float = LK_DECAY) -> Tensor:
     """λ KL(p ‖ q) + (1 − λ) TV [N], λ = exp(−decay · Σ min(p, q)) per position and without gradient, from
     log-distributions."""
     p, q = target_log_probabilities.exp(), draft_log_probabilities.exp()

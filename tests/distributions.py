@@ -134,9 +134,9 @@ class Problem:
         if name == "nla":
             return divergences.nla(log_p.exp(), log_q.exp())
         if name == "lk_hybrid":
-            return divergences.lk_hybrid(log_p, log_q, settings.lk_decay)
+            return divergences.lk_hybrid(log_p, log_q)
         if name == "jsd":
-            return t**2 * divergences.jsd(log_p, log_q, settings.jsd_beta)
+            return t**2 * divergences.jsd(log_p, log_q)
         return t**2 * {"forward_kl": divergences.forward_kl, "reverse_kl": divergences.reverse_kl}[name](log_p, log_q)
 
     def expected(self, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, Tensor]:

@@ -99,7 +99,7 @@ def recipe_values(world: Path) -> dict[str, Any]:
             "acceptance": {"every": 4, "prompts": 2, "new_tokens": 8, "length": 2},
         },
         "eval": {"prompts": 6, "new_tokens": 12, "file_blocks": 4, "length": 3},
-        "export": {"outtypes": ["f16"], "parity_positions": 200},
+        "export": {"outtypes": ["f16"]},
         "speedup": {"lengths": [1, 3], "prompts": 4, "new_tokens": 12, "calibration_prompts": 6},
     }
 

@@ -18,6 +18,8 @@ from distill.results.serialise import read_result, write_result
 from distill.run import Run
 from distill.texts import read_documents_of
 
+POSITIONS = 2000  # of test texts, on which each file is compared with transformers in float32
+
 
 def export(recipe: Recipe, run: Run) -> list[Path]:
     """Write gguf/MODEL-OUTTYPE.gguf for draft and target, and gguf/export.json with the parity of each file.
@@ -51,7 +53,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
         source = Source.open(folder_of_model)
         for report in reports:
             path = report.path
-            parity = compare(source, path, texts, recipe.export.parity_positions)
+            parity = compare(source, path, texts, POSITIONS)
             run.say(
                 f"  {path.name}: {report.bytes / 1e6:.1f} MB, top-1 {parity.top1_agreement:.2%}, mean |d log p| "
                 f"{parity.mean_abs_dlogprob:.5f} over {parity.positions} positions, "

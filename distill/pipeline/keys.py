@@ -218,7 +218,7 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
         () if recipe.answers.traffic is None else ("corpus.block", "corpus.validation", "corpus.test", "chat")
     )
     if any(source.turns > 1 for source in recipe.corpus.asked):  # further turns are written behind the target's answers
-        answers = ("new_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        answers = ("new_tokens", "stop", "repetition_penalty")
         turns = ("sampler", "corpus.block", *(f"answers.{name}" for name in answers))
         split = split or ("corpus.block",)
     return {

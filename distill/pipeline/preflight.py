@@ -39,7 +39,7 @@ from distill.target.questions.asking import check_questions
 from distill.target.teacher import check_teacher
 from distill.target.traffic import check_traffic
 from distill.teacher.store import bytes_per_position
-from distill.training.adapters import layer_names, require_quantisation
+from distill.training.adapters import require_quantisation
 from distill.training.plan import check_training
 from distill.training.setup import require_plain_logits, require_processes
 from distill.training.trackers import require_trackers
@@ -168,7 +168,7 @@ def check_pair(recipe: Recipe) -> list[str]:
     A transplanted draft has the target's own vocabulary and rows: only the context remains to be compared.
     """
     Vocabulary.read(text_folder(recipe.target.model))  # as evaluation does, after hours
-    pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=recipe.cut.vocabulary_rows == "target")
+    pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=True)
     if recipe.cut.transplant is not None:
         return [f"context: {pair.context or 'fits'}"]
     troubles = {line for line, fits, _ in pair.verdicts() if not fits}
@@ -189,10 +189,8 @@ def check_weights_of_models(recipe: Recipe) -> list[str]:
 
 
 def check_draft(recipe: Recipe) -> list[str]:
-    """The losses take the draft's logits and vocabulary, and its layers have the names that adapters ask for."""
+    """The losses take the draft's logits."""
     require_plain_logits(load_config(recipe.donor_model))
-    if recipe.train.adapter is not None:
-        layer_names(_without_weights(recipe.donor_model), recipe.train.adapter.targets)
     return []
 
 

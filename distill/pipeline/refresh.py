@@ -87,13 +87,13 @@ def require_growth(recipe: Recipe, path: Path, read: dict[str, Any] | None) -> N
                 "was it rotated?",
                 "put the new lines into their own file: answers.traffic.path=…",
             )
-    found = list(read_lines(settings, now))
+    found = list(read_lines(now))
     if not found:
         raise RunError(f"{path} has no new line after line {now['start_line']}", "refresh when it has new lines")
     if all(isinstance(line, str) for line in found):
         raise RunError(
             f"all {len(found)} new lines of {path} are bad, first {found[0]}",
-            "correct the file, or set answers.traffic.prompt_field and answer_field",
+            "correct the file",
         )
 
 

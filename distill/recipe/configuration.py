@@ -9,7 +9,7 @@ import operator
 from itertools import accumulate
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from distill.recipe.section import Section
 
@@ -27,11 +27,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "ratio": (),
     "beta": ("floor",),
     "expected-value": ("calibration",),
-}
-# Rules and calibrations that were measured, removed, and what to use instead.
-REMOVED = {
-    "rule": {"plus-minus": "ratio", "entropy": "p_min"},
-    "calibration": {"power": "features", "margin": "features", "sequential": "features"},
 }
 TREES = ("tree", "lookup+tree")
 DETERMINISTIC = ("lookup", *TREES, "string")  # drafters whose tokens come without a distribution of their own
@@ -113,14 +108,6 @@ class Configuration(Section):
         None, description="null: greedy; when sampling, token, or match for a lookup and for trees that are not drawn"
     )
     sampler: Literal["greedy", "recipe"] = Field("greedy", description="greedy, or recipe: the served sampler")
-
-    @field_validator("rule", "calibration", mode="before")
-    @classmethod
-    def _removed(cls, value: object, info: ValidationInfo) -> object:
-        instead = REMOVED[info.field_name or ""].get(value) if isinstance(value, str) else None
-        if instead is not None:
-            raise ValueError(f"{info.field_name} {value} was removed: use {instead} (docs/benchmarks.md#decoding)")
-        return value
 
     @model_validator(mode="after")
     def _only_settings_that_are_read(self) -> Configuration:

@@ -59,11 +59,6 @@ class Cut(Section):
         "target", description="`target` for the target itself, or another model, given as target.model is"
     )
     transplant: Transplant | None = Field(None, description="needed if the donor has another vocabulary; null: off")
-    vocabulary_rows: Literal["target", "donor"] = Field(
-        "target",
-        description="rows of embeddings and head. target: as many as the target has, which vLLM requires, by adding or "
-        "removing padding rows; donor: unchanged. A transplanted draft always has the target's",
-    )
     layers: int | None = Field(None, ge=1, description="layers to keep; null: all")
     layer_rule: Literal["auto", "greedy", "influence", "last-but-one"] = Field(
         "auto",
@@ -97,6 +92,4 @@ class Cut(Section):
             raise ValueError("search sets the layers; leave layers out")
         if self.search is not None and self.search.mlp_width and self.mlp_width is not None:
             raise ValueError("search.mlp_width sets the widths; leave mlp_width out")
-        if self.transplant is not None and self.vocabulary_rows == "donor":
-            raise ValueError("a transplanted draft has the target's rows; leave vocabulary_rows out")
         return self

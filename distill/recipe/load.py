@@ -13,7 +13,7 @@ import yaml
 from distill.errors import RecipeError
 from distill.files import is_utf8, kind_of, require_path
 from distill.recipe.recipe import Recipe
-from distill.recipe.section import RETIRED, parse_section, shown
+from distill.recipe.section import parse_section, shown
 
 KINDS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
 DEEPEST, MOST = 60, 100_000  # levels of nesting and values of a recipe, repeated ones included
@@ -206,10 +206,6 @@ def parse_recipe(raw: Any, where: str) -> Recipe:
     """The recipe in a mapping; raises one RecipeError with every mistake."""
     if not isinstance(raw, dict):
         raise RecipeError(f"{where}: a recipe is a mapping, got {kind_of(raw)}", "see docs/recipes.md")
-    for name, gone in (("speedup", "grown"), ("train", "replay")):
-        section = raw.get(name)
-        if isinstance(section, dict) and section.get(gone, "") is None:  # off, as earlier runs without it say
-            raw = raw | {name: {key: value for key, value in section.items() if f"{name}.{key}" not in RETIRED}}
     return parse_section(Recipe, raw, where)
 
 

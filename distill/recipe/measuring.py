@@ -32,9 +32,6 @@ class Export(Section):
     """GGUF files of draft and target."""
 
     outtypes: tuple[OutType, ...] = Field(("f16", "q8_0"), description="one file each")
-    parity_positions: int = Field(
-        2000, ge=1, description="test positions on which each file is compared with transformers in float32"
-    )
 
 
 class Speedup(Section):

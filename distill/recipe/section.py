@@ -95,30 +95,6 @@ WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-# Keys that recipes once had, from the recipe's root, without the numbers of lists: why they are gone, and what to do.
-NO_GAIN = "brought no acceptance where it was measured (docs/benchmarks.md, Tried and left out); leave the key out"
-RETIRED = {
-    "cut.rows": "is now called cut.vocabulary_rows",
-    "train.final": "is now called train.final_rate_share",
-    "train.average": f"gone: an average of the weights {NO_GAIN}",
-    "train.parts": f"gone: a second loss {NO_GAIN}, and set train.loss, train.steps and train.temperature",
-    "train.decay": "is now called train.decay_share",
-    **dict.fromkeys(("cut.mlp_rule", "cut.mlp_repair"), f"gone: neurons stay by what they add; the rest {NO_GAIN}"),
-    **dict.fromkeys(("cut.kv_heads", "cut.hidden"), "gone: layers and MLP neurons cost far less KL; cut those"),
-    **dict.fromkeys(
-        ("speedup.grown", "speedup.grown_prompts", "speedup.grown_lengths", "speedup.grown_configurations"),
-        "gone: enlarge the target with scripts/grow_target.py, and measure it with `distill speedup --target … --draft "
-        "… --prompts …`; leave the key out",
-    ),
-    "speedup.configurations.online": "gone: no figure showed that it gains; leave the key out",
-    "train.replay": f"gone: more steps on rejected positions {NO_GAIN}, and raise train.steps",
-    "train.match_temperature": f"gone: loss match {NO_GAIN}",
-    **dict.fromkeys(("train.hinge_k", "train.hinge_margin"), f"gone: loss top_k_hinge {NO_GAIN}"),
-    "train.acceptance.worth": "gone: no training has shown that an early end by the learning curve saves anything "
-    "(docs/benchmarks.md, Tried and left out); leave the key out, or set train.acceptance.patience",
-}
-
-
 def shown(value: Any) -> str:
     """A value as a message shows it: short, at few levels, and as YAML writes true, false and null."""
     if value is None or isinstance(value, bool):
@@ -145,9 +121,6 @@ def _explain(root: type[BaseModel], error: Any) -> str:
     location = ".".join(str(part) for part in error["loc"]) or "recipe"
     location = location if len(location) <= 200 else f"{location[:200]}…"
     if kind == "extra_forbidden":
-        retired = RETIRED.get(".".join(part for part in error["loc"] if isinstance(part, str)))
-        if retired:
-            return f"{location}: {retired}"
         section = _section_at(root, error["loc"])
         names = list(section.model_fields) if section else []
         near = difflib.get_close_matches(str(error["loc"][-1])[:100], names, n=1, cutoff=0.5)

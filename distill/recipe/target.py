@@ -95,8 +95,6 @@ class Traffic(Section):
     """
 
     path: str = Field(description="the jsonl file or folder")
-    prompt_field: str = Field("prompt", description="field that holds the prompt, exactly as it was sent to the target")
-    answer_field: str = Field("answer", description="field that holds the target's answer")
 
 
 class Answers(Section):
@@ -122,8 +120,6 @@ class Answers(Section):
     repetition_penalty: float = Field(
         1.0, gt=0, le=100, description="as in transformers and llama.cpp, applied to prompt and answer; 1: off"
     )
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="as in OpenAI's API; servers only; 0: off")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="as in OpenAI's API; servers only; 0: off")
     traffic: Traffic | None = Field(
         None, description="served answers, used in addition to the generated ones; null: off"
     )
@@ -144,13 +140,6 @@ class Answers(Section):
     def _can_be_written(self) -> Answers:
         if self.prompts == 0 and self.traffic is None:
             raise ValueError("prompts: 0 leaves no answers; give some prompts, or answers.traffic")
-        if self.writer is None or not self.writer.urls:
-            for name in ("presence_penalty", "frequency_penalty"):
-                if getattr(self, name):
-                    where = "the target in transformers" if self.writer is None else "the writer of GGUF files"
-                    raise ValueError(
-                        f"{name}: {where} has none; use repetition_penalty, or a server (answers.writer.urls)"
-                    )
         return self
 
 

@@ -18,12 +18,6 @@ class Adapter(Section):
 
     rank: int = Field(16, ge=1, description="r, for the two matrices [out, r] and [r, in] added to each layer")
     alpha: float = Field(32.0, gt=0, le=1e6, description="the product of the two is multiplied by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapters' inputs during training")
-    targets: tuple[str, ...] = Field(
-        (),
-        description="layers that get adapters, by the last part of their name, such as `q_proj`; empty: all linear "
-        "layers of the body",
-    )
     base: Literal["int8", "int4"] | None = Field(
         None, description="QLoRA: bitsandbytes keeps the frozen weights in 8 bits or 4 bits (NF4); null: not quantised"
     )
@@ -119,13 +113,11 @@ class Train(Section):
         le=10,
         description="muon: peak rate of the layers' matrices, beside train.rate for all else; null: the same rate",
     )
-    warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps used for a linear warm-up")
     schedule: Literal["cosine", "wsd"] = Field(
         "cosine",
         description="learning rate after the warm-up: cosine: falls along a cosine to `final_rate_share`; wsd: "
-        "constant, then falls linearly over the last `decay_share` of the steps",
+        "constant, then falls linearly over the last fifth of the steps",
     )
-    decay_share: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps over which the rate falls")
     final_rate_share: float = Field(0.1, ge=0, le=1, description="final rate, as a share of the peak")
     loss: Loss | None = Field(
         None,
@@ -142,19 +134,6 @@ class Train(Section):
     hidden_states: HiddenStates | None = Field(
         None, description="also learn the target's final hidden states; null: off"
     )
-    jsd_beta: float = Field(0.5, gt=0, lt=1, description="jsd: weight of the target in the mixture")
-    lk_decay: float = Field(
-        3.0,
-        ge=0,
-        le=1000,
-        description="lk_hybrid: forward KL has weight e^(-lk_decay · acceptance) at each token, total variation the "
-        "rest",
-    )
-    clip: float = Field(1.0, gt=0, le=1e12, description="maximum gradient norm")
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
-    momentum: float = Field(0.95, ge=0, lt=1, description="muon")
-    weight_decay: float = Field(0.0, ge=0, le=10, description="decoupled, applied to matrices")
     chunk: int = Field(256, ge=1, description="positions per chunk of the head and its loss")
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept")
@@ -183,8 +162,6 @@ class Train(Section):
     def _settings_fit(self) -> Train:
         if self.matrix_rate is not None and self.optimizer != "muon":
             raise ValueError(f"matrix_rate is for optimizer muon; optimizer is {self.optimizer}")
-        if self.schedule == "wsd" and self.warmup + self.decay_share > 1:
-            raise ValueError(f"warmup {self.warmup:g} and decay_share {self.decay_share:g} take more than all steps")
         if self.adapter is not None and self.sparsity is not None:
             raise ValueError("sparsity changes the draft's own weights, which adapters freeze; leave one out")
         if self.adapter is not None and self.embedding_steps and not self.adapter.train_outer:

@@ -56,7 +56,7 @@ def check_cut(recipe: Recipe) -> list[str]:
     else:
         require_pair(recipe.target.model, donor)
         rows = load_config(recipe.target.model).get_text_config().vocab_size
-        if settings.vocabulary_rows == "target" and rows != config.vocab_size:
+        if rows != config.vocab_size:
             lines.append(
                 f"rows: the draft gets the target's {rows} rows instead of the donor's {config.vocab_size}, so that "
                 "vLLM takes it too; only padding differs"
@@ -111,7 +111,7 @@ def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | N
     return draft | {
         "layers": layers,
         "MLP width": width,
-        "rows": draft["rows"] if cut.vocabulary_rows == "donor" else target.get_text_config().vocab_size,
+        "rows": target.get_text_config().vocab_size,
     }
 
 

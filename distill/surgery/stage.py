@@ -149,8 +149,6 @@ def load_donor(
     if settings is None:
         model = load_model(reference, "float32", device, trimmed=False)
         sizes = describe_model(reference, model)
-        if recipe.cut.vocabulary_rows == "donor":
-            return model, sizes, []
         rows = load_config(recipe.target.model).get_text_config().vocab_size
         return model, sizes, match_rows(model, rows, distributions.vocabulary)
     folder = run.path("search", "transplant")

@@ -23,7 +23,7 @@ from distill.run import Run
 from distill.texts import Answer, Prompt, is_looping, write_lines
 
 if TYPE_CHECKING:
-    from distill.recipe import Chat, Recipe, Traffic
+    from distill.recipe import Chat, Recipe
 
 PIN = "traffic (content)"  # the entry in the answers stage's key that identifies the lines read
 SOURCE = "traffic"
@@ -141,7 +141,7 @@ def first_lines(path: Path, count: int) -> bytes:
     return b"".join(islice((line for file in _files_of(path) for line in _whole_lines(file)), count))
 
 
-def read_lines(settings: Traffic, pin: dict[str, Any]) -> Iterator[Line | str]:
+def read_lines(pin: dict[str, Any]) -> Iterator[Line | str]:
     """Every pinned line that is not blank, in order: its content, or its fault with the line number."""
     before = 0
     for part in parts_of(pin):
@@ -154,12 +154,12 @@ def read_lines(settings: Traffic, pin: dict[str, Any]) -> Iterator[Line | str]:
                 raw = handle.readline()
                 if not raw.strip():
                     continue
-                found = parse_line(raw, settings, before + number)
+                found = parse_line(raw, before + number)
                 yield f"{place} {number}: {found}" if isinstance(found, str) else found
         before += part["lines"]
 
 
-def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
+def parse_line(raw: bytes, number: int) -> Line | str:
     """A line's content, or its fault."""
     record: Any = parse_object(raw)
     if isinstance(record, str):
@@ -175,8 +175,8 @@ def parse_line(raw: bytes, settings: Traffic, number: int) -> Line | str:
             return f"the last message is the {messages[-1]['role']}'s, not the assistant's"
         prompt, answer = messages[:-1], messages[-1]["content"]
     else:
-        prompt, answer = record.get(settings.prompt_field), record.get(settings.answer_field)
-        for name, value in ((settings.prompt_field, prompt), (settings.answer_field, answer)):
+        prompt, answer = record.get("prompt"), record.get("answer")
+        for name, value in (("prompt", prompt), ("answer", answer)):
             if not isinstance(value, str):
                 return f"no text in field `{name}` (it has: {names_of(record)})"
     if not prompt or not answer:
@@ -278,7 +278,7 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
             f"{pin['path']} no longer begins with the {pin['lines']} lines that this run pinned; was it rotated?",
             f"{again} reads it as it is then",
         )
-    found = sort_lines(recipe, read_lines(settings, pin), tokenizer)
+    found = sort_lines(recipe, read_lines(pin), tokenizer)
     if not found.train:  # only then is the pin deleted
         require_answers(found, pin, _unpin(run))
     files: dict[str, Sequence[Answer | Prompt]] = {
@@ -318,7 +318,7 @@ def require_answers(found: Sorted, pin: dict[str, Any], again: str) -> None:
         f"{pin['path']} has no answer in lines {pin['start_line'] + 1} to {pin['lines']}: {len(found.bad)} bad "
         f"lines{found.first_fault}; {found.too_long} too long for corpus.block; "
         f"{sum(map(len, found.held_out.values()))} prompts of other splits{unfinished}",
-        f"correct the file, or set answers.traffic.prompt_field and answer_field; then {again} reads it again",
+        f"correct the file; then {again} reads it again",
     )
 
 
@@ -338,7 +338,7 @@ def check_traffic(recipe: Recipe) -> list[str]:
     if settings is None:
         return []
     pin = pin_of(Path(settings.path))
-    found = sort_lines(recipe, islice(read_lines(settings, pin), MOST_LINES), load_tokenizer(recipe.target.model))
+    found = sort_lines(recipe, islice(read_lines(pin), MOST_LINES), load_tokenizer(recipe.target.model))
     if pin["lines"] <= MOST_LINES:
         require_answers(found, pin, "the same command")
     return [

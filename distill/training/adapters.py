@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from distill.errors import RecipeError, RunError
+from distill.errors import RunError
 from distill.models.hugging_face import check_folder, load_model, load_weights
 from distill.recipe import Adapter
 
@@ -68,17 +68,9 @@ def require_quantisation(device: torch.device, base: str) -> None:
         raise RunError(f"train.adapter.base is {base}, which needs a GPU or a CPU, not {device.type}", UNQUANTISED)
 
 
-def layer_names(model: Any, targets: tuple[str, ...]) -> list[str]:
-    """Full names of the body's linear layers that get an adapter; RecipeError for a target that matches none."""
-    linear = [name for name, module in model.model.named_modules() if isinstance(module, torch.nn.Linear)]
-    known = {name.rpartition(".")[2] for name in linear}
-    unknown = [target for target in targets if target not in known]
-    if unknown:
-        raise RecipeError(
-            f"train.adapter.targets: the draft has no linear layer called {', '.join(unknown)}",
-            f"it has: {', '.join(sorted(known))}",
-        )
-    return [f"model.{name}" for name in linear if not targets or name.rpartition(".")[2] in targets]
+def layer_names(model: Any) -> list[str]:
+    """Full names of the body's linear layers, which get adapters."""
+    return [f"model.{name}" for name, one in model.model.named_modules() if isinstance(one, torch.nn.Linear)]
 
 
 def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
@@ -91,8 +83,7 @@ def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=layer_names(model, settings.targets),
+        target_modules=layer_names(model),
     )
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU, whatever the device
         torch.default_generator.manual_seed(seed)

@@ -27,7 +27,7 @@ from distill.training.memory import loading, memory_explained, stepping, writing
 from distill.training.optimizer import set_rates
 from distill.training.plan import body_share, rate_share, states_weight
 from distill.training.setup import Training, say_what_lacks, set_up
-from distill.training.step import STATES, scored_blocks
+from distill.training.step import CLIP, STATES, scored_blocks
 from distill.training.trackers import tracked
 from distill.training.validation import ended, evaluate_weights, evaluation_due, take_best
 
@@ -137,7 +137,7 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
             if not group["outer"]:
                 for parameter in group["params"]:
                     parameter.grad = None
-    norm = float(accelerator.clip_grad_norm_(learner.parameters(), settings.clip))
+    norm = float(accelerator.clip_grad_norm_(learner.parameters(), CLIP))
     shares: dict[str, float] = {**work.plan.loss.losses, **({STATES: on_states} if on_states else {})}
     losses = {name: totals.pop(f"loss/{name}") / scored for name in shares}
     loss = sum(shares[name] * value for name, value in losses.items())
@@ -146,7 +146,7 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
         left = "nothing was saved yet" if checkpoint is None else f"the last checkpoint, {checkpoint.name}, is kept"
         raise DataError(
             f"the loss or its gradient is not finite at step {step} (loss {loss}, gradient norm {norm})",
-            f"{left}; lower train.rate or train.clip, or train in float32",
+            f"{left}; lower train.rate, or train in float32",
         )
     work.optimizer.step()
     work.optimizer.zero_grad(set_to_none=True)

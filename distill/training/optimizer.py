@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor
 
 from distill.machine import has_instructions
 from distill.recipe import Train
+
+BETAS, MOMENTUM = (0.9, 0.95), 0.95  # of AdamW, and of Muon
 
 
 class SingleMuon(torch.optim.Muon):
@@ -56,15 +57,15 @@ class MuonAndAdamW(torch.optim.Optimizer):
     gives its update the size that AdamW's has, so that one learning rate serves both.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], rate: float, momentum: float, betas: tuple[float, float]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], rate: float) -> None:
         matrices, others = ([group for group in groups if group["muon"] is muon] for muon in (True, False))
         on_cpu = matrices[0]["params"][0].device.type == "cpu"
         kind = SingleMuon if on_cpu and has_instructions("bfloat16") is False else torch.optim.Muon
         parts: list[torch.optim.Optimizer] = [
-            kind(matrices, lr=rate, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+            kind(matrices, lr=rate, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
         ]
         if others:
-            parts.append(torch.optim.AdamW(others, lr=rate, betas=betas))
+            parts.append(torch.optim.AdamW(others, lr=rate, betas=BETAS))
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = parts
 
@@ -77,52 +78,39 @@ class MuonAndAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def make_optimizer(
-    model: Any, settings: Train, penalised: Iterable[torch.nn.Parameter] = ()
-) -> torch.optim.AdamW | MuonAndAdamW:
-    """The recipe's optimizer of the parameters that learn; `penalised` are those that a sparsity penalty shrinks."""
-    betas, muon = (settings.beta1, settings.beta2), settings.optimizer == "muon"
+def make_optimizer(model: Any, settings: Train) -> torch.optim.AdamW | MuonAndAdamW:
+    """The recipe's optimizer of the parameters that learn."""
     assert settings.rate is not None, "see with_rate"
-    scale = (settings.matrix_rate or settings.rate) / settings.rate
-    groups = parameter_groups(model, settings.weight_decay, penalised, muon=muon, scale=scale)
-    if muon:
-        return MuonAndAdamW(groups, settings.rate, settings.momentum, betas)
-    return torch.optim.AdamW(groups, lr=settings.rate, betas=betas)
+    if settings.optimizer == "muon":
+        scale = (settings.matrix_rate or settings.rate) / settings.rate
+        return MuonAndAdamW(parameter_groups(model, muon=True, scale=scale), settings.rate)
+    return torch.optim.AdamW(parameter_groups(model), lr=settings.rate, betas=BETAS)
 
 
-def parameter_groups(
-    model: Any,
-    weight_decay: float,
-    penalised: Iterable[torch.nn.Parameter] = (),
-    *,
-    muon: bool = False,
-    scale: float = 1.0,
-) -> list[dict[str, Any]]:
-    """Matrices decay; vectors (norms, biases) and parameters that a sparsity penalty already shrinks do not.
+def parameter_groups(model: Any, *, muon: bool = False, scale: float = 1.0) -> list[dict[str, Any]]:
+    """The parameters that learn, in groups without weight decay.
 
     Embeddings and head are a group of their own (`outer`), because they may learn before the rest. With `muon`, the
     matrices of the layers are marked so and learn at `scale` times the rate. Parameters without gradient are in no
     group.
     """
-    spared = {id(parameter) for parameter in penalised}
     outer = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
     # A table of positions is no map between activations either.
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    kinds: dict[tuple[bool, bool, bool], list[torch.nn.Parameter]] = {}  # by outer, whether they decay, and muon
+    kinds: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}  # by outer and muon
     for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
         is_outer = id(parameter) in outer
-        decays = is_outer or (parameter.ndim >= 2 and id(parameter) not in spared)
         orthogonal = muon and not is_outer and parameter.ndim == 2 and id(parameter) not in tables
-        kinds.setdefault((is_outer, decays, orthogonal), []).append(parameter)
+        kinds.setdefault((is_outer, orthogonal), []).append(parameter)
     return [
         {
-            "params": kinds[is_outer, decays, orthogonal],
-            "weight_decay": weight_decay if decays else 0.0,
+            "params": kinds[is_outer, orthogonal],
+            "weight_decay": 0.0,
             "outer": is_outer,
             "muon": orthogonal,
             "scale": scale if orthogonal else 1.0,
         }
-        for is_outer, decays, orthogonal in sorted(kinds, reverse=True)
+        for is_outer, orthogonal in sorted(kinds, reverse=True)
     ]
 
 

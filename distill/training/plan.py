@@ -26,6 +26,7 @@ PROTOCOL_LOSS: dict[Verifying, Loss] = {
 # Shares of the donor's layers that a draft keeps, and peak rates: the first measured, the second as published for whole
 # donors (docs/training.md#the-rate).
 RATES = (1 / 6, 1.5e-3), (1.0, 5e-5)
+WARMUP, DECAY_SHARE = 0.03, 0.2  # shares of the steps: of the warm-up, and of the fall at the end of schedule wsd
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,6 @@ def loss_settings(settings: Train, loss: Loss) -> LossSettings:
     return LossSettings(
         losses={name: weight for name, weight in loss.items() if weight > 0},
         temperature=settings.temperature,
-        jsd_beta=settings.jsd_beta,
-        lk_decay=settings.lk_decay,
     )
 
 
@@ -77,12 +76,12 @@ def planned(settings: Train, temperature: float) -> Plan:
 
 
 def rate_share(step: int, steps: int, settings: Train) -> float:
-    """The share of the peak rate in step `step` of `steps` (from 0): a line up over `warmup`, then the schedule."""
-    warm, final = max(1, round(settings.warmup * steps)), settings.final_rate_share
+    """The share of the peak rate in step `step` of `steps` (from 0): a line up over the warm-up, then the schedule."""
+    warm, final = max(1, round(WARMUP * steps)), settings.final_rate_share
     if step < warm:
         return (step + 1) / warm
     if settings.schedule == "wsd":
-        constant_end = steps - max(1, round(settings.decay_share * steps))
+        constant_end = steps - max(1, round(DECAY_SHARE * steps))
         return 1 - (1 - final) * max(0, step - constant_end) / (steps - constant_end)
     progress = (step - warm) / max(1, steps - warm)
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -97,7 +96,7 @@ def body_share(step: int, settings: Train) -> float:
         return 0.0
     if not settings.embedding_steps:
         return 1.0
-    warm = max(10, round(settings.warmup * settings.steps))
+    warm = max(10, round(WARMUP * settings.steps))
     return min(1.0, (step - settings.embedding_steps + 1) / warm)
 
 

@@ -240,7 +240,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)
     penalty = penalty_of(draft, settings)
-    optimizer: Any = make_optimizer(draft, settings, penalty.parameters() if penalty else ())
+    optimizer: Any = make_optimizer(draft, settings)
     learner = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk)
     learner, optimizer = accelerator.prepare(learner, optimizer)
     learner.train()

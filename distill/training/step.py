@@ -24,6 +24,7 @@ from distill.training.optimizer import make_optimizer, set_rates
 from distill.training.plan import Plan, rate_share
 
 STATES = "hidden_states"  # the name of the loss on them
+CLIP = 1.0  # the largest norm of a gradient
 
 
 class Columns:
@@ -153,7 +154,7 @@ def heal(model: Any, source: TeacherSource, settings: Train, plan: Plan, steps: 
         total, sums = learner(blocks, source.teacher(index, device), plan.loss)
         loss = total / sums["positions"].clamp(min=1)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         rate = plan.rate * rate_share(step, steps, settings)
         set_rates(optimizer, rate, rate)
         optimizer.step()

@@ -172,7 +172,7 @@ def train(
         def on_step_end(self, *rest: Any, **named: Any) -> None:
             progress.step()
 
-    optimizer = torch.optim.AdamW(parameter_groups(draft, 0.0), lr=rate, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(parameter_groups(draft), lr=rate, betas=(0.9, 0.95))
     curve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_share(step, options.steps, Train()))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Counting(

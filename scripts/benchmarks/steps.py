@@ -140,7 +140,7 @@ def main() -> None:
         if options.checkpointing:
             recompute_activations(draft)
         learner = Learner(draft, Columns(vocabulary, None, device), options.chunk)
-        optimizer = torch.optim.AdamW(parameter_groups(draft, 0.0), lr=1e-5, fused=cuda)
+        optimizer = torch.optim.AdamW(parameter_groups(draft), lr=1e-5, fused=cuda)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         seconds = []

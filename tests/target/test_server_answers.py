@@ -202,13 +202,11 @@ def test_ids_of_the_server_win_over_its_text(world: Path, tokenizer: Any, tmp_pa
             assert one.answer[-1] == tokenizer.eos_token_id and one.ended
 
 
-def test_stop_strings_and_penalties_are_sent(world: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_stop_strings_are_sent_and_penalties_are_off(world: Path, tokenizer: Any, tmp_path: Path) -> None:
     """Where a stop string may have ended a text, no end token is added to it."""
     with BadServer(tokenizer, ok) as server:
-        _, run = write(
-            world, tmp_path, 3, served(server.url), 'answers.stop=["\\n\\n"]', "answers.presence_penalty=0.5"
-        )
-        assert server.bodies[0]["stop"] == ["\n\n"] and server.bodies[0]["presence_penalty"] == 0.5
+        _, run = write(world, tmp_path, 3, served(server.url), 'answers.stop=["\\n\\n"]')
+        assert server.bodies[0]["stop"] == ["\n\n"] and server.bodies[0]["presence_penalty"] == 0
         for one in read_answers(run, "train"):
             assert one.ended and one.answer == encode(tokenizer, server.text(one.prompt))
 

@@ -19,7 +19,7 @@ import torch
 from distill.documents.sources import split_of
 from distill.errors import DataError
 from distill.models.hugging_face import encode, load_tokenizer
-from distill.recipe import Chat, Recipe, Traffic, load_recipe, parse_recipe
+from distill.recipe import Chat, Recipe, load_recipe, parse_recipe
 from distill.recording.exchanges import TEXT
 from distill.recording.writer import Writer
 from distill.target.traffic import (
@@ -40,7 +40,6 @@ from distill.target.traffic import (
 
 torch.set_num_threads(1)
 
-SETTINGS = Traffic(path="unused")
 SHARES = {"validation": 0.2, "test": 0.3}
 
 
@@ -362,11 +361,11 @@ def test_a_folder_without_files_and_with_bad_lines(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{}\n{"prompt": "a", "answer": "b"}\n{"pro')
     (tmp_path / "c.txt").write_text("other")
     pin = pin_of(tmp_path)
-    found = list(read_lines(SETTINGS, pin))
+    found = list(read_lines(pin))
     assert [line.number for line in found if isinstance(line, Line)] == [1, 2, 4]  # names of answers stay apart
     assert found[2] == "b.jsonl, line 1: no text in field `prompt` (it has: none)"
     assert "line 3 of" in str(unfinished_line(pin)) and first_lines(tmp_path, 3).endswith(b"\n{}\n")
-    assert list(read_lines(SETTINGS, pin_of(tmp_path, pin))) == []
+    assert list(read_lines(pin_of(tmp_path, pin))) == []
     assert pin_of(tmp_path, pin)["start_line"] == 4
     assert pin_of(tmp_path / "b.jsonl", pin)["start_line"] == 2  # a file of a folder that was read
 
@@ -435,15 +434,15 @@ def test_measure_counts_whole_lines(tmp_path: Path, size: int) -> None:
     ],
 )
 def test_bad_lines(raw: str, words: str) -> None:
-    found = parse_line(raw.encode(), SETTINGS, 5)
+    found = parse_line(raw.encode(), 5)
     assert isinstance(found, str) and words in found
-    assert isinstance(parse_line(b"\xff\xfe", SETTINGS, 1), str)
+    assert isinstance(parse_line(b"\xff\xfe", 1), str)
 
 
 def test_messages_go_through_the_chat_template(world: Path) -> None:
     tokenizer = load_tokenizer(str(world / "target"))
     messages = [{"role": "user", "content": "total"}, {"role": "assistant", "content": " + 1"}]
-    line = parse_line(json.dumps({"messages": messages}).encode(), SETTINGS, 1)
+    line = parse_line(json.dumps({"messages": messages}).encode(), 1)
     assert isinstance(line, Line) and line.prompt == messages[:1] and line.answer == " + 1" and line.ended
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
@@ -455,17 +454,13 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
     expected = encode(tokenizer, "<user>total\n<assistant>"), [*encode(tokenizer, " + 1"), tokenizer.eos_token_id]
     assert encode_line(line, tokenizer, Chat()) == expected
     tokenizer.chat_template += "{% if quiet %}!{% endif %}"
-    quiet = parse_line(
-        json.dumps({"messages": messages, "chat_template_kwargs": {"quiet": 1, "x": 2}}).encode(), SETTINGS, 1
-    )
+    quiet = parse_line(json.dumps({"messages": messages, "chat_template_kwargs": {"quiet": 1, "x": 2}}).encode(), 1)
     assert isinstance(quiet, Line) and encode_line(line, tokenizer, Chat()) == expected  # arguments that it reads
     assert encode_line(quiet, tokenizer, Chat()) == (encode(tokenizer, "<user>total\n<assistant>!"), expected[1])
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
     with pytest.raises(ValueError, match=r"refuses it \(no users\)"):
         encode_line(line, tokenizer, Chat())
-    other = parse_line(
-        b'{"q": "a", "a": "b", "finish_reason": "length"}', Traffic(path="", prompt_field="q", answer_field="a"), 2
-    )
+    other = parse_line(b'{"prompt": "a", "answer": "b", "finish_reason": "length"}', 2)
     assert isinstance(other, Line) and not other.ended
     assert encode_line(other, tokenizer, Chat()) == (encode(tokenizer, "a"), encode(tokenizer, "b"))
 

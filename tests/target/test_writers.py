@@ -301,8 +301,6 @@ SMALL = {"name": "a", "target": {"model": "a"}, "corpus": {"sources": [{"kind": 
         ({"writer": {"urls": ["ftp://a/v1"]}}, "a URL such as"),
         ({"writer": {"urls": ["http://a/v1"], "key": "sk-123"}}, "answers.writer.key"),
         ({"writer": {"urls": ["http://a/v1"], "headers": {"X-Key": "sk-123"}}}, "never the value itself"),
-        ({"presence_penalty": 0.5}, "presence_penalty: the target in transformers has none"),
-        ({"frequency_penalty": 1, "writer": {"gguf": "a"}}, "frequency_penalty: the writer of GGUF files has none"),
         ({"stop": [""]}, "an empty stop string"),
     ],
 )
@@ -314,7 +312,7 @@ def test_recipes_that_no_writer_can_follow(section: dict[str, Any], fault: str) 
 
 def test_a_recipe_with_servers() -> None:
     server = {"urls": ["https://host:8000/v1/"], "key": "KEY"}
-    recipe = parse_recipe({**SMALL, "answers": {"writer": server, "presence_penalty": 1}}, "x")
+    recipe = parse_recipe({**SMALL, "answers": {"writer": server}}, "x")
     found = recipe.answers.writer
     assert found is not None and found.urls == ("https://host:8000/v1",)
     assert found.retries == 6 and found.missing == 0 and recipe.answers.group_size == 256

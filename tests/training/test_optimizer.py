@@ -55,11 +55,11 @@ def with_gradients(model: Any, seed: int) -> None:
 def test_a_step_is_that_of_torchs_muon_and_adamw(
     tied: bool, features: set[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The matrices of the layers by Muon, the rest by AdamW, each with its own rate and decay, bit for bit; but for the
+    """The matrices of the layers by Muon, the rest by AdamW, each with its own rate, bit for bit; but for the
     rounding of bfloat16, in which torch's Muon orthogonalises, where the processor has no instructions for it."""
     monkeypatch.setattr(machine, "cpu_features", lambda: features)
     exact = features != {"avx2"}
-    settings = settings_of(rate=0.01, matrix_rate=0.03, momentum=0.9, beta1=0.8, beta2=0.7, weight_decay=0.1)
+    settings = settings_of(rate=0.01, matrix_rate=0.03)
     ours, by_hand = (toys.toy("qwen2", tie_word_embeddings=tied) for _ in range(2))
     optimizer = make_optimizer(ours, settings)
     named = dict(by_hand.named_parameters())
@@ -68,9 +68,9 @@ def test_a_step_is_that_of_torchs_muon_and_adamw(
     vectors = [p for name, p in named.items() if name.endswith((".bias", "norm.weight"))]
     assert (len(matrices), len(outer), len(vectors)) == (14, 1 if tied else 2, 11)
     assert len(matrices) + len(outer) + len(vectors) == len(named)
-    muon = torch.optim.Muon(matrices, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    groups = [{"params": outer, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.7))
+    muon = torch.optim.Muon(matrices, momentum=0.95, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    groups = [{"params": outer, "weight_decay": 0.0}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     for step in range(4):
         for model in (ours, by_hand):
             with_gradients(model, step)
@@ -142,18 +142,12 @@ def test_adapters_are_matrices_too() -> None:
             assert len(size) == 4 and bool(((size > 0.6) & (size < 1.3)).all()), name
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.95])
-def test_the_lasso_reaches_its_width_under_muon(momentum: float) -> None:
+def test_the_lasso_reaches_its_width_under_muon() -> None:
     """The proximal step's threshold is d / r in units of the weights, whatever the optimizer and its rate."""
     model = toys.toy("qwen2", intermediate_size=96)
-    settings = settings_of(
-        rate=2e-3, momentum=momentum, weight_decay=0.1, sparsity={"mlp_width": 32}, steps=40, acceptance=None
-    )
+    settings = settings_of(rate=2e-3, sparsity={"mlp_width": 32}, steps=40, acceptance=None)
     lasso = GroupLasso(model, 32, 40, ramp=0.5)
-    optimizer = make_optimizer(model, settings, lasso.parameters())
-    shrunk = {id(parameter) for parameter in lasso.parameters()}
-    for group in optimizer.param_groups:
-        assert not shrunk & {id(p) for p in group["params"]} or (group["muon"] and group["weight_decay"] == 0)
+    optimizer = make_optimizer(model, settings)
     shares = []
     for step in range(40):
         with_gradients(model, step)
@@ -206,7 +200,7 @@ def test_the_default_loss_is_that_of_the_protocol() -> None:
 
 
 def test_a_rate_that_is_constant_and_then_falls_in_a_line() -> None:
-    settings = settings_of(steps=50, schedule="wsd", warmup=0.04, decay_share=0.2, final_rate_share=0.25)
+    settings = settings_of(steps=50, schedule="wsd", final_rate_share=0.25)
     shares = [rate_share(step, 50, settings) for step in range(50)]
     assert shares[:2] == [0.5, 1] and set(shares[2:41]) == {1}
     assert shares[41:] == pytest.approx([1 - 0.075 * step for step in range(1, 10)])  # 0.25 is behind the last step
@@ -223,7 +217,7 @@ def test_a_rate_that_is_constant_and_then_falls_in_a_line() -> None:
         ((*MUON, MIXED), 7),
         pytest.param((*MUON, "train.embedding_steps=5"), 3, marks=pytest.mark.slow),
         (("train.embedding_steps=5",), 3),
-        ((*MUON, "train.adapter={rank: 4, dropout: 0.2}", "train.acceptance=null"), 5),
+        ((*MUON, "train.adapter={rank: 4}", "train.acceptance=null"), 5),
         pytest.param(
             (*MUON, "train.steps=12", "train.sparsity={mlp_width: 32, ramp: 0.9}"), 7, marks=pytest.mark.slow
         ),  # with AdamW: test_sparsity.py
@@ -287,8 +281,6 @@ def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, muo
     [
         ({"optimizer": "lion"}, "known: adamw, muon"),
         ({"optimizer": "adamw", "matrix_rate": 0.01}, "matrix_rate is for optimizer muon; optimizer is adamw"),
-        ({"momentum": 1.0}, "momentum"),
-        ({"schedule": "wsd", "warmup": 0.5, "decay_share": 0.6}, "take more than all steps"),
         ({"acceptance": {"patience": 2}, "sparsity": {"mlp_width": 32}}, "sparsity needs all steps"),
     ],
 )

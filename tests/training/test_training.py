@@ -526,7 +526,6 @@ def test_memory_that_runs_out_elsewhere_names_what_counts_there(
         ("train.loss={kl: 1}", "train.loss"),
         ("train.temperature=2", "teacher.temperatures"),
         ("train.trackers=[wandb]", "not installed"),
-        ("train.adapter={rank: 2, targets: [nothing]}", "no linear layer"),
         ("train.adapter={rank: 2, base: int4}", "bitsandbytes"),
     ],
 )
@@ -595,7 +594,7 @@ def test_an_adapter_is_trained_resumed_and_merged(
 ) -> None:
     if base != "null":
         pytest.importorskip("bitsandbytes")
-    rank = f"train.adapter={{rank: 4, dropout: 0.2, base: {base}, train_outer: {str(outer).lower()}}}"
+    rank = f"train.adapter={{rank: 4, base: {base}, train_outer: {str(outer).lower()}}}"
     overrides = (rank, "train.acceptance=null")  # the last weights are taken, which differ from the first
     one = train(*overrides, folder=tmp_path / "one")
     with interrupted_after(5, monkeypatch):
@@ -642,7 +641,7 @@ def test_trackers_get_the_figures_too(train: Trainer, tmp_path: Path, monkeypatc
     at_the_end: list[list[Any]] = []
     monkeypatch.setattr(loop, "write_draft", lambda work: (at_the_end.append([*opened]), write(work))[1])
     tracked = "train.trackers=[tensorboard]"
-    run = train(tracked, "train.adapter={targets: [nothing]}", status=2, folder=tmp_path / "refused")
+    run = train(tracked, "train.hidden_states={}", status=2, folder=tmp_path / "refused")
     assert not opened and not (run / "trackers").exists()  # a mistake leaves no empty run behind
     run = train(tracked, "train.steps=2")
     assert at_the_end == [[]]  # closed, so that no later stage keeps it open

@@ -96,7 +96,7 @@ class Asking:
 
     def writing(self, ends: Sequence[str]) -> Recipe:
         """The recipe of a writer of questions, which end before each of the texts `ends`, too."""
-        own = {"stop": tuple(ends), "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        own = {"stop": tuple(ends), "repetition_penalty": 1.0}
         return self.recipe.model_copy(
             update={
                 "sampler": SamplerSettings(temperature=self.source.temperature, top_p=self.source.top_p),

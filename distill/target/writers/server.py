@@ -144,8 +144,8 @@ class ServerWriter:
             "top_p": sampler.top_p,
             "top_k": sampler.top_k,
             "min_p": sampler.min_p,
-            "presence_penalty": answers.presence_penalty,
-            "frequency_penalty": answers.frequency_penalty,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "repetition_penalty": answers.repetition_penalty,  # vLLM, SGLang
             "repeat_penalty": answers.repetition_penalty,  # llama-server, llama-cpp-python
             "repeat_last_n": len(request.ids) + request.limit,  # llama-server: over the whole text; some refuse −1

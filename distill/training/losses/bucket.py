@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from distill.divergences import LEAST_ACCEPTANCE
+from distill.divergences import LEAST_ACCEPTANCE, LK_DECAY
 from distill.teacher.distributions import EMPTY, TeacherChunk
 from distill.training.losses.settings import LOSSES, LossSettings
 
@@ -124,11 +124,11 @@ class Distributions:
         return torch.where(over, below, -above).mul_(self.q)
 
 
-def _forward_kl(distributions: Distributions, settings: LossSettings) -> Term:
+def _forward_kl(distributions: Distributions) -> Term:
     return distributions.forward_kl, distributions.forward_kl_gradient
 
 
-def _reverse_kl(distributions: Distributions, settings: LossSettings) -> Term:
+def _reverse_kl(distributions: Distributions) -> Term:
     """Infinite where q has mass and p has none; the caller refuses such a batch."""
     ratio = distributions.log_q - distributions.log_p
     value = (distributions.q * ratio).sum(-1)
@@ -136,27 +136,26 @@ def _reverse_kl(distributions: Distributions, settings: LossSettings) -> Term:
     return value.masked_fill(impossible, math.inf), lambda: (ratio - value.unsqueeze(-1)).mul_(distributions.q)
 
 
-def _jsd(distributions: Distributions, settings: LossSettings) -> Term:
-    beta = settings.jsd_beta
-    mixed = torch.logaddexp(distributions.log_p + math.log(beta), distributions.log_q + math.log1p(-beta))
+def _jsd(distributions: Distributions) -> Term:
+    mixed = torch.logaddexp(distributions.log_p + math.log(0.5), distributions.log_q + math.log(0.5))
     ratio = distributions.log_q - mixed
     reverse = (distributions.q * ratio).sum(-1)
-    value = beta * (distributions.log_p - mixed).mul_(distributions.p).sum(-1) + (1 - beta) * reverse
-    return value, lambda: (ratio - reverse.unsqueeze(-1)).mul_(distributions.q).mul_(1 - beta)
+    value = 0.5 * (distributions.log_p - mixed).mul_(distributions.p).sum(-1) + 0.5 * reverse
+    return value, lambda: (ratio - reverse.unsqueeze(-1)).mul_(distributions.q).mul_(0.5)
 
 
-def _total_variation(distributions: Distributions, settings: LossSettings) -> Term:
+def _total_variation(distributions: Distributions) -> Term:
     return distributions.excess.sum(-1), distributions.variation_gradient
 
 
-def _nla(distributions: Distributions, settings: LossSettings) -> Term:
+def _nla(distributions: Distributions) -> Term:
     held = distributions.acceptance.clamp(min=LEAST_ACCEPTANCE)
     slope = torch.where(distributions.acceptance >= LEAST_ACCEPTANCE, 1 / held, 0).unsqueeze(-1)
     return -held.log(), lambda: distributions.variation_gradient().mul_(slope)
 
 
-def _lk_hybrid(distributions: Distributions, settings: LossSettings) -> Term:
-    share = (-settings.lk_decay * distributions.acceptance).exp()
+def _lk_hybrid(distributions: Distributions) -> Term:
+    share = (-LK_DECAY * distributions.acceptance).exp()
     value = share * distributions.forward_kl + (1 - share) * distributions.excess.sum(-1)
     weight = share.unsqueeze(-1)
     return value, lambda: (distributions.forward_kl_gradient().mul_(weight)).add_(
@@ -165,7 +164,7 @@ def _lk_hybrid(distributions: Distributions, settings: LossSettings) -> Term:
 
 
 # Losses of the two distributions at the settings' temperature; the cross-entropy reads the draft's alone.
-DIVERGENCES: dict[str, Callable[[Distributions, LossSettings], Term]] = {
+DIVERGENCES: dict[str, Callable[[Distributions], Term]] = {
     "forward_kl": _forward_kl,
     "reverse_kl": _reverse_kl,
     "jsd": _jsd,
@@ -202,7 +201,7 @@ def score_block(
         if name == "cross_entropy":  # its gradient at the label's column is added below
             t, (loss, gradient_of) = 1.0, (entropy, lambda: q * labelled.unsqueeze(-1))
         else:
-            t, (loss, gradient_of) = settings.temperature, DIVERGENCES[name](pair, settings)
+            t, (loss, gradient_of) = settings.temperature, DIVERGENCES[name](pair)
         losses[name] = loss * settings.scale(name)
         weight = settings.losses[name] * settings.scale(name)
         if with_gradient and weight:

@@ -27,8 +27,6 @@ class LossSettings:
 
     losses: Mapping[str, float]
     temperature: float = 1.0
-    jsd_beta: float = 0.5
-    lk_decay: float = 3.0
 
     def scale(self, name: str) -> float:
         """The factor that keeps a loss's gradient from shrinking with the temperature (Hinton et al. 2015)."""
