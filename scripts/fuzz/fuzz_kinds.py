@@ -478,7 +478,7 @@ def read_configuration(world: World, found: bytes) -> Readers:
         shape = read_shape(world.model)
         writer = gguf.GGUFWriter(path=None, arch=shape.architecture)
         add_model_fields(writer, shape)
-        write_head(io.BytesIO(), writer, [])
+        write_head(world.place / "head.gguf", writer, [])
         rope_tensors(shape)
 
     world.restore_model("model.safetensors")

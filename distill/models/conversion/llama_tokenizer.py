@@ -73,9 +73,7 @@ def write_vocabulary(path: Path, add: Callable[[Any], None]) -> None:
 
     writer = gguf.GGUFWriter(path=None, arch="llama")
     add(writer)
-    with path.open("wb") as file:
-        write_head(file, writer, [])
-    writer.close()
+    write_head(path, writer, [])
 
 
 def same_ids(tokenizer: Tokenizer, exported: GgufTokenizer) -> bool:

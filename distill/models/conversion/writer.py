@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -162,22 +162,19 @@ def _write(model: _Model, types: Mapping[Path, str]) -> None:
                 (t.name, t.shape, kind, tensor_bytes(t.shape, kind))
                 for t, kind in zip(model.tensors, kinds, strict=True)
             ]
-            file = stack.enter_context(path.open("wb"))
-            _add_head(file, model, outtype, rows)
-            file.flush()
+            _write_head(path, model, outtype, rows)
+            file = stack.enter_context(path.open("r+b"))
+            file.seek(0, os.SEEK_END)
             outputs.append(Output(file, rows))
         write_tensors(model.tensors, outputs)
 
 
-def _add_head(file: BinaryIO, model: _Model, outtype: str, rows: list[TensorRow]) -> None:
+def _write_head(path: Path, model: _Model, outtype: str, rows: list[TensorRow]) -> None:
     import gguf
 
     writer = gguf.GGUFWriter(path=None, arch=model.shape.architecture)
-    try:
-        parameters = sum(int(np.prod(tensor.shape)) for tensor in model.tensors)
-        add_general_fields(writer, model.folder, model.origin, outtype, parameters)
-        add_model_fields(writer, model.shape)
-        add_tokenizer(writer, model.tokenizer)
-        write_head(file, writer, rows)
-    finally:
-        writer.close()
+    parameters = sum(int(np.prod(tensor.shape)) for tensor in model.tensors)
+    add_general_fields(writer, model.folder, model.origin, outtype, parameters)
+    add_model_fields(writer, model.shape)
+    add_tokenizer(writer, model.tokenizer)
+    write_head(path, writer, rows)

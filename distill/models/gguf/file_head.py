@@ -1,4 +1,4 @@
-"""The head of a GGUF file, its metadata and list of tensors, read and written without llama.cpp and without weights.
+"""The head of a GGUF file, its metadata and list of tensors, without llama.cpp and without weights.
 
 Format: ggml's docs/gguf.md, versions 2 and 3.
 """
@@ -10,7 +10,7 @@ import mmap
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -223,50 +223,21 @@ def open_head(path: Path) -> FileHead:
         raise DataError(f"{path} cannot be read as GGUF: {error}", "copy or export the file again") from None
 
 
-def write_head(file: BinaryIO, writer: Any, rows: Sequence[TensorRow]) -> None:
+def write_head(path: Path, writer: Any, rows: Sequence[TensorRow]) -> None:
     """Write the fields that a gguf.GGUFWriter holds, and the tensors' infos, up to where their data begins.
 
-    The writer's own way packs a vocabulary item by item, through several calls each: seconds. Raises DataError, with
-    the key, for a value that its type cannot hold.
+    Raises DataError for a value that its type cannot hold.
     """
-    import gguf
-
-    fields = writer.kv_data[0]
-    parts = [struct.pack("<4sIQQ", b"GGUF", gguf.GGUF_VERSION, len(rows), len(fields))]
-    for key, field in fields.items():
-        try:
-            parts += [_packed_text(key), *_packed(field)]
-        except (struct.error, TypeError, AttributeError, ValueError, OverflowError, IndexError):
-            raise DataError(
-                f"{key} is {field.value!r:.60}, which GGUF cannot hold",
-                "correct the value in config.json or the tokenizer's files",
-            ) from None
-    offset = 0
     for name, shape, kind, size in rows:
-        parts.append(_packed_text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset))
-        offset += size + -size % gguf.GGUF_DEFAULT_ALIGNMENT
-    head = b"".join(parts)
-    file.write(head + b"\0" * (-len(head) % gguf.GGUF_DEFAULT_ALIGNMENT))
-
-
-def _packed(field: Any) -> list[bytes]:
-    """A value behind the number of its type; of a list, the type of its items and their count come next."""
-    import gguf
-
-    if field.type != ARRAY:
-        value = (
-            _packed_text(field.value) if field.type == STRING else struct.pack(f"<{SCALARS[field.type]}", field.value)
-        )
-        return [struct.pack("<I", field.type), value]
-    if isinstance(field.value, bytes):
-        return [struct.pack("<IIQ", ARRAY, gguf.GGUFValueType.UINT8, len(field.value)), field.value]
-    kind = field.sub_type if field.sub_type is not None else gguf.GGUFValueType.get_type(field.value[0])
-    head = struct.pack("<IIQ", ARRAY, kind, len(field.value))
-    if kind == STRING:
-        return [head, *(_packed_text(item) for item in field.value)]
-    return [head, struct.pack(f"<{len(field.value)}{SCALARS[kind]}", *field.value)]
-
-
-def _packed_text(value: str | bytes) -> bytes:
-    data = value.encode() if isinstance(value, str) else value
-    return struct.pack("<Q", len(data)) + data
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
+    try:
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.write_padding(writer.fout[0], writer.fout[0].tell())
+    except (struct.error, TypeError, AttributeError, ValueError, OverflowError, IndexError) as error:
+        raise DataError(
+            f"config.json or the tokenizer's files hold a value that GGUF cannot hold: {error}", "correct that value"
+        ) from None
+    finally:
+        writer.close()
