@@ -19,7 +19,6 @@ import torch
 from distill.benchmark.batched_bench import import_curve
 from distill.benchmark.calibrate import load_calibrations, load_texts, read_ranks
 from distill.errors import DataError
-from distill.evaluation.markdown import as_markdown
 from distill.files import parse_json, read_json, read_object
 from distill.grammar import gbnf
 from distill.models.conversion.model_shape import read_shape
@@ -35,11 +34,13 @@ from distill.pipeline.refresh import plan_refresh
 from distill.recipe import Traffic, load_recipe
 from distill.report.stage import gather
 from distill.results.evaluation_results import EvaluationReport
+from distill.results.evaluation_tables import evaluation_blocks
 from distill.results.serialise import read_result
 from distill.results.training_results import training_steps
 from distill.run import Run
 from distill.surgery.change import read_changes
 from distill.surgery.vocabulary.transplant_plan import check_transplant
+from distill.tables import document
 from distill.target.teacher import stored_entries
 from distill.teacher.store import read_manifest
 from distill.training.checkpoint import checkpoints, load_checkpoint
@@ -393,7 +394,8 @@ def test_figures_that_an_evaluation_lacks(copied: Path) -> None:
     whole = json.loads((copied / "eval.json").read_text())
     without = {**whole, "positions": {part: [] for part in whole["positions"]}}
     (copied / "eval.json").write_text(json.dumps(without))
-    assert "| 2 | never reached" in as_markdown(read_result(copied / "eval.json", EvaluationReport))
+    shown = document(evaluation_blocks(read_result(copied / "eval.json", EvaluationReport)))
+    assert "acceptance by draft position" in shown and "| after | 1 |" not in shown
     (copied / "eval.json").write_text(json.dumps({**whole, "domains": {part: {} for part in whole["domains"]}}))
     with pytest.raises(DataError, match="does not hold what this version writes"):
         read_result(copied / "eval.json", EvaluationReport)

@@ -16,7 +16,8 @@ from distill.errors import DataError, RecipeError
 from distill.progress import command_line
 from distill.recipe import Gguf
 from distill.recipe.gguf import CACHE_TYPES, OUTTYPES
-from distill.results.evaluation_results import SLICES, EvaluationReport, flat_rows
+from distill.results.evaluation_results import SLICES, EvaluationReport
+from distill.results.evaluation_tables import evaluation_blocks
 from distill.results.serialise import read_result
 
 if TYPE_CHECKING:
@@ -214,8 +215,6 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, by: Sequ
 
     Raises DataError where none of these slices was measured.
     """
-    from distill.evaluation.markdown import as_markdown
-
     if by:
         measured = {one.slice for one in report.slices} | ({CLASS} if report.classes else set())
         if not measured & {*by}:
@@ -238,4 +237,4 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, by: Sequ
         report = replace(report, domains={}, stored=stored)
     if not acceptance:
         report = replace(report, positions={}, tokens_per_round={}, reliability={})
-    shared.print_result(report, as_markdown(report), flat_rows(report), output)
+    shared.print_blocks(evaluation_blocks(report), report, output)

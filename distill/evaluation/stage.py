@@ -9,7 +9,6 @@ from typing import Any
 
 from distill.errors import DataError
 from distill.evaluation.from_store import evaluate_stored
-from distill.evaluation.markdown import as_markdown
 from distill.evaluation.measure import as_report, block_values, decode_rounds, sum_by_document
 from distill.evaluation.slices import SlicedValues
 from distill.files import write_atomically, write_text
@@ -28,11 +27,13 @@ from distill.packing import Packed, pack
 from distill.recipe import Recipe
 from distill.recipe.recipe import REASON
 from distill.results.evaluation_results import EvaluationReport
+from distill.results.evaluation_tables import evaluation_blocks
 from distill.results.serialise import write_result
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.speculative.decode import Round
 from distill.speculative.sample import continue_prompts
+from distill.tables import document
 from distill.texts import prompt_seed, read_prompts
 from distill.vocabulary import Vocabulary
 
@@ -124,5 +125,5 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
 def _written(run: Run, report: EvaluationReport) -> list[Path]:
     """The files of a report."""
     write_result(run.path("eval.json"), report)
-    write_text(run.path("eval.md"), as_markdown(report))
+    write_text(run.path("eval.md"), document(evaluation_blocks(report)))
     return [run.path("eval.json"), run.path("eval.md")]

@@ -37,7 +37,7 @@ def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[
     }
     chosen = {id(one) for one in best}
     classes = ["best" if id(one) in chosen else "plain" if one.is_plain else "" for one in rows]
-    return table_of(rows, columns, command, classes=classes)
+    return table_of(rows, columns, command, "configurations", classes=classes)
 
 
 def library_table(found: Sequence[PlainReference], command: str) -> Table:

@@ -347,26 +347,19 @@ class _Kept:
 
 def _results(run: Run, name: str) -> Readers:
     """The tables that commands print from results."""
-    from distill.evaluation import markdown
-    from distill.results.evaluation_results import EvaluationReport, flat_rows
+    from distill.results.evaluation_results import EvaluationReport
+    from distill.results.evaluation_tables import evaluation_blocks
     from distill.results.serialise import read_result
     from distill.results.speedup_results import SpeedupReport
     from distill.results.speedup_tables import run_blocks
     from distill.tables import document, records
 
-    def printed(kind: Any, rows: Any, table: Any) -> None:
-        report = read_result(run.path(name), kind)
-        rows(report), table(report).encode()
-
-    def speedups() -> None:
-        blocks = run_blocks(read_result(run.path(name), SpeedupReport))
+    def printed(kind: Any, of: Any) -> None:
+        blocks = of(read_result(run.path(name), kind))
         records(blocks), document(blocks).encode()
 
-    if name == "eval.json":
-        return [partial(printed, EvaluationReport, flat_rows, markdown.as_markdown)]
-    if name == "speedup.json":
-        return [speedups]
-    return []
+    kinds = {"eval.json": (EvaluationReport, evaluation_blocks), "speedup.json": (SpeedupReport, run_blocks)}
+    return [partial(printed, *kinds[name])] if name in kinds else []
 
 
 def _report(world: World) -> Readers:

@@ -162,7 +162,7 @@ def test_outputs(finished: Path, capsys: Capture, command: str, output: str) -> 
     else:
         rows = list(csv.DictReader(io.StringIO(said)))  # type: ignore[arg-type]
     assert rows
-    key = {"eval": "metric", "speedup": "tokens_per_second", "runs": "state"}[command]
+    key = {"eval": "table", "speedup": "backend", "runs": "state"}[command]
     assert all(row[key] not in ("", None) for row in rows)
 
 

@@ -349,7 +349,7 @@ def test_spec_bench_from_questions_to_the_report(tmp_path: Path, capsys: pytest.
     assert sum(one.tokens for one in report.classes) == own.tokens
     mean = sum(one.tokens * one.acceptance["after"].mean for one in report.classes) / own.tokens
     assert mean == pytest.approx(own.acceptance_sampling.mean)
-    assert "By class of prompt" in run.path("eval.md").read_text()
+    assert "by class of prompt" in run.path("eval.md").read_text()
 
 
 @needs_shared

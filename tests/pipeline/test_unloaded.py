@@ -125,8 +125,8 @@ def test_a_whole_run_without_weights(which: str, request: pytest.FixtureRequest,
     capsys.readouterr()
     assert tiny.call("eval", run, "-o", "csv") == 0
     rows = capsys.readouterr().out
-    assert "answers,after,share of the sampled answers' tokens that are the draft's argmax," in rows
-    assert 'answers,after,"acceptance_sampling, bounds of the store"' in rows
+    assert "sampled answers,share of the sampled answers' tokens that are the draft's argmax," in rows
+    assert '"answers, bounds of the means","acceptance, rejection sampling",' in rows
     assert tiny.call("eval", run, "--acceptance") == 0
     shown = capsys.readouterr().out
     assert "share of the sampled answers" in shown and "bounds of the means" not in shown
