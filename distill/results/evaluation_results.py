@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from distill.intervals import UNKNOWN, Interval
 from distill.models.server_commands import SAMPLING

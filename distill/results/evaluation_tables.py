@@ -137,7 +137,7 @@ def position_tables(report: EvaluationReport) -> list[Table]:
     rounds: list[Row] = [[draft, found] for draft, found in report.tokens_per_round.items()]
     return [
         table_of(rows, columns, report.command, "acceptance by draft position", note),
-        *([Table(["draft", "tokens per round"], rounds, report.command)] if rounds else []),
+        *([Table(["draft", "tokens per round"], rounds, report.command, "rounds")] if rounds else []),
     ]
 
 
