@@ -43,7 +43,7 @@ def ready(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has everything but a trained draft."""
     runs = tmp_path_factory.mktemp("ready")
     with tiny.one_thread():
-        code = tiny.call("train", world / "recipe.yaml", "--runs", runs, "--until", "profile")
+        code = tiny.call("train", world / "recipe.yaml", "--runs", runs, "--until", "cut")
     assert code == 0
     return runs / "tiny"
 

@@ -14,7 +14,7 @@ from unittest import mock
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = ("corpus", "answers", "teacher", "cut", "profile", "train", "eval", "export", "speedup", "report")
+STAGES = ("corpus", "answers", "teacher", "cut", "train", "eval", "export", "speedup", "report")
 WORDS = ["alpha", "beta", "gamma", "delta", "value", "total", "index", "result", "buffer", "stream", "parser", "token"]
 DOCUMENTS = {"train": 12, "validation": 3, "test": 8}
 
@@ -87,7 +87,6 @@ def recipe_values(world: Path) -> dict[str, Any]:
         "corpus": {"sources": sources, "block": 64, "tokens": 1500},
         "answers": {"prompts": 12, "prompt_tokens": 8, "new_tokens": 24, "batch": 2, "group": 4},
         "teacher": {"top_k": 8, "shard_blocks": 8},
-        "profile": {"max_tokens": 5, "depth": 16, "repeats": 5},
         "cut": {"layers": 2, "mlp_width": 64, "score_blocks": 4},
         "train": {
             "steps": 8,
@@ -100,7 +99,15 @@ def recipe_values(world: Path) -> dict[str, Any]:
         },
         "eval": {"prompts": 6, "new_tokens": 12, "file_blocks": 4, "length": 3},
         "export": {"outtypes": ["f16"]},
-        "speedup": {"lengths": [1, 3], "prompts": 4, "new_tokens": 12, "calibration_prompts": 6},
+        "speedup": {
+            "lengths": [1, 3],
+            "prompts": 4,
+            "new_tokens": 12,
+            "calibration_prompts": 6,
+            "repeats": 5,
+            "max_tokens": 5,
+            "depth": 16,
+        },
     }
 
 

@@ -20,7 +20,6 @@ from distill.recipe import (
     Configuration,
     Corpus,
     Gguf,
-    Profile,
     PyTorch,
     Recipe,
     SamplerSettings,
@@ -66,10 +65,10 @@ def pair_settings(
         target=parse_section(Target, {"model": target, "dtype": settled_type(dtype, pick_device("auto"))}),
         corpus=Corpus(sources=sources_of([Path(one) for one in prompts])),
         sampler=sampler,
-        profile=Profile(repeats=REPEATS),
         speedup=Speedup(
             backends=("gguf" if target.endswith(".gguf") else "pytorch",),
             prompts=count,
+            repeats=REPEATS,
             new_tokens=tokens,
             configurations=(),
             allow_lossy=allow_lossy,
@@ -110,9 +109,7 @@ def measure_any_pair(
             "give more, or --count",
         )
     measured, spare = [prompt.ids for prompt in prompts.measured], [prompt.ids for prompt in prompts.others]
-    middle = sum(map(len, measured)) // len(measured) + new_tokens // 2  # steps are timed in the middle of a text
-    recipe = recipe.model_copy(update={"profile": recipe.profile.model_copy(update={"depth": middle})})
-    longest_step = max(recipe.profile.max_tokens, *(one.max_length + 1 for one in configurations))
+    longest_step = max(recipe.speedup.max_tokens, *(one.max_length + 1 for one in configurations))
     with load_pair(
         recipe.target,
         own_draft,

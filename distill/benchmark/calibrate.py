@@ -17,7 +17,6 @@ from distill.models.loaded import LoadedPair, load_pair
 from distill.packing import Packed
 from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
-from distill.results.profile_results import ProfileReport
 from distill.results.serialise import from_json, read_result
 from distill.results.speedup_results import PairMeasured, RoundCosts, SpeedupPart
 from distill.run import Run
@@ -235,21 +234,11 @@ def load_texts(path: Path) -> list[Text]:
     return [(text["prompt"], text["new"]) for text in texts]
 
 
-def curve_costs(run: Run, backend: str) -> StepCosts:
-    """The machine's measured T(1..), D(1) and D(2) of a run's pair, from profile.json; DataError where they lack."""
-    report = read_result(run.path("profile.json"), ProfileReport)
-    curves = {curve.model: curve.seconds for curve in report.curves if curve.backend == backend}
-    if set(curves) != {"target", "draft"}:
-        raise DataError(f"{run.path('profile.json')} has no curves of backend {backend}", "redo stage profile")
-    draft = curves["draft"]
-    return StepCosts(tuple(curves["target"]), draft[0], draft[1])
-
-
-def run_costs(run: Run, backend: str) -> StepCosts:
-    """What rounds of a run's pair pay; before stage speedup has measured it, the curves of profile.json."""
+def run_costs(run: Run, backend: str) -> StepCosts | None:
+    """What rounds of a run's pair pay, as stage speedup measured it; None before it has."""
     path = run.path("speedup", f"{backend}.json")
     if not path.exists():
-        return curve_costs(run, backend)
+        return None
     stored = read_result(path, SpeedupPart).costs
     verify = dict(zip(stored.lengths, stored.verify, strict=True))
     steps = DraftSteps(*stored.by_argmax), DraftSteps(*stored.by_distribution)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
-from distill.results.pair_results import StepFigures
-from distill.results.speedup_results import ChosenLength, Measurement, RoundFigures
+from distill.results.speedup_results import ChosenLength, Measurement, RoundFigures, StepFigures
 
 SMALL = 0.05  # of a plain step: what is less is not named as a reason
 SPARING = 0.2  # verified tokens of a round beside the one that plain decoding has: below, hardly anything is drafted

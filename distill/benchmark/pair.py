@@ -25,8 +25,7 @@ from distill.models.base import Model
 from distill.models.loaded import LoadedPair
 from distill.recipe import Configuration, Recipe
 from distill.recipe.configuration import PLAIN
-from distill.results.pair_results import StepFigures
-from distill.results.speedup_results import ChosenLength, Measurement, PairMeasured, RoundFigures
+from distill.results.speedup_results import ChosenLength, Measurement, PairMeasured, RoundFigures, StepFigures
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import NO_COSTS, require_trees
 from distill.speculative.costs.curve import accepted_by_position, shorter_rounds
@@ -129,7 +128,7 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     chosen = None
     if comparison.sweep:
         chosen = choose_length(texts, comparison.sweep, comparison.label)
-    steps = time_steps(texts, pair.target, None if small is pair.target else small, recipe.profile.repeats)
+    steps = time_steps(texts, pair.target, None if small is pair.target else small, recipe.speedup.repeats)
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
     rounds = [round_figures(one, texts, steps, waits) for one in prepared]
     explanations = explain(steps, rows, rounds, chosen, prompt_seconds(texts))
@@ -158,7 +157,7 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
 def largest_tree(recipe: Recipe, configurations: Sequence[Configuration]) -> int:
     """The most nodes of a tree that these configurations may verify; 0 without trees."""
     trees = [one for one in configurations if one.branches]
-    return max((one.drawn_nodes or one.nodes or recipe.profile.max_tokens - 1 for one in trees), default=0)
+    return max((one.drawn_nodes or one.nodes or recipe.speedup.max_tokens - 1 for one in trees), default=0)
 
 
 def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, Choice]) -> list[int]:
@@ -180,7 +179,7 @@ def _fit(
     Rounds are timed of the lengths that may be drafted, behind `spare` prompts.
     """
     configurations, calibrated = comparison.configurations, comparison.calibrated
-    settings, chooses = recipe.profile, any(one.needs_tree_choice for one in configurations)
+    settings, chooses = recipe.speedup, any(one.needs_tree_choice for one in configurations)
     priced = [one.max_length for one in configurations if one.needs_costs]
     paid, costs = None, NO_COSTS
     if priced or comparison.of_run:

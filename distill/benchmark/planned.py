@@ -52,7 +52,7 @@ class PlanRequest:
     @classmethod
     def of(cls, recipe: Recipe) -> PlanRequest:
         """The draft that a recipe cuts, for texts as it times them."""
-        prompt, new = recipe.profile.depth, recipe.speedup.new_tokens
+        prompt, new = recipe.speedup.depth, recipe.speedup.new_tokens
         return cls(recipe.target, None, None, recipe, prompt=prompt, new=new)
 
     def works(self) -> tuple[StepWork, StepWork | None]:
@@ -147,7 +147,7 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
     if room < prompt:
         raise DataError(
             f"{title}: the context has no room for {new} tokens after {prompt}",
-            "plan for fewer tokens: --depth, --tokens; of a recipe profile.depth, speedup.new_tokens",
+            "plan for fewer tokens: --depth, --tokens; of a recipe speedup.depth, speedup.new_tokens",
         )
     progress = Progress(f"{title}: timings", TIMINGS)
     size, timings = pair.target.vocabulary_size, []

@@ -15,8 +15,8 @@ from distill.benchmark.prepared import Prepared
 from distill.intervals import speed_ratio
 from distill.models.base import Model
 from distill.recipe.configuration import TREES, DrafterName
-from distill.results.pair_results import GroupFigures, StepFigures
-from distill.results.speedup_results import RoundFigures
+from distill.results.pair_results import GroupFigures
+from distill.results.speedup_results import RoundFigures, StepFigures
 from distill.speculative.costs.curve import measure_steps
 from distill.speculative.decode import Round
 

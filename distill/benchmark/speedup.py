@@ -100,6 +100,7 @@ def _measure(
         plain_reference=plain_reference(recipe, pair, label, prompts[:REFERENCE_PROMPTS]),
         noise=Noise(*label.key, compared.noise),
         costs=round_costs(compared.paid, label),
+        steps=compared.steps,
         trees=[choice.as_result(label) for choice in compared.choices.values()],
         rounds=compared.rounds,
         explanations=explanations,

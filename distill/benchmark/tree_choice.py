@@ -201,12 +201,12 @@ def choose_trees(
     rates: Sequence[float],
     timed: tuple[int, int] = TIMED,
 ) -> list[Choice]:
-    """A choice for each configuration that leaves its tree open, of fewer nodes than `profile.max_tokens`.
+    """A choice for each configuration that leaves its tree open, of fewer nodes than `speedup.max_tokens`.
 
     `texts` are prompts of the validation split, each with the target's text after it; `timed` (prompts, rounds) is
     after how many of them how many rounds are timed. `rates` are the acceptance by rank.
     """
-    costs = replace(costs, target=costs.target[: recipe.profile.max_tokens])
+    costs = replace(costs, target=costs.target[: recipe.speedup.max_tokens])
     max_nodes = len(costs.target) - 1
     prompts = [prompt for prompt, _ in texts[: timed[0]]]
     choices = []

@@ -105,8 +105,8 @@ def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]]
     shared.run_until(recipe, run, "train")
     run.verify("train", "draft/*")
     known = origins(recipe, run)
-    settled = frozenset(action.stage.name for action in plan_run(recipe, run) if action.kind == "skip")
-    advice = advice_of(run, settled)
+    timed = any(action.stage.name == "speedup" and action.kind == "skip" for action in plan_run(recipe, run))
+    advice = advice_of(run) if timed else None
     sources = {"draft": (run.path("draft"), replace(known["draft"], advice=advice))}
     if is_gguf(recipe.target.model):
         note(f"the target is served as it is: {recipe.target.model}")
@@ -114,7 +114,7 @@ def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]]
         sources["target"] = (local_folder(recipe.target.model), known["target"])
     else:
         print(f"no file of the target is written: {REASON}", file=sys.stderr)
-    return sources, run.path("gguf", "extra"), run, "speedup" in settled and _slower(run)
+    return sources, run.path("gguf", "extra"), run, timed and _slower(run)
 
 
 def _slower(run: Run) -> bool:

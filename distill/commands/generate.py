@@ -209,8 +209,7 @@ def _measured(run: Run) -> dict[str, Any]:
     from distill.benchmark.calibrate import load_calibrations, run_costs
 
     path = run.path("speedup", "calibration.json")
-    costs = run_costs(run, "pytorch") if "pytorch" in run.recipe.speedup.backends else None
-    return {"costs": costs, "fitted": load_calibrations(path) if path.exists() else {}}
+    return {"costs": run_costs(run, "pytorch"), "fitted": load_calibrations(path) if path.exists() else {}}
 
 
 def _grammar(regex: str | None, json_schema: Path | None, grammar: Path | None) -> tuple[str, str] | None:

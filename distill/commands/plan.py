@@ -95,7 +95,7 @@ def plan(
     given = _given(acceptance, sister)
     recipe = _recipe(model, overrides or [], given_otherwise=(draft, draft_cost, draft_curve, gguf, threads, dtype))
     if recipe is not None and (option := shared.first_given(context, ("depth", "tokens"))) is not None:
-        key = {"--depth": "profile.depth", "--tokens": "speedup.new_tokens"}[option]
+        key = {"--depth": "speedup.depth", "--tokens": "speedup.new_tokens"}[option]
         raise RecipeError(f"{option} is for models; a recipe has its own", f"override its key: {key}=…")
     from distill.benchmark.batched_bench import settings as llama_settings
     from distill.benchmark.hardware import read_hardware

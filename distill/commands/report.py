@@ -20,7 +20,7 @@ from distill.commands.shared import (
 from distill.errors import RunError
 from distill.progress import announce, note, warn
 
-MEASURED = ("profile", "eval", "export", "speedup")
+MEASURED = ("eval", "export", "speedup")
 
 
 def report(

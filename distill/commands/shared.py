@@ -130,7 +130,7 @@ def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), th
     from distill.pipeline.running import run_pipeline
 
     require_draft(run)
-    if threads is not None and run.done("profile") is None:  # costs belong to the threads that they are measured with
+    if threads is not None and run.done("speedup") is None:  # costs belong to the threads that they are measured with
         recipe = recipe.model_copy(update={"threads": threads})
         run = Run(run.folder, recipe)
     prepare(threads or recipe.threads)

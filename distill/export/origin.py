@@ -8,12 +8,9 @@ from distill.models.hugging_face import local_folder
 from distill.recipe import Recipe
 from distill.recipe.configuration import P_MIN
 from distill.recipe.load import is_path
-from distill.results.profile_results import ProfileReport
 from distill.results.serialise import read_result
 from distill.results.speedup_results import SpeedupReport
-from distill.results.training_results import TrainingSummary
 from distill.run import Run
-from distill.speculative.costs.curve import predicted_speedups
 
 FLOORS = ("p_min", "p_min-after")  # greedy, both are llama.cpp's --spec-draft-p-min
 
@@ -44,27 +41,13 @@ def _licence(donor: str, run: Run) -> str | None:
     return licence if isinstance(licence, str) else None
 
 
-def advice_of(run: Run, settled: frozenset[str]) -> Advice | None:
-    """How to draft, by what the `settled` stages of a run found; None where they found nothing or advise against it.
-
-    A measured speedup comes before the length of greatest expected speedup: that of the profile's costs and of the
-    acceptance on validation prompts.
-    """
-    if "speedup" in settled:
-        return _measured(read_result(run.path("speedup.json"), SpeedupReport), run.recipe)
-    if {"profile", "train"} <= settled:
-        return _expected(
-            read_result(run.path("profile.json"), ProfileReport),
-            read_result(run.path("training.json"), TrainingSummary),
-        )
-    return None
-
-
-def _measured(report: SpeedupReport, recipe: Recipe) -> Advice | None:
-    """The fastest greedy way that llama.cpp has too: a fixed length, or a floor of the draft's probability."""
+def advice_of(run: Run) -> Advice | None:
+    """The fastest greedy way of a run's speedup that llama.cpp has too: a fixed length, or a floor of the draft's
+    probability; None where it advises against drafting."""
+    report = read_result(run.path("speedup.json"), SpeedupReport)
     floors = {
         configuration.title: configuration
-        for configuration in recipe.speedup.configurations
+        for configuration in run.recipe.speedup.configurations
         if configuration.drafter == "draft" and configuration.rule in FLOORS
     }
     tried = [
@@ -81,15 +64,3 @@ def _measured(report: SpeedupReport, recipe: Recipe) -> Advice | None:
     if floor is not None:
         return Advice(floor.max_length, P_MIN if floor.p_min is None else floor.p_min)
     return Advice(best.length or 0, 0.0 if floors else None)
-
-
-def _expected(profile: ProfileReport, training: TrainingSummary) -> Advice | None:
-    backends = {curve.backend for curve in profile.curves}
-    backend = "gguf" if "gguf" in backends else "pytorch"
-    curves = {curve.model: curve for curve in profile.curves if curve.backend == backend}
-    if training.best is None or not {"target", "draft"} <= set(curves):
-        return None
-    target = curves["target"].seconds
-    speeds = predicted_speedups(target, curves["draft"].seconds[0], [training.best.acceptance] * len(target))
-    best = speeds.index(max(speeds))
-    return Advice(best) if best else None

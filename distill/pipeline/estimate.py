@@ -69,8 +69,6 @@ def _growth(
             return (1, 1), (more, more)
         cuts = len(search.layers) * max(1, len(search.mlp_width))
         return (1, cuts), (more, cuts * _ratio(search.heal_steps, rehearsed.heal_steps))
-    if stage == "profile":
-        return (1, 1), (more, more)
     if stage == "eval":
         largest = max(more, _ratio(recipe.eval.file_blocks, short.eval.file_blocks))
         return (1, more), (largest, largest)
@@ -90,7 +88,6 @@ def _count(stage: str, recipe: Recipe, run: Run) -> float:
         "teacher": lambda: _positions(recipe, run),
         "test": lambda: recipe.eval.prompts,
         "cut": lambda: recipe.cut.score_blocks,
-        "profile": lambda: recipe.profile.repeats + 1,
         "eval": lambda: recipe.eval.prompts,
         "speedup": lambda: 1 + len(speedup.lengths) + len(speedup.configurations),
     }

@@ -10,7 +10,7 @@ from typing import Any
 from distill.documents.sources import source_files, tree_files
 from distill.files import digests_of, file_digests, has_form, joint_digest, parse_object, read_json, write_json
 from distill.pipeline.stages import Stage
-from distill.recipe import PyTorch, Recipe, Source
+from distill.recipe import Recipe, Source
 from distill.recipe.gguf import CHANGES_LOGITS
 from distill.recipe.recipe import left_out
 from distill.run import Run
@@ -89,7 +89,7 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
         if value is not None:
             parts[label] = value
     absent = left_out(recipe)
-    for name, pattern in (*stage.inputs, *conditional_inputs(recipe).get(stage.name, ())):
+    for name, pattern in stage.inputs:
         if name not in absent:
             parts[f"{name}: {pattern}"] = run.artifacts_digest(name, pattern)
     return parts
@@ -186,11 +186,6 @@ def _source_digest(source: Source, contents: Contents) -> Any:
     return [contents.digest(str(path)) for path in source_files(source)]
 
 
-def conditional_inputs(recipe: Recipe) -> dict[str, tuple[tuple[str, str], ...]]:
-    """By stage, the artifacts that it reads for some recipes only; the keys of others are as they were."""
-    return {} if recipe.cut.trim is None else {"profile": (("cut", "cut/kept_tokens.json"),)}
-
-
 def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     """By stage, the settings that are part of its key for some recipes only.
 
@@ -203,12 +198,18 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     written = logits if writer is not None and writer.gguf is not None else ()
     distributions = logits if recipe.teacher.gguf is not None else ()
     unloaded = () if recipe.target.load else ("target.load",)
-    timed = pair if "gguf" in recipe.speedup.backends else ()
-    timed += () if recipe.pytorch == PyTorch() else ("pytorch",)
-    timed += () if recipe.device == "auto" else ("device",)
     measured_cuts: tuple[str, ...] = ()
     if search is not None or (trim is not None and trim.size is None and trim.by == "price"):
-        measured_cuts = ("seed", "train", "sampler", "profile", "speedup.outtype", "corpus.block", "threads")
+        measured_cuts = (
+            "seed",
+            "train",
+            "sampler",
+            "speedup.depth",
+            "speedup.repeats",
+            "speedup.outtype",
+            "corpus.block",
+            "threads",
+        )
         measured_cuts += ("target.dtype", "target.quantise", *pair)
         measured_cuts += () if recipe.pytorch.prepack else ("pytorch.prepack",)
     if measured_cuts and recipe.device != "auto":
@@ -229,7 +230,5 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
         "validation": written + distributions,
         "test": written + distributions,
         "cut": measured_cuts,
-        "profile": timed,
         "export": unloaded,
-        "speedup": timed,
     }

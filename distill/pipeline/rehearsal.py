@@ -61,7 +61,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "answers.prompts": min(PROMPTS, recipe.answers.prompts),
         "answers.traffic.path": str((runs / name / "traffic.jsonl").resolve()),
         "cut.score_blocks": min(2, cut.score_blocks),
-        "profile.repeats": 5,
+        "speedup.repeats": 5,
         "train.steps": steps,
         "train.embedding_steps": warming,
         "train.save_every": steps,

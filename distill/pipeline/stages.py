@@ -167,14 +167,6 @@ STAGES = (
         pins=(("parent (content)", lambda recipe, run: run.parent()),),
     ),
     Stage(
-        "profile",
-        "distill.benchmark.profile:profile",
-        ("profile", "speedup.backends", "speedup.outtype", *TYPES, "threads"),
-        (("cut", "cut/config.json"),),
-        ("profile.json",),
-        ("target",),
-    ),
-    Stage(
         "train",
         "distill.training.loop:train",
         ("seed", "train", "sampler", "target.dtype"),
@@ -216,7 +208,7 @@ STAGES = (
         "speedup",
         "distill.benchmark.speedup:speedup",
         (
-            *("speedup", "sampler", "seed", "profile", "threads", *TYPES),
+            *("speedup", "sampler", "seed", "threads", "device", "pytorch", "gguf", *TYPES),
             "answers.prompt_tokens",
         ),
         (
@@ -239,7 +231,7 @@ STAGES = (
             ("train", "draft/*.safetensors"),
             ("train", "training.json"),
             ("test", "test/summary.json"),
-            *((name, "*") for name in ("profile", "eval", "export", "speedup")),
+            *((name, "*") for name in ("eval", "export", "speedup")),
         ),
         ("report.html", "draft/README.md"),
     ),

@@ -5,7 +5,7 @@ from distill.recipe.corpus import Chat, Corpus, Source
 from distill.recipe.cut import Cut, Search, Transplant, Trim
 from distill.recipe.gguf import Gguf, GgufOptions
 from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe, resolve_model
-from distill.recipe.measuring import Evaluate, Export, Profile, Speedup
+from distill.recipe.measuring import Evaluate, Export, Speedup
 from distill.recipe.recipe import Recipe
 from distill.recipe.section import Section, parse_section
 from distill.recipe.servers import REACHING, Servers, TeacherServer, Writer

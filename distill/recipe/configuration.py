@@ -69,7 +69,7 @@ class Configuration(Section):
         None,
         ge=1,
         le=63,
-        description="tree: tokens verified per round; null: the number, below `profile.max_tokens`, that is fastest on "
+        description="tree: tokens verified per round; null: the number, below `speedup.max_tokens`, that is fastest on "
         "validation text by measured costs and calibrated probabilities",
     )
     shape: Literal["best-first", "static"] | None = Field(

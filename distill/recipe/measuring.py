@@ -11,14 +11,6 @@ from distill.recipe.gguf import OutType
 from distill.recipe.section import Section
 
 
-class Profile(Section):
-    """Measured cost of a step, T(m), for m tokens of one sequence."""
-
-    max_tokens: int = Field(16, ge=2, le=64, description="m runs from 1 to this")
-    depth: int = Field(128, ge=1, description="tokens already in the cache")
-    repeats: int = Field(7, ge=5, le=10_000, description="timed repeats, after a discarded one; the median is used")
-
-
 class Evaluate(Section):
     """Divergences and acceptance on the test split."""
 
@@ -49,6 +41,11 @@ class Speedup(Section):
     calibration_prompts: int = Field(
         16, ge=2, description="validation texts of `new_tokens` tokens decoded for configurations that need calibration"
     )
+    repeats: int = Field(
+        7, ge=5, le=10_000, description="timed repeats of a step, after a discarded one; the median is used"
+    )
+    depth: int = Field(128, ge=1, description="tokens in the cache where cuts and plans time steps")
+    max_tokens: int = Field(16, ge=2, le=64, description="tokens of the largest step that is priced for trees")
     allow_lossy: bool = Field(
         False, description="also run configurations that change the target's distribution, labelled LOSSY"
     )

@@ -12,14 +12,14 @@ from distill.machine import MOST_THREADS
 from distill.recipe.corpus import Chat, Corpus
 from distill.recipe.cut import Cut
 from distill.recipe.gguf import ON_CPU, Gguf, GgufOptions
-from distill.recipe.measuring import Evaluate, Export, Profile, Speedup
+from distill.recipe.measuring import Evaluate, Export, Speedup
 from distill.recipe.section import Section
 from distill.recipe.target import Answers, PyTorch, SamplerSettings, Target, TeacherStore
 from distill.recipe.training import Train
 
 REASON = "the target's weights are not loaded (target.load: false)"
 QUESTIONS = "questions"  # the stage in which the target writes questions
-TIMED = ("profile", "speedup")  # stages that time the target
+TIMED = "speedup"  # the stage that times the target
 HELD_OUT = ("validation", "test")  # stages that take the place of the target where it would be run on held-out texts
 
 
@@ -42,7 +42,6 @@ class Recipe(Section):
     pytorch: PyTorch = PyTorch()
     answers: Answers = Answers()
     teacher: TeacherStore = TeacherStore()
-    profile: Profile = Profile()
     cut: Cut = Cut()
     train: Train = Train()
     eval: Evaluate = Evaluate()
@@ -129,4 +128,4 @@ def left_out(recipe: Recipe) -> dict[str, str]:
 
 def not_run(recipe: Recipe) -> dict[str, str]:
     """Those of them that runs have as a rule, so that a user should hear of each."""
-    return {} if recipe.target.load else dict.fromkeys(TIMED, REASON)
+    return {} if recipe.target.load else {TIMED: REASON}

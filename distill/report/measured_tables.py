@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from distill.intervals import Interval
@@ -39,7 +38,6 @@ from distill.results.evaluation_results import (
     StoredMeasures,
 )
 from distill.results.export_results import ExportedFile, ExportReport, Parity
-from distill.results.profile_results import MeasuredCurve, ProfileReport
 from distill.results.speedup_results import Measurement, PlainReference, SpeedupReport
 from distill.results.tables import Cell, Columns, Row, Table, table_of
 
@@ -158,26 +156,19 @@ def _slices(evaluation: EvaluationReport) -> Table:
 # ── speed ──
 
 
-def curves(profile: ProfileReport) -> Table:
-    """Milliseconds of a step of every number of tokens."""
-    columns: dict[str, Callable[[MeasuredCurve], Cell | str]] = {
-        "model": lambda one: Cell(one.model),
-        "backend": lambda one: Cell(one.backend),
-        "dtype": lambda one: Cell(one.dtype),
-        "depth": lambda one: number(one.depth),
-        "repeats": lambda one: number(one.repeats),
-    }
-    for count in sorted({count for curve in profile.curves for count in curve.tokens}):
-        columns[f"T({count}), ms"] = partial(_milliseconds, count)
-    return table_of(profile.curves, columns, profile.command, words=3)
-
-
-def _milliseconds(count: int, curve: MeasuredCurve) -> Cell | str:
-    if count not in curve.tokens:
-        return NOTHING
-    place = curve.tokens.index(count)
-    middle, low, high = (significant(1e3 * part[place]) for part in (curve.seconds, curve.low, curve.high))
-    return Cell(middle, small=f"[{low}, {high}]", below=True)
+def curves(report: SpeedupReport) -> Table:
+    """Milliseconds of a step of every number of tokens, of each model alone."""
+    found = [(part, name, steps) for part in report.parts for name, steps in part.steps.by_model.items()]
+    counts = sorted({count for _, _, steps in found for count in steps})
+    rows: list[Row] = [
+        [
+            *(Cell(part.costs.pair), Cell(part.backend), Cell(name), number(part.steps.depth)),
+            *(significant(1e3 * steps[count]) if count in steps else NOTHING for count in counts),
+        ]
+        for part, name, steps in found
+    ]
+    columns = ["pair", "backend", "model", "depth", *(f"T({count}), ms" for count in counts)]
+    return Table(columns, rows, report.command, words=3)
 
 
 # Columns that the tables of measurements share.

@@ -51,7 +51,7 @@ def build_page(results: RunResults) -> str:
         *([("sparsity", "Sparsity", sections.sparsity(results))] if results.sparsity else []),
         ("positions", "Acceptance by position", of("eval", evaluation, sections.positions)),
         ("divergence", "Divergence and acceptance", of("eval", evaluation, sections.divergence)),
-        ("cost", "Cost curves", of("profile", results.profile, sections.cost)),
+        ("cost", "Cost of a step", of("speedup", measured, sections.cost)),
         ("speedup", "Speedup", of("speedup", measured, sections.speedup)),
         ("plain", "The plain decoder beside the library's own", of("speedup", measured, sections.plain)),
         ("why", "Why these speedups", of("speedup", measured, sections.explanations)),

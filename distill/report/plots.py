@@ -27,8 +27,7 @@ from distill.results.evaluation_results import (
     Reliability,
     SliceResult,
 )
-from distill.results.profile_results import MeasuredCurve
-from distill.results.speedup_results import Measurement
+from distill.results.speedup_results import Measurement, SpeedupPart
 from distill.results.training_results import STORED, Evaluation, TrainingStep
 
 if TYPE_CHECKING:
@@ -127,24 +126,15 @@ def reliability(found: Sequence[Reliability]) -> str:
     return done[0]
 
 
-def cost_curves(curves: Sequence[MeasuredCurve], backend: str, relative: bool = False) -> str:
-    """T(m) of every model on one backend, in milliseconds or relative to T(1), with the band of repeats."""
+def cost_curves(part: SpeedupPart, relative: bool = False) -> str:
+    """T(m) of both models by one backend, in milliseconds or relative to T(1)."""
     name, words = ("relative", "Cost relative to one token") if relative else ("cost", "Milliseconds for m tokens")
-    with _figure(f"plot-{name}-{_slug(backend)}", f"{words}, {backend}") as (axes, done):
+    with _figure(f"plot-{name}-{_slug(part.costs.pair)}-{_slug(part.backend)}", f"{words}, {part.backend}") as (axes, done):
         values: list[float] = []
-        for index, curve in enumerate(curve for curve in curves if curve.backend == backend):
-            scale = 1 / curve.seconds[0] if relative else 1000.0
-            middle, low, high = ([scale * at for at in part] for part in (curve.seconds, curve.low, curve.high))
-            colour = COLOURS[index % len(COLOURS)]
-            axes.fill_between(curve.tokens, low, high, color=colour, alpha=0.2, linewidth=0)
-            axes.plot(
-                curve.tokens,
-                middle,
-                color=colour,
-                marker=MARKERS[index % len(MARKERS)],
-                label=_label(f"{curve.model}, {curve.dtype}, depth {curve.depth}"),
-            )
-            values += middle
+        for index, (model, steps) in enumerate(part.steps.by_model.items()):
+            scale = 1 / steps[1] if relative else 1000.0
+            values += (middle := [scale * at for at in steps.values()])
+            axes.plot([*steps], middle, color=COLOURS[index], marker=MARKERS[index], label=_label(model))
         axes.set(xlabel="tokens in one step, m", ylabel="T(m) / T(1)" if relative else "T(m), ms")
         if not relative and values and min(values) > 0 and max(values) > 8 * min(values):
             _plain_log_scale(axes)

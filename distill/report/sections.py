@@ -27,7 +27,6 @@ from distill.report.text import known, listed, number, pair_cell, percent, size
 from distill.results.cut_results import SearchReport
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
-from distill.results.profile_results import ProfileReport
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import Sample, SpeedupReport
 from distill.results.text_results import QuestionTexts
@@ -183,21 +182,18 @@ def divergence(evaluation: EvaluationReport) -> Html:
     return Html(as_paragraph(words) + stored + tables + drawn)
 
 
-def cost(profile: ProfileReport) -> Html:
-    """The cost curves of every model."""
-    curves = profile.curves
+def cost(report: SpeedupReport) -> Html:
+    """Seconds of a step of both models, each timed alone."""
     drawn = []
-    for backend in dict.fromkeys(curve.backend for curve in curves):
-        draw: Callable[..., str] = partial(plots.cost_curves, curves, backend)
+    for part in report.parts:
+        draw: Callable[..., str] = partial(plots.cost_curves, part)
         flat = "the same relative to one token. The flatter the curve, the more drafting pays."
-        spans = "time of one step of m tokens; the band spans the interval of the repeats."
-        drawn += [as_plot(draw, f"{backend}: {spans}"), as_plot(partial(draw, relative=True), f"{backend}: {flat}")]
-    doubts = [
-        f"{curve.model}, {curve.backend}: {curve.doubt} (measure it again: the run's command with --redo profile)."
-        for curve in curves
-        if curve.doubt
-    ]
-    return Html(as_plots(*drawn) + as_table(measured_tables.curves(profile)) + as_list(doubts))
+        spans = f"median time of one step of m tokens, with {part.steps.depth} in the cache."
+        drawn += [
+            as_plot(draw, f"{part.backend}: {spans}"),
+            as_plot(partial(draw, relative=True), f"{part.backend}: {flat}"),
+        ]
+    return Html(as_plots(*drawn) + as_table(measured_tables.curves(report)))
 
 
 def speedup(report: SpeedupReport) -> Html:

@@ -17,7 +17,6 @@ from distill.report.text import placeless
 from distill.results.cut_results import CutReport, ModelSizes, SearchReport, SparsityReport
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
-from distill.results.profile_results import ProfileReport
 from distill.results.run_results import Parent, RunResults
 from distill.results.serialise import from_json, read_result
 from distill.results.speedup_results import SpeedupReport
@@ -66,7 +65,6 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         questions=found(QuestionTexts, "questions", "summary.json"),
         corpus=found(CorpusTexts, "corpus", "summary.json"),
         answers=found(AnswerTexts, "answers", "manifest.json"),
-        profile=found(ProfileReport, "profile.json", stage="profile"),
         evaluation=found(EvaluationReport, "eval.json", stage="eval"),
         export=export,
         speedup=found(SpeedupReport, "speedup.json", stage="speedup"),

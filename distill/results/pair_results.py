@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.results.serialise import Figure
-from distill.results.speedup_results import ChosenLength, Measurement, PlainReference, RoundFigures
+from distill.results.speedup_results import ChosenLength, Measurement, PlainReference, RoundFigures, StepFigures
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,6 @@ class GroupFigures:
     speedup: float | None
     speedup_low: Figure
     speedup_high: Figure
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """Median seconds of a step of m tokens, with one model alone, at a depth: T(m) by m of the target, D(m)."""
-
-    depth: int
-    target: dict[int, float]
-    draft: dict[int, float]
 
 
 @dataclass(frozen=True)

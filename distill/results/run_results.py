@@ -8,7 +8,6 @@ from typing import Any
 from distill.results.cut_results import Change, ModelSizes, SearchReport, SparsityReport
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
-from distill.results.profile_results import ProfileReport
 from distill.results.speedup_results import SpeedupReport
 from distill.results.text_results import AnswerTexts, CorpusTexts, QuestionTexts
 from distill.results.training_results import Evaluation, TrainingStep, TrainingSummary
@@ -50,7 +49,6 @@ class RunResults:
     questions: QuestionTexts | None = None
     corpus: CorpusTexts | None = None
     answers: AnswerTexts | None = None
-    profile: ProfileReport | None = None
     evaluation: EvaluationReport | None = None
     export: ExportReport | None = None
     speedup: SpeedupReport | None = None
@@ -62,7 +60,6 @@ class RunResults:
         """The measuring stages that have not run, and `train` where no step is recorded; none of `left_out`."""
         stages = {
             "train": bool(self.steps),
-            "profile": self.profile is not None,
             "eval": self.evaluation is not None,
             "export": self.export is not None,
             "speedup": self.speedup is not None,

@@ -129,6 +129,20 @@ class RoundCosts(PairMeasured):
 
 
 @dataclass(frozen=True)
+class StepFigures:
+    """Median seconds of a step of m tokens, with one model alone, at a depth: T(m) by m of the target, D(m)."""
+
+    depth: int
+    target: dict[int, float]
+    draft: dict[int, float]
+
+    @property
+    def by_model(self) -> dict[str, dict[int, float]]:
+        """The models that were timed, by name."""
+        return {name: steps for name, steps in (("target", self.target), ("draft", self.draft)) if steps}
+
+
+@dataclass(frozen=True)
 class RoundFigures:
     """Where the seconds of a configuration's rounds go, the prompt apart; of plain decoding, of its steps.
 
@@ -214,10 +228,16 @@ class SpeedupPart:
     plain_reference: PlainReference
     noise: Noise
     costs: RoundCosts
+    steps: StepFigures
     trees: list[ChosenTree] = field(default_factory=list)
     rounds: list[RoundFigures] = field(default_factory=list)
     explanations: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def backend(self) -> str:
+        """By which it was decoded."""
+        return self.costs.backend
 
 
 def _fastest(measurements: Iterable[Measurement]) -> list[Measurement]:

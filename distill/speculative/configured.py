@@ -173,11 +173,11 @@ def check_configurations(
     lines = []
     for configuration in recipe.speedup.configurations if configurations is None else configurations:
         title, nodes = configuration.title, configuration.nodes
-        if configuration.ranked and nodes is not None and nodes >= recipe.profile.max_tokens:
+        if configuration.ranked and nodes is not None and nodes >= recipe.speedup.max_tokens:
             raise RecipeError(
                 f"{where}: `{title}` is shaped by costs of {nodes + 1} tokens a step, and "
-                f"profile.max_tokens is {recipe.profile.max_tokens}",
-                f"profile.max_tokens={nodes + 1}, or fewer nodes",
+                f"speedup.max_tokens is {recipe.speedup.max_tokens}",
+                f"speedup.max_tokens={nodes + 1}, or fewer nodes",
             )
         try:
             reason = lossy_reason(configuration, configured_sampler(configuration, recipe.sampler))

@@ -155,8 +155,8 @@ def _pytorch_steps(recipe: Recipe, model: Any, counts: Sequence[int]) -> list[fl
 
 def _steps(recipe: Recipe, model: Model, counts: Sequence[int]) -> list[float]:
     """Median seconds of steps of `counts` tokens at the recipe's depth."""
-    depth = min(recipe.profile.depth, model.capacity - max(counts))
-    seconds = measure_steps(model, counts, depth, recipe.profile.repeats, model.vocabulary_size)
+    depth = min(recipe.speedup.depth, model.capacity - max(counts))
+    seconds = measure_steps(model, counts, depth, recipe.speedup.repeats, model.vocabulary_size)
     return [seconds[m][0] for m in counts]
 
 

@@ -91,7 +91,7 @@ def main() -> None:
     run = Run(arguments.run.resolve(), recipe)
     prompts = pieces(run, recipe.answers.prompt_tokens, arguments.prompts)
     target, draft = models(run, arguments.backend)
-    costs = run_costs(run, arguments.backend) if run.path("profile.json").exists() else NO_COSTS
+    costs = run_costs(run, arguments.backend) or NO_COSTS
     measured = run.path("speedup", "calibration.json")
     fitted = load_calibrations(measured) if measured.exists() else {}
     path = arguments.kept or run.path(f"identity-{arguments.backend}.json")

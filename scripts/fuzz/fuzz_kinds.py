@@ -222,7 +222,7 @@ def read_traffic(world: World, found: bytes) -> Readers:
 
 RECORDS = [
     *("stages/corpus.json", "stages/train.json", "stages/eval.json", "stages/redo.json", "stages/train.begun.json"),
-    *("parent.json", "provenance.json", "metrics.jsonl", "eval.json", "speedup.json", "profile.json", "training.json"),
+    *("parent.json", "provenance.json", "metrics.jsonl", "eval.json", "speedup.json", "training.json"),
     *("cut/cut.json", "cut/surgery.json", "gguf/export.json", "speedup/calibration.json", "speedup/validation.json"),
     *("corpus/prompts-test.jsonl", "corpus/documents-test.jsonl", "answers/train-00000.jsonl", "cut/kept_tokens.json"),
     *("teacher/entries.json", "draft/sparsity.json", "search/search.json", "config.yaml"),
@@ -321,7 +321,7 @@ def _ids(found: Sequence[Any]) -> None:
 
 
 def _special_readers(run: Run, name: str, path: Path) -> Readers:
-    from distill.benchmark.calibrate import curve_costs, load_calibrations, load_texts, read_ranks
+    from distill.benchmark.calibrate import load_calibrations, load_texts, read_ranks
     from distill.files import read_json
     from distill.models.trimmed_head import read_kept
     from distill.target.teacher import stored_entries
@@ -335,8 +335,6 @@ def _special_readers(run: Run, name: str, path: Path) -> Readers:
         "cut/kept_tokens.json": [lambda: _ids([_Kept((read_kept(path.parent) or {"kept": []})["kept"])])],
         "teacher/entries.json": [lambda: stored_entries(path)],
     }
-    if name == "profile.json":
-        return [lambda: curve_costs(run, "pytorch"), *_results(run, name)]
     return found.get(name, []) or _results(run, name)
 
 

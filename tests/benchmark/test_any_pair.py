@@ -29,9 +29,9 @@ from distill.models.hugging_face import load_tokenizer
 from distill.models.static.static_model import StaticTorchModel
 from distill.recipe import Chat, Configuration, Corpus
 from distill.recipe.configuration import PLAIN
-from distill.results.pair_results import PairSpeedup, StepFigures
+from distill.results.pair_results import PairSpeedup
 from distill.results.serialise import read_result
-from distill.results.speedup_results import Measurement, RoundFigures
+from distill.results.speedup_results import Measurement, RoundFigures, StepFigures
 from distill.speculative.decode import Decoded, Round, speculative
 from distill.speculative.rules import Rules
 

@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 from toys import Scripted
 
 from distill.benchmark.batched_bench import import_curve, look_ahead, probability_floor, read_log, settings
-from distill.benchmark.profile import profile_entry
 from distill.errors import DataError
-from distill.recipe import Profile
 from distill.results.serialise import from_json
 from distill.speculative.costs.curve import (
     CostCurve,
@@ -55,8 +53,6 @@ def test_steps_are_timed_at_their_depth() -> None:
     found = measure_steps(model, [1, 3], 20, 5, 10)
     assert model.lengths == [20] and model.calls == [20, *[1, 3] * 6]  # one round is thrown away
     assert all(low <= middle <= high for middle, low, high in found.values())
-    curve = profile_entry(model, "m", "pytorch", "float32", Profile(max_tokens=16, depth=128, repeats=5))
-    assert curve.depth == 48 and curve.tokens == list(range(1, 17)) and len(curve.seconds) == 16
 
 
 def test_curves_measured_beside_other_work_are_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,9 +66,6 @@ def test_curves_measured_beside_other_work_are_doubted(monkeypatch: pytest.Monke
     monkeypatch.setattr("distill.speculative.costs.curve.time", SimpleNamespace(perf_counter=lambda: next(readings)))
     curve = measure_curve(Scripted(counting, 100, 10), "m", "x", (8,), limit=3, repeats=5)
     assert "other programs" in curve.note
-    model, sizes = Scripted(counting, 100, 10), Profile(max_tokens=3, depth=8, repeats=5)
-    kept = profile_entry(model, "m", "pytorch", "float32", sizes)
-    assert kept.doubt == doubt(kept.seconds, kept.low) != ""
 
 
 def test_relative_costs_and_the_bucket_below() -> None:

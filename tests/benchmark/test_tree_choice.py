@@ -320,7 +320,7 @@ def test_settings_of_trees_that_are_refused() -> None:
         Configuration(drafter="tree", shape="static", calibration="features")
     with pytest.raises(ValidationError, match="shape is not read by drafter draft"):
         Configuration(shape="static")
-    with pytest.raises(RecipeError, match=r"(?s)costs of 17 tokens a step.*profile.max_tokens=17"):
+    with pytest.raises(RecipeError, match=r"(?s)costs of 17 tokens a step.*speedup.max_tokens=17"):
         check_configurations(recipe_with(configurations=[{"drafter": "tree", "shape": "static", "nodes": 16}]))
     for one in CHOSEN:
         hot = one.model_copy(update={"sampler": "recipe"})
@@ -352,7 +352,7 @@ def test_the_stage_chooses_trees_on_its_own_curves(copied: Path, capsys: pytest.
     expected = [(title, backend) for backend in backends for title in chosen]
     assert [(tree.configuration, tree.backend) for tree in trees] == expected
     for tree in trees:
-        assert 0 <= tree.nodes < recipe.profile.max_tokens and tree.speedup >= 1
+        assert 0 <= tree.nodes < recipe.speedup.max_tokens and tree.speedup >= 1
         assert (tree.parents is None) == ("static" not in tree.configuration)
         title = f"{tree.configuration}: {tree.nodes} node"
         (row,) = [row for row in report.others if row.key == tree.key and row.configuration.startswith(title)]

@@ -315,7 +315,7 @@ def test_faults_of_a_standalone_pair(
         (["generate", "x", "--run", "RUN", "--target", "TARGET"], "--run was given beside --target or --draft"),
         (["generate", "x", "--run", "RUN", "--top-k", "4"], "--top-k does nothing without --temperature"),
         (["generate", "x", "--run", "RUN", "--drafter", "tree", "--length", "0"], "--length 0 drafts nothing"),
-        (["plan", "RECIPE", "--depth", "64"], "override its key: profile.depth"),
+        (["plan", "RECIPE", "--depth", "64"], "override its key: speedup.depth"),
         (["plan", "RECIPE", "--tokens", "64"], "override its key: speedup.new_tokens"),
         (["plan", "TARGET", "--draft-curve", "x.json", "--hardware", "y.yaml"], "--draft-curve is in seconds of"),
         (["profile", "TARGET", "--depths", "0,8"], "a step follows at least one token"),
@@ -416,7 +416,7 @@ def test_the_demo_without_llama_cpp(
     settings = ("speedup.backends=[pytorch]", "export.outtypes=[]")
     assert all(setting in (tiny.ROOT / "scripts" / "demo.sh").read_text() for setting in settings)
     shutil.rmtree(copied / "gguf")
-    redo = ("--redo", "profile", "--redo", "export", "--redo", "speedup")  # the stages that would ask for it
+    redo = ("--redo", "export", "--redo", "speedup")  # the stages that would ask for it
     assert tiny.call("train", world / "recipe.yaml", "--runs", copied.parent, *settings, *redo) == 0
     found = capsys.readouterr()
     assert "report.html" in found.out and "draft + target | pytorch | plain" in found.out

@@ -15,7 +15,6 @@ from distill.errors import DataError, RecipeError
 from distill.generate.stream import stream
 from distill.models.loaded import load_pair
 from distill.models.static.static_model import StaticTorchModel
-from distill.pipeline.keys import conditional_settings
 from distill.pipeline.preflight import check_device, check_static
 from distill.recipe import PyTorch, Target, load_recipe
 from distill.speculative.costs.curve import measure_steps
@@ -90,11 +89,3 @@ def test_check_refuses_a_target_that_cannot(world: Path, tmp_path: Path, capsys:
 def test_tables_say_how_a_pair_decodes() -> None:
     assert PyTorch().suffix == "" and STATIC.suffix == ", static cache"
     assert PyTorch(static=True, compile=True, draft_device="cpu").suffix == ", static cache, compiled, draft on cpu"
-
-
-def test_only_static_runs_have_it_in_their_keys(world: Path) -> None:
-    """Runs that decode with the growing cache keep the keys that they had before there was another."""
-    for name in ("profile", "speedup"):
-        assert conditional_settings(load_recipe(world / "recipe.yaml", ("device=auto",)))[name] == ()
-        static = ("device=auto", "pytorch.static=true")
-        assert conditional_settings(load_recipe(world / "recipe.yaml", static))[name] == ("pytorch",)

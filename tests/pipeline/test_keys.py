@@ -31,7 +31,7 @@ def names(run: Run, stage: str) -> set[str]:
 @pytest.mark.parametrize(
     ("overrides", "more"),
     [
-        (["device=cpu"], {"profile": {"device"}, "speedup": {"device"}, "eval": set()}),
+        (["device=cpu"], {"cut": set(), "eval": set()}),
         (
             ["answers.traffic={path: PLACE/log.jsonl}"],
             {
@@ -70,19 +70,6 @@ def test_a_change_of_one_item_has_the_name_that_an_override_takes(finished: Path
         assert difference({name: before}, {name: after}, recipe=recipe) == [line]
 
 
-def test_a_profile_is_of_the_head_that_was_trimmed(copied: Path) -> None:
-    def parts() -> dict[str, Any]:
-        run = opened(copied, "cut.trim={size: 256}")
-        return key_parts(find_stage("profile"), run.recipe, run, Contents(run))
-
-    before = parts()
-    record = json.loads((copied / "stages" / "cut.json").read_text())
-    record["artifacts"]["cut/kept_tokens.json"] = {"bytes": 1, "sha256": "0" * 64}
-    (copied / "stages" / "cut.json").write_text(json.dumps(record))
-    after = parts()
-    assert {name for name in before if before[name] != after[name]} == {"cut: cut/kept_tokens.json"}
-
-
 def test_the_key_of_a_tree_is_of_the_files_that_it_reads(world: Path, tmp_path: Path) -> None:
     for name in ("a.py", "b.py", "old/c.py", "notes.txt"):
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +103,7 @@ def test_figures_of_an_earlier_draft_are_not_those_of_a_new_one(copied: Path, ca
     stale = {stage for stage in tiny.STAGES if run.outdated(stage)}
     assert stale == {"eval", "export", "speedup", "report"}
     found = gather(run.recipe, run)
-    assert (found.evaluation, found.export, found.speedup) == (None, None, None) and found.profile is not None
+    assert (found.evaluation, found.export, found.speedup) == (None, None, None)
     assert tiny.call("report", "tiny", "--runs", copied.parent) == 0
     said = capsys.readouterr().err
     assert "left out: eval, export, speedup, made from what has been replaced" in said

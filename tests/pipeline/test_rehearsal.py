@@ -59,7 +59,7 @@ def rehearsed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     short = shortened(recipe, runs)
     run = Run(runs / short.name, short)
     with tiny.one_thread():
-        with mock.patch("distill.benchmark.profile.profile_entry", side_effect=KeyboardInterrupt):
+        with mock.patch("distill.training.loop.train", side_effect=KeyboardInterrupt):
             with pytest.raises(KeyboardInterrupt):
                 rehearse(recipe, short, run)
             run.close()
@@ -173,7 +173,7 @@ def test_every_section_is_shortened(world: Path, tmp_path: Path) -> None:
     assert short.cut.search is not None and (short.cut.search.layers, short.cut.search.mlp_width) == ((2,), (64,))
     assert short.answers.prompts == 4 and short.speedup.prompts == 2 and short.speedup.lengths == (3,)
     kept = ("block", "prompt_tokens", "new_tokens", "batch", "micro_batch", "depth")
-    for section in ("corpus", "answers", "train", "profile", "eval", "speedup"):
+    for section in ("corpus", "answers", "train", "eval", "speedup"):
         for key in kept:
             assert getattr(getattr(short, section), key, None) == getattr(getattr(recipe, section), key, None)
     assert load_recipe(tiny.write_recipe(tmp_path / "again.yaml", short.model_dump(mode="json"))) == short

@@ -19,14 +19,14 @@ from distill.recipe import load_recipe
 from distill.run import Run
 
 SEED = 20
-EVENTS = 130  # moments before and after renames up to the end of the tiny run's training: it has 134
+EVENTS = 124  # moments before and after renames up to the end of the tiny run's training: it has 128
 
 
 def assert_same_work(run: Path, whole: Path, label: object, finished: bool) -> None:
     """Weights, answers, teacher and cut are those of an uninterrupted run, and nothing temporary is recorded."""
     for name in ("corpus", "answers", "teacher", "cut", "draft"):
         assert tiny.contents(run / name, "README.md") == tiny.contents(whole / name, "README.md"), (label, name)
-    for stage in tiny.STAGES if finished else tiny.STAGES[:6]:
+    for stage in tiny.STAGES if finished else tiny.STAGES[:5]:
         record = json.loads((run / "stages" / f"{stage}.json").read_text())
         assert not [n for n in record["artifacts"] if ".tmp" in n or "/." in n], (label, stage)
     assert not [p.name for p in (run / "stages").iterdir() if "begun" in p.name or p.name == "redo.json"], label
@@ -302,15 +302,14 @@ def test_the_plan_of_each_state(world: Path, copied: Path) -> None:
     assert planned(until="cut") == dict.fromkeys(tiny.STAGES[:4], "skip")
     assert planned(eval__new_tokens=10) == {**done, "eval": "redo", "speedup": "wait", "report": "wait"}
     assert planned(answers__new_tokens=20) == {"corpus": "refuse"}
-    assert planned(train__steps=9) == {**dict.fromkeys(tiny.STAGES[:5], "skip"), "train": "refuse"}
+    assert planned(train__steps=9) == {**dict.fromkeys(tiny.STAGES[:4], "skip"), "train": "refuse"}
     waiting = dict.fromkeys(("eval", "export", "speedup", "report"), "wait")
     assert planned("train", train__steps=9) == {**done, "train": "redo", **waiting}
-    assert planned("profile", "train") == {**done, "profile": "redo", "train": "redo", **waiting}
     assert tiny.contents(copied) == before
 
     (copied / "answers" / "train-00001.jsonl").unlink()
     (copied / "gguf" / "export.json").unlink()
-    waiting = dict.fromkeys(("teacher", "cut", "profile", "train", "eval", "export", "speedup", "report"), "wait")
+    waiting = dict.fromkeys(("teacher", "cut", "train", "eval", "export", "speedup", "report"), "wait")
     assert planned() == {"corpus": "skip", "answers": "mend", **waiting}
     assert planned("answers") == {"corpus": "skip", "answers": "redo", **waiting}
 

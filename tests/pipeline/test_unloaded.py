@@ -100,15 +100,14 @@ def test_a_whole_run_without_weights(which: str, request: pytest.FixtureRequest,
     """Every stage up to the report, except those that time the target; each says what it did instead."""
     run: Path = request.getfixturevalue(which)
     stages = {path.stem for path in (run / "stages").glob("*.json")}
-    assert stages == {"validation", "test", *tiny.STAGES} - {"profile", "speedup"}
+    assert stages == {"validation", "test", *tiny.STAGES} - {"speedup"}
     assert sorted(path.suffix for path in (run / "gguf").iterdir()) == [".gguf", ".json"], "the draft's file alone"
     assert not (run / "rounds.parquet").exists()
     log = (run / "log.txt").read_text()
-    for line in (f"profile: not run: {NOT_RUN}", f"speedup: not run: {NOT_RUN}", f"no rounds are decoded: {NOT_RUN}"):
+    for line in (f"speedup: not run: {NOT_RUN}", f"no rounds are decoded: {NOT_RUN}"):
         assert line in log
     page, card = (run / "report.html").read_text(), (run / "draft" / "README.md").read_text()
-    for name in ("profile", "speedup"):
-        assert page.count(f"The stage <code>{name}</code> was not run: the target&#x27;s weights") >= 1
+    assert "The stage <code>speedup</code> was not run: the target&#x27;s weights" in page
     assert "The stage `speedup` was not run: the target's weights" in card and "α on stored distributions" in card
     for text in (page, card):
         assert "These distributions hold at temperature 1" in text and "sampled answers" in text
@@ -345,7 +344,7 @@ def test_no_command_loads_the_target(from_file: Path, place: Path, capsys: Captu
     recipe, runs = place / "file.yaml", from_file.parent
     for arguments, expected in (
         (("speedup", from_file), "stage `speedup` is no part of this run: the target's weights are not loaded"),
-        (("train", recipe, "--runs", runs, "--until", "profile"), "stage `profile` is no part of this run"),
+        (("train", recipe, "--runs", runs, "--until", "speedup"), "stage `speedup` is no part of this run"),
         (("train", recipe, "--runs", runs, "--redo", "speedup"), "stage `speedup` is no part of this run"),
         (("generate", "def f(", "--run", from_file), "the recipe says never to (target.load: false)"),
         (("speedup", from_file, "--verify-distribution"), "the recipe says never to (target.load: false)"),
@@ -355,7 +354,7 @@ def test_no_command_loads_the_target(from_file: Path, place: Path, capsys: Captu
         assert expected in said and "Traceback" not in said, (arguments, said)
     assert tiny.call("train", recipe, "--runs", runs, "--dry-run") == 0
     said = capsys.readouterr().err
-    assert f"profile: not run: {NOT_RUN}" in said and "report: up to date" in said
+    assert f"speedup: not run: {NOT_RUN}" in said and "report: up to date" in said
     assert tiny.call("export-gguf", from_file, "--outtype", "f16", "--to", place / "extra") == 0
     assert [path.name for path in (place / "extra").glob("*.gguf")] == ["draft-f16.gguf"]
 
@@ -365,7 +364,7 @@ def test_check_counts_no_weights_of_the_target(place: Path, capsys: Capture) -> 
     assert tiny.call("check", recipe) == 0
     said = capsys.readouterr().out
     assert f"no weights of {place / 'target'} are read or downloaded" in said
-    assert "not run: profile, speedup, decoded rounds" in said and f"tensors of {place / 'donor'}" in said
+    assert "not run: speedup, decoded rounds" in said and f"tensors of {place / 'donor'}" in said
     assert f"tensors of {place / 'target'}" not in said and "no rounds are decoded" in said
     assert tiny.call("check", recipe, "target.load=true", "answers.writer=null", "teacher.gguf=null") == 2
     assert "has no weights" in capsys.readouterr().err, "where they are needed, they are missed"

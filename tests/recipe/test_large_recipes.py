@@ -81,7 +81,7 @@ SMALL = """
     corpus.validation=0.2 corpus.test=0.25 answers.prompts=10 answers.new_tokens=8 teacher.top_k=16
     teacher.shard_blocks=8 cut.score_blocks=1 train.steps=3 train.batch=2 train.micro_batch=1
     train.save_every=2 train.acceptance.prompts=2 train.acceptance.new_tokens=8 eval.file_blocks=2
-    profile.max_tokens=3 profile.depth=16 profile.repeats=5 eval.prompts=6 eval.new_tokens=8 eval.length=2
+    speedup.max_tokens=3 speedup.depth=16 speedup.repeats=5 eval.prompts=6 eval.new_tokens=8 eval.length=2
     export.outtypes=[f16] speedup.outtype=f16
     speedup.lengths=[2] speedup.prompts=2 speedup.new_tokens=8
 """

@@ -33,7 +33,6 @@ from distill.results.evaluation_results import (
     SliceResult,
 )
 from distill.results.export_results import ExportedFile, Parity
-from distill.results.profile_results import MeasuredCurve
 from distill.results.run_results import RunResults
 from distill.results.serialise import from_json, write_result
 from distill.results.speedup_results import (
@@ -47,6 +46,7 @@ from distill.results.speedup_results import (
     Segment,
     SpeedupPart,
     SpeedupReport,
+    StepFigures,
 )
 from distill.results.training_results import (
     EvaluatedWeights,
@@ -62,7 +62,7 @@ EVIL = (
     "</pre><script>alert('x')</script><img src=https://evil.example/x.png onerror=\"y\">&amp;\x00\x1b[31m" + SURROGATE
 )
 VOID = {"meta", "link", "br", "img", "input", "hr"}
-OPTIONAL = {"steps": "train", "profile": "profile", "evaluation": "eval", "export": "export", "speedup": "speedup"}
+OPTIONAL = {"steps": "train", "evaluation": "eval", "export": "export", "speedup": "speedup"}
 
 
 def as_results(values: dict[str, Any]) -> RunResults:
@@ -116,12 +116,6 @@ def positions(first: float) -> list[dict[str, Any]]:
     return rows
 
 
-def curve(model: str, backend: str, dtype: str, base: float, slope: float) -> dict[str, Any]:
-    seconds = [base * (1 + slope * (count - 1) ** 0.9) for count in range(1, 17)]
-    low, high = ([factor * one for one in seconds] for factor in (0.96, 1.05))
-    return asdict(MeasuredCurve(model, backend, dtype, 256, 40, list(range(1, 17)), seconds, low, high))
-
-
 def speedup_rows(pair: str, backend: str, peak: float) -> list[dict[str, Any]]:
     speeds = {length: peak - 0.045 * (length - 4) ** 2 / 2 for length in (1, 2, 3, 4, 5, 6, 8)}
     plain = (3072, 84.31, 36.44, 36.44, None, None, 1.0, 1.0, 1.0, None, 24, 0, 0, None)
@@ -144,6 +138,7 @@ def speedup_part(
         PlainReference(*label, "transformers generate", *library),
         Noise(*label, 1e-4),
         costs,
+        StepFigures(256, {m: 0.0214 * (0.94 + 0.06 * m) for m in range(1, 17)}, {1: 0.0021, 2: 0.0022}),
     )
     return asdict(part) | {"measurements": speedup_rows(pair, backend, peak)} | others
 
@@ -182,13 +177,6 @@ def make_metadata() -> dict[str, Any]:
         ),
         speedup_part(large, "pytorch", 1.912, (11.25, 12.5, 0.9)),
         speedup_part(small, "gguf", 0.843, (36.44, 36.0, 1.0122), explanations=[why], samples=[hostile]),
-    ]
-    curves = [
-        curve("target", "pytorch", "float32", 0.0214, 0.06),
-        curve("draft", "pytorch", "float32", 0.0021, 0.03),
-        curve("big target", "pytorch", "float32", 0.0853, 0.04),
-        curve("target", "gguf", "q4_k_m", 0.0091, 0.21),
-        curve("draft", "gguf", "q4_k_m", 0.0009, 0.11),
     ]
     files = [
         exported("draft", "q4_k_m", 13_204_512, (0.9619, 0.0413, 0.917), [(3, 17)]),
@@ -230,7 +218,6 @@ def make_metadata() -> dict[str, Any]:
         "donor": asdict(ModelSizes("example/donor-30m", llama, 31_408_640, 12, 320, 960, 49152, 62_830_111)),
         "draft": asdict(ModelSizes("runs/demo/draft", llama, 18_203_456, 2, 320, 384, 49152, 36_421_777)),
         "steps": [{"stage": "train", **asdict(step)} for step in steps],
-        "profile": {"command": "distill train recipes/demo.yaml", "machine": {}, "curves": curves},
         "evaluation": asdict(
             EvaluationReport(
                 "distill eval demo --kl --acceptance",
@@ -303,9 +290,8 @@ def test_page_is_whole_fetches_nothing_and_changes_no_result() -> None:
     before = copy.deepcopy(results)
     checker = checked(pages.build_page(results))
     assert cards.build_card(results) and results == before
-    assert (
-        checker.tags["svg"] == 11
-    )  # two of training, positions, reliability, slices, two costs and one speedup for each of two backends
+    # Two of training, positions, reliability, slices, two costs for each of three pairs, a speedup for each backend.
+    assert checker.tags["svg"] == 13
     assert checker.tags["h1"] == 1 and checker.tags["h2"] == 13
 
 
@@ -315,7 +301,7 @@ def test_page_holds_the_numbers() -> None:
     figures = """
         134,515,008 | 18,203,456 | 269,060,552 | 49,152 | 1.91× | [1.84, 1.97] | 1.37× | 0.84×
         faster than plain | slower than plain | 74.7 % [73.5, 75.9] | 53.7 % | 0.801 [0.789, 0.813] | -0.630
-        48,213 | 21.4 | [20.5, 22.5] | 36.44 | 35.21 | 103.5 % | 90.0 % | 13,204,512 | 96.2 % | 0.0413
+        48,213 | 21.4 | 36.44 | 35.21 | 103.5 % | 90.0 % | 13,204,512 | 96.2 % | 0.0413
         7,372,800 tokens | AMD EPYC 7B13 | 2.9.1+cpu | temperature 0.8 | distill speedup demo
         distill eval demo --kl --acceptance | no draft can win
     """
@@ -332,7 +318,7 @@ def test_every_table_says_its_command() -> None:
 @pytest.mark.usefixtures("without_pictures")
 def test_every_figure_of_a_pair_names_it() -> None:
     page = build_page(make_metadata())
-    assert page.count("big target ×4 &amp; &lt;draft&gt;") == 1 + 8 + 1 + 1 + 1  # the last is a sentence of the limits
+    assert page.count("big target ×4 &amp; &lt;draft&gt;") == 1 + 8 + 2 + 1 + 1 + 1  # the last is a sentence of the limits
     assert "(--spec-draft-sampling probabilistic)" in build_card(make_metadata())
     assert "(pytorch) reaches only 90.0 %" in page
 
@@ -373,7 +359,7 @@ def test_hostile_text_stays_text() -> None:
     part["explanations"] = [EVIL]
     part["measurements"][1]["pair"] = "_$x_{" + EVIL
     part["measurements"].append(other(part["measurements"][1], EVIL, "lookup", lossy=EVIL))
-    results["profile"]["curves"][0]["dtype"] = "$" + EVIL
+    part["costs"]["pair"] = "$" + EVIL
     page = build_page(results)
     checker = checked(page)
     assert "<script" not in page and "\x00" not in page and "\x1b" not in page
@@ -391,7 +377,7 @@ def test_stages_that_have_not_run_are_named(absent: list[str]) -> None:
     for name in absent:
         stage = OPTIONAL[name]
         assert f"The stage <code>{stage}</code> has not run" in page
-        assert stage == "profile" or f"The stage `{stage}` has not run" in card
+        assert f"The stage `{stage}` has not run" in card
     for name in set(OPTIONAL) - set(absent):
         assert f"The stage <code>{OPTIONAL[name]}</code> has not run" not in page
 
@@ -436,10 +422,10 @@ def test_a_repeated_step_counts_once_and_long_runs_are_averaged() -> None:
 
 
 def test_plots_take_the_page_colour_and_are_the_same_each_time() -> None:
-    profile = as_results(make_metadata()).profile
-    assert profile is not None
-    drawn = plots.cost_curves(profile.curves, "pytorch")
-    assert drawn == plots.cost_curves(profile.curves, "pytorch")
+    measured = as_results(make_metadata()).speedup
+    assert measured is not None
+    drawn = plots.cost_curves(measured.parts[0])
+    assert drawn == plots.cost_curves(measured.parts[0])
     assert "currentColor" in drawn and plots.INK not in drawn and drawn.startswith("<svg ") and drawn.endswith("</svg>")
 
 
@@ -448,11 +434,10 @@ def test_limits_and_doubts_follow_the_results() -> None:
     results = make_metadata()
     page = build_page(results)
     assert "No GPU took part" in page and "reaches only 90.0 %" in page
-    for words in ("not shown to be lossless", "drafted nothing", "something else was running"):
+    for words in ("not shown to be lossless", "drafted nothing"):
         assert words not in page
     results["speedup"]["parts"][0]["measurements"][2] |= {"different": 3, "acceptance": None, "speedup": 1.15}
     results["machine"]["gpu"] = "NVIDIA H100"
-    results["profile"]["curves"][0]["doubt"] = "something else was running"
     best = results["speedup"]["parts"][0]["measurements"][4]
     best |= {"speedup_low": 1.17, "speedup_high": 1.75}
     assert "which is wide" not in build_page(results)  # not yet: 1.4957 times its lower end
@@ -461,7 +446,6 @@ def test_limits_and_doubts_follow_the_results() -> None:
     assert "lies between 1.17× and 3.14×, which is wide" in page
     assert "drafted nothing: its 1.15× shows how much" in page and "not shown to be lossless" in page
     assert "3 outputs differ from the plain run" in page and "No GPU took part" not in page
-    assert "something else was running (measure it again: the run&#x27;s command with --redo profile)." in page
 
 
 def test_card_front_matter_and_numbers() -> None:

@@ -32,6 +32,7 @@ from distill.results.speedup_results import (
     RoundCosts,
     SpeedupPart,
     SpeedupReport,
+    StepFigures,
 )
 from distill.results.speedup_tables import measurement_table, run_blocks
 from distill.sampler import Sampler
@@ -182,6 +183,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
         PlainReference(*names, "a library", 1.0, 1.0, 1.0),
         Noise(*names, 0.0),
         RoundCosts(*names, 1.0, [1], [1.2], [0.1] * 3, [0.2] * 3, 0.5, 0.1),
+        StepFigures(8, {1: 1.0, 2: 1.1}, {1: 0.1}),
     )
     report = SpeedupReport("distill speedup", {}, 4, 16, {}, [part])
     assert document(run_blocks(report)).count("| LOSSY: ") == 1

@@ -38,7 +38,7 @@ def exact(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """A run with an exact teacher that has everything but a trained draft."""
     runs = tmp_path_factory.mktemp("exact")
     shutil.copytree(ready, runs / "tiny")
-    stages = ("--redo", "teacher", "--until", "profile")
+    stages = ("--redo", "teacher", "--until", "cut")
     with tiny.one_thread():
         code = tiny.call("train", world / "recipe.yaml", "--runs", runs, EXACT, *stages)
     assert code == 0
