@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from distill.intervals import Interval
-from distill.results.pair_results import BatchFigures, GroupFigures, PairSpeedup, StepFigures
-from distill.results.speedup_results import Measurement, PlainReference, RoundFigures, SpeedupReport
+from distill.results.pair_results import BatchFigures, GroupFigures, PairSpeedup
+from distill.results.speedup_results import Measurement, PlainReference, RoundFigures, SpeedupReport, StepFigures
 from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, listed, table_of
 
 INTERLEAVED = (

@@ -318,7 +318,9 @@ def test_every_table_says_its_command() -> None:
 @pytest.mark.usefixtures("without_pictures")
 def test_every_figure_of_a_pair_names_it() -> None:
     page = build_page(make_metadata())
-    assert page.count("big target ×4 &amp; &lt;draft&gt;") == 1 + 8 + 2 + 1 + 1 + 1  # the last is a sentence of the limits
+    assert (
+        page.count("big target ×4 &amp; &lt;draft&gt;") == 1 + 8 + 2 + 1 + 1 + 1
+    )  # the last is a sentence of the limits
     assert "(--spec-draft-sampling probabilistic)" in build_card(make_metadata())
     assert "(pytorch) reaches only 90.0 %" in page
 
