@@ -202,11 +202,11 @@ def serve_check(
 
 
 def _show(report: ServeReport, to: Path | None, output: str) -> None:
-    from distill.serving.markdown import as_markdown, flat_rows
+    from distill.serving.markdown import serving_blocks
 
     if to is not None:
         write_result(to, report)
-    shared.print_result(report, as_markdown(report), flat_rows(report), output)
+    shared.print_blocks(serving_blocks(report), report, output)
 
 
 @contextmanager

@@ -1,17 +1,22 @@
-"""A check of a server as sentences, tables and rows."""
+"""A check of a server as sentences and tables."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from distill.intervals import Interval
-from distill.results.serving_results import Difference, ServedAcceptance, ServedSpeed, ServeReport
-from distill.results.tables import markdown_table
+from distill.results.serving_results import (
+    ConfirmedSettings,
+    Difference,
+    ServedAcceptance,
+    ServedClass,
+    ServedSpeed,
+    ServeReport,
+)
 from distill.serving.choose import settings_of
 from distill.serving.differences import SMALLEST
+from distill.tables import Block, Cell, Columns, Row, Table, bullets, known, listed, shown, table_of
 
 LARGE = 0.5  # of a shortfall: differences that explain less leave something to look for
 
@@ -34,7 +39,7 @@ def sentences(report: ServeReport, reference: Reference | None) -> list[str]:
     if not math.isnan(report.drawn.mean):
         found.append(
             f"At n_max {report.n_max}, drafts drawn from the draft (--spec-draft-sampling probabilistic) give "
-            f"{shown(report.drawn)} tokens per round more than its best tokens."
+            f"{shown(report.drawn, ".2f")} tokens per round more than its best tokens."
         )
     found += [_difference(one) for one in sorted(report.differences, key=lambda one: not one.explains)]
     if reference is not None and reference.short.low > SMALLEST:
@@ -65,12 +70,12 @@ def _beside(report: ServeReport, own: ServedAcceptance, reference: Reference | N
         else:
             text += ": as predicted"
     if not math.isnan(report.predicted):
-        text += f". The run measured {report.predicted:.1%} at this draft length"
+        text += f". The run measured {shown(report.predicted, '%')} at this draft length"
     return text + "."
 
 
 def _both(found: ServedAcceptance) -> str:
-    return f"{shown(found.rate, '.1%')}, {shown(found.tokens_per_round)} tokens per round"
+    return f"{shown(found.rate, '%')}, {shown(found.tokens_per_round)} tokens per round"
 
 
 def _difference(one: Difference) -> str:
@@ -95,35 +100,47 @@ def _speed(report: ServeReport) -> str:
 # ── tables ──
 
 
-def as_markdown(report: ServeReport) -> str:
+def serving_blocks(report: ServeReport) -> list[Block]:
     """The sentences, and tables of acceptance, speed, classes and settings."""
-    parts = [
+    blocks: list[Block] = [
         f"{report.server}, build {report.build}: `{report.served}`. {_sampled(report)}, {report.prompts} prompts × "
         f"up to {report.new_tokens} tokens, cold caches, servers in turn; intervals resample prompts.",
-        "\n".join(f"- {sentence}" for sentence in report.sentences),
+        bullets(report.sentences),
         _acceptance(report),
         _speeds(report),
     ]
     if report.classes:
-        rows = [
-            [one.name, str(one.prompts), shown(one.rate, ".1%"), shown(one.tokens_per_round), shown(one.speedup)]
-            for one in report.classes
-        ]
-        parts.append(markdown_table(["class", "prompts", "acceptance", "tokens per round", "speedup"], rows))
+        of_classes: Columns[ServedClass] = {
+            "class": lambda one: one.name,
+            "prompts": lambda one: one.prompts,
+            "acceptance": lambda one: Cell(one.rate, "%"),
+            "tokens per round": lambda one: one.tokens_per_round,
+            "speedup": lambda one: Cell(one.speedup, "×"),
+        }
+        blocks.append(table_of(report.classes, of_classes, report.command, "classes of prompts"))
+    if report.differences:
+        of_differences: Columns[Difference] = {
+            "what differs": lambda one: one.what,
+            "found": lambda one: one.found,
+            "expected": lambda one: one.expected,
+            "tokens per round lost": lambda one: one.loss,
+        }
+        blocks.append(table_of(report.differences, of_differences, report.command, "differences"))
     if report.choice is not None:
         choice = report.choice
-        rows = [
-            [settings_of(one).title, f"{one.tokens_per_second:,.1f}", shown(one.against)] for one in choice.confirmed
-        ]
-        parts += [
+        of_settings: Columns[ConfirmedSettings] = {
+            "settings": lambda one: settings_of(one).title,
+            "tokens/s": lambda one: one.tokens_per_second,
+            "speed of the chosen ones over these": lambda one: Cell(one.against, "×"),
+        }
+        blocks += [
             f"{len(choice.tried)} settings were tried on validation prompts in {choice.seconds:.0f} s.",
-            markdown_table(["settings, held-out prompts", "tokens/s", "speed of the chosen ones over these"], rows),
+            table_of(choice.confirmed, of_settings, report.command, "settings on held-out prompts"),
             f"```sh\n{choice.command}\n```",
         ]
     if report.left_out:
-        parts.append("Left out: " + ", ".join(f"{count} {reason}" for reason, count in report.left_out.items()) + ".")
-    parts += [*(f"Note: {line}." for line in report.notes), f"`{report.command}`"]
-    return "\n\n".join(parts) + "\n"
+        blocks.append(f"Left out: {listed(report.left_out)}.")
+    return [*blocks, *(f"Note: {line}." for line in report.notes)]
 
 
 def _sampled(report: ServeReport) -> str:
@@ -134,85 +151,43 @@ def _sampled(report: ServeReport) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in sampler.items() if value != off.get(name))
 
 
-def _acceptance(report: ServeReport) -> str:
-    rows = [
+def _acceptance(report: ServeReport) -> Table:
+    rows: list[Row] = [
         [
             one.source,
-            f"{one.accepted} ÷ {one.drafted}",
-            shown(one.rate, ".1%"),
-            shown(one.tokens_per_round),
+            one.accepted,
+            one.drafted,
+            Cell(one.rate, "%"),
+            one.tokens_per_round,
             ", ".join(f"{share:.2f}" for share in one.by_position or ()),
         ]
         for one in report.acceptance
     ]
-    if not math.isnan(report.predicted):
-        rows.append(["the run's own measurement", "", f"{report.predicted:.1%}", "", ""])
-    positions = "rounds that accepted position 1, 2, …"
-    return markdown_table(["counted by", "accepted ÷ drafted", "acceptance", "tokens per round", positions], rows)
+    if known(report.predicted):
+        rows.append(["the run's own measurement", None, None, Cell(report.predicted, "%"), None, ""])
+    heads = ["counted by", "accepted", "drafted", "acceptance", "tokens per round"]
+    return Table([*heads, "rounds that accepted position 1, 2, …"], rows, report.command, "acceptance")
 
 
-def _speeds(report: ServeReport) -> str:
-    rows = [
-        [
-            _load(one),
-            one.configuration,
-            str(one.requests),
-            f"{one.in_flight:.1f}",
-            f"{one.requests_per_second:.3g}",
-            f"{one.tokens_per_second:,.1f}",
-            *(" / ".join(f"{one * 1e3:.1f}" for one in pair) for pair in (one.first_seconds, one.token_seconds)),
-            shown(one.speedup),
-        ]
-        for one in report.speeds
-    ]
-    counts = ["load", "configuration", "requests", "in flight", "requests/s", "tokens/s"]
-    return markdown_table([*counts, "first token, ms, p50 / p95", "per token, ms, p50 / p95", "speedup"], rows)
+def _speeds(report: ServeReport) -> Table:
+    def milliseconds(seconds: float) -> Cell:
+        return Cell(seconds * 1e3, ".1f")
+
+    columns: Columns[ServedSpeed] = {
+        "load": _load,
+        "configuration": lambda one: one.configuration,
+        "requests": lambda one: one.requests,
+        "in flight": lambda one: Cell(one.in_flight, ".1f"),
+        "requests/s": lambda one: Cell(one.requests_per_second, ".3g"),
+        "tokens/s": lambda one: one.tokens_per_second,
+        "first token, ms, p50": lambda one: milliseconds(one.first_seconds[0]),
+        "first token, ms, p95": lambda one: milliseconds(one.first_seconds[1]),
+        "per token, ms, p50": lambda one: milliseconds(one.token_seconds[0]),
+        "per token, ms, p95": lambda one: milliseconds(one.token_seconds[1]),
+        "speedup": lambda one: Cell(one.speedup, "×"),
+    }
+    return table_of(report.speeds, columns, report.command, "speed")
 
 
 def _load(one: ServedSpeed) -> str:
     return f"{one.concurrency} at once" if one.concurrency else f"{one.offered:.3g} requests/s"
-
-
-def shown(interval: Interval, form: str = ".2f") -> str:
-    """A figure with its interval; empty where nothing was counted."""
-    if math.isnan(interval.mean):
-        return ""
-    bounds = "" if math.isnan(interval.low) else f" [{interval.low:{form}}, {interval.high:{form}}]"
-    return f"{interval.mean:{form}}{bounds}"
-
-
-def flat_rows(report: ServeReport) -> list[dict[str, Any]]:
-    """Every figure as a row with the same columns, for jsonl and csv."""
-    rows: list[dict[str, Any]] = []
-
-    def add(kind: str, name: str, figures: Mapping[str, Interval | float], concurrency: int = 1) -> None:
-        for metric, figure in figures.items():
-            values = vars(figure if isinstance(figure, Interval) else Interval(figure, math.nan, math.nan))
-            known = {key: None if math.isnan(value) else value for key, value in values.items()}
-            rows.append({"kind": kind, "name": name, "concurrency": concurrency, "metric": metric, **known})
-
-    for own in report.acceptance:
-        add("acceptance", own.source, {"acceptance": own.rate, "tokens per round": own.tokens_per_round})
-    for speed in report.speeds:
-        seconds = {
-            f"{what}, seconds, {statistic}": value
-            for what, pair in (("first token", speed.first_seconds), ("per token", speed.token_seconds))
-            for statistic, value in zip(("median", "95th percentile"), pair, strict=True)
-        }
-        figures: dict[str, Interval | float] = {
-            "requests": speed.requests,
-            "requests per second": speed.requests_per_second,
-            "tokens per second": speed.tokens_per_second,
-            **seconds,
-            "speedup": speed.speedup,
-        }
-        name = speed.configuration + ("" if speed.concurrency else f", {_load(speed)}")
-        add("speed", name, figures, speed.concurrency)
-    for prompts in report.classes:
-        add("class", prompts.name, {"acceptance": prompts.rate, "speedup": prompts.speedup})
-    for difference in report.differences:
-        add("difference", difference.what, {"tokens per round lost": difference.loss})
-    for settings in [] if report.choice is None else report.choice.confirmed:
-        figures = {"tokens per second": settings.tokens_per_second, "speed of the chosen over it": settings.against}
-        add("settings", settings_of(settings).title, figures)
-    return rows

@@ -168,8 +168,8 @@ def test_outputs(finished: Path, capsys: Capture, command: str, output: str) -> 
 
 def test_parts_of_eval(finished: Path, capsys: Capture) -> None:
     for option, there, absent in (
-        ("--kl", "acceptance, greedy", "Acceptance by draft position"),
-        ("--acceptance", "Acceptance by draft position", "acceptance, greedy"),
+        ("--kl", "acceptance, greedy", "acceptance by draft position"),
+        ("--acceptance", "acceptance by draft position", "acceptance, greedy"),
     ):
         assert tiny.call("eval", "tiny", "--runs", finished.parent, option) == 0
         said = capsys.readouterr().out
