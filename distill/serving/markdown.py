@@ -39,7 +39,7 @@ def sentences(report: ServeReport, reference: Reference | None) -> list[str]:
     if not math.isnan(report.drawn.mean):
         found.append(
             f"At n_max {report.n_max}, drafts drawn from the draft (--spec-draft-sampling probabilistic) give "
-            f"{shown(report.drawn, ".2f")} tokens per round more than its best tokens."
+            f"{shown(report.drawn, '.2f')} tokens per round more than its best tokens."
         )
     found += [_difference(one) for one in sorted(report.differences, key=lambda one: not one.explains)]
     if reference is not None and reference.short.low > SMALLEST:

@@ -42,6 +42,7 @@ from distill.serving.load import Load
 from distill.serving.markdown import Reference, sentences, serving_blocks
 from distill.serving.replaying import ServerRules, by_class, vllm_text
 from distill.speculative.decode import Decoded, Round
+from distill.tables import document, records
 from distill.texts import Prompt
 
 LLAMA = pytest.mark.skipif(
@@ -329,7 +330,9 @@ def test_drafts_of_sampled_requests_are_measured_both_ways(settings: LlamaServer
     assert found.texts == 0 and found.probabilistic == drawn
     greedy = check_started(wanted(concurrency=(1,), repeats=2), settings)
     assert math.isnan(greedy.drawn.mean) and greedy.acceptance[0].drafted < one.drafted + other.drafted
-    assert document(serving_blocks(found)).count("temperature 0.8") == 1 and "Greedy" in document(serving_blocks(greedy))
+    assert document(serving_blocks(found)).count("temperature 0.8") == 1 and "Greedy" in document(
+        serving_blocks(greedy)
+    )
 
 
 def test_slots_share_a_cache_where_the_build_can(settings: LlamaServer, monkeypatch: pytest.MonkeyPatch) -> None:
