@@ -675,7 +675,7 @@ def test_the_whole_command(
     for output in ("jsonl", "csv"):
         assert tiny.call("serve-check", *pair, *small, "-o", output) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert len(lines) > 8 and "tokens per round" in "".join(lines)
+        assert len(lines) >= 8 and "tokens per round" in "".join(lines)
 
 
 @pytest.mark.usefixtures("ours")
