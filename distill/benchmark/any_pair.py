@@ -8,7 +8,6 @@ from pathlib import Path
 
 from distill.benchmark.batches import measure_batches, not_batched, require_rows
 from distill.benchmark.calibrate import calibrate_pair, need_calibration
-from distill.benchmark.libraries import plain_reference
 from distill.benchmark.pair import Comparison, largest_tree, measure_pair
 from distill.benchmark.rounds import by_class, by_depth
 from distill.documents.user_prompts import UserPrompts, read_user_prompts, sources_of
@@ -35,7 +34,6 @@ from distill.speculative.other_vocabulary.drafters import read_with
 CALIBRATION_PROMPTS = 8  # for configurations that read calibrations, measured costs or a chosen tree
 LEAST = 8  # tokens of a prompt that a context must leave room for
 REPEATS = 7  # of timed steps
-REFERENCE_PROMPTS = 2  # on which the library's own generation is timed
 
 
 def pair_settings(
@@ -88,14 +86,12 @@ def measure_any_pair(
     *,
     prompt_tokens: int,
     batches: Sequence[int] = (),
-    library: bool = False,
     command: str = "",
 ) -> PairSpeedup:
     """Read the prompts, load both models and measure them; `recipe` holds the settings, and is of no run.
 
     `names` are target and draft as they were given, `draft` is the draft to load. `sweep` is a configuration a length.
-    `library` times the library's own plain
-    generation too, which loads a GGUF file a second time. Raises RecipeError or DataError for prompts, contexts and
+     Raises RecipeError or DataError for prompts, contexts and
     configurations that do not go together.
     """
     configurations, new_tokens = (*sweep, *others), recipe.speedup.new_tokens
@@ -163,7 +159,6 @@ def measure_any_pair(
             batches=measure_batches(recipe, pair, measured, batches, compared.prepared, compared.fitted),
             not_batched=not_batched(compared.prepared) if batches else [],
             calibration=None if calibrated is None else calibrated.table,
-            library=plain_reference(recipe, pair, label, measured[:REFERENCE_PROMPTS]) if library else None,
             pytorch=recipe.pytorch.suffix.removeprefix(", "),
         )
 

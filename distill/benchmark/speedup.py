@@ -11,7 +11,6 @@ from typing import Any
 
 from distill.benchmark.calibrate import Calibrated, calibrate_run, round_costs, validation_prompts
 from distill.benchmark.compare import TimedText
-from distill.benchmark.libraries import plain_reference
 from distill.benchmark.pair import ComparedPair, Comparison, largest_tree, measure_pair
 from distill.files import write_text
 from distill.machine import machine
@@ -33,7 +32,6 @@ from distill.speculative.stop_strings import Characters
 from distill.tables import document
 from distill.texts import read_prompts
 
-REFERENCE_PROMPTS = 4  # on which the library's own generation is timed
 SAMPLES = 3
 
 
@@ -97,7 +95,6 @@ def _measure(
     return SpeedupPart(
         measurements=compared.measurements,
         chosen=compared.chosen,
-        plain_reference=plain_reference(recipe, pair, label, prompts[:REFERENCE_PROMPTS]),
         noise=Noise(*label.key, compared.noise),
         costs=round_costs(compared.paid, label),
         steps=compared.steps,

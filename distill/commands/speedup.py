@@ -15,7 +15,7 @@ from distill.errors import RecipeError
 from distill.progress import command_line
 from distill.recipe import Configuration, Gguf, PyTorch, Recipe, SamplerSettings, parse_section
 from distill.recipe.load import read_yaml
-from distill.results.serialise import as_json, read_result, write_result
+from distill.results.serialise import read_result, write_result
 from distill.run import Run
 
 PAIR = "Any pair, without a run"
@@ -39,15 +39,6 @@ def speedup(
     again: Annotated[
         bool, typer.Option("--again", help="Measure again instead of showing the last measurement.")
     ] = False,
-    verify_distribution: Annotated[
-        bool,
-        typer.Option(
-            "--verify-distribution", help="Instead: test that the decoder samples the target's own distribution."
-        ),
-    ] = False,
-    samples: Annotated[
-        int, typer.Option(min=100, help="--verify-distribution: texts drawn per prompt and verifier.")
-    ] = 400,
     allow_lossy: Annotated[
         bool,
         typer.Option("--allow-lossy", help="Run configurations that change the target's distribution too (LOSSY)."),
@@ -93,9 +84,6 @@ def speedup(
     compile: Annotated[bool | None, pair_option(help=shared.COMPILE_HELP)] = None,
     draft_device: Annotated[str | None, pair_option(help=shared.DRAFT_DEVICE_HELP)] = None,
     prepack: Annotated[bool | None, pair_option(help=shared.PREPACK_HELP)] = None,
-    library: Annotated[
-        bool, pair_option("--library", help="Also time the library's own plain generation (a GGUF file loads twice).")
-    ] = False,
     seed: Annotated[int, pair_number(min=0, help="Seed of all draws.")] = 0,
     to: Annotated[
         Path | None, pair_option(help="Also write everything that was measured to this file, as JSON.")
@@ -111,7 +99,7 @@ def speedup(
     pair = target is not None or draft is not None or bool(prompts)
     _refuse_other_options(context, pair, of_run)
     if not pair:
-        _of_run(run, runs, again, verify_distribution, samples, allow_lossy, threads, gguf, output)
+        _of_run(run, runs, again, allow_lossy, threads, gguf, output)
         return
     shared.require_format(output)
     own: Recipe | None = None  # of a run, whose settings hold where no option says otherwise
@@ -170,7 +158,6 @@ def speedup(
         others,
         prompt_tokens=prompt_tokens,
         batches=batches,
-        library=library,
         command=command_line(sys.argv),
     )
     if to is not None:
@@ -244,8 +231,7 @@ def _refuse_other_options(context: typer.Context, pair: bool, of_run: bool) -> N
     """Raise RecipeError where options of runs were given for a pair, or those of pairs for a run; `of_run`: the pair
     would be a run's."""
     of_pair = [str(one.name) for one in context.command.params if getattr(one, "rich_help_panel", None) == PAIR]
-    measuring = ["again", "verify_distribution", "samples"]
-    refused = measuring + ([] if of_run else ["run", "runs"]) if pair else of_pair
+    refused = ["again"] + ([] if of_run else ["run", "runs"]) if pair else of_pair
     given = shared.first_given(context, refused)
     if given is not None:
         raise RecipeError(
@@ -258,8 +244,6 @@ def _of_run(
     name: str | None,
     runs: Path,
     again: bool,
-    verify_distribution: bool,
-    samples: int,
     allow_lossy: bool,
     threads: int | None,
     gguf: Gguf | None,
@@ -268,17 +252,6 @@ def _of_run(
     from distill.results.speedup_results import SpeedupReport
 
     recipe, found = shared.find_run(name, runs)
-    if verify_distribution:
-        if gguf is not None:
-            raise RecipeError("--verify-distribution decodes in PyTorch", "leave llama.cpp's options out")
-        shared.run_until(recipe, found, "train", threads=threads)
-        found.verify("train", "draft/*")
-        from distill.benchmark.distribution_test import distribution_markdown, verify_run_distribution
-
-        tested = verify_run_distribution(recipe, found, samples)
-        rows = [as_json(test) for test in tested.tests]
-        shared.print_table(rows, distribution_markdown(tested), as_json(tested) | {"lossless": tested.lossless}, output)
-        raise typer.Exit(0 if tested.lossless else 1)
     if gguf is not None and "gguf" not in recipe.speedup.backends:
         raise RecipeError("this run measures no GGUF files (speedup.backends)", "leave llama.cpp's options out")
     changes = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distill.report.text import known, number, percent
+from distill.report.text import known, number
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import FASTER, SpeedupReport
@@ -69,13 +69,6 @@ def _speedup_limits(speedup: SpeedupReport) -> list[str]:
             f"{excused} outputs diverge from the plain run at a rounding tie, where the logits of two tokens are equal "
             "within rounding; they count as excused, not as identical."
         )
-    for line in speedup.plain_references:
-        plain, library = line.plain_tokens_per_second, line.library_tokens_per_second
-        if library and plain / library < 0.95:
-            sentences.append(
-                f"The plain run of {line.pair} ({line.backend}) reaches only {percent(plain / library)} of the speed "
-                f"of {line.library}, so the speedup over that library would be smaller."
-            )
     return sentences
 
 

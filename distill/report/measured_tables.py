@@ -38,7 +38,7 @@ from distill.results.evaluation_results import (
     StoredMeasures,
 )
 from distill.results.export_results import ExportedFile, ExportReport, Parity
-from distill.results.speedup_results import Measurement, PlainReference, SpeedupReport
+from distill.results.speedup_results import Measurement, SpeedupReport
 from distill.results.tables import Cell, Columns, Row, Table, table_of
 
 SHOWN_MEASURES = [name for name in MEASURES if name != CEILING]
@@ -232,18 +232,6 @@ def others(report: SpeedupReport, plain: bool = True) -> Table:
         "distribution": lambda one: Cell(one.distribution, "bad" if one.lossy else ""),
     }
     return table_of([one for one in report.others if plain or not one.is_plain], columns, report.command, words=3)
-
-
-def plain_references(report: SpeedupReport) -> Table:
-    """The plain decoder beside the library's own generation."""
-    columns: Columns[PlainReference] = {
-        **PAIR,
-        "library": lambda one: one.library,
-        "library, tokens/s": lambda one: number(one.library_tokens_per_second),
-        **PLAIN_SPEED,
-        "ratio": lambda one: percent(one.ratio),
-    }
-    return table_of(report.plain_references, columns, report.command, words=3)
 
 
 # ── files ──

@@ -53,7 +53,6 @@ def build_page(results: RunResults) -> str:
         ("divergence", "Divergence and acceptance", of("eval", evaluation, sections.divergence)),
         ("cost", "Cost of a step", of("speedup", measured, sections.cost)),
         ("speedup", "Speedup", of("speedup", measured, sections.speedup)),
-        ("plain", "The plain decoder beside the library's own", of("speedup", measured, sections.plain)),
         ("why", "Why these speedups", of("speedup", measured, sections.explanations)),
         ("gguf", "GGUF files and parity", of("export", results.export, sections.gguf)),
         ("samples", "Generated samples", of("speedup", measured, sections.samples)),

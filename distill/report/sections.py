@@ -217,15 +217,6 @@ def speedup(report: SpeedupReport) -> Html:
     return Html(as_plots(*drawn) + as_paragraph(note) + as_table(measured_tables.sweep(report)) + others)
 
 
-def plain(report: SpeedupReport) -> Html:
-    """The plain decoder beside the library's own generation."""
-    words = (
-        "A speedup means something only beside a plain decoder that is itself fast: the plain run should be "
-        "within 5 % of the library's own generation."
-    )
-    return Html(as_paragraph(words) + as_table(measured_tables.plain_references(report)))
-
-
 def explanations(report: SpeedupReport) -> Html:
     """The measured causes of the speedups, in sentences."""
     return as_list(report.explanations) or absent("No explanation was recorded.")

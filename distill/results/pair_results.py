@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.results.serialise import Figure
-from distill.results.speedup_results import ChosenLength, Measurement, PlainReference, RoundFigures, StepFigures
+from distill.results.speedup_results import ChosenLength, Measurement, RoundFigures, StepFigures
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class PairSpeedup:
 
     `classes` counts prompts. `gguf`
     and `pytorch` name the engine's settings that are not the defaults. `dropped` are records left out, by reason.
-    `library` is the library's own plain generation, None where it was not asked for.
     """
 
     command: str
@@ -74,5 +73,4 @@ class PairSpeedup:
     batches: list[BatchFigures] = field(default_factory=list)
     not_batched: list[str] = field(default_factory=list)
     calibration: dict[str, Any] | None = None
-    library: PlainReference | None = None
     pytorch: str = ""

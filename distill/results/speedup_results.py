@@ -104,16 +104,6 @@ class ChosenLength(PairMeasured):
 
 
 @dataclass(frozen=True)
-class PlainReference(PairMeasured):
-    """Our plain decoder beside a library's own greedy generation; `ratio` is the median over prompts of ours ÷ its."""
-
-    library: str
-    plain_tokens_per_second: float
-    library_tokens_per_second: float
-    ratio: float
-
-
-@dataclass(frozen=True)
 class RoundCosts(PairMeasured):
     """Seconds as rounds pay them: of a token of plain decoding; of rounds of the `lengths` drafted without their
     draft steps (`verify`); of draft steps (first of a round with one token to read, with two, later ones), where the
@@ -225,7 +215,6 @@ class SpeedupPart:
 
     measurements: list[Measurement]
     chosen: ChosenLength
-    plain_reference: PlainReference
     noise: Noise
     costs: RoundCosts
     steps: StepFigures
@@ -304,11 +293,6 @@ class SpeedupReport:
         """All ways to the target's greedy text but plain decoding."""
         greedy = (one for one in self.measurements if one.sampler is None and one.lossy is None)
         return [one for one in greedy if not one.is_plain]
-
-    @property
-    def plain_references(self) -> list[PlainReference]:
-        """Of all parts, in order."""
-        return [part.plain_reference for part in self.parts]
 
     @property
     def explanations(self) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from distill.intervals import Interval
 from distill.results.pair_results import BatchFigures, GroupFigures, PairSpeedup
-from distill.results.speedup_results import Measurement, PlainReference, RoundFigures, SpeedupReport, StepFigures
+from distill.results.speedup_results import Measurement, RoundFigures, SpeedupReport, StepFigures
 from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, listed, table_of
 
 INTERLEAVED = (
@@ -38,19 +38,6 @@ def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[
     chosen = {id(one) for one in best}
     classes = ["best" if id(one) in chosen else "plain" if one.is_plain else "" for one in rows]
     return table_of(rows, columns, command, "configurations", classes=classes)
-
-
-def library_table(found: Sequence[PlainReference], command: str) -> Table:
-    """The plain decoder beside a library's own generation."""
-    columns: Columns[PlainReference] = {
-        "pair": lambda one: one.pair,
-        "backend": lambda one: one.backend,
-        "library": lambda one: one.library,
-        "library tokens/s": lambda one: one.library_tokens_per_second,
-        "plain tokens/s": lambda one: one.plain_tokens_per_second,
-        "median of the prompts' ratios": lambda one: Cell(one.ratio, "%"),
-    }
-    return table_of(found, columns, command, "the plain decoder beside the library's own")
 
 
 def round_table(rounds: Sequence[RoundFigures], command: str) -> Table:
@@ -130,7 +117,6 @@ def run_blocks(report: SpeedupReport) -> list[Block]:
     return [
         f"Up to {report.new_tokens} tokens after each of {report.prompts} {INTERLEAVED}",
         measurement_table(report.measurements, report.command, report.best),
-        library_table(report.plain_references, report.command),
         bullets(report.explanations),
         *lines,
     ]
@@ -152,8 +138,6 @@ def pair_blocks(report: PairSpeedup) -> list[Block]:
         blocks.append(group_table(report.by_depth, "tokens in the context", "rounds alone", command))
     if report.batches:
         blocks.append(batch_table(report.batches, command))
-    if report.library is not None:
-        blocks.append(library_table([report.library], command))
     return [*blocks, bullets([*report.reasons, *report.not_batched])]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from table_model import TableModel
 from test_configurations import recipe_with
 from test_cost import counting
 from test_measure import rounds_of
@@ -24,11 +25,12 @@ from distill.benchmark.prepared import Fitted, Prepared, prepare_all
 from distill.benchmark.tree_choice import Choice
 from distill.evaluation.stage import write_rounds
 from distill.intervals import speed_ratio
+from distill.models.torch_logits import TorchLogits
 from distill.models.torch_model import TorchModel
 from distill.recipe import Configuration
 from distill.recipe.measuring import fixed_length
 from distill.results.speedup_results import PairMeasured
-from distill.speculative.decode import Decoded, Round, plain
+from distill.speculative.decode import Decoded, Round, plain, speculative
 from distill.speculative.rules import Rules
 from distill.texts import first_difference
 
@@ -125,6 +127,46 @@ def test_verdicts_on_texts() -> None:
         target, prompts[0], wrong, texts[0], 5, gap * 0.9, (2, 3, 4)
     )  # nor a text that is not the plain one
     assert judged(gap * 1.1) == {THREE.title: Identity(1, 1, 0)}
+
+
+class Rounded(TableModel):
+    """Two best tokens within rounding, ordered by how many tokens are taken at once: what a shorter type may do."""
+
+    def extend(self, tokens, *args, **named):  # type: ignore[no-untyped-def]
+        logits = super().extend(tokens, *args, **named).full()
+        best = logits.topk(2, -1).indices
+        top = logits.gather(-1, best[:, :1])
+        shift = 1e-2 if len(tokens) > 1 else -1e-2
+        return TorchLogits(logits.scatter(-1, best[:, 1:], top + shift))
+
+
+class Remembering(TableModel):
+    """Two best tokens whose order hangs on how tokens were taken long before, which a cache keeps."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.together: list[int] = []  # for each token of the context: how many it was taken with
+
+    def extend(self, tokens, *args, **named):  # type: ignore[no-untyped-def]
+        start = self.lengths[0]
+        self.together = self.together[:start] + [len(tokens)] * len(tokens)
+        found = super().extend(tokens, *args, **named).full()
+        asked = range(len(tokens)) if named.get("want") is None else named["want"]
+        long_ago = [max(self.together[4 : max(start + at - 8, 4)], default=1) > 1 for at in asked]
+        shift = torch.tensor([[1e-2 if together else -1e-2] for together in long_ago], dtype=found.dtype).reshape(-1, 1)
+        best = found.topk(2, -1).indices
+        return TorchLogits(found.scatter(-1, best[:, 1:], found.gather(-1, best[:, :1]) + shift))
+
+
+@pytest.mark.parametrize("kind", [Rounded, Remembering])
+def test_a_rounding_tie_of_a_shorter_type_is_excused(kind: type[TableModel]) -> None:
+    target, draft = kind(5, 1), TableModel(5, 2)
+    for sizes, expected in (((), Identity(0, 0, 2)), (range(2, 6), Identity(0, 2, 0))):  # fp32 is not as coarse
+        found = Identity()
+        for prompt in ([0, 1], [3, 4, 2]):
+            other = speculative(target, draft, prompt, 48, 4).tokens
+            found.count(target, prompt, plain(target, prompt, 48).tokens, other, TORCH_NOISE, sizes)
+        assert found == expected
 
 
 def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:

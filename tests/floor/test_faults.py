@@ -314,14 +314,3 @@ def test_a_file_that_cannot_be_read_now_is_not_to_be_deleted() -> None:
     assert disk_fault(AssertionError("a bug")) is None
     raw = disk_fault(OSError(errno.ENOSPC, "No space left on device", "/c"))
     assert raw is not None and raw.what == "the disk is full: cannot write /c"
-
-
-def test_a_file_that_the_library_cannot_load_a_second_time(tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp")
-    from distill.benchmark.libraries import llama_generation
-    from distill.recipe import GgufOptions
-
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF")
-    with pytest.raises(DataError, match=r"model\.gguf: llama-cpp-python cannot load it again"):
-        llama_generation(path, 64, GgufOptions(), [])

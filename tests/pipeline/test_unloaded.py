@@ -347,7 +347,6 @@ def test_no_command_loads_the_target(from_file: Path, place: Path, capsys: Captu
         (("train", recipe, "--runs", runs, "--until", "speedup"), "stage `speedup` is no part of this run"),
         (("train", recipe, "--runs", runs, "--redo", "speedup"), "stage `speedup` is no part of this run"),
         (("generate", "def f(", "--run", from_file), "the recipe says never to (target.load: false)"),
-        (("speedup", from_file, "--verify-distribution"), "the recipe says never to (target.load: false)"),
     ):
         assert tiny.call(*arguments) == 2, arguments
         said = capsys.readouterr().err

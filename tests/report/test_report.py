@@ -39,7 +39,6 @@ from distill.results.speedup_results import (
     ChosenLength,
     Measurement,
     Noise,
-    PlainReference,
     RoundCosts,
     RoundFigures,
     Sample,
@@ -127,15 +126,12 @@ def speedup_rows(pair: str, backend: str, peak: float) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
-def speedup_part(
-    pair: str, backend: str, peak: float, library: tuple[float, float, float], **others: Any
-) -> dict[str, Any]:
+def speedup_part(pair: str, backend: str, peak: float, **others: Any) -> dict[str, Any]:
     label = (pair, backend)
     costs = RoundCosts(*label, 0.027, [1, 2], [0.03, 0.04], [0.002] * 3, [0.003] * 3, 0.01, 0.001)
     part = SpeedupPart(
         [],
         ChosenLength(*label, 4, peak, peak - 0.07, peak + 0.06, 36.44 * peak),
-        PlainReference(*label, "transformers generate", *library),
         Noise(*label, 1e-4),
         costs,
         StepFigures(256, {m: 0.0214 * (0.94 + 0.06 * m) for m in range(1, 17)}, {1: 0.0021, 2: 0.0022}),
@@ -172,11 +168,11 @@ def make_metadata() -> dict[str, Any]:
     hostile = sample(large, "gguf", EVIL, (EVIL, "accepted"), (EVIL, "target"))
     parts = [
         speedup_part(
-            *(small, "pytorch", 1.374, (36.44, 35.21, 1.0349)),
+            *(small, "pytorch", 1.374),
             samples=[sample(small, "pytorch", "# fibonacci\n", *text)],
         ),
-        speedup_part(large, "pytorch", 1.912, (11.25, 12.5, 0.9)),
-        speedup_part(small, "gguf", 0.843, (36.44, 36.0, 1.0122), explanations=[why], samples=[hostile]),
+        speedup_part(large, "pytorch", 1.912),
+        speedup_part(small, "gguf", 0.843, explanations=[why], samples=[hostile]),
     ]
     files = [
         exported("draft", "q4_k_m", 13_204_512, (0.9619, 0.0413, 0.917), [(3, 17)]),
@@ -292,7 +288,7 @@ def test_page_is_whole_fetches_nothing_and_changes_no_result() -> None:
     assert cards.build_card(results) and results == before
     # Two of training, positions, reliability, slices, two costs for each of three pairs, a speedup for each backend.
     assert checker.tags["svg"] == 13
-    assert checker.tags["h1"] == 1 and checker.tags["h2"] == 13
+    assert checker.tags["h1"] == 1 and checker.tags["h2"] == 12
 
 
 @pytest.mark.usefixtures("without_pictures")

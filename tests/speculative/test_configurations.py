@@ -28,7 +28,6 @@ from distill.results.speedup_results import (
     ChosenLength,
     Noise,
     PairMeasured,
-    PlainReference,
     RoundCosts,
     SpeedupPart,
     SpeedupReport,
@@ -180,7 +179,6 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     part = SpeedupPart(
         rows,
         ChosenLength(*names, 2, 1.0, 0.9, 1.1, 5.0),
-        PlainReference(*names, "a library", 1.0, 1.0, 1.0),
         Noise(*names, 0.0),
         RoundCosts(*names, 1.0, [1], [1.2], [0.1] * 3, [0.2] * 3, 0.5, 0.1),
         StepFigures(8, {1: 1.0, 2: 1.1}, {1: 0.1}),
