@@ -54,8 +54,6 @@ def _refusal(one: Prepared) -> str | None:
     configuration = one.configuration
     if configuration.drafter != "draft":
         return f"drafter {configuration.drafter} drafts for one text at a time"
-    if configuration.length_rule == "p_min-after":
-        return "a rule that drops drawn tokens drafts for one text at a time"
     return None if configuration.verified_by in CHAINS else f"verifier {configuration.verified_by} is for trees"
 
 

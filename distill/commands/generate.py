@@ -60,13 +60,11 @@ def generate(
     rule: Annotated[
         str | None,
         typer.Option(
-            help="How many tokens to draft, --length at most: fixed (the default), p_min, p_min-after, start-continue, "
+            help="How many tokens to draft, --length at most: fixed (the default), p_min, start-continue, "
             "ratio, beta or expected-value (docs/recipes.md)."
         ),
     ] = None,
-    p_min: Annotated[
-        float | None, shared.number_option(min=0.0001, max=1, help="--rule p_min, p_min-after: the floor.")
-    ] = None,
+    p_min: Annotated[float | None, shared.number_option(min=0.0001, max=1, help="--rule p_min: the floor.")] = None,
     allow_lossy: Annotated[
         bool,
         typer.Option("--allow-lossy", help="Allow configurations that change the target's distribution (LOSSY)."),

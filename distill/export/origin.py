@@ -12,8 +12,6 @@ from distill.results.serialise import read_result
 from distill.results.speedup_results import SpeedupReport
 from distill.run import Run
 
-FLOORS = ("p_min", "p_min-after")  # greedy, both are llama.cpp's --spec-draft-p-min
-
 
 def origins(recipe: Recipe, run: Run) -> dict[str, Origin]:
     """The origins of a run's draft and target, by name, without advice: see `advice_of`."""
@@ -48,7 +46,7 @@ def advice_of(run: Run) -> Advice | None:
     floors = {
         configuration.title: configuration
         for configuration in run.recipe.speedup.configurations
-        if configuration.drafter == "draft" and configuration.rule in FLOORS
+        if configuration.drafter == "draft" and configuration.rule == "p_min"
     }
     tried = [
         measurement

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from distill.recipe.section import Section
 
 DrafterName = Literal["none", "draft", "lookup", "lookup+draft", "tree", "lookup+tree", "intersection", "string"]
-RuleName = Literal["fixed", "p_min", "p_min-after", "start-continue", "ratio", "beta", "expected-value"]
+RuleName = Literal["fixed", "p_min", "start-continue", "ratio", "beta", "expected-value"]
 CalibrationName = Literal["none", "features", "context"]
 VerifierName = Literal["greedy", "match", "token", "block", "distinct"]
 
@@ -22,7 +22,6 @@ VerifierName = Literal["greedy", "match", "token", "block", "distinct"]
 RULES: dict[str, tuple[str, ...]] = {
     "fixed": (),
     "p_min": ("p_min",),
-    "p_min-after": ("p_min",),
     "start-continue": ("start", "more"),
     "ratio": (),
     "beta": ("floor",),
@@ -51,8 +50,7 @@ class Configuration(Section):
     rule: RuleName | None = Field(
         None,
         description="decides how many tokens are drafted; null: fixed. fixed: always `length`; p_min: while the "
-        "largest probability is at least p_min; p_min-after: the same for the drawn token, dropped after it is drawn "
-        "(as llama.cpp does; lossy when sampled); start-continue: one threshold for the first position and one for "
+        "largest probability is at least p_min; start-continue: one threshold for the first position and one for "
         "later ones; ratio: by accepted ÷ drafted so far; beta: by the acceptance counted so far; expected-value: by "
         "measured costs and calibrated probabilities (for a lookup, those counted for each match length)",
     )
@@ -83,7 +81,7 @@ class Configuration(Section):
         description="tree: children of every node, by level, drawn from the draft's distribution instead; verified by "
         "token, or by distinct if drawn without replacement",
     )
-    p_min: float | None = Field(None, gt=0, le=1, description=f"p_min, p_min-after: the threshold; null: {P_MIN}")
+    p_min: float | None = Field(None, gt=0, le=1, description=f"p_min: the threshold; null: {P_MIN}")
     start: float | None = Field(
         None, ge=0, le=1, description=f"start-continue: threshold at the first position; null: {START}"
     )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from distill.errors import DataError
 from distill.models.base import Logits, Model
 from distill.speculative.decode import Decoded, Round, add_tokens
 from distill.speculative.draft import NONE, ChainDraft, ModelDrafter, distribution_sampler, largest_logit_decides
@@ -88,13 +87,11 @@ def decode_batch(
 
     The seconds of a round, and of the prefill, are those of the whole batch, the same in each row that took part. Each
     row's `seconds` run until that row ended, so the largest of them is the time of the batch. DataError for a verifier
-    and rule that would change the target's distribution, or a rule that drops drawn tokens.
+    that would change the target's distribution.
     """
     new_rule = length if callable(length) else lambda: Fixed(length)
     drafter = ModelDrafter(draft, new_rule(), rules.sampler, rules.random, argmax)
     require_lossless(drafter, rules)
-    if drafter.kind == "cut":
-        raise DataError("batches do not support a length rule that drops drawn tokens", "decide before the draw")
     rows = _rows([target, draft], prompts, rules, randoms, new_rule)
     _prefill(rows, rules, target, draft)
     rounds = rounds_on_device(target, rules, draft, drafter.argmax, [row.rule for row in rows])

@@ -24,7 +24,6 @@ from distill.speculative.lengths import (
     BetaFilter,
     Fixed,
     LengthRule,
-    LossyProbabilityFloor,
     ProbabilityFloor,
 )
 from distill.speculative.lookup import LookupDrafter, LookupPrice
@@ -51,11 +50,8 @@ def configured_calibration(configuration: Configuration, fitted: Mapping[str, Ca
 def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[str, Calibration]) -> LengthRule:
     """The length rule in its first state; only the expected-value rule reads `costs` and `fitted`."""
     rule, longest = configuration.length_rule, configuration.max_length
-    p_min = P_MIN if configuration.p_min is None else configuration.p_min
     if rule == "p_min":
-        return ProbabilityFloor(longest, p_min)
-    if rule == "p_min-after":
-        return LossyProbabilityFloor(longest, p_min)
+        return ProbabilityFloor(longest, P_MIN if configuration.p_min is None else configuration.p_min)
     if rule == "start-continue":
         start = START if configuration.start is None else configuration.start
         return ProbabilityFloor(longest, start, MORE if configuration.more is None else configuration.more)

@@ -127,21 +127,9 @@ class ChainDraft:
         return True
 
     def proposal(self) -> Proposal:
-        """The tokens that the rule keeps."""
-        if len(self._features) < len(self.tokens):
-            return Proposal.chain(self.tokens)
-        count = self._submitted()
-        distributions = torch.stack(self._distributions[:count]) if self._distributions[:count] else None
-        return Proposal.chain(self.tokens[:count], distributions, self._features[:count])
-
-    def _submitted(self) -> int:
-        """How many tokens the rule keeps; fewer than were drawn is lossy, and refused unless asked for."""
-        if not self._rule.anticipates:
-            return len(self.tokens)
-        chances = [features.top for features in self._features]
-        if not self._argmax:
-            chances = [float(q[token]) for token, q in zip(self.tokens, self._distributions, strict=True)]
-        return next((i for i, chance in enumerate(chances) if not self._rule.keeps(chance)), len(chances))
+        """The tokens, with the distributions that they were drawn from."""
+        distributions = torch.stack(self._distributions) if self._distributions else None
+        return Proposal.chain(self.tokens, distributions, self._features)
 
 
 def read_prompt(model: Model, prompt: Sequence[int], drafts: bool) -> None:
@@ -168,10 +156,8 @@ class ModelDrafter:
 
     @property
     def kind(self) -> str:
-        """Deterministic, sampled, or sampled and then cut by a rule that reads the drawn tokens."""
-        if self.argmax:
-            return "deterministic"
-        return "cut" if self.rule.anticipates else "sampled"
+        """Deterministic or sampled."""
+        return "deterministic" if self.argmax else "sampled"
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt but for its last token, which goes in with the first step; nothing where it has no room.
@@ -235,7 +221,7 @@ class ModelDrafter:
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Forget the rejected tokens (the last drafted one was never read) and let the rule learn."""
-        if proposal.tokens or self.model.lengths[0] >= length:  # a rule may have dropped tokens that were read
+        if proposal.tokens or self.model.lengths[0] >= length:  # tokens that were read may have been dropped
             self.model.rollback([min(self.model.lengths[0], length - 1)])
         if self._late:
             self.rule.caught_up(self._late)

@@ -5,8 +5,7 @@ A round calls `limit()`, then for each position `step_on(position)` before the d
 `observe(drafted, accepted, features, seconds)`. Positions count from 0 within a round.
 
 Whether a position is verified must be decided before its token is drawn, or the output no longer follows the target's
-distribution. A rule that drops tokens after their draw (`keeps`) `anticipates`; a draft that samples under such a rule
-is refused wherever that would change the output (`verify.refusal`).
+distribution: llama.cpp drops a drawn token whose own probability is below p_min, which is lossy.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ from distill.speculative.proposal import Features
 class LengthRule:
     """What every rule decides for the decoder: here without a limit of its own, drafting everything, learning nothing.
 
-    `anticipates`: `keeps` is asked, and may drop a token after its draw. `reads_features`: the rule reads features;
-    making the distribution that they come from takes time.
+    `reads_features`: the rule reads features; making the distribution that they come from takes time.
     """
 
-    anticipates: bool = False
     reads_features: bool = True
 
     def limit(self) -> int:
@@ -37,10 +34,6 @@ class LengthRule:
 
     def go_on(self, position: int, features: Features) -> bool:
         """Whether `position` is drafted, asked before its token is drawn."""
-        return True
-
-    def keeps(self, probability: float) -> bool:
-        """Whether a drawn token of this probability is verified; the first one that is not ends the draft."""
         return True
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
@@ -83,19 +76,6 @@ class ProbabilityFloor(Fixed):
     def go_on(self, position: int, features: Features) -> bool:
         """Top probability ≥ the position's floor."""
         return features.top >= (self.p_min if not position or self.later is None else self.later)
-
-
-@dataclass
-class LossyProbabilityFloor(Fixed):
-    """Drop a drawn token whose own probability is below p_min, as llama.cpp does: lossy for sampled drafts."""
-
-    p_min: float
-    anticipates = True
-    reads_features = True
-
-    def keeps(self, probability: float) -> bool:
-        """Probability ≥ p_min."""
-        return probability >= self.p_min
 
 
 @dataclass

@@ -529,7 +529,7 @@ def test_every_configuration_shows_its_distribution() -> None:
     sampled = {"sampler": {"temperature": 0.8}, "identical": None, "excused": None, "different": None}
     rows += [
         other(rows[0], "plain, sampled", None, **sampled),
-        other(rows[1], "draft, p_min after 0.5, ≤ 8, sampled", "draft", **sampled, lossy="drafts are dropped"),
+        other(rows[1], "draft, γ = 8, verifier greedy, sampled", "draft", **sampled, lossy="drafts are dropped"),
         other(rows[1], "lookup, ≤ 8", "lookup", speedup=1.25, speedup_low=1.125, speedup_high=1.5),
     ]
     words = page_words(results)

@@ -107,21 +107,17 @@ def test_a_recipe_survives_its_own_dump(tmp_path: Path) -> None:
 
 def test_lossy_pairs_have_reasons_and_are_refused_unless_asked_for() -> None:
     hot = Sampler(0.8)
-    after = Configuration(rule="p_min-after", sampler="recipe")
-    assert "no longer follows its distribution" in str(lossy_reason(after, hot))
-    assert "best token" in str(lossy_reason(Configuration(sampler="recipe", verifier="greedy"), hot))
-    # The same rule is lossless where tokens are chosen without chance, or where the verifier asks for no distribution
-    # of theirs.
-    for lossless in (after.model_copy(update={"verifier": "match"}), Configuration(rule="p_min", sampler="recipe")):
-        assert lossy_reason(lossless, hot) is None
+    best = Configuration(sampler="recipe", verifier="greedy")
+    assert "best token" in str(lossy_reason(best, hot))
+    assert lossy_reason(Configuration(rule="p_min", sampler="recipe"), hot) is None
     assert all(lossy_reason(one, GREEDY) is None for one in CONFIGURATIONS)
     # Expected value drops what it drafted only where the draft is deterministic.
     assert lossy_reason(Configuration(rule="expected-value", sampler="recipe"), hot) is None
-    raw = {"configurations": [after.model_dump(exclude_defaults=True)]}
+    raw = {"configurations": [best.model_dump(exclude_defaults=True)]}
     with pytest.raises(RecipeError, match=r"(?s)would change the target's distribution.*allow_lossy"):
         check_configurations(recipe_with(**raw))
     (line,) = check_configurations(recipe_with(**raw, allow_lossy=True))
-    assert line.startswith("LOSSY configuration `draft, p_min after 0.5, ≤ 8, verifier token, sampled`")
+    assert line.startswith("LOSSY configuration `draft, γ = 8, verifier greedy, sampled`")
     with pytest.raises(RecipeError, match="no verifier `block` for trees"):
         check_configurations(
             recipe_with(configurations=[{"drafter": "tree", "verifier": "block", "sampler": "recipe"}])
@@ -161,7 +157,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     target, draft = pair
     asked = [
         Configuration(length=3, sampler="recipe"),
-        Configuration(rule="p_min-after", length=3, p_min=0.4, sampler="recipe"),
+        Configuration(verifier="greedy", length=3, sampler="recipe"),
     ]
     recipe = recipe_with(configurations=[one.model_dump(exclude_none=True) for one in asked], allow_lossy=True)
     prepared = prepare_all(recipe, [fixed_length(2)], asked, draft, (), Fitted(COSTS))
@@ -243,7 +239,7 @@ def test_the_stage_measures_configurations_and_refuses_lossy_ones(
     assert "draft, expected value context, ≤ 8" in capsys.readouterr().out
     assert (copied / "speedup" / "calibration.json").exists()
     again = (
-        "speedup.configurations=[{rule: p_min-after, sampler: recipe}]",
+        "speedup.configurations=[{verifier: greedy, sampler: recipe}]",
         "speedup.prompts=2",
         *runs,
         "--until",
@@ -264,7 +260,7 @@ def test_the_stage_measures_configurations_and_refuses_lossy_ones(
     assert "LOSSY" in (copied / "report.html").read_text() and "LOSSY" in (copied / "draft" / "README.md").read_text()
     config.write_text(text)
     generate = ("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 8)
-    hot = ("--temperature", 0.9, "--rule", "p_min-after", "--p-min", 0.2)
+    hot = ("--temperature", 0.9, "--verifier", "greedy")
     assert tiny.call(*generate, *hot) == 2
     assert "would change the target's distribution" in capsys.readouterr().err
     assert tiny.call(*generate, *hot, "--allow-lossy") == 0

@@ -74,7 +74,6 @@ RULES: dict[str, Callable[[], LengthRule]] = {
     "p_min": lambda: ProbabilityFloor(4, 0.2),
     "expected-value": RECIPE["expected-value, fitted"],
     "beta": RECIPE["beta"],
-    "p_min-after": RECIPE["p_min-after"],
 }
 
 

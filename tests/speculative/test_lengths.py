@@ -17,7 +17,6 @@ from distill.speculative.lengths import (
     BetaFilter,
     Fixed,
     LengthRule,
-    LossyProbabilityFloor,
     ProbabilityFloor,
 )
 from distill.speculative.proposal import Features
@@ -44,19 +43,11 @@ def tell(rule: LengthRule, drafted: int, accepted: int, seconds: float = 1.0, to
 
 def test_fixed() -> None:
     assert draft(Fixed(4), [0.0] * 9) == 4 and draft(Fixed(0), [1.0]) == 0
-    assert Fixed(4).keeps(0.0) and not Fixed(4).anticipates
 
 
 def test_floor_on_the_largest_probability() -> None:
     rule = ProbabilityFloor(5, 0.6)
     assert draft(rule, [0.9, 0.6, 0.59, 0.9]) == 2 and draft(rule, [0.5]) == 0 and draft(rule, [0.9] * 9) == 5
-    assert not rule.anticipates
-
-
-def test_llama_cpps_floor_drops_what_was_drawn() -> None:
-    rule = LossyProbabilityFloor(5, 0.6)
-    assert rule.anticipates and draft(rule, [0.1] * 9) == 5  # nothing is decided before the draw
-    assert rule.keeps(0.6) and not rule.keeps(0.59)
 
 
 def test_start_and_continue() -> None:

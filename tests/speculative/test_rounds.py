@@ -57,7 +57,6 @@ def named(rule: str, **settings: Any) -> Callable[[], LengthRule]:
 RECIPE: dict[str, Callable[[], LengthRule]] = {
     "fixed": named("fixed"),
     "p_min": named("p_min", p_min=0.45),
-    "p_min-after": named("p_min-after", p_min=0.3),
     "start-continue": named("start-continue", start=0.4, more=0.5),
     "ratio": named("ratio"),
     "beta": named("beta"),
@@ -243,13 +242,7 @@ def test_every_rule_with_every_verifier(name: str) -> None:
                 else:
                     pair = verifier, kind, sampler.temperature > 0
                     refused[pair] = max(refused.get(pair, 0.0), found)
-    expected = {("greedy", kind, True) for kind in ("deterministic", kind_sampled(name))}
-    if kind_sampled(name) == "cut":
-        expected |= {("token", "cut", True), ("block", "cut", True)}
+    expected = {("greedy", kind, True) for kind in ("deterministic", "sampled")}
     assert set(refused) == expected and min(refused.values()) > SEEN, refused
     if name in LEARNING:
         assert len(drafted) > 1, "what the first round taught changes no second one"
-
-
-def kind_sampled(name: str) -> str:
-    return "cut" if (RECIPE | EAGER)[name]().anticipates else "sampled"

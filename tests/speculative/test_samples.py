@@ -26,7 +26,7 @@ from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch
 from distill.speculative.decode import Decoded, decode
 from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
-from distill.speculative.lengths import Fixed, LengthRule, LossyProbabilityFloor, ProbabilityFloor
+from distill.speculative.lengths import Fixed, LengthRule, ProbabilityFloor
 from distill.speculative.lookup import LookupDrafter
 from distill.speculative.proposal import Proposal
 from distill.speculative.rules import Rules
@@ -257,10 +257,25 @@ def lying_chain(*given: Any) -> LyingChain:
     return LyingChain(draft, Fixed(2), sampler, draws)
 
 
-DROPPING = chain(LossyProbabilityFloor(2, 0.12))
+class DroppingChain(ModelDrafter):
+    """Drops a drawn token whose own probability is small, and what follows it, as llama.cpp does."""
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        whole = super().propose(context, limit, ends)
+        assert whole.distributions is not None
+        likely = whole.distributions.gather(-1, torch.tensor(whole.tokens).unsqueeze(-1)) >= 0.12
+        count = int(likely.cumprod(0).sum())
+        return Proposal.chain(whole.tokens[:count], whole.distributions[:count], whole.features[:count])
+
+
+def dropping_chain(*given: Any) -> DroppingChain:
+    draft, sampler, draws = given
+    return DroppingChain(draft, Fixed(2), sampler, draws)
+
+
 LOSSY: dict[str, tuple[str, Make]] = {
-    "token, a token dropped": ("token", DROPPING),
-    "block, a token dropped": ("block", DROPPING),
+    "token, a token dropped": ("token", dropping_chain),
+    "block, a token dropped": ("block", dropping_chain),
     "token, another q": ("token", lying_chain),
     "block, another q": ("block", lying_chain),
     "tree, a node dropped": ("token", tree(3, Dropping, shape=WIDE)),

@@ -25,7 +25,7 @@ from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch, plain_batch
 from distill.speculative.decode import Decoded, decode, decode_text, plain
 from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
-from distill.speculative.lengths import AcceptedRatio, Fixed, LossyProbabilityFloor, ProbabilityFloor
+from distill.speculative.lengths import AcceptedRatio, Fixed, ProbabilityFloor
 from distill.speculative.lookup import LookupDrafter
 from distill.speculative.rules import Rules
 from distill.speculative.stop_strings import Characters, Stopped, stop_before, token_bytes
@@ -72,7 +72,6 @@ Make = Callable[[Any], Drafter]
 WAYS: dict[str, Make] = {
     **{f"fixed {n}": lambda d, n=n: ModelDrafter(d, Fixed(n), GREEDY, zero) for n in (1, 2, 3, 5, 8)},
     "floor": lambda d: ModelDrafter(d, ProbabilityFloor(8, 0.2), GREEDY, zero),
-    "floor after": lambda d: ModelDrafter(d, LossyProbabilityFloor(8, 0.2), GREEDY, zero),
     "ratio": lambda d: ModelDrafter(d, AcceptedRatio(3), GREEDY, zero),
     "lookup": lambda d: LookupDrafter(6),
     "lookup, model": lambda d: FirstThen(LookupDrafter(4), ModelDrafter(d, Fixed(4), GREEDY, zero)),

@@ -188,7 +188,7 @@ def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> DeviceRound
     """The rounds of this text on the target's device, the draft's chain too where it is there; None on the host."""
     if drafter.tree:
         return None
-    if type(drafter) is ModelDrafter and drafter.kind != "cut":
+    if type(drafter) is ModelDrafter:
         rounds = rounds_on_device(target, rules, drafter.model, drafter.argmax, [drafter.rule], drafter.sampler)
         if rounds is not None:
             return rounds
