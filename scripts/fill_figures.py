@@ -27,8 +27,6 @@ RULE, LENGTHS = "expected-value", (3, 4, 1)
 def tables(run: Path) -> dict[str, str]:
     """The text of each marker, as far as the run has got."""
     found: dict[str, str] = {}
-    if (run / "search" / "search.md").exists():
-        found["search"] = _without_command(run / "search" / "search.md")
     if not (run / "speedup.md").exists():
         return found
     evaluation = _without_command(run / "eval.md")

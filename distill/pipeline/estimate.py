@@ -64,11 +64,10 @@ def _growth(
     if stage in ("teacher", "test"):
         return (1, more), (1, more)
     if stage == "cut":
-        search, rehearsed = recipe.cut.search, short.cut.search
-        if search is None or rehearsed is None:
+        cuts = len(recipe.cut.compare)
+        if not cuts:
             return (1, 1), (more, more)
-        cuts = len(search.layers) * max(1, len(search.mlp_width))
-        return (1, cuts), (more, cuts * _ratio(search.heal_steps, rehearsed.heal_steps))
+        return (1, cuts), (more, cuts * _ratio(recipe.cut.heal_steps, short.cut.heal_steps))
     if stage == "eval":
         largest = max(more, _ratio(recipe.eval.file_blocks, short.eval.file_blocks))
         return (1, more), (largest, largest)

@@ -192,25 +192,17 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     Options with their defaults name nothing, so that keys are those of runs that had no such options. Of llama.cpp's
     options, those that change rounding alone are in the keys of stages that measure seconds, and in no others.
     """
-    writer, search, trim = recipe.answers.writer, recipe.cut.search, recipe.cut.trim
+    writer, trim = recipe.answers.writer, recipe.cut.trim
     pair = tuple(f"gguf.{role}.{name}" for role in ("target", "draft") for name in getattr(recipe.gguf, role).given())
     logits = tuple(f"gguf.target.{name}" for name in recipe.gguf.target.given() if name in CHANGES_LOGITS)
     written = logits if writer is not None and writer.gguf is not None else ()
     distributions = logits if recipe.teacher.gguf is not None else ()
     unloaded = () if recipe.target.load else ("target.load",)
     measured_cuts: tuple[str, ...] = ()
-    if search is not None or (trim is not None and trim.size is None and trim.by == "price"):
-        measured_cuts = (
-            "seed",
-            "train",
-            "sampler",
-            "speedup.depth",
-            "speedup.repeats",
-            "speedup.outtype",
-            "corpus.block",
-            "threads",
-        )
-        measured_cuts += ("target.dtype", "target.quantise", *pair)
+    if recipe.cut.compare or (trim is not None and trim.size is None and trim.by == "price"):
+        measured_cuts = tuple(f"speedup.{name}" for name in ("backends", "outtype", "depth", "repeats"))
+        measured_cuts += ("seed", "train", "sampler", "corpus.block", "threads", "target.dtype", "target.quantise")
+        measured_cuts += pair
         measured_cuts += () if recipe.pytorch.prepack else ("pytorch.prepack",)
     if measured_cuts and recipe.device != "auto":
         measured_cuts += ("device",)

@@ -263,9 +263,8 @@ def check_export(recipe: Recipe) -> list[str]:
 
 def check_gguf(recipe: Recipe) -> list[str]:
     """The build of llama.cpp, and that it can do what section gguf asks; nothing where no GGUF file is opened."""
-    writer, search = recipe.answers.writer, recipe.cut.search
+    writer = recipe.answers.writer
     timed = recipe.target.load and "gguf" in recipe.speedup.backends
-    timed = timed or (search is not None and search.backend == "gguf")
     target = timed or recipe.teacher.gguf is not None or (writer is not None and writer.gguf is not None)
     opened = {"target": target, "draft": timed}
     given = [role for role in ("draft", "target") if getattr(recipe.gguf, role).given()]

@@ -76,13 +76,9 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     if processes > 1:  # each needs a group of prompts and a shard of distributions
         values["answers.group"] = min(recipe.answers.group or PROMPTS, max(1, PROMPTS // processes))
         values["teacher.shard_blocks"] = 1
-    if cut.search is not None:  # the largest cut: it takes the most memory
-        values |= {
-            "cut.search.layers": (max(cut.search.layers),),
-            "cut.search.mlp_width": cut.search.mlp_width and (max(cut.search.mlp_width),),
-            "cut.search.heal_steps": min(STEPS, cut.search.heal_steps),
-            "cut.search.outtypes": cut.search.outtypes[:1],
-        }
+    values["cut.heal_steps"] = min(STEPS, cut.heal_steps)
+    if cut.compare:  # the largest one takes the most memory; null leaves all layers
+        values["cut.compare"] = (max(cut.compare, key=lambda one: (one.layers or math.inf, one.mlp_width or math.inf)),)
     short: Recipe = _with(recipe, values)
     return short
 

@@ -161,7 +161,7 @@ STAGES = (
             ("teacher", "teacher/*"),
             ("validation", "validation/*"),
         ),
-        ("cut", "search"),
+        ("cut", "compared"),
         ("target", "donor"),
         ignores=(*ROUNDING, "cut.allow_full_size"),
         pins=(("parent (content)", lambda recipe, run: run.parent()),),

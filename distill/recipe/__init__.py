@@ -2,7 +2,7 @@
 
 from distill.recipe.configuration import Configuration
 from distill.recipe.corpus import Chat, Corpus, Source
-from distill.recipe.cut import Cut, Search, Transplant, Trim
+from distill.recipe.cut import ComparedCut, Cut, Transplant, Trim
 from distill.recipe.gguf import Gguf, GgufOptions
 from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe, resolve_model
 from distill.recipe.measuring import Evaluate, Export, Speedup

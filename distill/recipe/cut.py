@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from distill.recipe.gguf import OutType
 from distill.recipe.section import Section
 
 
@@ -37,19 +36,17 @@ class Trim(Section):
     mass: float = Field(0.995, gt=0, le=1, description="share of the target's written tokens to cover in every domain")
 
 
-class Search(Section):
-    """Try several cuts: train each briefly, predict its speed, and keep the fastest."""
+class ComparedCut(Section):
+    """One of the cuts that are priced; null: all."""
 
-    layers: tuple[int, ...] = Field(min_length=1, description="layer counts tried")
-    mlp_width: tuple[int, ...] = Field(
-        (), description="MLP widths tried with each layer count; empty: only cut.mlp_width"
-    )
-    heal_steps: int = Field(60, ge=0, description="training steps for each cut before it is measured")
-    backend: Literal["pytorch", "gguf"] = Field("pytorch", description="backend whose step costs are used")
-    outtypes: tuple[OutType, ...] = Field(
-        ("f16",), description="gguf: file types of the draft, each tried with every cut"
-    )
-    max_length: int = Field(16, ge=1, le=63, description="longest draft length that predictions consider")
+    layers: int | None = Field(None, ge=1, description="layers to keep")
+    mlp_width: int | None = Field(None, ge=32, description="MLP neurons to keep per layer")
+
+    @property
+    def name(self) -> str:
+        """What it keeps, in words."""
+        layers = "all layers" if self.layers is None else f"{self.layers} layers"
+        return layers if self.mlp_width is None else f"{layers}, MLP {self.mlp_width}"
 
 
 class Cut(Section):
@@ -78,7 +75,12 @@ class Cut(Section):
         None, ge=32, description="MLP neurons to keep per layer, those that add most to the residual stream; null: all"
     )
     trim: Trim | None = Field(None, description="restrict the head to frequent tokens; null: off")
-    search: Search | None = Field(None, description="search for the best layers and mlp_width; null: off")
+    compare: tuple[ComparedCut, ...] = Field(
+        (),
+        description="cuts to price before the one above is made: each is trained briefly, and its acceptance and step "
+        "cost predict its tokens per second, in one table",
+    )
+    heal_steps: int = Field(60, ge=0, description="training steps for each cut that is priced, by compare or trim")
     allow_full_size: bool = Field(
         False, description="allow a draft as costly as its target, such as one without any cut"
     )
@@ -86,10 +88,6 @@ class Cut(Section):
 
     @model_validator(mode="after")
     def _layers_are_given_once(self) -> Cut:
-        if self.drop_layers is not None and (self.layers is not None or self.search is not None):
-            raise ValueError("drop_layers names the layers; leave layers and search out")
-        if self.search is not None and self.layers is not None:
-            raise ValueError("search sets the layers; leave layers out")
-        if self.search is not None and self.search.mlp_width and self.mlp_width is not None:
-            raise ValueError("search.mlp_width sets the widths; leave mlp_width out")
+        if self.drop_layers is not None and self.layers is not None:
+            raise ValueError("drop_layers names the layers; leave layers out")
         return self

@@ -108,8 +108,8 @@ class Recipe(Section):
             yield "teacher.gguf or teacher.server must give the distributions"
         if self.donor_model == self.target.model:
             yield "cut.donor is the target itself: name another model"
-        if cut.search is not None:
-            yield "cut.search times the target: give cut.layers and cut.mlp_width instead"
+        if cut.compare:
+            yield "cut.compare times the target: leave it out"
         if cut.trim is not None and cut.trim.size is None and cut.trim.by == "price":
             yield "cut.trim.by price times the target: use mass, or give a size"
         if train.acceptance is None:

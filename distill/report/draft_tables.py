@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from distill.report.text import NOTHING, byte_cell, number, percent, significant, size
-from distill.results.cut_results import Change, ModelSizes, Priced, SearchReport, SparsityReport
+from distill.results.cut_results import Change, ModelSizes, SparsityReport
 from distill.results.evaluation_results import MEASURES
 from distill.results.run_results import RunResults
 from distill.results.tables import Cell, Columns, Row, Table, table_of
@@ -67,21 +67,6 @@ def cuts(results: RunResults) -> Table:
         "KL after": lambda one: significant(one.kl_after),
     }
     return table_of(results.cuts, columns, results.command)
-
-
-def search(report: SearchReport) -> Table:
-    """Every cut tried, the fastest first."""
-    columns: Columns[Priced] = {
-        "cut": lambda one: Cell(one.name, mark="chosen" if one.name == report.chosen else ""),
-        "parameters": lambda one: number(one.parameters),
-        "KL, nats": lambda one: significant(one.kl),
-        "acceptance": lambda one: percent(one.acceptance),
-        "step, ms": lambda one: significant(1e3 * one.draft_seconds),
-        "best γ": lambda one: number(one.length),
-        "predicted tokens/s": lambda one: significant(one.tokens_per_second),
-        "predicted speedup": lambda one: significant(one.speedup),
-    }
-    return table_of(sorted(report.points, key=lambda one: -one.tokens_per_second), columns, report.command)
 
 
 def sparsity(report: SparsityReport, command: str) -> list[Table]:

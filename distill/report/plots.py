@@ -18,7 +18,6 @@ from distill.errors import DataError
 from distill.intervals import Interval, ratio_interval
 from distill.packages import install_extra
 from distill.report.text import clean, known
-from distill.results.cut_results import SearchReport
 from distill.results.evaluation_results import (
     MEASURES,
     RELIABILITIES,
@@ -167,25 +166,6 @@ def speedup_by_length(sweep: Sequence[Measurement], backend: str) -> str:
         axes.set(xlabel="draft length γ", ylabel="speedup, times plain")
         axes.set_ylim(bottom=0)
         _whole_ticks(axes)
-    return done[0]
-
-
-def search_front(search: SearchReport) -> str:
-    """Acceptance of every cut tried over the cost of its step, the Pareto front joined and the chosen one marked."""
-    single = search.target_seconds[0]
-    with _figure("plot-search", "Acceptance over step cost of every cut tried") as (axes, done):
-        points = sorted(search.points, key=lambda point: point.draft_seconds)
-        front = [point for point in points if point.name in search.front]
-        joined = [(point.draft_seconds / single, point.acceptance) for point in front]
-        axes.plot(*zip(*joined, strict=True), color=COLOURS[5], linewidth=1, label="no other beats it in both")
-        for point in points:
-            place = point.draft_seconds / single, point.acceptance
-            chosen = point.name == search.chosen
-            marker, size, colour = (MARKERS[3], 7, COLOURS[1]) if chosen else (MARKERS[0], 4, COLOURS[0])
-            axes.plot(*place, linestyle="none", marker=marker, markersize=size, color=colour)
-            axes.annotate(_label(point.name), place, fontsize=6.5, xytext=(4, -8), textcoords="offset points")
-        axes.set(xlabel="step of the draft / step of the target", ylabel="acceptance")
-        axes.margins(x=0.2, y=0.15)
     return done[0]
 
 

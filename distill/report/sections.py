@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from distill import tables
 from distill.recipe.recipe import REASON
 from distill.report import draft_tables, measured_tables, plots
 from distill.report.html import (
@@ -24,7 +25,6 @@ from distill.report.html import (
     not_run,
 )
 from distill.report.text import known, listed, number, pair_cell, percent, size
-from distill.results.cut_results import SearchReport
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
 from distill.results.run_results import RunResults
@@ -72,17 +72,10 @@ def _questions(found: QuestionTexts, command: str) -> Html:
 
 
 def cuts(results: RunResults) -> Html:
-    """Sizes and KL after each operation on the donor, and the search over cuts where there was one."""
-    return Html(as_table(draft_tables.cuts(results)) + (_search(results.search) if results.search else ""))
-
-
-def _search(search: SearchReport) -> Html:
-    caption = (
-        "Every cut tried: the cost of its step, and its acceptance on the validation split after a short training. "
-        "The line joins the cuts that no other beats in both."
+    """Sizes and KL after each operation on the donor, and the cuts that were compared."""
+    return Html(
+        as_table(draft_tables.cuts(results)) + (tables.html(results.compared.table()) if results.compared else "")
     )
-    drawing = as_plots(as_plot(partial(plots.search_front, search), caption))
-    return Html(drawing + as_table(draft_tables.search(search)) + as_list(search.explanations))
 
 
 def sparsity(results: RunResults) -> Html:

@@ -14,7 +14,7 @@ from distill.recipe.recipe import HELD_OUT, not_run
 from distill.report.card import build_card
 from distill.report.page import build_page
 from distill.report.text import placeless
-from distill.results.cut_results import CutReport, ModelSizes, SearchReport, SparsityReport
+from distill.results.cut_results import Comparison, CutReport, ModelSizes, SparsityReport
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
 from distill.results.run_results import Parent, RunResults
@@ -57,7 +57,7 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         draft=replace(cut.draft, path="draft"),
         cuts=cut.changes,
         parent=None if parent is None else from_json(parent, Parent, "parent.json"),
-        search=found(SearchReport, "search", "search.json"),
+        compared=found(Comparison, "compared", "compared.json"),
         sparsity=found(SparsityReport, "draft", "sparsity.json"),
         steps=training_steps(lines),
         evaluated=evaluated_weights(lines),

@@ -1,9 +1,11 @@
-"""What became of the donor: cut/cut.json, search/search.json and draft/sparsity.json as dataclasses."""
+"""What became of the donor: cut/cut.json, compared/compared.json and draft/sparsity.json as dataclasses."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from distill.tables import Cell, Columns, Table, table_of
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,15 @@ class CutReport:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedCut:
     """A cut with its measurements and the speed predicted from them.
 
     `kl` in nats; `acceptance` α of rejection sampling at the recipe's sampler, on the validation split;
     `draft_seconds` D; `length` the best γ (0: plain decoding is faster); `tokens_per_second` predicted with it;
-    `speedup` over plain; `drafting` tokens per second with the best γ of at least 1, which ranks cuts where none pays.
+    `speedup` over plain.
     """
 
     name: str
-    settings: dict[str, Any]
     parameters: int
     kl: float | None
     acceptance: float
@@ -106,22 +107,39 @@ class Priced:
     length: int
     tokens_per_second: float
     speedup: float
-    drafting: float
 
 
 @dataclass(frozen=True)
-class SearchReport:
-    """search/search.json: every cut tried, the names of those that no other beats in both step cost and acceptance,
-    and the name of the chosen one. `target_seconds` are T(1..)."""
+class Comparison:
+    """compared/compared.json: the cuts that a recipe lists, priced; `target_seconds` are T(1..)."""
 
     backend: str
     heal_steps: int
     target_seconds: list[float]
-    points: list[Priced]
-    front: list[str]
-    chosen: str
-    explanations: list[str]
+    cuts: list[PricedCut]
     command: str
+
+    def table(self) -> Table:
+        """A row for each cut, as listed."""
+        steps = ", ".join(
+            f"T({m}) {1e3 * seconds:.2f}" for m, seconds in enumerate(self.target_seconds, 1) if m in (1, 2, 5, 9, 17)
+        )
+        columns: Columns[PricedCut] = {
+            "cut": lambda one: one.name,
+            "parameters": lambda one: one.parameters,
+            "KL, nats": lambda one: Cell(one.kl, ".3f"),
+            "acceptance": lambda one: Cell(one.acceptance, "%"),
+            "D, ms": lambda one: Cell(1e3 * one.draft_seconds, "significant"),
+            "best γ": lambda one: one.length,
+            "predicted tokens/s": lambda one: Cell(one.tokens_per_second, ".1f"),
+            "predicted speedup": lambda one: Cell(one.speedup, "×"),
+        }
+        note = (
+            f"Acceptance on the validation split after {self.heal_steps} training steps. Steps in {self.backend}: D of "
+            f"the draft, T(m) of the target over m tokens ({steps} ms). γ: drafted tokens a round; 0: plain decoding "
+            "is faster."
+        )
+        return table_of(self.cuts, columns, self.command, title="Cuts compared", note=note)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from distill.results.cut_results import Change, ModelSizes, SearchReport, SparsityReport
+from distill.results.cut_results import Change, Comparison, ModelSizes, SparsityReport
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
 from distill.results.speedup_results import SpeedupReport
@@ -41,7 +41,7 @@ class RunResults:
     donor: ModelSizes | None = None
     cuts: list[Change] = field(default_factory=list)
     parent: Parent | None = None
-    search: SearchReport | None = None
+    compared: Comparison | None = None
     sparsity: SparsityReport | None = None
     steps: list[TrainingStep] = field(default_factory=list)
     evaluated: list[Evaluation] = field(default_factory=list)

@@ -28,10 +28,9 @@ SHAPE = {
 
 def check_shape(config: Any, settings: Cut) -> None:
     """Raise RecipeError for cuts that a model of this configuration does not allow, with the possible ones."""
-    search = settings.search
     checks: list[tuple[str, Callable[[Any, Any], object], Any]] = [
-        *(("search.layers", check_layers, count) for count in (search.layers if search else ())),
-        *(("search.mlp_width", check_width, width) for width in (search.mlp_width if search else ())),
+        *(("compare.layers", check_layers, one.layers) for one in settings.compare),
+        *(("compare.mlp_width", check_width, one.mlp_width) for one in settings.compare),
         ("layers", check_layers, settings.layers),
         ("drop_layers", lambda config, text: parse_layers(text, config.num_hidden_layers), settings.drop_layers),
         ("mlp_width", check_width, settings.mlp_width),
@@ -72,13 +71,10 @@ def check_cut(recipe: Recipe) -> list[str]:
             f"train.sparsity.mlp_width is {width}; training starts with {full} neurons a layer",
             f"ask for a multiple of 32 below that, for instance {max(32, full // 2 // 32 * 32)}",
         )
-    if settings.search is not None:
-        widths = list(settings.search.mlp_width) or [full]
-        return [*lines, f"search: layers {list(settings.search.layers)}, MLP {widths}"]
+    if settings.compare:
+        lines.append(f"compared before the cut: {'; '.join(one.name for one in settings.compare)}")
     layers = config.num_hidden_layers
-    kept = settings.layers or layers
-    if settings.drop_layers is not None:
-        kept = layers - len(parse_layers(settings.drop_layers, layers))
+    kept, _ = _left(settings, layers, full)
     return [*lines, f"cut: {layers} layers -> {kept}, MLP {config.intermediate_size} -> {full}"]
 
 
@@ -91,21 +87,18 @@ def _shape(config: Any) -> dict[str, int] | None:
     return {word: size for word, size in sizes.items() if isinstance(size, int)} if all(sizes.values()) else None
 
 
-def _smallest(cut: Cut, layers: int, width: int) -> tuple[int, int]:
-    """Layers and MLP width that a cut leaves of a donor's; of a search, its smallest candidate's."""
-    counts = [layers, *filter(None, [cut.layers]), *(cut.search.layers if cut.search else ())]
-    widths = [width, *filter(None, [cut.mlp_width]), *(cut.search.mlp_width if cut.search else ())]
+def _left(cut: Cut, layers: int, width: int) -> tuple[int, int]:
+    """Layers and MLP width that a cut leaves of a donor's."""
     dropped = 0 if cut.drop_layers is None else len(parse_layers(cut.drop_layers, layers))
-    return min(counts) - dropped, min(widths)
+    return (cut.layers or layers) - dropped, cut.mlp_width or width
 
 
 def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | None:
-    """The sizes of the draft that a recipe cuts, by the words of SHAPE; of a search, its smallest candidate's. None for
-    a model that does not name its own."""
+    """The sizes of the draft that a recipe cuts, by the words of SHAPE; None for a model that does not name its own."""
     cut, sparsity, draft = recipe.cut, recipe.train.sparsity, _shape(donor)
     if draft is None:
         return None
-    layers, width = _smallest(cut, draft["layers"], draft["MLP width"])
+    layers, width = _left(cut, draft["layers"], draft["MLP width"])
     if sparsity is not None and sparsity.mlp_width is not None:
         width = min(width, sparsity.mlp_width)
     return draft | {
@@ -117,17 +110,17 @@ def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | N
 
 def kept_share(recipe: Recipe, draft: Any = None) -> float:
     """The share of the donor's layers that a cut leaves, narrower MLPs in proportion: that of the configuration of a
-    `draft`, else that of the recipe's cut, of a search the smallest candidate's."""
+    `draft`, else that of the recipe's cut."""
     donor = load_config(recipe.donor_model).get_text_config()
     layers, width = donor.num_hidden_layers, donor.intermediate_size
     if draft is not None:
         return float(draft.num_hidden_layers * draft.intermediate_size / (layers * width))
-    fewest, narrowest = _smallest(recipe.cut, layers, width)
-    return float(fewest * narrowest / (layers * width))
+    left, narrower = _left(recipe.cut, layers, width)
+    return float(left * narrower / (layers * width))
 
 
 def check_smaller(recipe: Recipe, target: Any, donor: Any) -> None:
-    """Raise RecipeError for a draft that is in no size below its target; of a search, the smallest candidate counts."""
+    """Raise RecipeError for a draft that is in no size below its target."""
     full, draft = _shape(target), planned_sizes(recipe, target, donor)
     if full is None or draft is None or recipe.cut.trim is not None:
         return

@@ -1,90 +1,184 @@
-"""The price of a cut: its acceptance after a short heal, and the cost of its steps on this machine.
+"""The price of a cut: its acceptance after a short training, the cost of its steps here, and the speed of both.
 
 A round drafts γ tokens and verifies them in one step of γ + 1. With acceptance α at every position it gives
 1 + α + … + α^γ tokens in T(γ + 1) + γ·D seconds (Leviathan et al. 2023, eq. 1, with measured times): the best γ gives
-the cut's tokens per second, and the cut with the most is taken.
+the cut's tokens per second. The figures of each cut are kept in a file, so that a killed comparison resumes.
+
+Legend: γ drafted tokens, T(m) seconds of a target step of m tokens, D seconds of a draft step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
-from distill.results.cut_results import Priced, SearchReport
-from distill.speculative.costs.curve import predicted_speedups
+import torch
+
+from distill import divergences
+from distill.files import read_json, write_json
+from distill.models.base import Model
+from distill.models.conversion.writer import export_gguf, target_file
+from distill.models.gguf.model import GgufModel
+from distill.models.hugging_face import text_folder
+from distill.models.loaded import growing_decoder
+from distill.models.model_files import copy_tokenizer
+from distill.models.trimmed_head import KeptHead
+from distill.recipe import Cut, Recipe
+from distill.results.cut_results import Comparison, PricedCut
+from distill.results.serialise import read_result, write_result
+from distill.run import Run
+from distill.sampler import Sampler
+from distill.speculative.costs.curve import measure_steps, predicted_speedups
+from distill.surgery.checks import kept_share
+from distill.surgery.divergence import TargetDistributions, scored_logits
+from distill.surgery.vocabulary.trim import Counts, keep, sizes_between
+from distill.tables import document
+from distill.teacher.source import TeacherSource, open_teacher
+from distill.training.adapters import adapted
+from distill.training.plan import planned, with_rate
+from distill.training.step import heal
+
+LONGEST = 16  # drafted tokens that a price considers
+
+ApplyCut = Callable[[Any, Cut], object]  # alters a model in place
 
 
 def price(
     name: str,
-    settings: dict[str, Any],
     parameters: int,
     kl: float | None,
     acceptance: float,
     target_seconds: Sequence[float],
     draft_seconds: float,
-) -> Priced:
+) -> PricedCut:
     """The predicted speed of one cut, with the figures it follows from; `target_seconds` are T(1) to T(γ + 1)."""
-    single, longest = target_seconds[0], len(target_seconds) - 1
-    speedups = predicted_speedups(target_seconds, draft_seconds, [acceptance] * longest)
-    speedup, drafting = max(speedups), max(speedups[1:])
+    speedups = predicted_speedups(target_seconds, draft_seconds, [acceptance] * (len(target_seconds) - 1))
+    speedup = max(speedups)
     length = speedups.index(speedup)
-    figures = (length, speedup / single, speedup, drafting / single)
-    return Priced(name, settings, parameters, kl, acceptance, draft_seconds, *figures)
+    return PricedCut(name, parameters, kl, acceptance, draft_seconds, length, speedup / target_seconds[0], speedup)
 
 
-def pareto(points: Sequence[Priced]) -> list[Priced]:
-    """The cuts that no other beats in both step cost and acceptance, cheapest first."""
-    front: list[Priced] = []
-    for point in sorted(points, key=lambda p: (p.draft_seconds, -p.acceptance)):
-        if not front or point.acceptance > front[-1].acceptance:
-            front.append(point)
-    return front
+def compare_cuts(
+    recipe: Recipe, run: Run, donor: Any, target: Any, distributions: TargetDistributions, apply_cut: ApplyCut
+) -> None:
+    """Price each cut that the recipe lists, and write compared/compared.json; the table is shown.
+
+    `donor` and `target` are loaded models; `apply_cut` is called on copies of the donor. Steps are those of GGUF files
+    of type speedup.outtype where the recipe measures the speedup of those, else PyTorch's.
+    """
+    backend: Literal["pytorch", "gguf"] = "gguf" if "gguf" in recipe.speedup.backends else "pytorch"
+    folder = run.path("compared")
+    costs_path = folder / "target.json"
+    if not costs_path.exists():
+        write_json(costs_path, _target_seconds(recipe, target, backend))
+    costs = [float(seconds) for seconds in read_json(costs_path)]
+    source = open_teacher(run, recipe, next(target.parameters()).device, target)
+    cuts = []
+    for choice in recipe.cut.compare:
+        path = folder / f"{choice.name.replace(', ', '-').replace(' ', '')}.json"
+        if not path.exists():
+            model = copy.deepcopy(donor)
+            apply_cut(model, recipe.cut.model_copy(update={"drop_layers": None, **choice.model_dump()}))
+            _heal(recipe, model, source)
+            parameters, kl = sum(p.numel() for p in model.parameters()), distributions.kl(model)
+            accepted = acceptance(recipe, target, distributions, model)
+            step = _draft_seconds(recipe, model, backend)
+            write_result(path, price(choice.name, parameters, kl, accepted, costs, step))
+        cuts.append(read_result(path, PricedCut))
+        run.say(f"  {choice.name}: acceptance {cuts[-1].acceptance:.3f}, predicted {cuts[-1].speedup:.2f}x")
+    comparison = Comparison(backend, recipe.cut.heal_steps, costs, cuts, run.command)
+    write_result(folder / "compared.json", comparison)
+    run.say(document([comparison.table()]))
 
 
-def explain(points: Sequence[Priced], chosen: Priced, single: float) -> list[str]:
-    """The reasons for `chosen`, in sentences with measured numbers or numbers computed from them; `single` is T(1)."""
-    front = pareto(points)
-    sentences = [
-        f"{chosen.name}: acceptance {chosen.acceptance:.3f} after the heal, a step costs "
-        f"{chosen.draft_seconds / single:.3f} of the target's; with {chosen.length} drafted a round that predicts "
-        f"{chosen.tokens_per_second:.1f} tokens/s, {chosen.speedup:.2f}x plain decoding."
-    ]
-    if chosen.length == 0:
-        sentences.append(
-            "No cut tried pays on this machine: plain decoding is faster. The one that loses least when it drafts is "
-            f"taken: {chosen.drafting * single:.2f}x."
-        )
-    place = front.index(chosen) if chosen in front else len(front)
-    if 0 < place < len(front):
-        other = front[place - 1]
-        sentences.append(
-            f"The next cheaper one worth having, {other.name}, costs {other.draft_seconds / chosen.draft_seconds:.2f} "
-            f"times as much a step but is accepted {other.acceptance:.3f} of the time: {other.speedup:.2f}x."
-        )
-    for other in front[place + 1 : place + 2]:
-        sentences.append(
-            f"The next better one, {other.name}, is accepted {other.acceptance:.3f} of the time but costs "
-            f"{other.draft_seconds / chosen.draft_seconds:.2f} times as much a step: {other.speedup:.2f}x."
-        )
-    return sentences
+def price_vocabulary(
+    recipe: Recipe,
+    run: Run,
+    model: Any,
+    target: Any,
+    distributions: TargetDistributions,
+    counts: Mapping[str, Counts],
+    order: Sequence[int],
+    least: int,
+) -> tuple[int, list[dict[str, float]]]:
+    """The number of kept tokens with the most predicted tokens per second, and every number tried.
+
+    A copy of the cut model is healed once with its full head; α of a trimmed one is taken as α times the smallest
+    share of a domain's target-written tokens that is kept. Its step is measured with each head, in PyTorch.
+    """
+    healed = copy.deepcopy(model)
+    _heal(recipe, healed, open_teacher(run, recipe, next(model.parameters()).device, target))
+    whole = acceptance(recipe, target, distributions, healed)
+    costs = _target_seconds(recipe, target, "pytorch")
+    tried = []
+    full = healed.lm_head
+    for size in sizes_between(least, len(order)):
+        kept, shares = keep(counts, order, size)
+        healed.lm_head = full if size == len(order) else KeptHead(full, torch.tensor(kept))
+        mass = min(shares.values())
+        step = _draft_seconds(recipe, healed, "pytorch")
+        point = price(f"head of {size}", size, None, whole * mass, costs, step)
+        rate = point.tokens_per_second
+        figures = {"acceptance": whole * mass, "draft_seconds": step, "length": point.length, "tokens_per_second": rate}
+        tried.append({"size": size, "mass": mass, **figures})
+        run.say(f"  {point.name}: {mass:.2%} of the target's tokens, step {step * 1e3:.2f} ms, {rate:.1f} tokens/s")
+    best = max(tried, key=lambda row: row["tokens_per_second"])
+    return int(best["size"]), tried
 
 
-def as_markdown(report: SearchReport) -> str:
-    """The table of search.md, the best first; `front` marks cuts that no other beats in both cost and acceptance."""
-    lines = [
-        f"Acceptance on the validation split after {report.heal_steps} healing steps; step costs measured, "
-        f"{report.backend}; tokens/s predicted from both.",
-        "",
-        "| cut | parameters | KL, nats | acceptance | step, ms | D/T(1) | best γ | tokens/s | speedup | |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    for point in sorted(report.points, key=lambda point: -point.tokens_per_second):
-        marks = ["chosen"] * (point.name == report.chosen) + ["front"] * (point.name in report.front)
-        kl = "" if point.kl is None else f"{point.kl:.3f}"
-        lines.append(
-            f"| {point.name} | {point.parameters / 1e6:.2f}M | {kl} | {point.acceptance:.3f} "
-            f"| {point.draft_seconds * 1e3:.2f} | {point.draft_seconds / report.target_seconds[0]:.3f} "
-            f"| {point.length} | {point.tokens_per_second:.1f} | {point.speedup:.2f} | {', '.join(marks)} |"
-        )
-    lines += ["", *[f"- {sentence}" for sentence in report.explanations], "", f"`{report.command}`"]
-    return "\n".join(lines) + "\n"
+def _heal(recipe: Recipe, model: Any, source: TeacherSource) -> None:
+    """Train a cut for a few steps, with adapters where the draft will be trained with them."""
+    with adapted(model, recipe.train.adapter, recipe.seed):
+        settings = with_rate(recipe.train, kept_share(recipe, model.config))
+        plan = planned(settings, recipe.sampler.temperature)
+        heal(model, source, settings, plan, recipe.cut.heal_steps, recipe.seed)
+
+
+def _seconds(recipe: Recipe, model: Model, counts: Sequence[int]) -> list[float]:
+    """Median seconds of steps of `counts` tokens at the recipe's depth."""
+    depth = min(recipe.speedup.depth, model.capacity - max(counts))
+    seconds = measure_steps(model, counts, depth, recipe.speedup.repeats, model.vocabulary_size)
+    return [seconds[m][0] for m in counts]
+
+
+def _gguf_seconds(recipe: Recipe, path: Path, role: Literal["target", "draft"], counts: Sequence[int]) -> list[float]:
+    with GgufModel(path, context=recipe.corpus.block + 64, options=recipe.gguf_options(role)) as model:
+        return _seconds(recipe, model, counts)
+
+
+def _target_seconds(recipe: Recipe, target: Any, backend: Literal["pytorch", "gguf"]) -> list[float]:
+    """T(m) of each m that a price needs."""
+    counts = range(1, LONGEST + 2)
+    if backend == "pytorch":
+        return _seconds(recipe, growing_decoder(target, prepack=recipe.pytorch.prepack), counts)
+    with tempfile.TemporaryDirectory() as temporary:
+        path, _ = target_file(recipe, Path(temporary) / "target.gguf")
+        return _gguf_seconds(recipe, path, "target", counts)
+
+
+def _draft_seconds(recipe: Recipe, model: Any, backend: Literal["pytorch", "gguf"]) -> float:
+    """D of a loaded draft."""
+    if backend == "pytorch":
+        return _seconds(recipe, growing_decoder(model, prepack=recipe.pytorch.prepack), [1])[0]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model.save_pretrained(folder)
+        copy_tokenizer(text_folder(recipe.target.model), folder)
+        export_gguf(folder, folder / "draft.gguf", recipe.speedup.outtype)
+        return _gguf_seconds(recipe, folder / "draft.gguf", "draft", [1])[0]
+
+
+@torch.inference_mode()
+def acceptance(recipe: Recipe, target: Any, distributions: TargetDistributions, draft: Any, batch: int = 2) -> float:
+    """Mean Σ min(p, q) over the scored positions of the blocks, both distributions through the recipe's sampler."""
+    blocks, vocabulary, sampler = distributions.blocks, distributions.vocabulary, Sampler.of(recipe.sampler)
+    total, count = 0.0, 0
+    for start in range(0, len(blocks), batch):
+        part = blocks.take(slice(start, start + batch))
+        p, q = (sampler.probabilities(scored_logits(model, part)[:, :vocabulary]) for model in (target, draft))
+        total += float(divergences.acceptance_sampling(p, q.to(p.device)).double().sum())
+        count += len(p)
+    return total / max(1, count)

@@ -37,6 +37,7 @@ from distill.run import Run
 from distill.surgery.change import record_change, size_of
 from distill.surgery.cutter import cut_model
 from distill.surgery.divergence import TargetDistributions
+from distill.surgery.price import compare_cuts, price_vocabulary
 from distill.surgery.vocabulary.transplant import transplant
 from distill.surgery.vocabulary.trim import (
     always_kept,
@@ -73,10 +74,8 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     say(run, changes)
     scores, own = score_blocks(recipe, run, answers), settings.donor == "target"
     apply_cut = functools.partial(cut_model, blocks=scores, distributions=distributions, own=own)
-    if settings.search is not None:
-        from distill.surgery.search import search
-
-        settings = search(recipe, run, model, target, distributions, apply_cut)
+    if settings.compare:
+        compare_cuts(recipe, run, model, target, distributions, apply_cut)
     made = apply_cut(model, settings)
     say(run, made)
     changes += made
@@ -97,8 +96,8 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
         write_result(place / "cut.json", CutReport(donor, sizes, changes, context))
 
     write_folder(run.path("cut"), save)
-    shutil.rmtree(run.path("search", "transplant"), ignore_errors=True)
-    report = run.path("search")
+    shutil.rmtree(run.path("compared", "transplant"), ignore_errors=True)
+    report = run.path("compared")
     return [run.path("cut"), *([report] if report.exists() and any(report.iterdir()) else [])]
 
 
@@ -151,7 +150,7 @@ def load_donor(
         sizes = describe_model(reference, model)
         rows = load_config(recipe.target.model).get_text_config().vocab_size
         return model, sizes, match_rows(model, rows, distributions.vocabulary)
-    folder = run.path("search", "transplant")
+    folder = run.path("compared", "transplant")
     change = transplant(
         local_folder(reference),
         text_folder(recipe.target.model),
@@ -254,8 +253,6 @@ def trim(
     metadata: dict[str, Any] = {"forced": len(forced), "by": settings.by if settings.size is None else "size"}
     size = settings.size
     if size is None and settings.by == "price":
-        from distill.surgery.search import price_vocabulary
-
         size, metadata["tried"] = price_vocabulary(recipe, run, model, target, distributions, counts, order, least)
     elif size is None:
         size = smallest_size(counts, order, least, settings.mass)

@@ -142,8 +142,6 @@ def check_training(recipe: Recipe) -> list[str]:
         require_ramp(settings.steps, settings.embedding_steps, settings.sparsity.ramp)
     positions = settings.batch * recipe.corpus.block
     lines = []
-    if recipe.train.rate is None and recipe.cut.search is not None:
-        lines.append("train: the rate follows the cut that the search chooses; below is that of its smallest")
     loss = ", ".join(f"{weight:g} {name}" for name, weight in plan.loss.losses.items())
     lines.append(f"train: {plan.steps} steps of {positions} positions at up to {plan.rate:g}: {loss}")
     if settings.optimizer == "muon":

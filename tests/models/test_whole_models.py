@@ -168,8 +168,6 @@ def test_offline_opens_no_connection(
         (["cut={}"], True),
         (["cut={}", "cut.allow_full_size=true"], False),
         (["cut={}", "train.sparsity={mlp_width: 64}", "train.steps=50"], False),
-        (["cut={search: {layers: [3]}}"], True),
-        (["cut={search: {layers: [2, 3]}}"], False),
         (["cut={drop_layers: '1'}"], False),
         (["cut={mlp_width: 128}"], True),
     ],

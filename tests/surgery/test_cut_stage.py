@@ -1,4 +1,4 @@
-"""Stage `draft` in whole runs: transplant, trim, search, sparsity, each through the command line on the tiny world."""
+"""Stage `cut` in whole runs: transplant, trim, compared cuts, sparsity, each by the command line on the tiny world."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.packing import Packed
 from distill.recipe import load_recipe
+from distill.results.cut_results import Comparison
+from distill.results.serialise import read_result
 from distill.run import Run
 from distill.surgery.stage import score_blocks, scored_blocks
 from distill.texts import drop_reason, read_answers
@@ -66,7 +68,7 @@ def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: 
     before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("cut", "draft"))
     assert all(not torch.equal(before[name], after[name]) for name in before if name.endswith("proj.weight"))
     assert read(run / "eval.json")["domains"]["answers"]["after"]["acceptance_sampling"]["mean"] > 0
-    assert not (run / "search" / "transplant").exists()
+    assert not (run / "compared" / "transplant").exists()
 
 
 def test_only_the_embeddings_move_at_first(begun: Path, world: Path, tmp_path: Path) -> None:
@@ -99,55 +101,49 @@ def test_trimmed_draft(begun: Path, world: Path, tmp_path: Path) -> None:
     assert before.keys() == after.keys()
 
 
-def test_search_takes_the_best_cut_and_goes_on_where_it_was(
+def test_listed_cuts_are_compared_and_the_named_one_is_made(
     begun: Path, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    search = {"layers": [1, 2], "mlp_width": [64, 128], "heal_steps": 2, "max_length": 4}
-    draft = {"layers": None, "mlp_width": None, "search": search}
-    run = run_with(begun, world, tmp_path, "cut", cut=draft)
-    report = read(run / "search" / "search.json")
-    names = {point["name"] for point in report["points"]}
-    assert names == {f"{layers} layers, MLP {width}" for layers in (1, 2) for width in (64, 128)}
-    seconds = report["target_seconds"]  # of 1 to 5 tokens
-
-    def speeds(point: dict[str, Any]) -> list[float]:
-        alpha, step = point["acceptance"], point["draft_seconds"]
-        return [sum(alpha**i for i in range(n + 1)) / (seconds[n] + n * step) for n in range(5)]
-
-    best = max(report["points"], key=lambda point: (max(speeds(point)), max(speeds(point)[1:])))
-    assert report["chosen"] == best["name"] and report["chosen"] in (run / "search" / "search.md").read_text()
+    compare = [{"layers": 1, "mlp_width": 64}, {"layers": 3}, {"mlp_width": 96}]
+    cut = {"layers": 2, "mlp_width": 64, "compare": compare, "heal_steps": 2}
+    run = run_with(begun, world, tmp_path, "cut", cut=cut, speedup={"backends": ["pytorch"]})
+    found = read_result(run / "compared" / "compared.json", Comparison)
+    assert [one.name for one in found.cuts] == ["1 layers, MLP 64", "3 layers", "all layers, MLP 96"]
+    assert found.cuts[0].parameters < found.cuts[2].parameters < found.cuts[1].parameters
+    assert found.cuts[1].acceptance > found.cuts[0].acceptance > 0, "all of the target, but for two steps"
+    for one in found.cuts:
+        speeds = [
+            sum(one.acceptance**i for i in range(n + 1)) / (seconds + n * one.draft_seconds)
+            for n, seconds in enumerate(found.target_seconds)
+        ]
+        assert one.tokens_per_second == pytest.approx(max(speeds)) == pytest.approx(speeds[one.length])
     config = read(run / "cut" / "config.json")
-    assert {"layers": config["num_hidden_layers"], "mlp_width": config["intermediate_size"]} == best["settings"]
+    assert (config["num_hidden_layers"], config["intermediate_size"]) == (2, 64)
+    said = capsys.readouterr().err
+    assert said.index("| 3 layers |") < said.index("layers: layers 3 -> 2")
     # Killed after two cuts: the record is gone, what was measured stays and is not measured again.
-    files = sorted((run / "search" / "cuts").glob("*layers*.json"))
-    stamps = {path: path.stat().st_mtime_ns for path in files[:2]}
-    for path in files[2:]:
-        path.unlink()
-    shutil.move(run / "stages" / "cut.json", run / "stages" / "old.json")
-    record = read(run / "stages" / "old.json")
+    files = [run / "compared" / name for name in ("target.json", "1layers-MLP64.json", "3layers.json")]
+    stamps = [path.stat().st_mtime_ns for path in files]
+    (run / "compared" / "alllayers-MLP96.json").unlink()
+    record = read(run / "stages" / "cut.json")
     (run / "stages" / "cut.begun.json").write_text(json.dumps(record["inputs"]))
-    (run / "stages" / "old.json").unlink()
-    recipe = world / f"{tmp_path.name}.yaml"
-    assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "cut") == 0
-    assert "cut: resumes" in capsys.readouterr().out + (run / "log.txt").read_text()
-    assert {path: path.stat().st_mtime_ns for path in files[:2]} == stamps and all(path.exists() for path in files)
+    (run / "stages" / "cut.json").unlink()
+    assert tiny.call("train", world / f"{tmp_path.name}.yaml", "--runs", tmp_path, "--until", "cut") == 0
+    assert [path.stat().st_mtime_ns for path in files] == stamps and (
+        run / "compared" / "alllayers-MLP96.json"
+    ).exists()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
-def test_search_prices_quantised_drafts(begun: Path, world: Path, tmp_path: Path) -> None:
-    search = {"layers": [1, 3], "heal_steps": 1, "max_length": 3, "backend": "gguf", "outtypes": ["f32", "q8_0"]}
-    draft = {"layers": None, "mlp_width": None, "search": search}
-    run = run_with(begun, world, tmp_path, "cut", cut=draft)
-    points = {point["name"]: point for point in read(run / "search" / "search.json")["points"]}
-    assert set(points) == {f"{layers} layers, {kind}" for layers in (1, 3) for kind in ("f32", "q8_0")}
-    assert all(point["draft_seconds"] > 0 and 0 < point["acceptance"] <= 1 for point in points.values())
-    # The same cut in both types: nearly the same acceptance. All three layers are the target, but for one healing step.
-    assert abs(points["1 layers, f32"]["acceptance"] - points["1 layers, q8_0"]["acceptance"]) < 0.05
-    assert points["3 layers, f32"]["acceptance"] > points["1 layers, f32"]["acceptance"]
+def test_steps_of_gguf_files_are_priced(begun: Path, world: Path, tmp_path: Path) -> None:
+    cut = {"compare": [{"layers": 1}], "heal_steps": 1}
+    run = run_with(begun, world, tmp_path, "cut", cut=cut, speedup={"backends": ["gguf", "pytorch"]})
+    found = read_result(run / "compared" / "compared.json", Comparison)
+    assert found.backend == "gguf" and len(found.target_seconds) == 17 and found.cuts[0].draft_seconds > 0
 
 
 def test_trim_by_price(begun: Path, world: Path, tmp_path: Path) -> None:
-    run = run_with(begun, world, tmp_path, "cut", cut={"trim": {"by": "price"}})
+    run = run_with(begun, world, tmp_path, "cut", cut={"trim": {"by": "price"}, "heal_steps": 2})
     kept = read(run / "cut" / "kept_tokens.json")
     best = max(kept["tried"], key=lambda row: row["tokens_per_second"])
     assert len(kept["kept"]) == best["size"] and all(0 < row["mass"] <= 1 for row in kept["tried"])
@@ -214,7 +210,7 @@ def test_without_validation_text_cuts_are_compared_on_other_answers(begun: Path,
         ({"cut": {"trim": {"size": 300}}}, "cut.trim.size"),
         ({"cut": {"transplant": {"overrides": {"<|endoftex|>": "x"}}}}, "<|endoftext|>"),
         ({"train": {"sparsity": {"mlp_width": 512}}}, "sparsity"),
-        ({"cut": {"search": {"layers": [4]}, "layers": None}}, "3"),
+        ({"cut": {"compare": [{"layers": 4}]}}, "cut.compare.layers: 4 layers"),
     ],
 )
 def test_impossible_cuts_are_refused_before_any_work(

@@ -167,7 +167,7 @@ def test_the_lasso_reaches_its_width_under_muon() -> None:
 def test_the_rate_follows_what_the_cut_leaves(
     world: Path, ready: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Named by `check`, taken by the training of that very cut, and of a search by the size that was chosen."""
+    """Named by `check`, and taken by the training of that very cut."""
     shares = (0.05, 1 / 6, 0.4, 0.7, 1.0)
     rates = [peak_rate(share) for share in shares]
     assert rates[:2] == [1.5e-3, 1.5e-3] and rates[-1] == 5e-5 and rates == sorted(rates, reverse=True)
@@ -182,10 +182,6 @@ def test_the_rate_follows_what_the_cut_leaves(
     assert kept_share(dropped) == pytest.approx(1 - 1 / donor.num_hidden_layers)
     assert tiny.call("check", world / "recipe.yaml", "train.rate=null") == 0
     assert f"at up to {peak_rate(left):g}: " in capsys.readouterr().out
-    searched = ("train.rate=null", "cut.layers=null", "cut.mlp_width=null", "cut.search={layers: [1, 2]}")
-    assert tiny.call("check", world / "recipe.yaml", *searched) == 0
-    said = capsys.readouterr().out
-    assert "the search chooses" in said and f"at up to {peak_rate(1 / donor.num_hidden_layers):g}: " in said
     run = trained(world, ready, tmp_path, "train.rate=null", "train.steps=2", "train.acceptance=null")
     (part,) = json.loads((run / "training.json").read_text())["parts"]
     assert part["rate"] == peak_rate(left)
