@@ -24,14 +24,14 @@ RULES: dict[str, tuple[str, ...]] = {
     "p_min": ("p_min",),
     "start-continue": ("start", "more"),
     "ratio": (),
-    "beta": ("floor",),
+    "beta": ("start", "floor"),
     "expected-value": ("calibration",),
 }
 TREES = ("tree", "lookup+tree")
 DETERMINISTIC = ("lookup", *TREES, "string")  # drafters whose tokens come without a distribution of their own
 OTHER_VOCABULARY = ("intersection", "string")  # drafters for a draft whose tokens are not the target's
 # What a setting that is left out means, where something reads it.
-LENGTH, P_MIN, START, MORE = 8, 0.5, 0.5, 0.7
+LENGTH, P_MIN, START, MORE, FLOOR = 8, 0.5, 0.5, 0.7, 0.3
 CALIBRATION: CalibrationName = "features"
 DEPTH = 1
 SHAPE = "best-first"
@@ -82,13 +82,23 @@ class Configuration(Section):
         "token, or by distinct if drawn without replacement",
     )
     p_min: float | None = Field(None, gt=0, le=1, description=f"p_min: the threshold; null: {P_MIN}")
+    n_min: int | None = Field(
+        None,
+        ge=1,
+        le=63,
+        description="draft, lookup+draft: fewer tokens than these from the draft model are dropped, as llama.cpp does; "
+        "lossy when verified by token or block; null: 0",
+    )
     start: float | None = Field(
-        None, ge=0, le=1, description=f"start-continue: threshold at the first position; null: {START}"
+        None,
+        ge=0,
+        le=1,
+        description=f"threshold at the first position; null: {START} (start-continue), or `floor` (beta)",
     )
     more: float | None = Field(
         None, ge=0, le=1, description=f"start-continue: threshold at later positions; null: {MORE}"
     )
-    floor: float | None = Field(None, ge=0, le=1, description="beta: the threshold; null: 0.3")
+    floor: float | None = Field(None, ge=0, le=1, description=f"beta: the threshold; null: {FLOOR}")
     calibration: CalibrationName | None = Field(
         None,
         description=f"expected-value, tree: maps draft probabilities to acceptance, fitted on validation text. "
@@ -118,6 +128,8 @@ class Configuration(Section):
                 raise ValueError(f"{name} is not read by {self._described()}: leave it out")
         if self.drafter == "tree" and self.widths is not None and (min(self.widths) < 1 or self.drawn_nodes > 63):
             raise ValueError(f"widths {list(self.widths)} make {self.drawn_nodes} nodes: 1 to 63 are possible")
+        if self.n_min is not None and self.n_min > self.max_length:
+            raise ValueError(f"n_min {self.n_min} drops every draft of at most {self.max_length} tokens: lower it")
         if self.drafter in TREES and self.calibration == "context":
             raise ValueError("a tree's branches have different texts before them: use another calibration than context")
         return self
@@ -132,8 +144,10 @@ class Configuration(Section):
             return always | {"rule", "length", "depth", "nodes", "calibration"}
         if self.drafter == "lookup":
             return always | {"length", "rule"}
+        if self.drafter in ("draft", "lookup+draft"):
+            always |= {"n_min"} | ({"draft_top_k"} if self._draws else set())
         if self.drafter != "tree":
-            return always | {"length", "rule", *RULES[self.length_rule], *(["draft_top_k"] if self._draws else [])}
+            return always | {"length", "rule", *RULES[self.length_rule]}
         if self.widths is not None:
             return always | {"widths"}
         return always | {"rule", "length", "nodes", "shape"} | (set() if self.ranked else {"calibration"})
@@ -243,13 +257,17 @@ class Configuration(Section):
             parts = [self.drafter, words, f"≤ {self.max_length}"]
         if self.drafts and (self.verifier is not None or self.sampler == "recipe"):
             parts.append(f"verifier {self.verified_by}")
+        if self.n_min is not None:
+            parts.append(f"n_min {self.n_min}")
         if self.draft_top_k is not None:
             parts.append(f"drawn from {self.draft_top_k}")
         return ", ".join(parts + (["sampled"] if self.sampler == "recipe" else []))
 
     def _rule_settings(self) -> list[str]:
-        """What the rule reads, as the title shows it; nothing for a floor that is left out."""
+        """What the rule reads, as the title shows it; nothing for the thresholds of beta that are left out."""
         defaults = {"p_min": P_MIN, "start": START, "more": MORE, "floor": "", "calibration": CALIBRATION}
+        if self.rule == "beta":
+            return [f"{name} {value}" for name in ("start", "floor") if (value := getattr(self, name)) is not None]
         values = ((getattr(self, name), defaults[name]) for name in RULES[self.length_rule])
         return [str(default if value is None else value) for value, default in values]
 

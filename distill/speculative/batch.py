@@ -87,7 +87,7 @@ def decode_batch(
 
     The seconds of a round, and of the prefill, are those of the whole batch, the same in each row that took part. Each
     row's `seconds` run until that row ended, so the largest of them is the time of the batch. DataError for a verifier
-    that would change the target's distribution.
+    and rule that would change the target's distribution.
     """
     new_rule = length if callable(length) else lambda: Fixed(length)
     drafter = ModelDrafter(draft, new_rule(), rules.sampler, rules.random, argmax)

@@ -13,11 +13,11 @@ from distill.models.base import Model
 from distill.models.hugging_face import load_config
 from distill.models.torch_model import shortest_window
 from distill.recipe import Configuration, Recipe, SamplerSettings
-from distill.recipe.configuration import MORE, P_MIN, START
+from distill.recipe.configuration import FLOOR, MORE, P_MIN, START
 from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
 from distill.speculative.costs.curve import StepCosts
-from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
+from distill.speculative.draft import Drafter, FallbackDrafter, ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import (
     AcceptedRatio,
@@ -49,19 +49,22 @@ def configured_calibration(configuration: Configuration, fitted: Mapping[str, Ca
 
 def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[str, Calibration]) -> LengthRule:
     """The length rule in its first state; only the expected-value rule reads `costs` and `fitted`."""
-    rule, longest = configuration.length_rule, configuration.max_length
+    rule, longest, n_min = configuration.length_rule, configuration.max_length, configuration.n_min or 0
     if rule == "p_min":
-        return ProbabilityFloor(longest, P_MIN if configuration.p_min is None else configuration.p_min)
+        return ProbabilityFloor(longest, P_MIN if configuration.p_min is None else configuration.p_min, n_min=n_min)
     if rule == "start-continue":
         start = START if configuration.start is None else configuration.start
-        return ProbabilityFloor(longest, start, MORE if configuration.more is None else configuration.more)
+        more = MORE if configuration.more is None else configuration.more
+        return ProbabilityFloor(longest, start, more, n_min=n_min)
     if rule == "ratio":
-        return AcceptedRatio(length=min(4, longest), longest=longest)
+        length, shortest = min(max(4, n_min), longest), max(1, n_min)
+        return AcceptedRatio(length, shortest=shortest, longest=longest, n_min=n_min)
     if rule == "beta":
-        return BetaFilter(longest) if configuration.floor is None else BetaFilter(longest, configuration.floor)
+        floor = FLOOR if configuration.floor is None else configuration.floor
+        return BetaFilter(longest, floor, start=configuration.start, n_min=n_min)
     if rule == "expected-value":
-        return ExpectedValue(costs, configured_calibration(configuration, fitted), longest=longest)
-    return Fixed(longest)
+        return ExpectedValue(costs, configured_calibration(configuration, fitted), longest=longest, n_min=n_min)
+    return Fixed(longest, n_min=n_min)
 
 
 def make_drafter(
@@ -89,7 +92,7 @@ def make_drafter(
         chain = configuration.model_copy(update={"drafter": "draft"})
         second = configuration.tree_alone if configuration.branches else chain
         own = make_drafter(second, draft, sampler, random, costs, fitted, tree)
-        return FirstThen(LookupDrafter(configuration.max_length, 2, price), own)
+        return FallbackDrafter(LookupDrafter(configuration.max_length, 2, price), own)
     assert not isinstance(draft, Reader), f"`{configuration.title}` needs a draft of the target's vocabulary"
     if configuration.widths is not None:
         shape = Shape.of_widths(configuration.widths)

@@ -68,7 +68,7 @@ def largest_logit_decides(argmax: bool, sampler: Sampler, rules: Iterable[Length
 
 
 class ChainDraft:
-    """The chain of one text in one round: when it stops, which tokens it takes, and which of them are verified.
+    """The chain of one text in one round: when it stops, and which tokens it takes.
 
     With `argmax` the best token is taken, else one is drawn. It has at most `limit` tokens and at most as many as the
     rule allows; a token of `ends` is the last one.
@@ -127,7 +127,9 @@ class ChainDraft:
         return True
 
     def proposal(self) -> Proposal:
-        """The tokens, with the distributions that they were drawn from."""
+        """The tokens, unless they are fewer than the rule's `n_min`: dropping drawn ones is lossy, and refused."""
+        if len(self.tokens) < max(self._rule.n_min, 1):
+            return NOTHING
         distributions = torch.stack(self._distributions) if self._distributions else None
         return Proposal.chain(self.tokens, distributions, self._features)
 
@@ -156,8 +158,10 @@ class ModelDrafter:
 
     @property
     def kind(self) -> str:
-        """Deterministic or sampled."""
-        return "deterministic" if self.argmax else "sampled"
+        """Deterministic, sampled, or sampled and then cut by their number."""
+        if self.argmax:
+            return "deterministic"
+        return "cut" if self.rule.n_min > 1 else "sampled"
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt but for its last token, which goes in with the first step; nothing where it has no room.
@@ -209,7 +213,7 @@ class ModelDrafter:
             tokens.append(token)
             if token in ends:
                 break
-        return Proposal.chain(tokens) if tokens else NOTHING
+        return Proposal.chain(tokens) if len(tokens) >= max(self.rule.n_min, 1) else NOTHING
 
     def catch_up(self, context: Sequence[int]) -> None:
         """Read all but the last token of the context, where more than two are not read: the rule has begun to draft."""
@@ -229,7 +233,7 @@ class ModelDrafter:
         self._late = 0.0
 
 
-class FirstThen:
+class FallbackDrafter:
     """A lookup's proposal, or the second drafter's where that is empty."""
 
     def __init__(self, first: LookupDrafter, second: Drafter) -> None:

@@ -5,24 +5,29 @@ A round calls `limit()`, then for each position `step_on(position)` before the d
 `observe(drafted, accepted, features, seconds)`. Positions count from 0 within a round.
 
 Whether a position is verified must be decided before its token is drawn, or the output no longer follows the target's
-distribution: llama.cpp drops a drawn token whose own probability is below p_min, which is lossy.
+distribution. `n_min` drops drafts after their draw, as llama.cpp does; a draft that samples under it is refused
+wherever that would change the output (`verify.refusal`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from distill.speculative.proposal import Features
 
 
+@dataclass(kw_only=True)
 class LengthRule:
     """What every rule decides for the decoder: here without a limit of its own, drafting everything, learning nothing.
 
-    `reads_features`: the rule reads features; making the distribution that they come from takes time.
+    `n_min`: a draft of fewer tokens is dropped whole. `reads_features`: the rule reads features; making the
+    distribution that they come from takes time.
     """
 
-    reads_features: bool = True
+    n_min: int = 0
+    reads_features: ClassVar[bool] = True
 
     def limit(self) -> int:
         """The most tokens to draft this round; 0 decodes plainly."""
@@ -115,6 +120,8 @@ class AcceptedRatio(LengthRule):
 class BetaFilter(Fixed):
     """Acceptance counted per (position, confidence bin); draft while the product of its means is at least `floor`.
 
+    Drafting begins where the first position's mean is at least `start`; None: `floor`, too.
+
     A cell starts as a Beta prior worth `weight` observations at the bin's middle. Each judged token multiplies the
     cell's older counts by `keep`. Position j is judged only if it was drafted and reached.
     """
@@ -123,6 +130,7 @@ class BetaFilter(Fixed):
     bins: int = 8
     weight: float = 4.0
     keep: float = 0.98
+    start: float | None = None
     reads_features = True
     counts: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, init=False)  # accepted, judged
     _survival: float = field(default=1.0, init=False)
@@ -138,9 +146,9 @@ class BetaFilter(Fixed):
         return (accepted + self.weight * (cell[1] + 0.5) / self.bins) / (judged + self.weight)
 
     def go_on(self, position: int, features: Features) -> bool:
-        """Whether this and all before it are expected to be accepted with probability ≥ floor."""
+        """Whether this and all before it are expected to be accepted with probability ≥ the position's threshold."""
         self._survival = (self._survival if position else 1.0) * self.accept(position, features)
-        return self._survival >= self.floor
+        return self._survival >= (self.floor if position or self.start is None else self.start)
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
         """Count the judged positions."""

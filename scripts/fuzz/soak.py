@@ -43,7 +43,7 @@ from distill.progress import Progress
 from distill.sampler import Sampler
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import Decoded, decode, plain
-from distill.speculative.draft import Drafter, FirstThen, LookupDrafter, ModelDrafter
+from distill.speculative.draft import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import AcceptedRatio, Fixed, ProbabilityFloor
 from distill.speculative.rules import GREEDY, Rules
@@ -125,7 +125,7 @@ def drafter_of(number: int, draft: Model, sampler: Sampler, draws: Any) -> tuple
         lambda: ModelDrafter(draft, ExpectedValue(COSTS), sampler, draws),
         lambda: ModelDrafter(draft, AcceptedRatio(3), sampler, draws),
         lambda: LookupDrafter(5),
-        lambda: FirstThen(LookupDrafter(4, shortest=2), ModelDrafter(draft, Fixed(3), sampler, draws)),
+        lambda: FallbackDrafter(LookupDrafter(4, shortest=2), ModelDrafter(draft, Fixed(3), sampler, draws)),
         lambda: TreeDrafter(draft, sampler, draws, 6, depth=3),
     ]
     makers = makers if draft.max_leaves else makers[:-1]

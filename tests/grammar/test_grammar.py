@@ -28,7 +28,7 @@ from distill.models.gguf.model import GgufModel
 from distill.sampler import Sampler
 from distill.speculative.batch import plain_batch
 from distill.speculative.decode import Decoded, decode, decode_text, plain
-from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
+from distill.speculative.draft import Drafter, FallbackDrafter, ModelDrafter
 from distill.speculative.lengths import AcceptedRatio, Fixed
 from distill.speculative.lookup import LookupDrafter
 from distill.speculative.proposal import ROOT, Proposal
@@ -382,7 +382,7 @@ def drafters(draft: Any, grammar: Constraint, sampler: Sampler, draws: random.Ra
         "best": model(argmax=True),
         "without the grammar": model(behind=draft),
         "lookup": LookupDrafter(6),
-        "both": FirstThen(LookupDrafter(6), model(argmax=True)),
+        "both": FallbackDrafter(LookupDrafter(6), model(argmax=True)),
     }
     if draft.max_leaves:
         found["tree"] = TreeDrafter(masked, sampler, draws.random, 9)

@@ -440,6 +440,9 @@ def test_loops_refuse() -> None:
                 plain_batch(target, some, 9, rules, randoms)
     with pytest.raises(DataError, match="greedy emits the target's best token"):
         decode_batch(target, draft, prompts, 9, Rules(Sampler(1.0), "greedy"), 3, streams(2, 0))
+    with pytest.raises(DataError, match="drop"):
+        rules = Rules(Sampler(1.0), "token")
+        decode_batch(target, draft, prompts, 9, rules, lambda: Fixed(3, n_min=2), streams(2, 0))
     assert target.lengths == draft.lengths == [0, 0]
 
 

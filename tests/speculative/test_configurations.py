@@ -46,6 +46,9 @@ from distill.tables import document, records
 COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
 CONFIGURATIONS = [
     *(Configuration(rule=rule, length=6) for rule in RULES),
+    Configuration(rule="p_min", p_min=0.3, n_min=2, length=6),
+    Configuration(rule="ratio", n_min=5, length=6),
+    Configuration(rule="beta", start=0.5, floor=0.2, length=6),
     Configuration(drafter="lookup"),
     Configuration(drafter="lookup", rule="expected-value"),
     Configuration(drafter="lookup+draft", rule="expected-value", calibration="none"),
@@ -85,6 +88,8 @@ def recipe_with(**speedup: Any) -> Recipe:
         ({"draft_top_k": 10}, "draft_top_k is not read"),
         ({"draft_top_k": 10, "sampler": "recipe", "verifier": "match"}, "draft_top_k is not read"),
         ({"draft_top_k": 10, "sampler": "recipe", "rule": "expected-value"}, "draft_top_k is not read"),
+        ({"n_min": 9}, "n_min 9 drops every draft of at most 8"),
+        ({"drafter": "lookup", "n_min": 2}, "n_min is not read"),
         ({"rule": "nonsense"}, "Input should be"),
     ],
 )
@@ -107,17 +112,21 @@ def test_a_recipe_survives_its_own_dump(tmp_path: Path) -> None:
 
 def test_lossy_pairs_have_reasons_and_are_refused_unless_asked_for() -> None:
     hot = Sampler(0.8)
-    best = Configuration(sampler="recipe", verifier="greedy")
-    assert "best token" in str(lossy_reason(best, hot))
-    assert lossy_reason(Configuration(rule="p_min", sampler="recipe"), hot) is None
+    after = Configuration(rule="p_min", n_min=2, sampler="recipe")
+    assert "no longer follows its distribution" in str(lossy_reason(after, hot))
+    assert "best token" in str(lossy_reason(Configuration(sampler="recipe", verifier="greedy"), hot))
+    # The same rule is lossless where tokens are chosen without chance, or where the verifier asks for no distribution
+    # of theirs.
+    for lossless in (after.model_copy(update={"verifier": "match"}), Configuration(rule="p_min", sampler="recipe")):
+        assert lossy_reason(lossless, hot) is None
     assert all(lossy_reason(one, GREEDY) is None for one in CONFIGURATIONS)
     # Expected value drops what it drafted only where the draft is deterministic.
     assert lossy_reason(Configuration(rule="expected-value", sampler="recipe"), hot) is None
-    raw = {"configurations": [best.model_dump(exclude_defaults=True)]}
+    raw = {"configurations": [after.model_dump(exclude_defaults=True)]}
     with pytest.raises(RecipeError, match=r"(?s)would change the target's distribution.*allow_lossy"):
         check_configurations(recipe_with(**raw))
     (line,) = check_configurations(recipe_with(**raw, allow_lossy=True))
-    assert line.startswith("LOSSY configuration `draft, γ = 8, verifier greedy, sampled`")
+    assert line.startswith("LOSSY configuration `draft, p_min 0.5, ≤ 8, verifier token, n_min 2, sampled`")
     with pytest.raises(RecipeError, match="no verifier `block` for trees"):
         check_configurations(
             recipe_with(configurations=[{"drafter": "tree", "verifier": "block", "sampler": "recipe"}])
@@ -157,7 +166,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     target, draft = pair
     asked = [
         Configuration(length=3, sampler="recipe"),
-        Configuration(verifier="greedy", length=3, sampler="recipe"),
+        Configuration(rule="p_min", length=3, p_min=0.4, n_min=2, sampler="recipe"),
     ]
     recipe = recipe_with(configurations=[one.model_dump(exclude_none=True) for one in asked], allow_lossy=True)
     prepared = prepare_all(recipe, [fixed_length(2)], asked, draft, (), Fitted(COSTS))
@@ -239,7 +248,7 @@ def test_the_stage_measures_configurations_and_refuses_lossy_ones(
     assert "draft, expected value context, ≤ 8" in capsys.readouterr().out
     assert (copied / "speedup" / "calibration.json").exists()
     again = (
-        "speedup.configurations=[{verifier: greedy, sampler: recipe}]",
+        "speedup.configurations=[{rule: p_min, n_min: 2, sampler: recipe}]",
         "speedup.prompts=2",
         *runs,
         "--until",

@@ -33,7 +33,7 @@ from distill.sampler import Sampler
 from distill.speculative import verify
 from distill.speculative.batch import decode_batch, plain_batch
 from distill.speculative.decode import Decoded, decode, decode_text, plain, speculative
-from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
+from distill.speculative.draft import Drafter, FallbackDrafter, ModelDrafter
 from distill.speculative.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
 from distill.speculative.lookup import LookupDrafter
 from distill.speculative.on_device import device_round
@@ -74,6 +74,7 @@ RULES: dict[str, Callable[[], LengthRule]] = {
     "p_min": lambda: ProbabilityFloor(4, 0.2),
     "expected-value": RECIPE["expected-value, fitted"],
     "beta": RECIPE["beta"],
+    "n_min": lambda: ProbabilityFloor(4, 0.1, n_min=3),
 }
 
 
@@ -106,7 +107,9 @@ def test_other_drafters_are_verified_on_the_device(temperature: float) -> None:
     target, draft = static("qwen2")
     for make in (
         lambda r: LookupDrafter(3),
-        lambda r: FirstThen(LookupDrafter(3, shortest=2), ModelDrafter(draft, Fixed(2), r.sampler, r.random, True)),
+        lambda r: FallbackDrafter(
+            LookupDrafter(3, shortest=2), ModelDrafter(draft, Fixed(2), r.sampler, r.random, True)
+        ),
     ):
         rules = Rules(Sampler(temperature), verifier, random=random.Random(1).random)
         result = decode_text(target, make(rules), repeated, 20, rules)

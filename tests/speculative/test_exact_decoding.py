@@ -30,7 +30,7 @@ from distill.speculative.batch import decode_batch
 from distill.speculative.calibration import Calibration
 from distill.speculative.configured import make_drafter
 from distill.speculative.decode import Decoded, decode
-from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
+from distill.speculative.draft import Drafter, FallbackDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule
 from distill.speculative.lookup import LookupDrafter
 from distill.speculative.proposal import ROOT, Proposal
@@ -188,7 +188,9 @@ def test_lookup_and_lookup_before_a_draft(verifier: str, sampler: Sampler) -> No
     # What follows 0 1 is 1: the two tokens that repeat are found.
     for make in (
         lambda draft, sampler, random: lookup,
-        lambda draft, sampler, random: FirstThen(LookupDrafter(2), ModelDrafter(draft, Fixed(1), sampler, random)),
+        lambda draft, sampler, random: FallbackDrafter(
+            LookupDrafter(2), ModelDrafter(draft, Fixed(1), sampler, random)
+        ),
     ):
         seen = Seen()
         found = decoded(3, make, verifier, sampler, 1, seen)

@@ -86,6 +86,14 @@ def test_beta_filter_counts_only_judged_positions() -> None:
     assert rule.go_on(0, seen[0])  # a new round starts from 1
 
 
+def test_beta_filter_with_a_threshold_to_begin() -> None:
+    """Bins of the same middle, 7/8: survival is .875, .766, .670, .586 …"""
+    tops = [0.9] * 9
+    assert [draft(BetaFilter(8, 0.6, bins=4, start=start), tops) for start in (0.88, 0.87, 0.1)] == [0, 3, 3]
+    assert draft(BetaFilter(8, 0.88, bins=4, start=0.87), tops) == 1  # begun, and not gone on
+    assert draft(BetaFilter(8, 0.6, bins=4), tops) == 3 and draft(BetaFilter(8, 0.88, bins=4), tops) == 0
+
+
 def test_beta_filter_forgets() -> None:
     rule = BetaFilter(8, bins=1, weight=1.0, keep=0.9)
     for _ in range(200):

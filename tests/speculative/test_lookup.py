@@ -16,13 +16,23 @@ from distill.errors import DataError
 from distill.sampler import Sampler
 from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import decode_text
-from distill.speculative.draft import FirstThen, ModelDrafter
+from distill.speculative.draft import FallbackDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.lookup import LookupDrafter, LookupPrice, SuffixIndex
 from distill.speculative.rules import Rules
 
 torch.set_num_threads(1)
 V = 4
+
+
+def test_a_token_dropped_after_its_draw_is_refused() -> None:
+    """What it would do to the distribution: test_samples.py and test_exact_decoding.py."""
+    served, target, draft = Sampler(1.0), TableModel(V, 11), TableModel(V, 12)
+    drafter = ModelDrafter(draft, Fixed(3, n_min=2), served, random.random)
+    rules = Rules(served, "token", random=random.random)
+    with pytest.raises(DataError, match="dropped after the draw"):
+        decode_text(target, drafter, [1, 2], 3, rules)
+    assert len(decode_text(target, drafter, [1, 2], 3, rules, lossy=True).tokens) == 3
 
 
 def test_pairs_that_cannot_be() -> None:
@@ -83,7 +93,7 @@ def test_a_lookup_takes_constant_time_a_token() -> None:
 def test_a_lookup_learns_what_the_other_drafter_gives() -> None:
     costs = StepCosts(tuple(1 + 0.01 * m for m in range(9)), 0.0, 0.0)
     lookup = LookupDrafter(4, 1, LookupPrice(costs))
-    other = FirstThen(lookup, LookupDrafter(3))
+    other = FallbackDrafter(lookup, LookupDrafter(3))
     assert lookup.price is not None
     other.begin([])
     seen = [1, 2, 3, 9, 9, 1, 2]

@@ -24,7 +24,7 @@ from distill.recipe import Configuration
 from distill.sampler import Sampler
 from distill.speculative.configured import make_drafter
 from distill.speculative.decode import decode_text, plain
-from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
+from distill.speculative.draft import Drafter, FallbackDrafter, ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule, ProbabilityFloor
 from distill.speculative.lookup import LookupDrafter
 from distill.speculative.other_vocabulary.drafters import IntersectionDrafter, Reader, StringMatchDrafter
@@ -246,7 +246,7 @@ def test_greedy_text_is_the_targets(kind: str, pair: tuple[str, str], tmp_path: 
     drafters: list[Any] = [drafter_for(kind, draft, both, length, Sampler(0)) for length in (3, 5, 2)]
     if kind == "intersection":
         drafters[1].rule = ProbabilityFloor(5, 0.1)
-    drafters[2] = FirstThen(LookupDrafter(), drafters[2])
+    drafters[2] = FallbackDrafter(LookupDrafter(), drafters[2])
     drafted = 0
     for prompt, drafter in zip([*texts, *random_prompts(3, both[0].size, 3)], drafters * 2, strict=True):
         wanted = plain(target, prompt, 24).tokens
@@ -479,6 +479,11 @@ def test_rules_say_how_much_and_learn_from_it(tmp_path: Path) -> None:
     assert rule.steps >= len(told) and any(accepted for _, accepted, _ in told)
     assert all(accepted <= drafted == features <= 3 for drafted, accepted, features in told)
     assert [entry[:2] for entry in told] == [(r.drafted, r.accepted) for r in result.rounds]
+    # Without chance, a rule may drop what was drafted.
+    for least in (2, 3):
+        drafter = IntersectionDrafter(reader, Fixed(2, n_min=least), Sampler(0), random.random)
+        assert bool(drafter.propose(prompt, 9, ()).tokens) == (least < 3)
+    assert IntersectionDrafter(reader, Fixed(4, n_min=2), Sampler(1.0), random.random).kind == "cut"
 
 
 class Speaker(TableModel):

@@ -57,9 +57,11 @@ def named(rule: str, **settings: Any) -> Callable[[], LengthRule]:
 RECIPE: dict[str, Callable[[], LengthRule]] = {
     "fixed": named("fixed"),
     "p_min": named("p_min", p_min=0.45),
+    "p_min, n_min": named("p_min", p_min=0.45, n_min=2),
     "start-continue": named("start-continue", start=0.4, more=0.5),
     "ratio": named("ratio"),
     "beta": named("beta"),
+    "beta, start": named("beta", start=0.6, floor=0.2),
     "expected-value": named("expected-value", calibration="none"),
     "expected-value, fitted": named("expected-value", calibration="features"),
 }
@@ -216,7 +218,7 @@ WORLDS = [(4, 1, Sampler()), (3, 2, TRUNCATED), (3, 3, PENALTY), (4, 4, Sampler(
 SMALLER = [(3, 5, Sampler()), WORLDS[1], (3, 6, Sampler(0.0))]
 
 
-EVERY_DAY = ("fixed", "expected-value, context")  # the others differ by the rule alone
+EVERY_DAY = ("fixed", "expected-value, context", "p_min, n_min", "beta, start")  # the others differ by the rule alone
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,10 @@ def test_every_rule_with_every_verifier(name: str) -> None:
                 else:
                     pair = verifier, kind, sampler.temperature > 0
                     refused[pair] = max(refused.get(pair, 0.0), found)
-    expected = {("greedy", kind, True) for kind in ("deterministic", "sampled")}
+    drawn = "cut" if (RECIPE | EAGER)[name]().n_min > 1 else "sampled"
+    expected = {("greedy", kind, True) for kind in ("deterministic", drawn)}
+    if drawn == "cut":
+        expected |= {("token", "cut", True), ("block", "cut", True)}
     assert set(refused) == expected and min(refused.values()) > SEEN, refused
     if name in LEARNING:
         assert len(drafted) > 1, "what the first round taught changes no second one"

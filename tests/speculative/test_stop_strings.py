@@ -24,7 +24,7 @@ from distill.generate.stream import GREEN, RESET, _show
 from distill.sampler import Sampler
 from distill.speculative.batch import decode_batch, plain_batch
 from distill.speculative.decode import Decoded, decode, decode_text, plain
-from distill.speculative.draft import Drafter, FirstThen, ModelDrafter
+from distill.speculative.draft import Drafter, FallbackDrafter, ModelDrafter
 from distill.speculative.lengths import AcceptedRatio, Fixed, ProbabilityFloor
 from distill.speculative.lookup import LookupDrafter
 from distill.speculative.rules import Rules
@@ -72,9 +72,10 @@ Make = Callable[[Any], Drafter]
 WAYS: dict[str, Make] = {
     **{f"fixed {n}": lambda d, n=n: ModelDrafter(d, Fixed(n), GREEDY, zero) for n in (1, 2, 3, 5, 8)},
     "floor": lambda d: ModelDrafter(d, ProbabilityFloor(8, 0.2), GREEDY, zero),
+    "n_min": lambda d: ModelDrafter(d, ProbabilityFloor(8, 0.2, n_min=3), GREEDY, zero),
     "ratio": lambda d: ModelDrafter(d, AcceptedRatio(3), GREEDY, zero),
     "lookup": lambda d: LookupDrafter(6),
-    "lookup, model": lambda d: FirstThen(LookupDrafter(4), ModelDrafter(d, Fixed(4), GREEDY, zero)),
+    "lookup, model": lambda d: FallbackDrafter(LookupDrafter(4), ModelDrafter(d, Fixed(4), GREEDY, zero)),
     "tree": lambda d: TreeDrafter(d, GREEDY, zero, 9, branching=3),
     "shape": lambda d: TreeDrafter(d, GREEDY, zero, 6, shape=Shape.of_widths([2, 1, 1]), best=True),
 }

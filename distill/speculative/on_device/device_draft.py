@@ -115,12 +115,8 @@ class DeviceDraft:
                 break
             last = model.step(tokens[-1].clamp(min=0)[:, None], one, starts, bound, 1)[:, -1]
             starts = starts + 1
-        together = torch.stack(tokens, 1)
-        if self.looks:
-            together = self._submitted(rows, together)
-        return Drafted(
-            together, torch.stack(distributions, 1) if distributions else None, torch.stack(largest, 1), read
-        )
+        drawn_from = torch.stack(distributions, 1) if distributions else None
+        return Drafted(torch.stack(tokens, 1), drawn_from, torch.stack(largest, 1), read)
 
     def _chosen(self, logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """A token [R] of each row's logits [R, V], NONE where all are −∞; its distribution if asked; the largest."""
@@ -150,14 +146,6 @@ class DeviceDraft:
                 row.chain.tokens.append(tokens[r])
                 going_on[r] = row
         return going_on
-
-    def _submitted(self, rows: Sequence[RowRound], tokens: Tensor) -> Tensor:
-        """The tokens without those that a length rule drops after all."""
-        counts = [0] * self.model.rows
-        for row in rows:
-            counts[row.number] = 0 if row.chain is None else len(row.chain.proposal().tokens)
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return tokens.masked_fill(places >= send(counts, tokens.device)[:, None], NONE)
 
 
 def _column(logits: Tensor, columns: Tensor) -> Tensor:

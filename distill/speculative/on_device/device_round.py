@@ -165,14 +165,16 @@ def rounds_on_device(
 ) -> DeviceRounds | None:
     """The rounds of this target on its device, with a draft there or without one; None where the host takes part.
 
-    That is for other models than StaticTorchModel, under a grammar or a repetition penalty, which read the text, and
-    on MPS, which has no fp64. `lengths` are the draft's length rules, `drawn` its sampler where
+    That is for other models than StaticTorchModel, under a grammar or a repetition penalty, which read the text,
+    with n_min, and on MPS, which has no fp64. `lengths` are the draft's length rules, `drawn` its sampler where
     that is not the served one; with `argmax` its best tokens are taken, else they are drawn.
     """
     models = [target] if draft is None else [target, draft]
     if not all(isinstance(model, StaticTorchModel) and model.device.type != "mps" for model in models):
         return None
     reads_text = rules.constraint is not None or rules.sampler.repetition_penalty != 1
+    if any(rule.n_min > 1 for rule in lengths):
+        return None  # drafts are counted on the host before they are verified
     if reads_text or rules.verifier not in KNOWN or models[-1].rows != target.rows:
         return None
     assert isinstance(target, StaticTorchModel)
