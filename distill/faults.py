@@ -11,24 +11,22 @@ from pathlib import Path
 
 from distill.errors import DataError, DistillError, RunError
 
-# Errors of the disk itself, or of its connection, which say nothing about the content of a file.
-# Not every system has a number for each of them: macOS and Windows lack EREMOTEIO.
-_NAMES = ("EIO", "ESTALE", "ENXIO", "ENODEV", "ETIMEDOUT", "ENOTCONN", "EREMOTEIO")
-_DISK_FAULTS = {getattr(errno, name) for name in _NAMES if hasattr(errno, name)}
-_TORCH_WRITES = ("inline_container", "PytorchStreamWriter", "iostream error")
-_DISK_HINT = "the disk or its connection has failed: see `dmesg`; when it works, run the same command again"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FAILED = (errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT, errno.ENOTCONN)  # disk or connection
+FAILED_HINT = "the disk or its connection has failed: see `dmesg`; when it works, run the same command again"
+TORCH_WRITES = ("inline_container", "PytorchStreamWriter", "iostream error")
 
 
 def explain_write_fault(path: Path, error: OSError) -> RunError:
     """The message for a failed write."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         return RunError(f"the disk is full: cannot write {path}", "free some space and run the same command again")
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return RunError(
             f"no permission to write {path}: {error.strerror}",
             "choose a folder that can be written; --runs names the one for runs",
         )
-    hint = _DISK_HINT if error.errno in _DISK_FAULTS else "remove the cause and run the same command again"
+    hint = FAILED_HINT if error.errno in FAILED else "remove the cause and run the same command again"
     return RunError(f"cannot write {path}: {error}", hint)
 
 
@@ -46,7 +44,7 @@ def system_error(error: BaseException, writing: bool = False) -> OSError | None:
     if number:
         found = int(number[1] or number[2])
         return OSError(found, os.strerror(found))
-    if writing and any(words in str(error) for words in _TORCH_WRITES):
+    if writing and any(words in str(error) for words in TORCH_WRITES):
         return OSError(errno.EIO, "the file could not be written whole; is the disk full?")
     return None
 
@@ -60,27 +58,6 @@ def faults_explained(path: Path) -> Iterator[None]:
         raise explain_write_fault(path, error) from error
 
 
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn the error of a disk that fails while `path` is read, by whatever library, into a DataError that names it.
-
-    Other errors pass: a caller knows what a missing or damaged file means.
-    """
-    try:
-        yield
-    except DistillError:
-        raise
-    except Exception as error:
-        fault = system_error(error)
-        if fault is None and isinstance(error, FileNotFoundError) and path.is_file():
-            fault = OSError(
-                errno.EIO, "it is there, but could not be opened"
-            )  # safetensors calls every such file missing
-        if fault is None or fault.errno not in _DISK_FAULTS:
-            raise
-        raise DataError(f"{path} cannot be read: {fault.strerror}", _DISK_HINT) from error
-
-
 def disk_fault(error: Exception) -> DistillError | None:
     """The message for an error that a failing or full disk caused, at whatever depth; None for another cause.
 
@@ -90,12 +67,13 @@ def disk_fault(error: Exception) -> DistillError | None:
     cause: BaseException | None = error
     while cause is not None:
         fault = system_error(cause)
-        if fault is not None and fault.errno in (*_DISK_FAULTS, errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if fault is not None and fault.errno in (*FAILED, *FULL, errno.EROFS):
             if isinstance(error, DistillError):
-                return type(error)(error.what, _DISK_HINT) if fault.errno in _DISK_FAULTS else error
-            place = Path(os.fsdecode(fault.filename)) if isinstance(fault.filename, str | bytes) else None
-            if fault.errno in _DISK_FAULTS:
-                return DataError(f"{place or 'a file'} cannot be read or written: {fault.strerror}", _DISK_HINT)
-            return explain_write_fault(place or Path("a file"), fault)
+                return type(error)(error.what, FAILED_HINT) if fault.errno in FAILED else error
+            if fault.errno in FAILED:
+                return DataError(
+                    f"{fault.filename or 'a file'} cannot be read or written: {fault.strerror}", FAILED_HINT
+                )
+            return explain_write_fault(Path(os.fsdecode(fault.filename or "a file")), fault)
         cause = cause.__cause__ or cause.__context__
     return None

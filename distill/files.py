@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError, RecipeError
-from distill.faults import explain_write_fault, faults_explained, reading, system_error
-from distill.interruption import check
+from distill.faults import explain_write_fault, faults_explained, system_error
 
 STALE = 600  # seconds in which a living process writes something
 
@@ -120,7 +119,6 @@ LARGEST = (
 @contextlib.contextmanager
 def _replacing(path: Path, temporary: Path) -> Iterator[None]:
     """Remove what was begun under the temporary name where the block fails; RunError for a fault of the disk."""
-    check()
     try:
         yield
     except BaseException as error:
@@ -223,12 +221,10 @@ def without_nan(value: Any) -> Any:
 
 def copy_file(source: Path, destination: Path) -> None:
     """Copy a file's content into a folder that is being written; a fault names the side that it is on."""
-    with reading(source):
-        content = open(source, "rb")  # noqa: SIM115 - closed below; only its own faults are the source's
+    content = open(source, "rb")  # noqa: SIM115 - closed below; only its own faults are the source's
     with content, faults_explained(destination), open(destination, "wb") as copy:
         while True:
-            with reading(source):
-                piece = content.read(2**20)
+            piece = content.read(2**20)
             if not piece:
                 return
             copy.write(piece)
@@ -282,7 +278,7 @@ def has_form(value: Any, form: Any) -> bool:
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    with reading(path), open(path, "rb") as handle:
+    with open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
@@ -298,10 +294,9 @@ def reference_digest(reference: str) -> str:
 def file_digests(reference: str) -> dict[str, str] | None:
     """The digest of each file of a local model or source, by name (empty for a single file); None for a hub name."""
     path = Path(reference)
-    with reading(path):
-        if not path.exists():
-            return None
-        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    if not path.exists():
+        return None
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     return digests_of({file.relative_to(path).as_posix() if file != path else "": file for file in files})
 
 
@@ -322,7 +317,7 @@ def _quick_digest(path: Path) -> str:
     size = path.stat().st_size
     if size <= 64 * 2**20:
         return file_digest(path)
-    with reading(path), open(path, "rb") as handle:
+    with open(path, "rb") as handle:
         first = handle.read(2**20)
         handle.seek(-(2**20), os.SEEK_END)
         return hashlib.sha256(f"{size}".encode() + first + handle.read()).hexdigest()

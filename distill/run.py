@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from distill.errors import DataError, RunError
-from distill.faults import faults_explained, reading
+from distill.faults import faults_explained
 from distill.files import digest, file_digest, has_form, parse_object, read_json, write_json, write_text
-from distill.interruption import check, resumes
+from distill.interruption import resumes
 from distill.machine import machine
 from distill.progress import announce, command_line, note, warn
 from distill.recipe import Recipe, dump_recipe
@@ -174,7 +174,6 @@ class Run:
 
     def say(self, message: str, *, warning: bool = False) -> None:
         """Write one line to stderr and log.txt; with --quiet, only a warning goes to stderr."""
-        check()
         if self.silent:
             return
         (warn if warning else note)(message)
@@ -185,7 +184,6 @@ class Run:
 
     def record(self, stage: str, **values: Any) -> None:
         """Append one object to metrics.jsonl, flushed."""
-        check()
         if self.silent:
             return
         line = json.dumps({"stage": stage, "time": now(), **values}) + "\n"
@@ -207,8 +205,7 @@ class Run:
         if not path.exists():
             return []
         latest: dict[Any, dict[str, Any]] = {}
-        with reading(path):
-            lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().splitlines()
         for number, line in enumerate(lines):
             value = parse_object(line)
             if isinstance(value, dict) and value.get("stage") == BEGIN:

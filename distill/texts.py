@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from distill.errors import DataError
-from distill.faults import reading
 from distill.files import has_form, parse_object, write_text
 from distill.run import Run
 
@@ -176,8 +175,7 @@ def _fits(record: dict[str, Any], form: dict[str, Any]) -> bool:
 def _read_lines(path: Path, stage: str, form: dict[str, Any]) -> list[dict[str, Any]]:
     again = f"make it again with `distill train RECIPE --redo {stage}`"
     try:
-        with reading(path):
-            lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", again) from None
     records = []

@@ -6,20 +6,14 @@
 after it. "after" is the moment when the job has printed that text; it may come with "signal", the number of another
 signal than SIGKILL. A job without any runs to its end.
 
-"fault" = {"kind": "r" or "w", "at": n, "error": number, "repeat": bool} makes the n-th call that reads or writes fail,
-and with "repeat" all after it; "calls" = PATH writes the list of these calls (tests/faulty_disk.c, preloaded). A job
-{"copy": [from, to]} only copies a folder.
-
 One line of JSON per job goes to stdout: its exit status (-9 when killed), how many events it saw, and its output.
 """
 
 from __future__ import annotations
 
-import ctypes
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -73,16 +67,6 @@ def kill_at(event: int | None, counter: io.BufferedRandom) -> None:
     os.replace = counted  # type: ignore[assignment]
 
 
-def fail_at(job: dict[str, Any]) -> None:
-    """Tell the preloaded library which call of this process fails, and where to list all of them."""
-    if "fault" in job or "calls" in job:
-        disk, fault = ctypes.CDLL(None), job.get("fault", {"kind": "r", "at": 0, "error": 0})
-        disk.faulty_disk_log(os.fsencode(job["calls"]) if "calls" in job else None)
-        disk.faulty_disk_arm(
-            ord(fault["kind"]), ctypes.c_long(fault["at"]), fault["error"], int(fault.get("repeat", False))
-        )
-
-
 def read_log(log: str) -> str:
     """The output of all jobs so far."""
     return Path(log).read_text(encoding="utf-8", errors="replace") if Path(log).exists() else ""
@@ -97,7 +81,6 @@ def run(job: dict[str, Any], counter: io.BufferedRandom, log: str) -> int:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         sys.argv = ["distill", *job["argv"]]
-        fail_at(job)
         kill_at(job.get("event"), counter)
         from distill.commands.app import main
 
@@ -124,10 +107,8 @@ def run(job: dict[str, Any], counter: io.BufferedRandom, log: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def run_jobs(
-    folder: Path, jobs: list[dict[str, Any]], environment: dict[str, str] | None = None, timeout: float = 900
-) -> list[dict[str, Any]]:
-    """This program's report on each job, for tests; `environment` is added to this process's own."""
+def run_jobs(folder: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """This program's report on each job, for tests."""
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     log = f"{path}.log"
@@ -135,8 +116,7 @@ def run_jobs(
         [sys.executable, __file__, str(path)],
         capture_output=True,
         text=True,
-        timeout=timeout,
-        env={**os.environ, **(environment or {})},
+        timeout=900,
     )
     assert result.returncode == 0, result.stderr + read_log(log)
     return [json.loads(line) for line in result.stdout.splitlines()]
@@ -147,10 +127,6 @@ def main() -> None:
     log = sys.argv[1] + ".log"
     preload()
     for job in jobs:
-        if "copy" in job:
-            shutil.copytree(*job["copy"])
-            print(json.dumps({"code": 0, "events": 0, "seconds": 0, "output": ""}), flush=True)
-            continue
         with open(sys.argv[1] + ".count", "w+b") as counter:
             counter.write(b"       0")
             counter.flush()

@@ -15,7 +15,6 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from distill.errors import DataError, RecipeError, RunError
-from distill.faults import reading
 from distill.files import LARGEST, read_utf8, require_path, without_nan
 from distill.machine import thread_count
 from distill.progress import is_verbose, note
@@ -134,8 +133,7 @@ def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), th
         recipe = recipe.model_copy(update={"threads": threads})
         run = Run(run.folder, recipe)
     prepare(threads or recipe.threads)
-    with reading(run.path("recipe.yaml")):
-        text = run.path("recipe.yaml").read_text(encoding="utf-8")
+    text = run.path("recipe.yaml").read_text(encoding="utf-8")
     try:
         run.open(text)
         run_pipeline(recipe, run, until=stage, redo=redo)

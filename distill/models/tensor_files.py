@@ -13,7 +13,6 @@ import numpy
 from numpy.typing import NDArray
 
 from distill.errors import DataError
-from distill.faults import reading
 from distill.files import LARGEST, has_form, parse_json, read_object
 
 if TYPE_CHECKING:
@@ -61,8 +60,7 @@ class Stored:
             raise DataError(f"{self.path}: a tensor is stored as {self.dtype}", "give a model that is not quantised")
         kind = numpy.dtype(NUMPY_FLOATS[self.dtype])
         width = math.prod(self.shape[1:])
-        with reading(self.path):
-            data = numpy.fromfile(self.path, kind, count * width, offset=self.start + first * width * kind.itemsize)
+        data = numpy.fromfile(self.path, kind, count * width, offset=self.start + first * width * kind.itemsize)
         return data.reshape(count, *self.shape[1:])
 
     def read(self, first: int = 0, count: int | None = None) -> Tensor:
@@ -71,8 +69,7 @@ class Stored:
 
         kind, width = torch_type(self.dtype), ITEM_BYTES[self.dtype]
         values = self.numel if count is None else count
-        with reading(self.path):
-            data = numpy.fromfile(self.path, numpy.uint8, values * width, offset=self.start + first * width)
+        data = numpy.fromfile(self.path, numpy.uint8, values * width, offset=self.start + first * width)
         flat = torch.from_numpy(data).view(kind)
         return flat.view(self.shape) if count is None else flat
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from distill.documents.sources import split_of
 from distill.errors import DataError
-from distill.faults import reading
 from distill.files import has_form, names_of, parse_object, read_json, write_json
 from distill.run import Run
 from distill.texts import Answer, Prompt, is_looping, write_lines
@@ -147,7 +146,7 @@ def read_lines(pin: dict[str, Any]) -> Iterator[Line | str]:
     for part in parts_of(pin):
         path, number = Path(part["path"]), part["start_line"]
         place = f"{path.name}, line" if "parts" in pin else "line"
-        with reading(path), open(path, "rb") as handle:
+        with open(path, "rb") as handle:
             handle.seek(part["start"])
             while handle.tell() < part["bytes"]:
                 number += 1

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
-from distill.faults import reading
 from distill.files import has_form, read_json
 from distill.models.finite import require_finite
 from distill.packing import Packed, concatenate
@@ -222,8 +221,7 @@ def _open(run: Run, stage: str, path: Path) -> Any:
 
     verify_artifact(run, stage, path)
     try:
-        with reading(path):
-            return safe_open(str(path), framework="pt")
+        return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path} is damaged: {error}", redo(stage)) from error
 

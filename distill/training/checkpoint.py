@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from distill.errors import DataError, DistillError
-from distill.faults import reading
 from distill.files import file_digest, read_json, write_folder, write_json
 from distill.processes import barrier
 from distill.run import Run
@@ -119,8 +118,7 @@ def save_checkpoint(
 
 
 def _load(path: Path) -> dict[str, Any]:
-    with reading(path):
-        content: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    content: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
     return content
 
 

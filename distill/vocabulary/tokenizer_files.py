@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError, DistillError
-from distill.faults import reading
 from distill.files import has_form, kind_of, read_object
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        with reading(path), without_panic(str(path)):
+        with without_panic(str(path)):
             refuse_tables(path)
             tokenizer = Tokenizer.from_file(str(path))
     except DistillError:
@@ -141,9 +140,8 @@ def refuse_tables(path: Path, content: Any = None) -> None:
     the process on one that leads outside.
     """
     if content is None:
-        with reading(path):
-            if not path.is_file() or b"Precompiled" not in path.read_bytes():
-                return
+        if not path.is_file() or b"Precompiled" not in path.read_bytes():
+            return
         content = read_object(path, AGAIN)
     if '"Precompiled"' in json.dumps(content.get("normalizer")):
         raise DataError(f"{path}: a table of replacements (Precompiled) is not supported", SUPPORTED)

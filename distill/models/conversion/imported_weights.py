@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.errors import DataError
-from distill.faults import reading
 from distill.models.conversion.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS
 from distill.models.conversion.imported_config import sizes_of
 from distill.models.conversion.tensors import PART_VALUES, ValuesProgress
@@ -62,8 +61,7 @@ class Source:
         row_bytes = width // block * size
         for first in range(0, rows, step):
             count = min(step, rows - first)
-            with reading(self.path):
-                data = np.fromfile(self.path, np.uint8, count * row_bytes, offset=self.start + first * row_bytes)
+            data = np.fromfile(self.path, np.uint8, count * row_bytes, offset=self.start + first * row_bytes)
             if len(data) < count * row_bytes:
                 raise DataError(f"{self.path} is cut short within {self.name}", "copy the file again")
             floats = np.ascontiguousarray(gguf.quants.dequantize(data.reshape(count, row_bytes), self.kind), np.float32)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distill.errors import DataError
-from distill.faults import reading
 from distill.models.gguf.special_tokens import BYTE, NORMAL, UNKNOWN
 from distill.vocabulary.byte_map import SPACE
 from distill.vocabulary.tokenizer_files import merge_pairs
@@ -89,8 +88,7 @@ def read_pieces(path: Path, vocabulary: Mapping[str, int]) -> dict[int, Piece] |
     """
     if not path.is_file():
         return None
-    with reading(path):
-        data = path.read_bytes()
+    data = path.read_bytes()
     try:
         bodies = [value for number, kind, value in _fields(data) if (number, kind) == (PIECES, 2)]
         pieces = {number: _piece(bytes(body)) for number, body in enumerate(bodies)}
