@@ -13,12 +13,13 @@ from distill.commands.shared import (
     FormatOption,
     RunsOption,
     find_run,
-    print_table,
+    print_blocks,
     require_draft,
     require_format,
 )
 from distill.errors import RunError
 from distill.progress import announce, note, warn
+from distill.tables import records
 
 MEASURED = ("eval", "export", "speedup")
 
@@ -62,10 +63,10 @@ def report(
 
 
 def _beside(names: list[str], runs: Path, output: str) -> None:
-    from distill.report.beside import rows, table
+    from distill.report.beside import beside_blocks
     from distill.report.stage import gather
 
     opened = [find_run(name, runs) for name in names]
     found = [replace(gather(recipe, run), name=run.folder.name) for recipe, run in opened]
-    figures = rows(found)
-    print_table(figures, table(found), figures, output)
+    blocks = beside_blocks(found)
+    print_blocks(blocks, records(blocks), output)

@@ -9,18 +9,18 @@ from typing import Any
 import yaml
 
 from distill.recipe.recipe import REASON
-from distill.report import draft_tables, measured_tables
+from distill.report import draft_tables
 from distill.report.limits import limits
-from distill.report.text import clean, machine_words, number, placeless, significant, size, software_words
 from distill.report.usage import PLACES, uses
 from distill.results.evaluation_results import EvaluationReport
+from distill.results.evaluation_tables import divergence_tables, reliability_table
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import SpeedupReport
-from distill.results.tables import Cell, Table
+from distill.results.speedup_tables import measurement_table
 from distill.results.training_results import STORED, trained_tokens
+from distill.tables import Table, clean, markdown, number, placeless, significant, size
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-PARITY = "Each file in llama.cpp against its Hugging Face model:"
 
 
 def build_card(results: RunResults) -> str:
@@ -37,9 +37,7 @@ def build_card(results: RunResults) -> str:
         "### Speedup",
         _speedup(results.speedup) if results.speedup else _not_run("speedup", results),
         "### GGUF files",
-        f"{PARITY}\n\n{table(measured_tables.files(results.export))}"
-        if results.export
-        else _not_run("export", results),
+        table(draft_tables.files(results.export)) if results.export else _not_run("export", results),
         "## How to use it",
         _usage(results),
         "## Limits",
@@ -96,10 +94,10 @@ def _making(results: RunResults) -> str:
     if results.training and results.training.warning:
         trained += f" **{words(results.training.warning)}**"
     machine, recipe = results.machine, results.config.get("name") or results.name
-    place = f"{machine_words(machine)}, {machine['gpu'] or 'no GPU'}"
+    place = f"{results.machine_words}, {machine['gpu'] or 'no GPU'}"
     return (
         f"{start} and trained to match the target with `distill`, recipe {code(recipe)}, finished "
-        f"{words(results.date)}, on {words(place)}; {words(software_words(machine))}.\n\n"
+        f"{words(results.date)}, on {words(place)}; {words(results.software_words)}.\n\n"
         f"{trained}\n\n{table(draft_tables.models(results))}"
     )
 
@@ -109,26 +107,17 @@ def _acceptance(evaluation: EvaluationReport) -> str:
     parts = [f"Before is the draft as cut, after is this draft; brackets hold intervals; sampler: {sampler}."]
     if evaluation.stored is not None:
         parts.append(bullets(evaluation.stored.sentences))
-    trust = evaluation.reliability.get("after")
-    tables = [*measured_tables.divergences(evaluation)]
-    tables += [measured_tables.reliability(trust, evaluation.command)] if trust else []
+    tables = divergence_tables(evaluation)
+    tables += [reliability_table(evaluation)] if evaluation.reliability else []
     return "\n\n".join([*parts, *map(table, tables)])
 
 
 def _speedup(report: SpeedupReport) -> str:
-    parts = [
-        "End to end, compared with plain decoding of the same target. Each row is the fastest of the draft lengths "
-        "tried:",
-        table(measured_tables.fastest(report)),
-    ]
-    others = measured_tables.others(report, plain=False)
-    if others.rows:
-        parts += [
-            "Other configurations, each beside plain decoding under the same sampler, with the distribution that the "
-            "text follows:",
-            table(others),
-        ]
-    return "\n\n".join(parts)
+    rows = [*report.fastest, *(one for one in report.others if not one.is_plain)]
+    return (
+        "End to end, beside plain decoding of the same target under the same sampler: the fastest of the draft lengths "
+        f"tried, and the other configurations.\n\n{table(measurement_table(rows, report.command))}"
+    )
 
 
 def _usage(results: RunResults) -> str:
@@ -172,21 +161,9 @@ def bullets(sentences: Iterable[str]) -> str:
     return "\n".join(f"- {words(sentence)}" for sentence in sentences)
 
 
-def cell(value: Cell | str) -> str:
-    """A cell of a table; of our own words only bars are escaped."""
-    if isinstance(value, str):
-        return flat(value).replace("|", "\\|")
-    mark = f" **({value.mark})**" if value.mark else ""
-    small = f" {flat(value.small) if value.below else f'({flat(value.small)})'}" if value.small else ""
-    return (code(value.text) if value.style == "code" else words(value.text)) + mark + small
-
-
 def table(table: Table) -> str:
     """A table under its title and note, with its command below."""
-    above = [f"**{words(table.title)}**"] * bool(table.title) + [table.note] * bool(table.note)
-    lines = [f"| {' | '.join(map(cell, row))} |" for row in (table.heads, *table.rows)]
-    lines.insert(1, "|" + "---|" * len(table.heads))
-    return "\n\n".join([*above, "\n".join(lines), block("sh", " ".join(clean(placeless(table.command)).split()))])
+    return f"{markdown(table, words)}\n\n{block('sh', ' '.join(clean(placeless(table.command)).split()))}"
 
 
 def _longest_fence(text: str) -> int:

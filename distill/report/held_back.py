@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distill.recipe.configuration import PLAIN
-from distill.report.text import number
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import Measurement, RoundFigures, SpeedupReport
-from distill.results.tables import Cell, Table
+from distill.tables import Row, Table
 
 NOTE = (
     "What a round gives and costs, in plain steps; then the speedup of its rounds with one thing changed: every "
@@ -107,17 +106,17 @@ def table(report: SpeedupReport) -> Table | None:
     found = ways(report)
     if not found:
         return None
-    heads = ["tokens of a round", "its steps: target", "draft", "the rest", "speedup of rounds"]
-    heads += ["all accepted", "a free draft", "verifying in one step", "nothing else"]
-    rows: list[list[Cell | str]] = [
+    heads = ["pair", "backend", "way", "tokens of a round", "its steps: target", "draft", "the rest"]
+    heads += ["speedup of rounds", "all accepted", "a free draft", "verifying in one step", "nothing else"]
+    rows: list[Row] = [
         [
-            Cell(way.measured.configuration, small=f"{way.measured.pair}, {way.measured.backend}", below=True),
-            *map(number, (way.figures.tokens, way.target, way.draft, way.rest, way.speedup)),
-            *(number(way.without.get(name)) for name in ADVICE),
+            *(way.measured.pair, way.measured.backend, way.measured.configuration),
+            *(way.figures.tokens, way.target, way.draft, way.rest, way.speedup),
+            *(way.without.get(name) for name in ADVICE),
         ]
         for way in found
     ]
-    return Table(["way", *heads], rows, report.command, note=NOTE)
+    return Table(heads, rows, report.command, note=NOTE)
 
 
 def advice(results: RunResults) -> list[str]:

@@ -7,11 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from distill.errors import DataError
-from distill.report.text import clean, placeless
-from distill.results.tables import Cell, Row, Table
-
-MARKS = {"": "", "chosen": " <b>chosen</b>"}
-STYLES = {"": "{}", "code": "<code>{}</code>", "bad": '<span class="bad">{}</span>'}
+from distill.tables import Table, clean, html, placeless
 
 
 class Html(str):
@@ -40,30 +36,8 @@ def as_command(command: object) -> Html:
     return Html(f'<p class="command">{as_text(placeless(command))}</p>')
 
 
-def as_cell(cell: Cell | str) -> str:
-    if isinstance(cell, str):
-        return as_text(cell)
-    small = f"{'<br>' if cell.below else ' '}<small>{as_text(cell.small)}</small>" if cell.small else ""
-    return STYLES[cell.style].format(as_text(cell.text)) + MARKS[cell.mark] + small
-
-
 def as_table(table: Table) -> Html:
-    """A table under its title and note, with its command below."""
-
-    def line(tag: str, cells: Row, name: str = "") -> str:
-        kinds = [' class="text"' if 0 < at < table.words else "" for at in range(len(cells))]
-        inner = "".join(f"<{tag}{kind}>{as_cell(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
-        return f'<tr class="{name}">{inner}</tr>' if name else f"<tr>{inner}</tr>"
-
-    classes = table.classes or [""] * len(table.rows)
-    body = "".join(line("td", cells, name) for cells, name in zip(table.rows, classes, strict=True))
-    title = f"<h3>{as_text(table.title)}</h3>" if table.title else ""
-    return Html(
-        title
-        + (as_paragraph(table.note) if table.note else "")
-        + f'<div class="scroll"><table><thead>{line("th", table.heads)}</thead><tbody>{body}</tbody></table></div>'
-        + as_command(table.command)
-    )
+    return Html(html(table))
 
 
 def as_tables(tables: Iterable[Table]) -> Html:

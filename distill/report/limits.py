@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from distill.report.text import known, number
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import FASTER, SpeedupReport
+from distill.tables import known, number
 
 WIDE = 1.5  # an interval's upper end over its lower one, from which on the figure between them says little
 

@@ -10,7 +10,6 @@ from typing import TypeVar
 from distill.report import draft_tables, held_back, sections
 from distill.report.html import (
     Html,
-    as_cell,
     as_code,
     as_command,
     as_details,
@@ -22,12 +21,13 @@ from distill.report.html import (
 )
 from distill.report.limits import limits
 from distill.report.style import CSS
-from distill.report.text import interval, machine_words, number, pair_cell, percent, software_words, speedup_bounds
 from distill.report.usage import PLACES, uses
 from distill.results.evaluation_results import MEASURES, SIDES, EvaluationReport
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import FASTER, SLOWER, UNCLEAR, Measurement, SpeedupReport
+from distill.results.speedup_tables import speedup_of
 from distill.results.training_results import REMEDY
+from distill.tables import number, percent, shown
 
 Report = TypeVar("Report")
 
@@ -53,7 +53,6 @@ def build_page(results: RunResults) -> str:
         ("divergence", "Divergence and acceptance", of("eval", evaluation, sections.divergence)),
         ("cost", "Cost of a step", of("speedup", measured, sections.cost)),
         ("speedup", "Speedup", of("speedup", measured, sections.speedup)),
-        ("why", "Why these speedups", of("speedup", measured, sections.explanations)),
         ("gguf", "GGUF files and parity", of("export", results.export, sections.gguf)),
         ("samples", "Generated samples", of("speedup", measured, sections.samples)),
         ("limits", "Limits", as_list(limits(results))),
@@ -90,9 +89,9 @@ def _made(results: RunResults) -> Html:
         "recipe": as_text(results.config.get("name") or results.name),
         "date": as_text(results.date),
         "command": as_code(results.command),
-        "machine": as_text(f"{machine_words(machine)}, {machine['platform']}"),
+        "machine": as_text(f"{results.machine_words}, {machine['platform']}"),
         "GPU": as_text(machine["gpu"] or "none"),
-        "software": as_text(software_words(machine)),
+        "software": as_text(results.software_words),
     }
     if parent := results.parent:
         words = f"{parent.generation}, started from the draft of {parent.run}, digest {parent.digest}"
@@ -128,10 +127,10 @@ def _headlines(results: RunResults) -> Html:
         commands.pop(measured.command)  # which the table of costs names already
     warning = results.training.warning if results.training else None
     missing = [name for name, one in (("speedup", measured), ("eval", evaluation)) if one is None]
-    shown = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
+    drawn = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
     return Html(
         as_paragraph(held_back.made(results))
-        + shown
+        + drawn
         + as_list([f"{warning} What to do: {REMEDY}."] if warning else [])
         + (as_list(held_back.advice(results)) + as_table(costs) if costs else "")
         + "".join(map(as_command, commands))
@@ -140,11 +139,11 @@ def _headlines(results: RunResults) -> Html:
 
 
 def _speedup_card(report: SpeedupReport, one: Measurement) -> str:
-    bounds = speedup_bounds(one)
-    tried = sum((other.pair, other.backend) == (one.pair, one.backend) for other in report.rivals)
+    speedup, _, bounds = shown(speedup_of(one), "×").partition(" ")
+    tried = sum(other.key == one.key for other in report.rivals)
     return (
-        f'<div class="card"><div class="name">{as_cell(pair_cell(one))}</div>'
-        f'<div class="figure">{one.speedup:.2f}×{f" <small>{bounds.strip()}</small>" if bounds else ""}</div>'
+        f'<div class="card"><div class="name">{as_text(one.pair)}</div>'
+        f'<div class="figure">{speedup}{f" <small>{bounds}</small>" if bounds else ""}</div>'
         f'<p class="{LEVEL[one.verdict]}">{one.verdict}</p><p class="soft">fastest of the '
         f"{tried} ways tried, {as_text(one.configuration)}, {as_text(one.backend)}; "
         f"{number(one.plain_tokens_per_second, 1)} → {number(one.tokens_per_second, 1)} tokens/s</p></div>"
@@ -159,7 +158,7 @@ def _acceptance_card(evaluation: EvaluationReport, domain: str) -> str:
     return (
         f'<div class="card"><div class="name">Acceptance, {as_text(domain)}</div>'
         f'<div class="figure"><small>{percent(first and first.mean)} →</small> {percent(last and last.mean)}</div>'
-        f'<p class="soft">before: {interval(first, True)}<br>after: {interval(last, True)}</p>'
+        f'<p class="soft">before: {shown(first, "%")}<br>after: {shown(last, "%")}</p>'
         f'<p class="soft">{as_text(MEASURES[measure].partition(", ")[2])}; {number(after and after.tokens)} tokens of '
         f"{number(after and after.prompts)} prompts</p></div>"
     )

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from distill.errors import DataError
 from distill.intervals import Interval, ratio_interval
 from distill.packages import install_extra
-from distill.report.text import clean, known
 from distill.results.evaluation_results import (
     MEASURES,
     RELIABILITIES,
@@ -28,6 +27,7 @@ from distill.results.evaluation_results import (
 )
 from distill.results.speedup_results import Measurement, SpeedupPart
 from distill.results.training_results import STORED, Evaluation, TrainingStep
+from distill.tables import clean, known
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from distill import tables
 from distill.recipe.recipe import REASON
-from distill.report import draft_tables, measured_tables, plots
+from distill.report import draft_tables, plots
 from distill.report.html import (
     Html,
     absent,
-    as_cell,
     as_code,
     as_command,
     as_details,
@@ -24,11 +22,12 @@ from distill.report.html import (
     as_text,
     not_run,
 )
-from distill.report.text import known, listed, number, pair_cell, percent, size
 from distill.results.evaluation_results import EvaluationReport
+from distill.results.evaluation_tables import bin_table, divergence_tables, position_tables, reliability_table
 from distill.results.export_results import ExportReport
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import Sample, SpeedupReport
+from distill.results.speedup_tables import measurement_table, step_table
 from distill.results.text_results import QuestionTexts
 from distill.results.training_results import (
     STORED,
@@ -36,6 +35,7 @@ from distill.results.training_results import (
     TrainingSummary,
     trained_tokens,
 )
+from distill.tables import known, listed, number, percent, size
 
 
 def texts(results: RunResults) -> Html:
@@ -73,9 +73,7 @@ def _questions(found: QuestionTexts, command: str) -> Html:
 
 def cuts(results: RunResults) -> Html:
     """Sizes and KL after each operation on the donor, and the cuts that were compared."""
-    return Html(
-        as_table(draft_tables.cuts(results)) + (tables.html(results.compared.table()) if results.compared else "")
-    )
+    return Html(as_table(draft_tables.cuts(results)) + (as_table(results.compared.table()) if results.compared else ""))
 
 
 def sparsity(results: RunResults) -> Html:
@@ -147,28 +145,24 @@ def positions(evaluation: EvaluationReport) -> Html:
         return absent(f"No rounds were decoded: {as_text(REASON)}.")
     if not rows:
         return absent("No acceptance by position was measured (<code>eval --acceptance</code>).")
-    caption = (
-        "The share accepted of the tokens drafted at each position; bars are intervals. A token after a rejected "
-        "one was never reached and is not counted."
-    )
-    shown = [as_plot(partial(plots.acceptance_by_position, rows), caption)]
-    tables = [measured_tables.positions(rows, evaluation.command)]
+    drawn = [as_plot(partial(plots.acceptance_by_position, rows), "Of the trained draft; bars are intervals.")]
+    tables = position_tables(evaluation)
     if found := evaluation.reliability.get("after"):
         caption = (
             "Can the draft's probabilities be trusted, on which rules such as p_min stop drafting? Below the diagonal "
             "it is overconfident. The running product multiplies a draft's probabilities up to a token; it is compared "
             "with how often all of these tokens are accepted."
         )
-        shown.append(as_plot(partial(plots.reliability, found), caption))
-        tables.append(measured_tables.reliability(found, evaluation.command))
-    return Html(as_plots(*shown) + as_tables(tables))
+        drawn.append(as_plot(partial(plots.reliability, found), caption))
+        tables += [reliability_table(evaluation), bin_table(evaluation)]
+    return Html(as_plots(*drawn) + as_tables(tables))
 
 
 def divergence(evaluation: EvaluationReport) -> Html:
     """Every measure by domain, before and after the training."""
     words = f"Before is the draft as cut from the donor, after is the trained draft; {evaluation.sampler_words}."
     stored = as_list(evaluation.stored.sentences) if evaluation.stored else ""
-    tables = as_tables(measured_tables.divergences(evaluation))
+    tables = as_tables(divergence_tables(evaluation))
     caption = "Where the trained draft is accepted, on the target's own text; lines are intervals over prompts."
     plot = partial(plots.acceptance_by_slice, evaluation.slices)
     drawn = as_plots(as_plot(plot, caption)) if evaluation.slices else ""
@@ -186,7 +180,9 @@ def cost(report: SpeedupReport) -> Html:
             as_plot(draw, f"{part.backend}: {spans}"),
             as_plot(partial(draw, relative=True), f"{part.backend}: {flat}"),
         ]
-    return Html(as_plots(*drawn) + as_table(measured_tables.curves(report)))
+    return Html(
+        as_plots(*drawn) + as_table(step_table([(part.costs, part.steps) for part in report.parts], report.command))
+    )
 
 
 def speedup(report: SpeedupReport) -> Html:
@@ -197,22 +193,17 @@ def speedup(report: SpeedupReport) -> Html:
         for backend in dict.fromkeys(one.backend for one in report.sweep)
     ]
     note = (
-        f"{number(report.prompts)} prompts, up to {number(report.new_tokens)} new tokens each. The fastest row of each "
-        "pair is bold. The last three columns compare each text with that of the plain run: excused texts diverge at "
-        "a rounding tie."
+        f"{number(report.prompts)} prompts, up to {number(report.new_tokens)} new tokens each; every configuration "
+        "beside the plain run of the same sampler. The fastest way of each pair to the target's greedy text is bold. "
+        "Greedy texts are compared with those of the plain run: a tie is a text that diverges where two logits are "
+        "equal within rounding. Sampled texts differ by chance, so none is compared."
     )
-    of_others = (
-        "Other configurations, interleaved with the draft lengths above, each beside the plain run of the same "
-        "sampler. The distribution is the one that the text follows. Sampled texts differ by chance, so none is "
-        "compared with the plain text."
+    return Html(
+        as_plots(*drawn)
+        + as_paragraph(note)
+        + as_table(measurement_table(report.measurements, report.command, report.best))
+        + as_list(report.explanations)
     )
-    others = as_paragraph(of_others) + as_table(measured_tables.others(report)) if report.others else ""
-    return Html(as_plots(*drawn) + as_paragraph(note) + as_table(measured_tables.sweep(report)) + others)
-
-
-def explanations(report: SpeedupReport) -> Html:
-    """The measured causes of the speedups, in sentences."""
-    return as_list(report.explanations) or absent("No explanation was recorded.")
 
 
 def gguf(export: ExportReport) -> Html:
@@ -223,8 +214,7 @@ def gguf(export: ExportReport) -> Html:
         for text, token in (file.parity.tokenizer_mismatches if file.parity else [])
     )
     return Html(
-        as_paragraph("Each file in llama.cpp against its Hugging Face model on the same positions.")
-        + as_table(measured_tables.files(export))
+        as_table(draft_tables.files(export))
         + (as_details("Tokenizer mismatches", f"<ul>{mismatches}</ul>") if mismatches else "")
     )
 
@@ -248,7 +238,7 @@ def _sample(sample: Sample) -> str:
     )
     share = f", {percent(accepted / written)} of the characters from the draft" if written else ", nothing written"
     return (
-        f"<h3>{as_cell(pair_cell(sample))}</h3>"
+        f"<h3>{as_text(sample.pair)}</h3>"
         f'<p class="soft">{as_text(sample.backend)}{share}</p>'
         f'<pre><span class="prompt">{as_text(sample.prompt)}</span>{text}</pre>'
     )

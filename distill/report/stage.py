@@ -13,7 +13,6 @@ from distill.recipe import Recipe
 from distill.recipe.recipe import HELD_OUT, not_run
 from distill.report.card import build_card
 from distill.report.page import build_page
-from distill.report.text import placeless
 from distill.results.cut_results import Comparison, CutReport, ModelSizes, SparsityReport
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
@@ -23,6 +22,7 @@ from distill.results.speedup_results import SpeedupReport
 from distill.results.text_results import AnswerTexts, CorpusTexts, QuestionTexts
 from distill.results.training_results import TrainingSummary, evaluated_weights, training_steps
 from distill.run import Run, now
+from distill.tables import placeless
 
 Report = TypeVar("Report")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distill.models.server_commands import LLAMA_SERVER, VLLM, llama_server, transformers, vllm
-from distill.report.text import clean, speedup_bounds
 from distill.results.run_results import RunResults
 from distill.results.speedup_results import FASTER, SLOWER, Measurement
+from distill.results.speedup_tables import speedup_of
+from distill.tables import clean, shown
 
 FALLBACK_LENGTH = 4  # drafted where no length was measured
 OTHER_ROWS = (
@@ -91,7 +92,7 @@ def _verdict(fastest: dict[str, Measurement], backend: str) -> str:
         )
     if one is None:
         return "No draft length was timed; the one shown is only a starting point."
-    best = f"{one.length} drafted, {one.speedup:.2f} times plain decoding{speedup_bounds(one)} in {names[backend]}"
+    best = f"{one.length} drafted, {shown(speedup_of(one), '×')} plain decoding in {names[backend]}"
     if one.verdict == SLOWER:
         return (
             f"It does not pay on the run's machine: the best fixed length was slower than plain decoding ({best}). "

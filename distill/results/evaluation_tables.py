@@ -36,7 +36,8 @@ def divergence_tables(report: EvaluationReport) -> list[Table]:
     return tables + ([_slices(report)] if report.slices else [])
 
 
-def _form(measure: str) -> str:
+def form_of(measure: str) -> str:
+    """The form of a measure's figures."""
     return "%" if measure in RATES else ".4f"
 
 
@@ -47,7 +48,7 @@ def _divergences(domain: str, drafts: dict[str, Divergences], command: str) -> T
     for name in shown_measures(drafts.values()):
         measured = {draft: found.measure(name) for draft, found in drafts.items()}
         change = [_change(name, *(measured[side] for side in SIDES))] if both else []
-        rows.append([MEASURES[name], *(Cell(one, _form(name)) for one in measured.values()), *change])
+        rows.append([MEASURES[name], *(Cell(one, form_of(name)) for one in measured.values()), *change])
     counts = [f"{number(one.tokens)} tokens, {number(one.prompts)} prompts" for one in drafts.values()]
     rows.append(["measured on", *counts, *[""] * both])
     note = TRIMMED if any(draft.trimmed for draft in drafts.values()) else ""
@@ -66,7 +67,7 @@ def _stored(stored: StoredMeasures, command: str) -> list[Table]:
     tables = []
     for domain, drafts in stored.bounds.items():
         rows: list[Row] = [
-            [MEASURES[name], draft, Cell(one.least, _form(name)), Cell(one.most, _form(name))]
+            [MEASURES[name], draft, Cell(one.least, form_of(name)), Cell(one.most, form_of(name))]
             for draft, found in drafts.items()
             for name, one in found.items()
             if name != CEILING

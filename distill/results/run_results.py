@@ -11,6 +11,7 @@ from distill.results.export_results import ExportReport
 from distill.results.speedup_results import SpeedupReport
 from distill.results.text_results import AnswerTexts, CorpusTexts, QuestionTexts
 from distill.results.training_results import Evaluation, TrainingStep, TrainingSummary
+from distill.tables import size
 
 
 @dataclass(frozen=True)
@@ -65,3 +66,15 @@ class RunResults:
             "speedup": self.speedup is not None,
         }
         return [name for name, there in stages.items() if not there and name not in self.left_out]
+
+    @property
+    def machine_words(self) -> str:
+        """Processor, cores and memory."""
+        machine = self.machine
+        return f"{machine['cpu']}, {machine['cores']} cores, {size(machine['memory_bytes'])} memory"
+
+    @property
+    def software_words(self) -> str:
+        """The versions that figures depend on."""
+        machine = self.machine
+        return f"Python {machine['python']}, torch {machine.get('torch')}, transformers {machine.get('transformers')}"

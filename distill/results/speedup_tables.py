@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from distill.intervals import Interval
 from distill.results.pair_results import BatchFigures, GroupFigures, PairSpeedup
-from distill.results.speedup_results import Measurement, RoundFigures, SpeedupReport, StepFigures
+from distill.results.speedup_results import Measurement, PairMeasured, RoundFigures, SpeedupReport, StepFigures
 from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, listed, table_of
 
 INTERLEAVED = (
@@ -65,17 +65,22 @@ def round_table(rounds: Sequence[RoundFigures], command: str) -> Table:
     return table_of(rounds, columns, command, "a round", note)
 
 
-def step_table(steps: StepFigures, command: str) -> Table:
+def step_table(pairs: Sequence[tuple[PairMeasured, StepFigures]], command: str) -> Table:
     """Milliseconds of a step of each number of tokens, with one model alone."""
-    sizes = sorted({*steps.target, *steps.draft})
-    curves = {"target": steps.target, "draft": steps.draft}
+    curves = [(pair, steps, name, curve) for pair, steps in pairs for name, curve in steps.by_model.items()]
+    sizes = sorted({m for *_, curve in curves for m in curve})
     rows: list[Row] = [
-        [name, *(Cell(curve[m] * 1e3 if m in curve else None, ".3f") for m in sizes)]
-        for name, curve in curves.items()
-        if curve
+        [
+            pair.pair,
+            pair.backend,
+            name,
+            steps.depth,
+            *(Cell(1e3 * curve[m] if m in curve else None, ".3f") for m in sizes),
+        ]
+        for pair, steps, name, curve in curves
     ]
-    heads = ["model", *(f"{m} tokens, ms" for m in sizes)]
-    return Table(heads, rows, command, f"a step, one model alone, at depth {steps.depth}")
+    heads = ["pair", "backend", "model", "depth", *(f"T({m}), ms" for m in sizes)]
+    return Table(heads, rows, command, "a step of m tokens, T(m), with one model alone")
 
 
 def group_table(groups: Sequence[GroupFigures], name: str, over: str, command: str) -> Table:
@@ -131,7 +136,7 @@ def pair_blocks(report: PairSpeedup) -> list[Block]:
             "Predicted, for fixed lengths and chosen trees: from the acceptance counted in these texts, and from the "
             "costs of rounds, which were timed between them (of trees before them)."
         )
-    blocks += [round_table(report.rounds, command), step_table(report.steps, command)]
+    blocks += [round_table(report.rounds, command), step_table([(report.measurements[0], report.steps)], command)]
     if report.by_class:
         blocks.append(group_table(report.by_class, "class of prompt", "with the prompts", command))
     if report.by_depth:

@@ -22,7 +22,6 @@ from distill.recipe import Recipe
 from distill.report import card as cards
 from distill.report import page as pages
 from distill.report import plots
-from distill.report.text import placeless
 from distill.results.cut_results import ModelSizes
 from distill.results.evaluation_results import (
     MEASURES,
@@ -55,6 +54,7 @@ from distill.results.training_results import (
     training_steps,
 )
 from distill.run import Run
+from distill.tables import placeless
 
 SURROGATE = "[lone surrogate]"  # which JSON cannot hold: put in after reading
 EVIL = (
@@ -288,7 +288,7 @@ def test_page_is_whole_fetches_nothing_and_changes_no_result() -> None:
     assert cards.build_card(results) and results == before
     # Two of training, positions, reliability, slices, two costs for each of three pairs, a speedup for each backend.
     assert checker.tags["svg"] == 13
-    assert checker.tags["h1"] == 1 and checker.tags["h2"] == 12
+    assert checker.tags["h1"] == 1 and checker.tags["h2"] == 11
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -296,7 +296,7 @@ def test_page_holds_the_numbers() -> None:
     words = " ".join("".join(checked(build_page(make_metadata())).words).split())
     figures = """
         134,515,008 | 18,203,456 | 269,060,552 | 49,152 | 1.91× | [1.84, 1.97] | 1.37× | 0.84×
-        faster than plain | slower than plain | 74.7 % [73.5, 75.9] | 53.7 % | 0.801 [0.789, 0.813] | -0.630
+        faster than plain | slower than plain | 74.7 % [73.5, 75.9] | 53.7 % | 0.8010 [0.7890, 0.8130] | -0.6300
         48,213 | 21.4 | 36.44 | 35.21 | 103.5 % | 90.0 % | 13,204,512 | 96.2 % | 0.0413
         7,372,800 tokens | AMD EPYC 7B13 | 2.9.1+cpu | temperature 0.8 | distill speedup demo
         distill eval demo --kl --acceptance | no draft can win
@@ -535,8 +535,8 @@ def test_every_configuration_shows_its_distribution() -> None:
     words = page_words(results)
     for shown in (
         "LOSSY: drafts are dropped",
-        "lookup, ≤ 8 1.25× [1.12, 1.50]",
-        "plain, sampled plain",
+        "1.25× [1.12, 1.50]",
+        "plain, sampled",
         "the target's",
     ):
         assert shown in words, shown
