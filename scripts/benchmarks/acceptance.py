@@ -1,4 +1,4 @@
-"""The acceptance of a draft on texts that its target writes: what learning.py and sources.py compare.
+"""The acceptance of a draft on texts that its target writes: what learning.py compares.
 
 Legend: U prompts.
 """

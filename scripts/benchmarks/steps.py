@@ -21,7 +21,7 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from random_training import random_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from distill.machine import machine
 from distill.models.packed_forward import hidden_states
@@ -54,8 +54,19 @@ PEAKS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 
 def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     """A random Qwen2 of a shape."""
+    config = Qwen2Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads[0],
+        num_key_value_heads=shape.heads[1],
+        max_position_embeddings=8192,
+        tie_word_embeddings=shape.tied,
+    )
+    torch.manual_seed(0)
     with torch.device(device):
-        return random_model("Qwen2", *shape).to(dtype)
+        return Qwen2ForCausalLM(config).to(dtype)
 
 
 def body_parameters(shape: Shape) -> int:

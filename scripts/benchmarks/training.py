@@ -17,12 +17,13 @@ import json
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
-from random_training import Peak
 from torch import Tensor
 from torch.nn.functional import kl_div
 
@@ -32,6 +33,38 @@ from distill.training.losses.fused import head_loss
 from distill.training.losses.settings import LossSettings
 
 Step = Callable[[], Tensor | None]  # a loss to take back, or None where there is nothing to
+
+
+class Peak:
+    """The highest memory of a block above what was held before it, in `bytes`: resident, on a GPU torch's own count."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.bytes = device, 0
+
+    def now(self) -> int:
+        """The bytes that are held."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.memory_allocated(self.device))
+        return int(psutil.Process().memory_info().rss)
+
+    def __enter__(self) -> Peak:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.start, self.ended = self.now(), threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self.ended.wait(0.002):
+            self.bytes = max(self.bytes, self.now() - self.start)
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+        if self.device.type == "cuda":
+            self.bytes = int(torch.cuda.max_memory_allocated(self.device)) - self.start
 
 
 class Inputs:

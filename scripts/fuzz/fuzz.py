@@ -52,7 +52,6 @@ from hypothesis.errors import StopTest  # noqa: E402
 from hypothesis.internal.conjecture.data import ConjectureData  # noqa: E402
 
 from distill.errors import DistillError  # noqa: E402
-from distill.progress import duration  # noqa: E402
 
 MOST_MEMORY = 2**30  # bytes that a small file may make a reader take
 TOO_LONG = "took too long"
@@ -271,19 +270,6 @@ def remember(given: Any) -> None:
 # ── all kinds, in the parent ──
 
 
-@dataclass
-class Job:
-    """Some batches of one kind in a child process; lines of JSON come from its pipe."""
-
-    kind: Kind
-    batches: list[tuple[int, int]]  # number, inputs
-    pid: int
-    pipe: int
-    place: Path
-    last: float
-    rest: bytes = b""
-
-
 def preload() -> None:
     """Everything heavy, imported once before the forks; no threads may be started here."""
     import gguf  # noqa: F401
@@ -306,36 +292,57 @@ def preload() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def start(kind: Kind, batches: list[tuple[int, int]], base: Path, seed: int) -> Job:
-    """Fork a child that feeds batches."""
+def in_child(kind: Kind, number: int, count: int, base: Path, seed: int) -> Outcome:
+    """The outcome of a batch that a forked child feeds; where it dies or hangs, with the input that it was reading."""
     place = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    current = place / "current.pickle"
     receive, send = os.pipe()
     sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        os.close(send)
-        return Job(kind, batches, pid, receive, place, time.monotonic())
-    os.close(receive)
-    try:
-        quiet = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(quiet, descriptor)
-        warnings.simplefilter("ignore")
-        signal.signal(signal.SIGALRM, _hang)
-        CURRENT[:] = [place / "current.pickle"]
-        world = World(base, place / "world")
-        world.place.mkdir()
-        warm_up(kind, world)
-        if not kind.isolated:
-            limit_memory()
-        for number, count in batches:
-            outcome = batches_of(kind, world, seed, number, count)
-            os.write(send, json.dumps(vars(outcome)).encode() + b"\n")
+    child = os.fork()
+    if child == 0:
+        os.close(receive)
+        try:
+            outcome = vars(feed(kind, number, count, World(base, place / "world"), seed, current))
+        except BaseException as error:
+            outcome = {"broken": "".join(traceback.format_tb(error.__traceback__)[-6:]) + repr(error)[:300]}
+        os.write(send, json.dumps(outcome).encode())
         os._exit(0)
-    except BaseException as error:
-        words = "".join(traceback.format_tb(error.__traceback__)[-6:]) + repr(error)[:300]
-        os.write(send, json.dumps({"broken": words}).encode() + b"\n")
-        os._exit(3)
+    os.close(send)
+    data, piece = b"", b"-"
+    while piece:
+        if select.select([receive], [], [], 1.0)[0]:
+            data += (piece := os.read(receive, 1 << 20))
+        elif current.exists() and time.time() - current.stat().st_mtime > kind.most_seconds * 3 + 60:
+            os.kill(child, signal.SIGKILL)  # longer than Python could interrupt it
+    os.close(receive)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        if data:
+            found = json.loads(data)
+            if "broken" in found:
+                raise SystemExit(f"fuzz.py itself failed on {kind.name}:\n{found['broken']}")
+            return Outcome(**found)
+        name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        given = pickle.loads(current.read_bytes()) if current.exists() else None  # it may die while it warms up
+        failure = Failure(f"process ended: {name}", name, repr(given))
+        return Outcome(kind.name, number, count, failed=count, failures=[vars(failure)])
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def feed(kind: Kind, number: int, count: int, world: World, seed: int, current: Path) -> Outcome:
+    """Feed one batch in this process, a child that prints nothing; `current` holds the input that is being read."""
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(quiet, descriptor)
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, _hang)
+    world.place.mkdir()
+    warm_up(kind, world)
+    if not kind.isolated:
+        limit_memory()
+    CURRENT[:] = [current]
+    return batches_of(kind, world, seed, number, count)
 
 
 def warm_up(kind: Kind, world: World) -> None:
@@ -358,118 +365,42 @@ def warm_up(kind: Kind, world: World) -> None:
     run_examples(once, kind.inputs(world), 0, 0, 5)
 
 
-def planned(kinds: Sequence[Kind], inputs: int) -> dict[str, list[tuple[int, int]]]:
-    """The batches of each kind: their numbers and inputs; the shares add up to `inputs`."""
+def planned(kinds: Sequence[Kind], inputs: int) -> list[tuple[Kind, int, int]]:
+    """The batches of each kind, by number, with their inputs; the shares add up to `inputs`."""
     total = sum(kind.share for kind in kinds)
     counts = [max(1, int(inputs * kind.share / total)) for kind in kinds]
     counts[0] += max(0, inputs - sum(counts))
-    return {
-        kind.name: [
-            (number, min(kind.batch, count - start)) for number, start in enumerate(range(0, count, kind.batch))
-        ]
+    return [
+        (kind, number, min(kind.batch, count - start))
         for kind, count in zip(kinds, counts, strict=True)
-    }
+        for number, start in enumerate(range(0, count, kind.batch))
+    ]
 
 
-class Fuzzing:
-    """A whole run: the outcomes so far, in a file that a later run goes on from, and the children at work."""
+def kept(outcome: Outcome, known: set[tuple[str, str]], file: Path) -> Outcome:
+    """The outcome, written to the file of outcomes; a failure of a place that is not known is printed and saved."""
+    with open(file, "a", encoding="utf-8") as lines:
+        lines.write(json.dumps(vars(outcome)) + "\n")
+    for failure in outcome.failures:
+        if (outcome.kind, failure["place"]) not in known:
+            known.add((outcome.kind, failure["place"]))
+            path = save_example(file.parent, outcome.kind, failure)
+            print(f"FAILURE {outcome.kind}: {failure['place']}\n  {path}\n{failure['words']}\n", flush=True)
+    return outcome
 
-    def __init__(self, kinds: Sequence[Kind], inputs: int, seed: int, folder: Path, jobs: int) -> None:
-        self.kinds, self.inputs, self.seed, self.folder, self.jobs = kinds, inputs, seed, folder, jobs
-        self.file = folder / f"outcomes-{inputs}-{seed}.jsonl"
-        self.plan = planned(kinds, inputs)
-        self.outcomes: list[Outcome] = []
-        if self.file.exists():
-            for line in self.file.read_text(encoding="utf-8").splitlines():
-                self.outcomes.append(Outcome(**json.loads(line)))
-        done = {(one.kind, one.batch) for one in self.outcomes}
-        self.waiting = [
-            (kind, [batch for batch in self.plan[kind.name] if (kind.name, batch[0]) not in done]) for kind in kinds
-        ]
-        self.waiting = [(kind, batches) for kind, batches in self.waiting if batches]
-        self.started, self.before, self.shown = time.monotonic(), self.done, time.monotonic()
 
-    @property
-    def done(self) -> int:
-        """Inputs fed so far."""
-        return sum(one.inputs for one in self.outcomes)
-
-    def run(self, base: Path) -> None:
-        """Feed everything that is left."""
-        working: list[Job] = []
-        while self.waiting or working:
-            while self.waiting and len(working) < self.jobs:
-                kind, batches = self.waiting.pop(0)
-                working.append(start(kind, batches, base, self.seed))
-            ready, _, _ = select.select([job.pipe for job in working], [], [], 1.0)
-            for job in [*working]:
-                if job.pipe in ready:
-                    self._receive(job, working)
-                elif time.monotonic() - job.last > job.kind.most_seconds * 3 + 60 and self._stuck(job):
-                    os.kill(job.pid, signal.SIGKILL)
-            if time.monotonic() - self.shown > 15:
-                self._show()
-
-    def _stuck(self, job: Job) -> bool:
-        """Whether a child has been reading one input for longer than Python could interrupt it."""
-        current = job.place / "current.pickle"
-        return current.exists() and time.time() - current.stat().st_mtime > job.kind.most_seconds * 3 + 30
-
-    def _receive(self, job: Job, working: list[Job]) -> None:
-        data = os.read(job.pipe, 1 << 20)
-        job.last = time.monotonic()
-        *lines, job.rest = (job.rest + data).split(b"\n")
-        for line in lines:
-            found = json.loads(line)
-            if "broken" in found:
-                raise SystemExit(f"fuzz.py itself failed on {job.kind.name}:\n{found['broken']}")
-            self._keep(Outcome(**found))
-            job.batches.pop(0)
-        if data:
-            return
-        os.close(job.pipe)
-        working.remove(job)
-        status = os.waitstatus_to_exitcode(os.waitpid(job.pid, 0)[1])
-        if job.batches:  # it died in the middle of a batch
-            number, count = job.batches.pop(0)
-            given = pickle.loads((job.place / "current.pickle").read_bytes())
-            name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-            failure = Failure(f"process ended: {name}", name, repr(given))
-            self._keep(Outcome(job.kind.name, number, count, failed=count, failures=[vars(failure)]))
-            if job.batches:
-                self.waiting.insert(0, (job.kind, job.batches))
-        shutil.rmtree(job.place, ignore_errors=True)
-
-    def _keep(self, outcome: Outcome) -> None:
-        known = {failure["place"] for one in self.outcomes for failure in one.failures if one.kind == outcome.kind}
-        self.outcomes.append(outcome)
-        with open(self.file, "a", encoding="utf-8") as file:
-            file.write(json.dumps(vars(outcome)) + "\n")
-        for failure in outcome.failures:
-            if failure["place"] not in known:
-                known.add(failure["place"])
-                path = save_example(self.folder, outcome.kind, failure)
-                print(f"FAILURE {outcome.kind}: {failure['place']}\n  {path}\n{failure['words']}\n", flush=True)
-
-    def _show(self) -> None:
-        self.shown = time.monotonic()
-        made = self.done - self.before
-        left = (self.shown - self.started) / made * (self.inputs - self.done) if made else 0.0
-        failed = sum(one.failed for one in self.outcomes)
-        print(f"{self.done} of {self.inputs} inputs, {failed} failures, {duration(left)} left", file=sys.stderr)
-
-    def table(self) -> str:
-        """The figures by kind."""
-        lines = ["| kind | inputs | read | refused | aborts | failures | seconds |", "|---|--:|--:|--:|--:|--:|--:|"]
-        sums = Outcome("all", 0)
-        for kind in self.kinds:
-            row = Outcome(kind.name, 0)
-            for one in self.outcomes:
-                if one.kind == kind.name:
-                    add(row, one)
-            add(sums, row)
-            lines.append(_line(row))
-        return "\n".join([*lines, _line(sums)])
+def table(kinds: Sequence[Kind], outcomes: Sequence[Outcome]) -> str:
+    """The figures by kind."""
+    lines = ["| kind | inputs | read | refused | aborts | failures | seconds |", "|---|--:|--:|--:|--:|--:|--:|"]
+    sums = Outcome("all", 0)
+    for kind in kinds:
+        row = Outcome(kind.name, 0)
+        for one in outcomes:
+            if one.kind == kind.name:
+                add(row, one)
+        add(sums, row)
+        lines.append(_line(row))
+    return "\n".join([*lines, _line(sums)])
 
 
 def add(total: Outcome, part: Outcome) -> None:
@@ -553,7 +484,6 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", help="kinds, separated by commas, by the beginnings of their names")
-    parser.add_argument("--jobs", type=int, default=1, help="children at a time")
     parser.add_argument("--to", type=Path, default=Path("runs/fuzz"), help="folder for outcomes and failing inputs")
     parser.add_argument("--fresh", action="store_true", help="do not go on from the outcomes of an interrupted run")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="feed one saved input again")
@@ -564,13 +494,20 @@ def main() -> None:
     preload()
     if arguments.replay is not None:
         sys.exit(replay(arguments.replay, base))
-    fuzzing = Fuzzing(chosen(arguments.kinds), arguments.inputs, arguments.seed, arguments.to, arguments.jobs)
+    kinds, file = chosen(arguments.kinds), arguments.to / f"outcomes-{arguments.inputs}-{arguments.seed}.jsonl"
     if arguments.fresh:
-        fuzzing.file.unlink(missing_ok=True)
-        fuzzing = Fuzzing(fuzzing.kinds, arguments.inputs, arguments.seed, arguments.to, arguments.jobs)
-    fuzzing.run(base)
-    print(fuzzing.table())
-    sys.exit(int(any(one.failed for one in fuzzing.outcomes)))
+        file.unlink(missing_ok=True)
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    outcomes = [Outcome(**json.loads(line)) for line in lines]
+    done = {(one.kind, one.batch) for one in outcomes}
+    known = {(one.kind, failure["place"]) for one in outcomes for failure in one.failures}
+    for kind, number, count in planned(kinds, arguments.inputs):
+        if (kind.name, number) not in done:
+            outcomes.append(kept(in_child(kind, number, count, base, arguments.seed), known, file))
+            fed, failed = (sum(getattr(one, name) for one in outcomes) for name in ("inputs", "failed"))
+            print(f"{fed} of {arguments.inputs} inputs, {failed} failures", file=sys.stderr)
+    print(table(kinds, outcomes))
+    sys.exit(int(any(one.failed for one in outcomes)))
 
 
 if __name__ == "__main__":

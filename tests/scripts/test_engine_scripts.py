@@ -1,40 +1,15 @@
-"""The engine's scripts on a tiny run: identity of every configuration, rounds against their bound, and the soak."""
+"""The engine's script on a tiny run: rounds against their bound."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_scripts import run, script
 
 from distill.benchmark.watch import Step
 from distill.files import read_json, write_json
-from distill.speculative.decode import Decoded, Round, decode
-
-
-def test_identity_of_every_configuration_and_its_resuming(
-    copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check = script("benchmarks/identity", monkeypatch)
-    asked = (copied, "--prompts", 2, "--tokens", 6)
-    run(check, monkeypatch, *asked)
-    first = capsys.readouterr().out
-    cells = re.findall(r"^\| (.+) \| (\d+) \| (\d+) \| (\d+) \|$", first, flags=re.M)
-    assert len(cells) == len(check.CONFIGURATIONS) + len(check.BATCHED) + 1 and cells[-1][0] == "all"
-    assert int(cells[-1][3]) == 0 and int(cells[-1][1]) + int(cells[-1][2]) == 2 * (len(cells) - 1)
-    # Everything is kept: nothing is decoded again, and a text that differs is called so.
-    path = copied / "identity-pytorch.json"
-    kept = read_json(path)
-    kept["texts"]["draft, γ = 3"]["1"][2] ^= 1
-    write_json(path, kept)
-    monkeypatch.setattr(check, "decode_text", None)
-    monkeypatch.setattr(check, "plain", None)
-    monkeypatch.setattr(check, "TORCH_NOISE", -1.0)  # no tie excuses
-    run(check, monkeypatch, *asked)
-    again = re.findall(r"^\| (.+) \| (\d+) \| (\d+) \| (\d+) \|$", capsys.readouterr().out, flags=re.M)
-    assert [row for row in again if row[0] == "draft, γ = 3"] == [("draft, γ = 3", "1", "0", "1")]
+from distill.speculative.decode import Decoded, Round
 
 
 def test_shares_of_the_bound_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,39 +51,3 @@ def test_shares_of_a_tiny_run_and_their_resuming(
     run(engine, monkeypatch, *asked)
     again = capsys.readouterr().out.splitlines()
     assert again[:-1] == printed.splitlines()[:-1] and "1 texts of 9" in again[-1]
-
-
-@pytest.mark.parametrize("backend", ["pytorch", pytest.param("static", marks=pytest.mark.slow), "gguf"])
-def test_the_soak_goes_on_where_it_stopped_and_finds_faults(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    soak = script("fuzz/soak", monkeypatch)
-    monkeypatch.setattr(soak, "NOTED", 5)
-    monkeypatch.setattr(soak, "LOOKED_AT", 2)
-    asked = ("--backend", backend, "--to", tmp_path / "soak.json", "--prompts")
-    run(soak, monkeypatch, *asked, 10)
-    kept = read_json(tmp_path / "soak.json")
-    assert kept["next"] == 10 and len(kept["memory"]) == 1 and kept["counts"]["looked at"] > 0
-    run(soak, monkeypatch, *asked, 15)
-    assert f"{backend}: 15 prompts" in capsys.readouterr().out
-    kept = read_json(tmp_path / "soak.json")
-    assert kept["next"] == 15 and [len(one) for one in kept["memory"]] == [2, 1]
-
-    # A decoder that loses the last token of a text, and a cache that holds another text than it says, are found.
-    def shorter(*given: Any) -> Any:
-        yield from decode(*given)
-        given[5].tokens.pop()
-
-    monkeypatch.setattr(soak, "decode", shorter)
-    with pytest.raises(AssertionError, match="tokens instead of"):
-        run(soak, monkeypatch, *asked, 20)
-
-    def other(target: Any, *given: Any) -> Any:
-        yield from decode(target, *given)
-        held = target.lengths[0]
-        target.rollback([0])
-        target.extend([7] * held, want=[held - 1])
-
-    monkeypatch.setattr(soak, "decode", other)
-    with pytest.raises(AssertionError, match="the cache has drifted"):
-        run(soak, monkeypatch, *asked, 20)

@@ -119,8 +119,19 @@ def test_the_same_seed_gives_the_same_inputs(fuzz: Any, place: Any) -> None:
 
 def test_the_plan_holds_every_input_once(fuzz: Any) -> None:
     plan = fuzz.planned(fuzz.KINDS, 100_000)
-    assert sum(count for batches in plan.values() for _, count in batches) == 100_000
-    assert all(number == at for batches in plan.values() for at, (number, _) in enumerate(batches))
+    assert sum(count for _, _, count in plan) == 100_000
+    assert len({(kind.name, number) for kind, number, _ in plan}) == len(plan)
+
+
+def test_a_batch_in_a_child_and_one_that_dies(fuzz: Any, tmp_path: Path) -> None:
+    def die() -> None:
+        faulthandler.disable()
+        os._exit(7)
+
+    found = fuzz.in_child(kind_of(fuzz, raising(DataError("no"))), 0, 3, tmp_path, 0)
+    assert (found.inputs, found.refused) == (3, 3)
+    dead = fuzz.in_child(kind_of(fuzz, die), 0, 3, tmp_path, 0)
+    assert dead.failed == 3 and dead.failures[0]["place"] == "process ended: exit status 7"
 
 
 def test_messages_can_be_printed() -> None:

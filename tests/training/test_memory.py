@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from test_scripts import script
 
 import distill
 from distill.teacher.distributions import Head
@@ -71,13 +70,3 @@ def test_a_batchs_number_of_positions_makes_few_shapes(monkeypatch: pytest.Monke
         labels = torch.zeros(count, dtype=torch.long)
         fused.head_loss(hidden, head, teacher, labels, LossSettings({"jsd": 1.0}), 256)
     assert rows == {64, 128, 192, 256}
-
-
-def test_the_benchmark_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = script("benchmarks/memory", monkeypatch)
-    small = "--steps 3 --every 2 --batch 2 --block 64 --layers 1 --vocabulary 300 --threads 1 --dtype bfloat16"
-    with tiny.one_thread():
-        for work in ("training", "answers"):
-            found = list(measured.measure(measured.parse([*small.split(), "--one", work])))
-            assert [line["step"] for line in found] == [2, 3]
-            assert all(line["peak"] >= line["resident"] / 2 > 1e7 and line["seconds"] > 0 for line in found)
