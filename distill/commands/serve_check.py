@@ -48,10 +48,7 @@ def serve_check(
     run: shared.RunArgument = None,
     server: Annotated[
         Path | None,
-        typer.Option(
-            help="llama-server, which is started with the draft and without: its path, or xllamacpp, the package "
-            "that brings one."
-        ),
+        typer.Option(help="Path of llama-server, which is started with the draft and without."),
     ] = None,
     n_max: Annotated[
         int | None,

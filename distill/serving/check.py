@@ -28,7 +28,6 @@ from distill.serving.llama_server import LlamaServer
 from distill.serving.load import Load, apart, speeds_under
 from distill.serving.markdown import Reference
 from distill.serving.replaying import ServerRules, interleaved, warm
-from distill.serving.wheel_server import WHEEL, wheel_version
 
 Keep = Callable[[ServeReport], object]  # is given the findings so far after each part: the next one may fail
 
@@ -118,9 +117,8 @@ def _replay(
         )
     own = acceptance(f"{drafting.kind}, its own counts", texts, totals)
     server = replace(server, n_max=server.n_max or len(own.by_position or ()))
-    build = f"{WHEEL} {wheel_version()}" if str(server.binary) == WHEEL else drafting.build()
     speeds, _ = speeds_under(clients, ids, settings.limit, (), settings.repeats, replayed)
-    return Findings(server, build, replayed, texts, files, [own], speeds=speeds, notes=notes)
+    return Findings(server, drafting.build(), replayed, texts, files, [own], speeds=speeds, notes=notes)
 
 
 def _compare(

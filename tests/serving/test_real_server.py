@@ -23,6 +23,7 @@ import pytest
 import served_pairs
 import test_record
 import tiny
+import wheel_server
 from sampled_texts import homogeneity
 
 from distill.commands import served_pair
@@ -39,24 +40,21 @@ from distill.serving.findings import CheckSettings
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, started
 from distill.serving.load import Load
-from distill.serving.wheel_server import WHEEL, wheel_version
 from distill.target.traffic import Line, pin_of, read_lines
 from distill.texts import Prompt
 
 FOLDER = os.environ.get("DISTILL_LLAMA_BIN", "")
 BUILD = Path(FOLDER) / "llama-server"
 PROGRAMS = [
-    pytest.param(Path(WHEEL), id="wheel", marks=pytest.mark.skipif(wheel_version() is None, reason=f"needs {WHEEL}")),
+    pytest.param("wheel", marks=pytest.mark.skipif(not wheel_server.INSTALLED, reason="needs xllamacpp")),
     pytest.param(
-        BUILD,
-        id="build",
+        "build",
         marks=[
             pytest.mark.slow,
             pytest.mark.skipif(not FOLDER, reason="DISTILL_LLAMA_BIN names no build of llama.cpp"),
         ],
     ),
 ]
-pytestmark = pytest.mark.parametrize("program", PROGRAMS, scope="module")
 LIMIT = 48
 SAMPLED = SamplerSettings(temperature=0.8)
 TEXTS = 400
@@ -65,6 +63,11 @@ TEXTS = 400
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return served_pairs.build(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="module", params=PROGRAMS)
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return BUILD if request.param == "build" else wheel_server.program(tmp_path_factory.mktemp("program"))
 
 
 @pytest.fixture
@@ -202,7 +205,7 @@ def test_a_killed_server_is_one_message(settings: LlamaServer, prompts: list[Pro
 
 
 def test_refusals_of_the_real_program(settings: LlamaServer, prompts: list[Prompt]) -> None:
-    removed = "does not know" if settings.binary.name == WHEEL else r"has been removed[\s\S]*no longer has that option"
+    removed = "does not know" if settings.binary != BUILD else r"has been removed[\s\S]*no longer has that option"
     for further, message in (
         (("--nonsense", "1"), r"invalid argument: --nonsense[\s\S]*does not know"),
         (("--draft-max", "4"), removed),
@@ -308,18 +311,18 @@ def test_every_printed_option_is_known_to_the_server(settings: LlamaServer) -> N
     )
     arguments = pair_arguments("none.gguf", "none.gguf", 4, 0.5) + option_arguments(gguf)
     devices = [OF_TARGET["device"], "none", OF_DRAFT["device"], "none", OF_TARGET["tensor_split"], "3,1"]
-    if settings.binary.name == WHEEL:
+    if settings.binary != BUILD:
         devices = ["--spec-draft-sampling", "probabilistic"]
     done = subprocess.run(
-        [*settings.program, *arguments, *devices], capture_output=True, text=True, check=False, timeout=120
+        [settings.binary, *arguments, *devices], capture_output=True, text=True, check=False, timeout=120
     )
     assert "failed to load model" in done.stdout + done.stderr and "invalid argument" not in done.stdout + done.stderr
     assert llama_server("a", "b", 4).split()[1:] == pair_arguments("a", "b", 4)
     for arguments in (["--spec-type", "none"], ["--ctx-size", "512"], ["--load-mode", "none"]):
-        if settings.binary.name == WHEEL and arguments[0] == "--spec-type":
+        if settings.binary != BUILD and arguments[0] == "--spec-type":
             continue
         done = subprocess.run(
-            [*settings.program, "-m", "none.gguf", *arguments], capture_output=True, text=True, check=False
+            [settings.binary, "-m", "none.gguf", *arguments], capture_output=True, text=True, check=False
         )
         assert "failed to load model" in done.stdout + done.stderr
 

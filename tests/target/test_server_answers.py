@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 import tiny
+import wheel_server
 from writing_worlds import BadServer, answer_lines, begin, llama_server
 
 from distill.errors import EndpointError
@@ -25,7 +26,6 @@ from distill.models.hugging_face import encode, load_config, load_tokenizer
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.serving.llama_server import LlamaServer, started
-from distill.serving.wheel_server import WHEEL, wheel_version
 from distill.target import endpoint
 from distill.target.answers import answers
 from distill.target.writers.server import ServerWriter, texts_of
@@ -487,11 +487,11 @@ def test_a_real_server_answers_every_prompt_once(world: Path, gguf: Path, tmp_pa
     assert same >= 160, f"{same} of 200"
 
 
-@pytest.mark.skipif(wheel_version() is None, reason=f"needs {WHEEL}")
+@pytest.mark.skipif(not wheel_server.INSTALLED, reason="needs xllamacpp")
 def test_a_llama_server_of_today_answers(world: Path, gguf: Path, tmp_path: Path) -> None:
     """llama.cpp of October 2026, with all that a request sends: greedily the texts of the GGUF writer, and sampled."""
     settings = (f"target.model={DEMO}", "answers.new_tokens=5", "answers.repetition_penalty=1.1")
-    with started(LlamaServer(Path(WHEEL), gguf, threads=1, parallel=4), 60) as running:
+    with started(LlamaServer(wheel_server.program(tmp_path), gguf, threads=1, parallel=4), 60) as running:
         for temperature in (0.0, 0.8):
             own = (*settings, f"sampler.temperature={temperature}", "sampler.min_p=0.05")
             place = served(f"{running.url}/v1", model=str(gguf), concurrency=4)

@@ -1,27 +1,29 @@
-"""A llama-server out of the wheel `xllamacpp`: the program's own options on the command line, no compiler.
+"""A llama-server out of the wheel `xllamacpp`, for tests: the program's own options on the command line, no compiler.
 
-`python -m distill.serving.wheel_server -m FILE …` serves until it is asked to end. The wheel's server takes settings
-from Python alone, so the options that `distill` gives a llama-server are read here; others are refused by name, in the
-program's words.
+`program(folder)` writes one to be started. The wheel's server takes settings from Python alone, so the options that
+`distill` gives a llama-server are read here; others are refused by name, in the program's words.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-WHEEL = "xllamacpp"  # what --server names, and the package
-MODULE = "distill.serving.wheel_server"
+INSTALLED = importlib.util.find_spec("xllamacpp") is not None
 Setter = Callable[[Any, str], None]
 
 
-def wheel_version() -> str | None:
-    """The installed wheel's version; None where it is not installed."""
-    return importlib.metadata.version(WHEEL) if importlib.util.find_spec(WHEEL) else None
+def program(folder: Path) -> Path:
+    """The program `wheel-server` in a folder."""
+    path = folder / "wheel-server"
+    found = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from wheel_server import main; main()"
+    path.write_text(f"#!{sys.executable}\n{found}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
 
 
 def _set(path: str, convert: Callable[[str], Any]) -> Setter:
@@ -134,6 +136,9 @@ def apply(params: Any, arguments: Sequence[str]) -> None:
 
 def main() -> None:
     """Serve until a signal ends the process."""
+    if "--help" in sys.argv:
+        print("\n".join([*OPTIONS, *FLAGS]))
+        return
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -147,7 +152,3 @@ def main() -> None:
         sys.exit(f"error: failed to load model: {error}")
     while server is not None:
         time.sleep(3600)  # its threads serve; a signal ends the process
-
-
-if __name__ == "__main__":
-    main()
