@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distill.benchmark.any_pair import measure_any_pair, pair_settings
+from distill.documents.user_prompts import sources_of
 from distill.errors import DataError, DistillError, RecipeError
-from distill.evaluation.standalone import corpus_of, evaluate_standalone, open_pair
+from distill.evaluation.pairs import Asked
+from distill.evaluation.standalone import NO_TYPES, Grid, Types, evaluate_grid, prompts_of
 from distill.files import require_new_folder
 from distill.generate.stream import Request, begin
 from distill.models import loaded
@@ -24,7 +26,9 @@ from distill.models.loaded import GROWING, LoadedPair
 from distill.models.pairs import pair_references, require_pair
 from distill.recipe import (
     Configuration,
+    Corpus,
     Cut,
+    Evaluate,
     Gguf,
     PyTorch,
     SamplerSettings,
@@ -133,29 +137,30 @@ def decode(
 
 
 def evaluate(
-    target: str | Path,
-    draft: str | Path,
+    target: str | Path | Paths,
+    draft: str | Path | Paths,
     texts: Paths,
     *,
     sampler: Sampler | None = None,
     prompts: int = 32,
     kl: bool = True,
     acceptance: bool = True,
+    types: Types = NO_TYPES,
     threads: int | None = None,
     gguf: Gguf | None = None,
     command: str = "",
 ) -> EvaluationReport:
     """Divergences and acceptance of a pair, with intervals, on text files or folders of them; None: temperature 1.
 
-    DataError for files that are not there and for texts of fewer than 4 prompts; PairError as `load_pair`.
+    With several targets, drafts or GGUF `types` every pair is measured, and compared with the first. DataError for
+    files that are not there and for texts of fewer than 4 prompts; PairError as `load_pair`.
     """
-    big, small = _reference(target), _reference(draft)
-    for path in map(Path, texts):
-        if not path.exists():
-            raise DataError(f"{path}: there is no such file or folder", "correct its path")
-    corpus = corpus_of([Path(path) for path in texts])
-    with open_pair(big, small, corpus.block, threads, gguf) as pair:
-        return evaluate_standalone(pair, corpus, sampler or Sampler(1.0), prompts, kl, acceptance, command)
+    corpus = Corpus(sources=sources_of([Path(path) for path in texts], "--text"))
+    several = ([one] if isinstance(one, (str, Path)) else one for one in (target, draft))
+    targets, drafts = ([_reference(model) for model in models] for models in several)
+    grid = Grid(targets, drafts, corpus.block, types, threads=threads, gguf=gguf)
+    asked = Asked(sampler or Sampler(1.0), Evaluate(), command, kl, costs=types.given)
+    return evaluate_grid(grid, prompts_of(corpus, prompts), asked, acceptance)
 
 
 def measure_speedup(

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from distill.errors import DataError
 
 PADDING = -1  # document number of positions that hold no token
 
@@ -44,6 +46,12 @@ class Packed:
     def labels(self) -> Tensor:
         """The next token [n, S]; meaningless where `mask` is false."""
         return torch.roll(self.ids, -1, dims=1)
+
+    def number(self, block: int, document: int) -> int:
+        """The number of a block's document among all; DataError for blocks that do not number their documents."""
+        if self.first is None:
+            raise DataError("these blocks do not number their documents", "make them again: `--redo corpus`")
+        return int(self.first[block]) + document
 
     def tensors(self) -> dict[str, Tensor]:
         """As named tensors, for safetensors files; without `first`, which training does not read."""
@@ -106,6 +114,13 @@ def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: boo
             packed.mask[index, at + first - 1 : end - 1] = True
             at = end
     return packed
+
+
+def scored_documents(blocks: Packed) -> Iterator[tuple[int, int, Tensor]]:
+    """Each document that has scored positions: its block's index, its number there and those positions [S], boolean."""
+    for block in range(len(blocks)):
+        for number in blocks.documents[block][blocks.mask[block]].unique().tolist():
+            yield block, number, blocks.mask[block] & (blocks.documents[block] == number)
 
 
 def fitted_order(lengths: Sequence[int], block: int) -> list[int]:

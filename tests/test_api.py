@@ -86,7 +86,7 @@ def test_mistakes_are_explained(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     mistakes: list[tuple[str, Callable[[], object]]] = [
         ("vocabular", lambda: distill.load_pair("data/demo-target", "data/demo-donor")),
         ("does not exist", lambda: distill.load_pair("./nowhere")),
-        ("no such file", lambda: distill.evaluate("data/demo-target", "data/demo-target", ["nothing.txt"])),
+        ("there is no file", lambda: distill.evaluate("data/demo-target", "data/demo-target", ["nothing.txt"])),
         ("nothing to cut", lambda: distill.cut("data/demo-target", "made/none", ["text"])),
         ("needs a draft", lambda: distill.measure_speedup("data/demo-target", None, [TEXTS])),
         ("plain decoding", lambda: distill.measure_speedup("data/demo-target", None, [TEXTS], lengths=[])),

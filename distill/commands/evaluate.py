@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -19,9 +18,6 @@ from distill.recipe.gguf import CACHE_TYPES, OUTTYPES
 from distill.results.evaluation_results import SLICES, EvaluationReport
 from distill.results.evaluation_tables import evaluation_blocks
 from distill.results.serialise import read_result
-
-if TYPE_CHECKING:
-    from distill.evaluation.standalone import PromptedPair
 
 CLASS = "class"  # of --by: of prompts rather than positions
 OF_MODELS = ("temperature", "prompts", "text")  # a run has its own
@@ -46,26 +42,33 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--by",
-            metavar="SLICE",
-            help="Show only acceptance by this slice: token, depth, repetition, part, language, or class (of "
-            "prompts); may be repeated.",
+            help="Show only acceptance by this slice of positions, or by class of prompts; may be repeated.",
         ),
     ] = None,
     outtype: Annotated[
         list[str] | None,
         typer.Option(
             "--outtype",
+            metavar="TYPE",
             help="Compare GGUF types instead: the draft as f16, q8_0, q4_0 …; acceptance, KL, size, milliseconds and "
             "predicted tokens per second. May be repeated.",
         ),
     ] = None,
     target_outtype: Annotated[
         list[str] | None,
-        typer.Option("--target-outtype", help="With --outtype: types of the target; a GGUF file stays as it is."),
+        typer.Option(
+            "--target-outtype",
+            metavar="TYPE",
+            help="Types of the target; a GGUF file stays as it is.",
+        ),
     ] = None,
     cache_type: Annotated[
         list[str] | None,
-        typer.Option("--cache-type", help="With --outtype: types of the draft's cache; f16 if left out."),
+        typer.Option(
+            "--cache-type",
+            metavar="TYPE",
+            help="Types of the draft's cache; f16 if left out.",
+        ),
     ] = None,
     target: Annotated[
         list[str] | None,
@@ -91,123 +94,66 @@ def evaluate(
     output: shared.FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
-    """Measure a target and its draft: divergences and acceptance, with intervals. Both by default."""
+    """Measure a target and its draft: divergences and acceptance, with intervals. Both by default; of several targets,
+    drafts or types, divergences alone, and how they differ from the first by prompt."""
     shared.require_format(output)
-    kl, acceptance = (kl, acceptance) if kl or acceptance else (True, True)
-    kinds = {"--outtype": outtype, "--target-outtype": target_outtype, "--cache-type": cache_type}
-    _check_options(context, kinds, by or [], gguf)
-    pairs = _named_pairs(target, draft, text) if target or draft else []
+    for option, values, names in (
+        ("--by", by, [*SLICES, CLASS]),
+        ("--outtype", outtype, OUTTYPES),
+        ("--target-outtype", target_outtype, OUTTYPES),
+        ("--cache-type", cache_type, CACHE_TYPES),
+    ):
+        unknown = next((value for value in values or () if value not in names), None)
+        if unknown is not None:
+            raise RecipeError(f"{option} {unknown} is unknown", f"use one of {', '.join(names)}")
+    typed = bool(target_outtype or outtype or cache_type)
+    alone = not typed and len(target or ()) < 2 and len(draft or ()) < 2
+    kl, acceptance = (kl, acceptance) if kl or acceptance else (True, alone)
     command = command_line(sys.argv)
-    if pairs or any(kinds.values()):
+    from distill.evaluation.standalone import Types, evaluate_types
+
+    types = Types(target_outtype or (), outtype or (), cache_type or ())
+    if target or draft:
+        if run is not None or not (target and draft and text):
+            what = "a pair without a run needs --target, --draft and --text"
+            raise RecipeError(what, "or name a run alone: `distill runs` lists them")
         shared.prepare(threads)
-    if len(pairs) > 1:
-        if by or any(kinds.values()):
-            what = "several models are compared over all positions, as they are"
-            raise RecipeError(what, "give one target and draft")
-        from distill.evaluation import comparison
+        from distill import api
+        from distill.models.conversion.importing import one_engine
         from distill.sampler import Sampler
 
-        compared = comparison.compare(pairs, text or (), Sampler(temperature), prompts, command, threads, gguf)
-        shared.print_result(compared, comparison.as_markdown(compared), comparison.flat_rows(compared), output)
-    elif any(kinds.values()):
-        from distill.evaluation import types
-
-        pair = _prompted_pair(pairs, text or [], temperature, prompts if pairs else None, run, runs, threads)
-        table = types.measure_types(
-            pair, outtype or (), target_outtype or (), cache_type or ("f16",), command, gguf or Gguf(), threads
+        targets, drafts = ([shared.local_reference(model) for model in models] for models in (target, draft))
+        if not typed:
+            require_used(gguf, *one_engine(targets[0], drafts[0]))
+        report = api.evaluate(
+            targets,
+            drafts,
+            text,
+            sampler=Sampler(temperature),
+            prompts=prompts,
+            kl=kl,
+            acceptance=acceptance,
+            types=types,
+            threads=threads,
+            gguf=gguf,
+            command=command,
         )
-        shared.print_result(table, types.as_markdown(table), types.flat_rows(table), output)
     else:
-        if pairs:
-            from distill import api
-            from distill.models.conversion.importing import one_engine
-            from distill.sampler import Sampler
-
-            if gguf is not None:
-                require_used(gguf, *one_engine(*pairs[0]))
-            report = api.evaluate(
-                *pairs[0],
-                text or (),
-                sampler=Sampler(temperature),
-                prompts=prompts,
-                kl=kl,
-                acceptance=acceptance,
-                threads=threads,
-                gguf=gguf,
-                command=command,
+        of_models = shared.first_given(context, OF_MODELS)
+        if of_models is not None:
+            raise RecipeError(
+                f"{of_models} goes with --target and --draft; a run has its own sampler and test prompts",
+                "leave it out, or give the run's models as a pair: --target TARGET --draft RUN/draft --text FILE",
             )
+        if gguf is not None and not typed:
+            raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
+        recipe, own_run = shared.find_run(run, runs)
+        shared.run_until(recipe, own_run, "train" if typed else "eval", threads=threads)
+        if typed:
+            report = evaluate_types(recipe, own_run, types, threads, gguf, command, kl, acceptance)
         else:
-            if gguf is not None:
-                raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
-            recipe, own_run = shared.find_run(run, runs)
-            shared.run_until(recipe, own_run, "eval", threads=threads)
             report = read_result(own_run.path("eval.json"), EvaluationReport)
-        _print_report(report, kl, acceptance, by or [], output)
-
-
-def _check_options(
-    context: typer.Context, kinds: Mapping[str, Sequence[str] | None], by: Sequence[str], gguf: Gguf | None
-) -> None:
-    """Raise RecipeError for names that do not exist, and for options that do not go together."""
-    given = context.params
-    unknown = next((name for name in by if name not in (CLASS, *SLICES)), None)
-    if unknown is not None:
-        raise RecipeError(f"--by {unknown} is no slice", f"use one of {', '.join([*SLICES, CLASS])}")
-    of_models = None if given["target"] or given["draft"] else shared.first_given(context, OF_MODELS)
-    if of_models is not None:
-        raise RecipeError(
-            f"{of_models} goes with --target and --draft; a run has its own sampler and test prompts",
-            "leave it out, or give the run's models as a pair: --target TARGET --draft RUN/draft --text FILE",
-        )
-    if given["run"] is not None and (given["target"] or given["draft"]):
-        raise RecipeError("a run was given beside --target or --draft", "name a run, or a pair of models")
-    of_all = shared.first_given(context, ("kl", "acceptance", "by")) if any(kinds.values()) else None
-    if of_all is not None:
-        option = next(name for name, values in kinds.items() if values)
-        raise RecipeError(f"{of_all} and {option} were given together", "compare types, or look at one draft closely")
-    for option, names in kinds.items():
-        known = CACHE_TYPES if option == "--cache-type" else OUTTYPES
-        unknown = next((name for name in names or () if name not in known), None)
-        if unknown is not None:
-            raise RecipeError(f"{option} {unknown} is unknown", f"use one of {', '.join(known)}")
-
-
-def _named_pairs(targets: list[str] | None, drafts: list[str] | None, text: list[Path] | None) -> list[tuple[str, str]]:
-    """The pairs without a run: of one target with each draft, or of each target with one draft.
-
-    RecipeError where a model or the text is missing, or several of both are given.
-    """
-    if not targets or not drafts or not text:
-        raise RecipeError(
-            "a pair without a run needs --target, --draft and --text", "or name a run: `distill runs` lists them"
-        )
-    if len(targets) > 1 and len(drafts) > 1:
-        raise RecipeError(
-            f"{len(targets)} targets and {len(drafts)} drafts were given", "give several of the one or of the other"
-        )
-    return [(shared.local_reference(big), shared.local_reference(small)) for big in targets for small in drafts]
-
-
-def _prompted_pair(
-    pairs: list[tuple[str, str]],
-    text: list[Path],
-    temperature: float,
-    count: int | None,
-    run: str | None,
-    runs: Path,
-    threads: int | None,
-) -> PromptedPair:
-    """The pair that is named, or that of a run, on `count` prompts (None: as many as
-    the recipe says)."""
-    from distill.evaluation.standalone import of_models, of_run
-    from distill.sampler import Sampler
-
-    if pairs:
-        assert count is not None, "no recipe says how many"
-        return of_models(*pairs[0], text, count, Sampler(temperature))
-    recipe, own_run = shared.find_run(run, runs)
-    shared.run_until(recipe, own_run, "train", threads=threads)
-    return of_run(recipe, own_run, count or recipe.eval.prompts)
+    _print_report(report, kl, acceptance, by or [], output)
 
 
 def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, by: Sequence[str], output: str) -> None:
@@ -226,6 +172,7 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, by: Sequ
         report = replace(
             report,
             domains={},
+            pairs={},
             positions={},
             tokens_per_round={},
             reliability={},
@@ -234,7 +181,7 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, by: Sequ
         )
     if not kl:
         stored = None if report.stored is None else replace(report.stored, bounds={})
-        report = replace(report, domains={}, stored=stored)
+        report = replace(report, domains={}, pairs={}, stored=stored)
     if not acceptance:
         report = replace(report, positions={}, tokens_per_round={}, reliability={})
     shared.print_blocks(evaluation_blocks(report), report, output)

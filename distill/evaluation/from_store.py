@@ -16,13 +16,14 @@ from torch import Tensor
 
 from distill import divergences
 from distill.errors import DataError
-from distill.evaluation.measure import Measured, Values, as_report, scored_documents, sum_by_document
-from distill.evaluation.metrics import METRICS
+from distill.evaluation.measure import Measured, sum_by_document
+from distill.evaluation.metrics import METRICS, Values
+from distill.evaluation.pairs import as_report
 from distill.intervals import ratio_interval
 from distill.models.hugging_face import load_model, pick_device
 from distill.models.packed_forward import hidden_states
 from distill.models.server_commands import DRAWN_AMONG
-from distill.packing import Packed
+from distill.packing import Packed, scored_documents
 from distill.recipe import Recipe
 from distill.results.evaluation_results import Bounds, EvaluationReport, StoredMeasures
 from distill.run import Run
@@ -89,7 +90,8 @@ def stored_values(store: TeacherStore, blocks: Packed, index: range, name: str, 
         labels = one.labels()[one.mask]
         teacher = store.teacher(torch.tensor([block]), hidden.device)
         end = 0  # among the block's scored positions, which run through its documents in turn
-        for _, number, here in scored_documents(one):
+        for _, document, here in scored_documents(one):
+            number = one.number(0, document)
             start, end = end, end + int(here.sum())
             for at in range(start, end, CHUNK):
                 rows = slice(at, min(at + CHUNK, end))

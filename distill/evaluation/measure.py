@@ -1,52 +1,45 @@
 """Measures between a target and its drafts: of single positions, summed by document, and of decoded rounds.
 
 Whatever gives a position's values (models of transformers, GGUF files, a store of distributions), `sum_by_document`
-adds them up and `as_report` makes the report.
+adds them up.
 
-Legend: n blocks, S positions, N scored ones, V vocabulary, M measures, U units (documents), γ drafted tokens.
+Legend: n blocks, S positions, N scored ones, c rows, H hidden, V vocabulary, M measures, U units (documents), γ drafted
+tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.errors import DataError
-from distill.evaluation.metrics import METRICS, all_metrics
-from distill.evaluation.reliability import reliability
-from distill.evaluation.row_logits import RowLogits
+from distill.evaluation.metrics import METRICS, Values, all_metrics
 from distill.intervals import Interval, ratio_interval
 from distill.models.base import Model
 from distill.models.finite import place_of, require_finite
+from distill.models.packed_forward import hidden_states, packed_inputs
 from distill.models.torch_model import model_name
-from distill.packing import Packed
+from distill.packing import Packed, scored_documents
 from distill.progress import Progress
 from distill.recipe import Evaluate
-from distill.results.evaluation_results import (
-    ClassResult,
-    Divergences,
-    EvaluationReport,
-    PositionAcceptance,
-    StoredMeasures,
-)
+from distill.results.evaluation_results import Divergences, PositionAcceptance
 from distill.sampler import Sampler
 from distill.speculative.calibration import Recorded, Recorder
 from distill.speculative.decode import Round, decode_text, room_for
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.rules import Rules
-
-if TYPE_CHECKING:
-    from distill.evaluation.slices import SlicedValues
+from distill.teacher.distributions import logit_form
 
 CHUNK = 64  # positions that models that read single texts take at once
 HELD = 5 * 2**24  # logits of each model that are held at once of models that read blocks: 320 MiB, 512 rows of 152k
+TRIED = 16  # positions on which a model's head is compared with its own logits
+Rows = Callable[[int, Tensor], Tensor]  # a block's index and its positions [c] → logits [c, V]
 Sums = NDArray[numpy.float64]
 
 
@@ -88,11 +81,6 @@ class Measured:
         return Divergences(int(self.counts.sum()), len(self.counts), **figures)
 
 
-# Of positions of one document: the draft's name, the document's number, the METRICS' least and largest values [N, M],
-# and how many of the text's tokens are the draft's argmax.
-Values = tuple[str, int, Tensor, Tensor, int]
-
-
 @torch.inference_mode()
 def sum_by_document(values: Iterable[Values]) -> dict[str, Measured]:
     """What was measured of each draft; the documents stand in the order in which they come."""
@@ -109,6 +97,46 @@ def sum_by_document(values: Iterable[Values]) -> dict[str, Measured]:
     return measured
 
 
+class RowLogits:
+    """A model of transformers whose head multiplies the rows that are asked for: of a vocabulary of 150,000 tokens, the
+    logits of whole blocks fill gigabytes.
+
+    Where that does not give the model's own logits, which is tried on the first blocks, whole blocks are computed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._by_rows: bool | None = None
+
+    def of(self, blocks: Packed) -> Rows:
+        """The logits of these blocks; their hidden states [n, S, H] are held."""
+        if self._by_rows is None:
+            self._by_rows = self._own(blocks)
+        if not self._by_rows:
+            logits = self.model(**packed_inputs(self.model, blocks)).logits
+            return lambda block, rows: logits[block][rows.to(logits.device)]
+        states = hidden_states(self.model, blocks)
+        return lambda block, rows: self._head(states[block][rows.to(states.device)])
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return logit_form(self.model.config).apply(self.model.get_output_embeddings()(hidden))
+
+    def _own(self, blocks: Packed) -> bool:
+        """Whether the head gives the model's own logits at the first positions of the first block."""
+        size = min(TRIED, blocks.ids.shape[1])
+        parts = {name: getattr(blocks, name)[:1, :size] for name in ("ids", "documents", "positions", "mask")}
+        few = replace(blocks.take(slice(0, 1)), **parts)
+        own = self.model(**packed_inputs(self.model, few)).logits.float()
+        found = self._head(hidden_states(self.model, few))
+        if found.shape != own.shape:
+            return False
+        known = own.isfinite() & found.isfinite()
+        scale = own[known].abs().max().clamp(min=1e-12) if bool(known.any()) else torch.tensor(1.0)
+        same = bool((own.isfinite() == found.isfinite()).all())
+        error = (found[known] - own[known]).abs().max() / scale if bool(known.any()) else torch.tensor(0.0)
+        return same and bool(error <= max(1e-4, 4 * torch.finfo(self.model.dtype).eps))
+
+
 def block_values(
     target: Any, drafts: Mapping[str, Any], blocks: Packed, sampler: Sampler, vocabulary: int, batch: int = 2
 ) -> Iterator[Values]:
@@ -117,7 +145,7 @@ def block_values(
     big, small = RowLogits(target), {name: RowLogits(draft) for name, draft in drafts.items()}
     for start in range(0, len(blocks), batch):
         part = blocks.take(slice(start, start + batch))
-        documents = list(scored_documents(part))
+        documents = [(block, part.number(block, own), here) for block, own, here in scored_documents(part)]
         expected = big.of(part)
         for name, draft in small.items():
             got = draft.of(part)
@@ -137,10 +165,9 @@ def text_values(
     """Of models that read one text after another, such as GGUF files: each document of a block by itself. DataError as
     of `block_values`."""
     documents = list(scored_documents(blocks))
-    assert blocks.first is not None  # scored_documents has looked
     progress = Progress(f"logits of texts, {domain}", len(documents))
-    for block, number, here in documents:
-        own = blocks.documents[block] == number - int(blocks.first[block])
+    for block, document, here in documents:
+        number, own = blocks.number(block, document), blocks.documents[block] == document
         ids, scored = blocks.ids[block][own].tolist(), here[own]
         for model in (target, *drafts.values()):
             model.rollback([0])
@@ -160,18 +187,6 @@ def _require_finite(logits: Sequence[tuple[Any, Tensor]], lengths: Sequence[int]
     """Raise DataError, naming model and position, unless each row [c, V] of each model has a finite largest logit."""
     for model, rows in logits:
         require_finite(rows.amax(-1).tolist(), place_of(model_name(model), lengths))
-
-
-def scored_documents(part: Packed) -> Iterator[tuple[int, int, Tensor]]:
-    """Each document of each block that has scored positions: the block's index, the document's number among all
-    documents, and those positions [S], boolean. Raises DataError for blocks that do not number their documents."""
-    if part.first is None:
-        raise DataError("these blocks do not number their documents", "make them again: `--redo corpus`")
-    for block in range(len(part)):
-        for document in range(int(part.documents[block].max()) + 1):
-            here = part.mask[block] & (part.documents[block] == document)
-            if bool(here.any()):
-                yield block, int(part.first[block]) + document, here
 
 
 def position_acceptance(rounds: Sequence[Sequence[Round]], length: int) -> list[PositionAcceptance]:
@@ -219,59 +234,4 @@ def decode_rounds(
         found.rounds.append(decode_text(target, drafter, prompt, limit, rules).rounds)
         found.seen.append(recorder.rounds)
         progress.step()
-    return found
-
-
-def as_report(
-    measured: Mapping[str, Mapping[str, Measured]],
-    decoded: Mapping[str, DecodedRounds],
-    sampler: Sampler,
-    settings: Evaluate,
-    command: str,
-    classes: Sequence[str] = (),
-    stored: StoredMeasures | None = None,
-    sliced: SlicedValues | None = None,
-) -> EvaluationReport:
-    """The report of what was measured of each draft in each domain, and of the decoded rounds of each draft.
-
-    `classes` names that of each document of domain `answers`, which are the prompts of `decoded`; none, where they are
-    not distinguished. `sliced` has seen the values of domain `answers`.
-    """
-    rounds = {name: own.rounds for name, own in decoded.items()}
-    report = EvaluationReport(
-        command=command,
-        sampler=sampler.describe(),
-        length=settings.length,
-        domains={
-            domain: {name: own.divergences() for name, own in drafts.items()} for domain, drafts in measured.items()
-        },
-        positions={name: position_acceptance(own, settings.length) for name, own in rounds.items()},
-        tokens_per_round={name: tokens_per_round(own) for name, own in rounds.items()},
-        reliability={name: reliability(own.seen) for name, own in decoded.items()},
-        stored=stored,
-    )
-    if sliced is not None:
-        report = replace(report, slices=sliced.results(report.acceptance_measure))
-    if not classes or "answers" not in measured:
-        return report
-    return replace(report, classes=by_class(classes, measured["answers"], rounds, report.acceptance_measure))
-
-
-def by_class(
-    classes: Sequence[str],
-    answers: Mapping[str, Measured],
-    rounds: Mapping[str, list[list[Round]]],
-    measure: str,
-) -> list[ClassResult]:
-    """Acceptance and tokens per round of each class of documents, of `classes` by number; none where all are alike."""
-    units = next(iter(answers.values())).units
-    names = list(dict.fromkeys(classes[unit] for unit in units))
-    found = []
-    for name in names if len(names) > 1 else ():
-        rows = [row for row, unit in enumerate(units) if classes[unit] == name]
-        results = {draft: one.take(rows).divergences() for draft, one in answers.items()}
-        tokens = next(iter(results.values())).tokens
-        accepted = {draft: result.measure(measure) for draft, result in results.items()}
-        decoded = {draft: tokens_per_round([one[units[row]] for row in rows]) for draft, one in rounds.items()}
-        found.append(ClassResult(name, len(rows), tokens, accepted, decoded))
     return found

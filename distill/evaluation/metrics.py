@@ -18,6 +18,10 @@ from distill.sampler import Sampler
 METRICS = tuple(MEASURES)  # columns of `position_metrics`
 CACHED = 2**20  # logits that the cache of a processor holds
 
+# Of positions of one document: the draft's name, the document's number, the METRICS' least and largest values [N, M],
+# and how many of the text's tokens are the draft's argmax.
+Values = tuple[str, int, Tensor, Tensor, int]
+
 
 def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
     """All METRICS per position [N, M] in fp32 from logits [N, V_target] and [N, V_draft].

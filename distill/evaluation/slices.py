@@ -18,10 +18,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from distill.evaluation.measure import Values, scored_documents
-from distill.evaluation.metrics import METRICS
+from distill.evaluation.metrics import METRICS, Values
 from distill.intervals import ratio_interval
-from distill.packing import Packed
+from distill.packing import Packed, scored_documents
 from distill.results.evaluation_results import SLICES, SliceResult
 
 REPEATED = 3  # tokens in a row that stood in the text before: the last of them is repeated
@@ -54,9 +53,8 @@ class SlicedValues:
         """For the scored documents of `blocks`. `token_bytes` gives the bytes that a token stands for, `ends` end a
         text."""
         labels: dict[int, dict[str, list[str]]] = {}
-        for block, number, here in scored_documents(blocks):
-            assert blocks.first is not None  # scored_documents has looked
-            own = blocks.documents[block] == number - int(blocks.first[block])
+        for block, document, here in scored_documents(blocks):
+            number, own = blocks.number(block, document), blocks.documents[block] == document
             found = slice_labels(blocks.ids[block][own].tolist(), token_bytes, ends)
             places = (here[own].nonzero()[:, 0] + 1).tolist()
             kept = labels.setdefault(number, {name: [] for name in SLICES})

@@ -200,13 +200,55 @@ SAMPLED_MEANS = (
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """A stretch of a target's own text, with the mean acceptance of its tokens."""
+
+    text: str
+    acceptance: Figure
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Of a pair of GGUF files: their sizes, the target's T(1), T(2), … and the draft's step, in seconds.
+
+    `speedup` over plain decoding is predicted, with `length` tokens drafted a round (0: plain decoding is faster) and
+    the acceptance the same at each position.
+    """
+
+    target_bytes: int
+    draft_bytes: int
+    target_seconds: list[float]
+    draft_seconds: float
+    length: int
+    speedup: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Predicted, with that draft length."""
+        return self.speedup / self.target_seconds[0]
+
+
+@dataclass(frozen=True)
+class ComparedPair:
+    """One of several pairs, on its target's own text.
+
+    `difference` is its acceptance less that of the first pair, paired by prompt; None for the first. `worst` are the
+    stretches that it is accepted least on; `costs` is None where no steps were timed.
+    """
+
+    difference: Interval | None
+    worst: list[Stretch]
+    costs: StepCosts | None = None
+
+
+@dataclass(frozen=True)
 class EvaluationReport:
     """eval.json. `length` is γ of the decoded rounds; the dictionaries without a domain are by draft.
 
     `domains` is empty where no divergences were asked for; `positions` and `tokens_per_round` where no rounds were;
     `classes` where the prompts have no labels and modes, or all the same; `slices` and `reliability` of runs evaluated
     before they were measured. `stored` where the target was not loaded; `sampler` is then that of the stored
-    distributions.
+    distributions. `pairs` where several were compared, or their steps timed; the names of the drafts then name pairs.
     """
 
     command: str
@@ -219,6 +261,7 @@ class EvaluationReport:
     stored: StoredMeasures | None = None
     slices: list[SliceResult] = field(default_factory=list)
     reliability: dict[str, list[Reliability]] = field(default_factory=dict)
+    pairs: dict[str, ComparedPair] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not all(self.domains.values()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from distill.intervals import Interval
 from distill.results.evaluation_results import (
     CEILING,
@@ -22,8 +24,13 @@ from distill.results.evaluation_results import (
     StoredMeasures,
     shown_measures,
 )
-from distill.tables import NOTHING, Block, Cell, Columns, Row, Table, bullets, known, number, table_of
+from distill.tables import NOTHING, Block, Cell, Columns, Row, Table, Value, bullets, known, number, table_of
 
+PREDICTED = (
+    "T(1) is a step of the target over one token, D one of the draft. Speedups are predicted from measured steps, with "
+    "the acceptance of a single position at every drafted one; they leave out what a round costs beside its steps. "
+    "`distill speedup` measures."
+)
 TRIMMED = "A trimmed draft: KL(target ‖ draft) is between the distributions over the tokens it can propose."
 
 
@@ -60,6 +67,37 @@ def _change(measure: str, before: Interval, after: Interval) -> str:
     if not known(rise):
         return NOTHING
     return f"{100 * rise:+.1f} points" if measure in RATES else f"{rise:+.4f}"
+
+
+def pair_blocks(report: EvaluationReport) -> list[Block]:
+    """Each pair beside the first, what its steps predict, and the stretches that it is accepted least on."""
+    answers, measure = report.domains["answers"], report.acceptance_measure
+    costs = {name: one.costs for name, one in report.pairs.items() if one.costs is not None}
+    columns: dict[str, Callable[[str], Cell | Value]] = {
+        "pair": lambda name: name,
+        "KL, nats": lambda name: Cell(answers[name].forward_kl, ".4f"),
+        "acceptance": lambda name: Cell(answers[name].measure(measure), "%"),
+        "difference to the first, by prompt": lambda name: Cell(report.pairs[name].difference, "+.4f"),
+    }
+    if costs:
+        columns |= {
+            "target": lambda name: Cell(costs[name].target_bytes, "size"),
+            "draft": lambda name: Cell(costs[name].draft_bytes, "size"),
+            "T(1), ms": lambda name: costs[name].target_seconds[0] * 1e3,
+            "D, ms": lambda name: costs[name].draft_seconds * 1e3,
+            "drafted": lambda name: costs[name].length,
+            "speedup": lambda name: Cell(costs[name].speedup, "×"),
+            "tokens/s": lambda name: Cell(costs[name].tokens_per_second, ".1f"),
+        }
+    fastest = max(costs, key=lambda name: costs[name].tokens_per_second, default=None)
+    best = ["best" if name == fastest and costs[name].length else "" for name in report.pairs]
+    worst = [
+        f"{name}: {stretch.acceptance:.3f} in {stretch.text!r}"
+        for name, one in report.pairs.items()
+        for stretch in one.worst
+    ]
+    table = table_of(report.pairs, columns, report.command, "all pairs", PREDICTED if costs else "", best)
+    return [table, "Accepted least:", bullets(worst)]
 
 
 def _stored(stored: StoredMeasures, command: str) -> list[Table]:
@@ -182,6 +220,7 @@ def evaluation_blocks(report: EvaluationReport) -> list[Block]:
         f"Sampler: {report.sampler_words}. Intervals resample prompts or documents.",
         *([bullets(report.stored.sentences)] if report.stored is not None else []),
         *divergence_tables(report),
+        *(pair_blocks(report) if report.pairs else []),
         *(position_tables(report) if report.positions else []),
         *([reliability_table(report), bin_table(report)] if report.reliability else []),
     ]

@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from distill.evaluation.stage import continue_all
+from distill.evaluation.pairs import continue_all
 from distill.models.hugging_face import end_ids, load_tokenizer
 from distill.recipe import Recipe
 from distill.sampler import Sampler

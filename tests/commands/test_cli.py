@@ -298,7 +298,7 @@ def test_eval_of_gguf_files_is_that_of_their_folders(
         (["--target", "TARGET", "--draft", "DRAFT"], "--text"),
         (["--target", "TARGET"], "--draft"),
         (["--target", "./nowhere", "--draft", "DRAFT", "--text", "TEXT"], "nowhere"),
-        (["--target", "TARGET", "--draft", "DRAFT", "--text", "./nothing.py"], "nothing.py: there is no such file"),
+        (["--target", "TARGET", "--draft", "DRAFT", "--text", "./nothing.py"], "there is no file"),
     ],
 )
 def test_faults_of_a_standalone_pair(

@@ -17,6 +17,7 @@ from toys import random_prompts, toy
 from distill.errors import DataError
 from distill.evaluation.measure import (
     Measured,
+    RowLogits,
     block_values,
     position_acceptance,
     sum_by_document,
@@ -24,7 +25,6 @@ from distill.evaluation.measure import (
     tokens_per_round,
 )
 from distill.evaluation.metrics import METRICS, all_metrics, position_metrics
-from distill.evaluation.row_logits import RowLogits
 from distill.intervals import Interval, ratio_interval
 from distill.models.packed_forward import packed_inputs
 from distill.models.torch_model import TorchModel

@@ -11,7 +11,6 @@ import pytest
 import tiny
 import torch
 
-from distill.evaluation.measure import scored_documents
 from distill.evaluation.metrics import METRICS
 from distill.evaluation.slices import (
     LOOP,
@@ -23,7 +22,7 @@ from distill.evaluation.slices import (
     slice_labels,
     token_kinds,
 )
-from distill.packing import pack
+from distill.packing import pack, scored_documents
 
 
 def labels(text: str, slice_name: str) -> list[tuple[str, str]]:
@@ -102,8 +101,9 @@ def test_sums_are_those_of_every_position() -> None:
     blocks = pack([(text, first) for text, first in zip(texts, (5, 1, 40), strict=True)], 90, True)
     sliced = SlicedValues.of(blocks, lambda token: pieces[token].encode(), [5])
     values, expected = [], dict[tuple[str, str], list[tuple[int, float]]]()
-    for block, number, here in scored_documents(blocks):
-        own = (blocks.documents[block] == blocks.documents[block][here][0]).nonzero()[:, 0].tolist()
+    for block, document, here in scored_documents(blocks):
+        own = (blocks.documents[block] == document).nonzero()[:, 0].tolist()
+        number = blocks.number(block, document)
         ids = blocks.ids[block][own].tolist()
         names = slice_labels(ids, lambda token: pieces[token].encode(), [5])
         places = here.nonzero()[:, 0].tolist()
@@ -155,4 +155,4 @@ def test_a_run_by_slices(finished: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert tiny.call("eval", finished, "--by", "token") == 0
     assert "kind of token: " in capsys.readouterr().out
     assert tiny.call("eval", finished, "--by", "colour") == 2
-    assert "--by colour is no slice" in capsys.readouterr().err
+    assert "--by colour is unknown" in capsys.readouterr().err

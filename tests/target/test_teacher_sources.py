@@ -27,7 +27,7 @@ from distill.pipeline.stages import find_stage
 from distill.recipe import GgufOptions, Recipe
 from distill.run import Run
 from distill.target import endpoint
-from distill.target.logprobs.readers import GgufReader, scored_documents
+from distill.target.logprobs.readers import GgufReader, listed_documents
 from distill.target.logprobs.server_reader import MAX_PADDING, PROBE, log_tails
 from distill.target.teacher import teacher, training_blocks
 from distill.teacher.store import TeacherStore
@@ -79,7 +79,7 @@ def token_by_token(path: Path, blocks: Packed) -> Tensor:
     """log p [N, V] in fp64 of a GGUF file at the scored positions, decoding one token at a time."""
     rows = []
     with GgufModel(path, context=64, threads=1, pad_single=True) as model:
-        for document in scored_documents(blocks):
+        for document in listed_documents(blocks):
             model.reset()
             logits = [model.extend([token]).full()[0] for token in document.ids[:-1]]
             rows += [logits[position][:SIZE].double().log_softmax(-1) for position in document.scored]
@@ -174,7 +174,7 @@ def over_all_rows(model: Any, blocks: Packed) -> Tensor:
     """log p [N, rows] in fp64 at the scored positions, padding rows included."""
     rows = []
     with torch.no_grad():
-        for document in scored_documents(blocks):
+        for document in listed_documents(blocks):
             logits = model(input_ids=torch.tensor([document.ids])).logits[0, document.scored]
             rows.append(logits.double().log_softmax(-1))
     return torch.cat(rows)
@@ -198,7 +198,7 @@ def test_a_servers_log_probabilities_are_stored(
     assert store.manifest["origin"] == {"kind": "server", "model": "target"}
     assert all(isinstance(body["prompt"], list) and body["temperature"] == 0 for body in server.requests)
     assert 1 <= server.most_active <= 3
-    documents = len(scored_documents(store.packed))
+    documents = len(listed_documents(store.packed))
     sample = 1 if "mass" in entries else 0
     assert documents < len(server.requests) <= (1 + sample) * documents + 1, "each document once, and the first check"
 

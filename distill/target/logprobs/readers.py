@@ -18,7 +18,7 @@ from distill.errors import DataError
 from distill.files import reference_digest
 from distill.models.gguf.model import GgufModel
 from distill.models.packed_forward import packed_inputs
-from distill.packing import Packed
+from distill.packing import Packed, scored_documents
 from distill.recipe import GgufOptions
 from distill.recipe.gguf import CHANGES_LOGITS
 from distill.target.writers.local import require_gguf
@@ -121,14 +121,13 @@ class Document:
     number: int = 0
 
 
-def scored_documents(blocks: Packed) -> list[Document]:
+def listed_documents(blocks: Packed) -> list[Document]:
     """The documents of some blocks that have scored positions, in the order in which a mask lists those."""
     listed = []
-    for block, (ids, documents, mask) in enumerate(zip(blocks.ids, blocks.documents, blocks.mask, strict=True)):
-        for number in documents[mask].unique().tolist():
-            here = documents == number
-            scored = mask[here].nonzero().squeeze(-1).tolist()
-            listed.append(Document(ids[here][: scored[-1] + 2].tolist(), scored, block, number))
+    for block, number, here in scored_documents(blocks):
+        own = blocks.documents[block] == number
+        scored = here[own].nonzero().squeeze(-1).tolist()
+        listed.append(Document(blocks.ids[block][own][: scored[-1] + 2].tolist(), scored, block, number))
     return listed
 
 
@@ -166,7 +165,7 @@ class GgufReader:
 
     def _rows(self, blocks: Packed) -> Iterator[Tensor]:
         """Logits [c, V] of the scored positions; valid until the next are asked for."""
-        for document in scored_documents(blocks):
+        for document in listed_documents(blocks):
             self.model.reset()
             ids = document.ids[: document.scored[-1] + 1]  # the token after the last scored position is not read
             for start in range(0, len(ids), ROWS):

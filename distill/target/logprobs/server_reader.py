@@ -22,7 +22,7 @@ from distill.models.hugging_face import encode, load_config, load_tokenizer, rea
 from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.target.endpoint import Endpoint, Refused, Unanswered
-from distill.target.logprobs.readers import Document, Entries, scored_documents
+from distill.target.logprobs.readers import Document, Entries, listed_documents
 
 PROBE = "How are you?"
 MAX_PADDING = 32  # entries asked for beyond K, for padding rows that may be among the likeliest
@@ -72,13 +72,13 @@ class ServerReader:
     def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
         """See `Reader`; temperature 1 alone."""
         assert temperatures == (1.0,), "a server gives distributions at temperature 1"
-        documents = scored_documents(blocks)
+        documents = listed_documents(blocks)
         parts = self.endpoint.each(lambda document: self._read(document, k), documents)
         return Entries.join(parts, k, 1)
 
     def announcement(self, blocks: Packed) -> str:
         """What the servers will be asked for, to print before the first request."""
-        documents = scored_documents(blocks)
+        documents = listed_documents(blocks)
         tokens = sum(len(document.ids) for document in documents)
         size = tokens * self.largest_request * BYTES_PER_ENTRY
         return (
@@ -92,7 +92,7 @@ class ServerReader:
         if self.settings.prompts == "ids":
             return blocks, 0
         mask = blocks.mask.clone()
-        changed = [one for one in scored_documents(blocks) if encode(self.tokenizer, self._text(one.ids)) != one.ids]
+        changed = [one for one in listed_documents(blocks) if encode(self.tokenizer, self._text(one.ids)) != one.ids]
         for document in changed:
             mask[document.block][blocks.documents[document.block] == document.number] = False
         return replace(blocks, mask=mask), len(changed)
