@@ -13,14 +13,15 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from distill.errors import DataError
 from distill.intervals import Interval
 from distill.progress import duration
-from distill.results.tables import markdown_table
 from distill.speculative.costs.curve import tokens_per_round
 from distill.speculative.costs.paid import DraftSteps, PaidCosts
+from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, shown, table_of
 
 RATES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 ALL = "all accepted"
@@ -252,81 +253,68 @@ def _said(case: Case, one: Scenario) -> str:
 # ── tables ──
 
 
-def shown(speed: Interval) -> str:
-    """A speedup with the lowest and highest of its timings, where there are several."""
-    bounds = "" if math.isnan(speed.low) else f" [{speed.low:.2f}, {speed.high:.2f}]"
-    return f"{speed.mean:.2f}{bounds}"
-
-
-def as_markdown(plan: Plan) -> str:
+def plan_blocks(plan: Plan) -> list[Block]:
     """The tables of all outlooks, side by side where there are several, and the verdicts."""
-    blocks = [MODEL]
+    blocks: list[Block] = [MODEL]
     for one in plan.outlooks:
-        layers = any(scenario.layers is not None for scenario in one.scenarios)
-        heads = ["acceptance", *(f"n = {length.length}" for length in one.lengths), "best n", "speedup"]
-        rows = []
-        for found in one.scenarios:
-            best = max(found.speedups, key=lambda speed: speed.mean)
-            row = [found.title, *(f"{speed.mean:.2f}" for speed in found.speedups), str(found.best or "none")]
-            largest = f"{found.largest_cost:.2f}" if found.largest_cost >= NOTHING else "none"
-            rows.append([*row, shown(best), largest, *([str(found.layers or "none")] if layers else [])])
-        even = ["none" if length.break_even is None else f"{length.break_even:.2f}" for length in one.lengths]
-        verify = [f"{length.verify_cost:.2f}" for length in one.lengths]
-        rows += [[name, *cells, *[""] * (3 + layers)] for name, cells in (("pays from", even), ("T(n + 1)", verify))]
-        heads += ["largest D that pays, T(1)", *(["layers"] if layers else [])]
-        reading = f", {one.new} tokens after a prompt of {one.prompt} that both models read" if one.prompt else ""
-        blocks += [f"**{one.title}**: predicted speedup over plain decoding{reading}"]
-        blocks += [
-            markdown_table(heads, rows, "lr"),
-            *([LAYERS] if layers else []),
-            "\n".join(f"- {sentence}" for sentence in one.sentences),
-        ]
+        blocks += _outlook_blocks(one)
     if len(plan.outlooks) > 1:
-        rows = [[found.title] for found in plan.outlooks[0].scenarios]
-        for one in plan.outlooks:
-            for row, found in zip(rows, one.scenarios, strict=True):
-                row.append(f"{max(speed.mean for speed in found.speedups):.2f} (n = {found.best or 'none'})")
-        blocks.append(markdown_table(["acceptance", *(one.title for one in plan.outlooks)], rows, "lr"))
+        rows: list[Row] = [
+            [found.title, *(Cell(max(speed.mean for speed in one.speedups), "×") for one in same)]
+            for found, *same in zip(
+                plan.outlooks[0].scenarios, *(one.scenarios for one in plan.outlooks), strict=True
+            )
+        ]
+        blocks.append(Table(["acceptance", *(one.title for one in plan.outlooks)], rows, title="best speedups"))
     if plan.run:
-        blocks += [f"**The run on {plan.run_on}, estimated**: its loops alone, every text as long as it may get"]
-        blocks += [_run_table(plan.run)]
-    return "\n\n".join([*blocks, *(["\n".join(plan.settings)] if plan.settings else [])]) + "\n"
+        blocks.append(_run_table(plan.run, plan.run_on))
+    return [*blocks, "\n".join(plan.settings)]
 
 
-def _run_table(run: Sequence[PlannedStage]) -> str:
+def _outlook_blocks(one: Outlook) -> list[Block]:
+    """Speedups by acceptance and drafted tokens, the conditions under which drafting pays, and the verdicts."""
+    layers = any(scenario.layers is not None for scenario in one.scenarios)
+    columns: Columns[Scenario] = {
+        "acceptance": lambda found: found.title,
+        **{f"n = {length.length}": partial(_speedup, place) for place, length in enumerate(one.lengths)},
+        "best n": lambda found: found.best or "none",
+        "largest D that pays, T(1)": lambda found: found.largest_cost if found.largest_cost >= NOTHING else "none",
+        **({"layers": lambda found: found.layers or "none"} if layers else {}),
+    }
+    even: list[Value] = ["none" if length.break_even is None else length.break_even for length in one.lengths]
+    verify: list[Value] = [length.verify_cost for length in one.lengths]
+    reading = f", {one.new} tokens after a prompt of {one.prompt} that both models read" if one.prompt else ""
+    return [
+        table_of(
+            one.scenarios, columns, title=one.title, note=f"Predicted speedup over plain decoding{reading}."
+        ),
+        Table(
+            ["", *(f"n = {length.length}" for length in one.lengths)],
+            [["pays from", *even], ["T(n + 1)", *verify]],
+            title=f"{one.title}: what drafting takes",
+        ),
+        *([LAYERS] if layers else []),
+        bullets(one.sentences),
+    ]
+
+
+def _speedup(place: int, found: Scenario) -> Cell:
+    return Cell(found.speedups[place], "×")
+
+
+def _run_table(run: Sequence[PlannedStage], place: str) -> Table:
     """Tokens, time and disk of each stage and of all."""
-    rows = [
+    rows: list[Row] = [
         [
             one.stage,
-            f"{one.tokens:,}",
+            one.tokens,
             "" if one.seconds is None else duration(one.seconds),
-            _disk(one.disk_bytes),
+            Cell(one.disk_bytes or None, "size"),
             one.note,
         ]
         for one in run
     ]
     seconds, disk = sum(one.seconds or 0 for one in run), sum(one.disk_bytes for one in run)
-    all_of_them = ["all that is computed here", "", duration(seconds), _disk(disk), ""]
-    return markdown_table(["stage", "tokens", "time", "disk", ""], [*rows, all_of_them], "lrrr")
-
-
-def _disk(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count else ""
-
-
-def flat_rows(plan: Plan) -> list[dict[str, Any]]:
-    """A row for each outlook, acceptance and length, for jsonl and csv."""
-    return [
-        {
-            "costs": one.title,
-            "acceptance": found.title,
-            "length": length.length,
-            "speedup": speed.mean,
-            "low": None if math.isnan(speed.low) else speed.low,
-            "high": None if math.isnan(speed.high) else speed.high,
-            "largest_draft_cost": found.largest_cost,
-        }
-        for one in plan.outlooks
-        for found in one.scenarios
-        for length, speed in zip(one.lengths, found.speedups, strict=True)
-    ]
+    rows.append(["all that is computed here", None, duration(seconds), Cell(disk, "size"), ""])
+    note = "Its loops alone, every text as long as it may get."
+    return Table(["stage", "tokens", "time", "disk", ""], rows, title=f"the run on {place}, estimated", note=note)

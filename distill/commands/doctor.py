@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import distill
-from distill.commands.shared import DEFAULT_RUNS, FormatOption, RunsOption, print_table, require_format
+from distill.commands.shared import DEFAULT_RUNS, FormatOption, RunsOption, print_blocks, require_format
 from distill.errors import DistillError, RunError
 from distill.files import require_path
 from distill.machine import VARIABLE, core_limit, cpu_features, has_instructions, thread_count, usable_cores
 from distill.packages import COMPILE_LLAMA, WITHOUT_AMX, Package, packages, pip_install, required_python, version_of
-from distill.results.tables import markdown_table
+from distill.tables import Columns, table_of
 from distill.shipped import SMOLLM2, smollm2_file
 
 State = Literal["fine", "optional", "warning", "needed"]
@@ -65,9 +65,13 @@ def doctor(runs: RunsOption = DEFAULT_RUNS, output: FormatOption = "md") -> None
     require_format(output)
     require_path(runs, "--runs")
     found = list(_findings(runs))
-    shown = [[row.what, row.found, row.state + (f": {row.remedy}" if row.remedy else "")] for row in found]
-    rows = [dataclasses.asdict(row) for row in found]
-    print_table(rows, markdown_table(["what", "found", "state"], shown), rows, output)
+    columns: Columns[Finding] = {
+        "what": lambda row: row.what,
+        "found": lambda row: row.found,
+        "state": lambda row: row.state,
+        "remedy": lambda row: row.remedy,
+    }
+    print_blocks([table_of(found, columns)], None, output)
     needed = [row.what for row in found if row.state == "needed"]
     if needed:
         raise RunError(f"not in order: {', '.join(needed)}", "the table says what to do about each")

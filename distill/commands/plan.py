@@ -99,7 +99,7 @@ def plan(
         raise RecipeError(f"{option} is for models; a recipe has its own", f"override its key: {key}=…")
     from distill.benchmark.batched_bench import settings as llama_settings
     from distill.benchmark.hardware import read_hardware
-    from distill.benchmark.plan import Plan, PlannedStage, as_markdown, by_position, flat_rows, outlook
+    from distill.benchmark.plan import Plan, PlannedStage, by_position, outlook, plan_blocks
     from distill.benchmark.planned import PlanRequest, curve_case, estimated_case
     from distill.benchmark.planned_run import planned_stages
     from distill.speculative.costs.curve import load_cost_curve
@@ -140,7 +140,7 @@ def plan(
         settings = llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)
     found = Plan(command_line(sys.argv), machine(), [outlook(one, given) for one in cases], settings)
     found = replace(found, run=run, run_on="" if described is None else described.name)
-    shared.print_table(flat_rows(found), as_markdown(found), as_json(found), output)
+    shared.print_blocks(plan_blocks(found), found, output)
 
 
 def _told_as_they_come(request: PlanRequest, given: Mapping[str, Sequence[float]]) -> Iterator[Case]:

@@ -15,7 +15,7 @@ from distill.errors import DataError, RecipeError
 from distill.machine import thread_count
 from distill.progress import announce
 from distill.recipe import Gguf, PyTorch, Target
-from distill.results.tables import markdown_table
+from distill.tables import Cell, Row, Table
 
 if TYPE_CHECKING:
     from distill.speculative.costs.curve import CostCurve
@@ -51,17 +51,14 @@ def profile(
 
         announce(out)
         save_cost_curve(curve, out)
-    rows: list[dict[str, Any]] = [
-        {"depth": depth, "tokens": m, "seconds": seconds, "relative": seconds / row[0]}
+    rows: list[Row] = [
+        [depth, m, Cell(seconds, ".6g"), Cell(seconds / row[0], ".3f")]
         for depth, row in zip(curve.depths, curve.seconds, strict=True)
         for m, seconds in enumerate(row, start=1)
     ]
-    lines = [f"{curve.model}, {curve.backend}; T(m) of m tokens at a depth, in {curve.unit}", ""]
-    if curve.note:
-        lines[1:1] = ["", f"Note: {curve.note}."]
-    shown = [[str(r["depth"]), str(r["tokens"]), f"{r['seconds']:.6g}", f"{r['relative']:.3f}"] for r in rows]
-    lines.append(markdown_table(["depth", "m", "T(m)", "T(m) / T(1)"], shown, "r"))
-    shared.print_table(rows, "\n".join(lines), rows, output)
+    notes = [f"{curve.model}, {curve.backend}", *([f"Note: {curve.note}."] if curve.note else [])]
+    table = Table(["depth", "m", f"T(m), {curve.unit}", "T(m) / T(1)"], rows)
+    shared.print_blocks([*notes, table], None, output)
 
 
 def measured_curve(

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from distill.commands.shared import FormatOption, print_table, require_place
+from distill.commands.shared import FormatOption, print_blocks, require_place
 from distill.errors import RecipeError
 from distill.files import write_text
 from distill.progress import note
-from distill.results.tables import markdown_table
 from distill.shipped import recipe_text
 from distill.shipped import recipes as shipped_recipes
+from distill.tables import Table
 
 
 def recipes(
@@ -30,9 +30,7 @@ def recipes(
     Paths in a copy are absolute; an existing file is never overwritten.
     """
     if name is None:
-        rows = [{"recipe": key, "purpose": purpose} for key, purpose in shipped_recipes().items()]
-        shown = [[row["recipe"], row["purpose"]] for row in rows]
-        print_table(rows, markdown_table(["recipe", "purpose"], shown), rows, output)
+        print_blocks([Table(["recipe", "purpose"], [*shipped_recipes().items()])], None, output)
         note("copy one into this folder: distill recipes NAME")
         return
     names = shipped_recipes()

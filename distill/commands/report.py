@@ -19,7 +19,6 @@ from distill.commands.shared import (
 )
 from distill.errors import RunError
 from distill.progress import announce, note, warn
-from distill.tables import records
 
 MEASURED = ("eval", "export", "speedup")
 
@@ -68,5 +67,4 @@ def _beside(names: list[str], runs: Path, output: str) -> None:
 
     opened = [find_run(name, runs) for name in names]
     found = [replace(gather(recipe, run), name=run.folder.name) for recipe, run in opened]
-    blocks = beside_blocks(found)
-    print_blocks(blocks, records(blocks), output)
+    print_blocks(beside_blocks(found), None, output)

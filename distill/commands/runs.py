@@ -10,15 +10,15 @@ from typing import Annotated
 
 import typer
 
-from distill.commands.shared import DEFAULT_RUNS, FormatOption, RunsOption, print_table
+from distill.commands.shared import DEFAULT_RUNS, FormatOption, RunsOption, print_blocks
 from distill.errors import DistillError, RecipeError, RunError
 from distill.faults import faults_explained
 from distill.files import require_path
 from distill.interruption import signalled
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out
-from distill.results.tables import markdown_table
 from distill.run import Run
+from distill.tables import Cell, Row, Table
 
 
 def list_runs(
@@ -33,7 +33,7 @@ def list_runs(
         return
     if yes:
         raise RecipeError("--yes was given without --delete", "name the run to delete: --delete NAME")
-    rows = []
+    rows: list[Row] = []
     for config in sorted(runs.glob("*/config.yaml")):
         folder = config.parent
         files = list(folder.rglob("*"))
@@ -42,11 +42,10 @@ def list_runs(
         size = sum(path.stat().st_size for path in files if path.is_file())
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(path.stat().st_mtime for path in files)))
         state = f"{len(names) - len(missing)} of {len(names)} stages, next {missing[0]}" if missing else "finished"
-        rows.append({"run": folder.name, "state": state, "changed": changed, "megabytes": round(size / 1e6, 1)})
+        rows.append([folder.name, state, changed, Cell(size / 1e6, ".1f")])
     if not rows:
         raise RunError(f"there are no runs in {runs.resolve()}", "make one with `distill train RECIPE`")
-    shown = [[str(value) for value in row.values()] for row in rows]
-    print_table(rows, markdown_table(["run", "state", "changed", "MB"], shown, "lllr"), rows, output)
+    print_blocks([Table(["run", "state", "changed", "MB"], rows)], None, output)
 
 
 def _stages(config: Path) -> list[str]:

@@ -8,7 +8,6 @@ import io
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -21,7 +20,7 @@ from distill.progress import is_verbose, note
 from distill.recipe import PyTorch, Recipe, SamplerSettings, Target, load_recipe, parse_section, resolve_model
 from distill.results.serialise import as_json
 from distill.run import Run
-from distill.tables import Block, rendered
+from distill.tables import Block, Table, records, rendered
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
 RunArgument = Annotated[
@@ -142,7 +141,7 @@ def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), th
 
 
 def require_format(output: str) -> None:
-    """Raise RecipeError for a format that `print_table` does not write."""
+    """Raise RecipeError for a format that `print_blocks` does not write."""
     if output not in ("md", "json", "jsonl", "csv"):
         raise RecipeError(f"output format `{output}` is unknown", "use -o md, json, jsonl or csv")
 
@@ -155,34 +154,19 @@ def require_place(to: Path | None, where: str = "--to") -> None:
             raise DataError(f"there is no folder {to.resolve().parent}", f"make it, or correct {where}")
 
 
-def print_table(rows: list[dict[str, Any]], markdown: str, value: Any, output: str) -> None:
-    """Print results to stdout as `output` says: md, json, jsonl or csv; raises RecipeError for another format."""
-    require_format(output)
-    if output == "md":
-        print(markdown, end="" if markdown.endswith("\n") else "\n")
-    elif output == "json":
-        print(json.dumps(value, indent=1, ensure_ascii=False))
-    elif output == "jsonl":
-        for row in rows:
-            print(json.dumps(row, ensure_ascii=False))
-    else:
-        text = io.StringIO()
-        if rows:
-            writer = csv.DictWriter(text, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-        print(text.getvalue(), end="")
-
-
 def print_blocks(blocks: Sequence[Block], result: Any, output: str) -> None:
-    """Print results to stdout as `output` says: `result`, a dataclass or plain values, as json, else its tables."""
+    """Print results to stdout as `output` says: tables as md, jsonl or csv, and as json a dataclass (None: the rows)."""
     require_format(output)
-    print(rendered(blocks, as_json(result) if is_dataclass(result) else result, output), end="")
+    print(rendered(blocks, records(blocks) if result is None else as_json(result), output), end="")
 
 
 def print_result(result: Any, markdown: str, rows: list[dict[str, Any]], output: str) -> None:
-    """Print a dataclass of results, with the same as Markdown and as rows for jsonl and csv."""
-    print_table(without_nan(rows), markdown, as_json(result), output)
+    """To go with its last callers."""
+    if output in ("md", "json"):
+        print(markdown if output == "md" else json.dumps(as_json(result), indent=1, ensure_ascii=False))
+    else:
+        heads = list(rows[0])
+        print_blocks([Table(heads, [[row[head] for head in heads] for row in rows])], None, output)
 
 
 def read_texts(paths: list[Path]) -> list[str]:

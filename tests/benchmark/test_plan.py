@@ -22,7 +22,7 @@ from toys import toy
 from transformers import AutoModelForCausalLM, MambaConfig, T5Config
 
 from distill.benchmark.hardware import Hardware, StepWork, read_hardware, work_of, work_of_config
-from distill.benchmark.plan import ALL, RATES, Case, Plan, as_markdown, by_position, outlook, step_costs
+from distill.benchmark.plan import ALL, RATES, Case, Plan, by_position, outlook, plan_blocks, step_costs
 from distill.benchmark.planned import planned_config
 from distill.benchmark.planned_run import planned_stages
 from distill.errors import DataError, RecipeError
@@ -33,6 +33,7 @@ from distill.results.evaluation_results import EvaluationReport, PositionAccepta
 from distill.results.serialise import write_result
 from distill.speculative.costs.curve import CostCurve, load_cost_curve, save_cost_curve
 from distill.speculative.costs.paid import DraftSteps
+from distill.tables import document
 
 Capture = pytest.CaptureFixture[str]
 LENGTHS = (1, 2, 4, 8)
@@ -110,7 +111,7 @@ def test_layers_that_a_cost_pays_for() -> None:
     case = replace(straight(0.0, 0.25), layers=(5, 0.04))
     for one in outlook(case, {}).scenarios:
         assert one.layers == max(0, math.floor(5 + (one.largest_cost - 0.25) / 0.04 + 1e-9))
-    shown = as_markdown(Plan("x", {}, [outlook(case, {})]))
+    shown = document(plan_blocks(Plan("x", {}, [outlook(case, {})])))
     assert "| layers |" in shown and "none: its head alone costs more" in shown
 
 
@@ -261,7 +262,9 @@ def test_saved_curves(tmp_path: Path, capsys: Capture) -> None:
     assert found["settings"][0].startswith("GGML_BATCH_COSTS=1,0.55,")
     assert tiny.call("plan", "--target-curve", target, "--draft-cost", "0.1", "-o", "csv") == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert len(rows) == 4 * (len(RATES) + 1) and rows[0]["low"] == ""
+    tables = [row["table"] for row in rows]
+    assert len(rows) == len(RATES) + 1 + 2 and len({*tables}) == 2 and float(rows[0]["n = 1"]) > 0
+    assert rows[0]["n = 1, low"] == ""
 
 
 def test_a_log_of_llama_batched_bench(tmp_path: Path, capsys: Capture) -> None:
@@ -361,8 +364,8 @@ def test_hours_and_disk_of_the_run(world: Path, tmp_path: Path, capsys: Capture)
     changes = ("teacher.kind=online", "answers.writer={gguf: x.gguf}")
     other = {one.stage: one for one in planned_stages(load_recipe(world / "recipe.yaml", changes), box(tmp_path))}
     assert other["answers"].seconds is other["teacher"].seconds is None and "gguf" not in other["teacher"].note
-    assert "| answers | 288 |  |  | written by the file or servers" in as_markdown(
-        Plan("x", {}, [], run=[*other.values()], run_on="a box")
+    assert "| answers | 288 |  | – | written by the file or servers" in document(
+        plan_blocks(Plan("x", {}, [], run=[*other.values()], run_on="a box"))
     )
     assert other["train"].seconds == pytest.approx(stages["train"]["seconds"] + 8 * forward(big, 4 * 64, 0))
     exact = planned_stages(load_recipe(world / "recipe.yaml", ["teacher.kind=exact"]), box(tmp_path))[-1]
