@@ -261,9 +261,7 @@ def plan_blocks(plan: Plan) -> list[Block]:
     if len(plan.outlooks) > 1:
         rows: list[Row] = [
             [found.title, *(Cell(max(speed.mean for speed in one.speedups), "×") for one in same)]
-            for found, *same in zip(
-                plan.outlooks[0].scenarios, *(one.scenarios for one in plan.outlooks), strict=True
-            )
+            for found, *same in zip(plan.outlooks[0].scenarios, *(one.scenarios for one in plan.outlooks), strict=True)
         ]
         blocks.append(Table(["acceptance", *(one.title for one in plan.outlooks)], rows, title="best speedups"))
     if plan.run:
@@ -285,9 +283,7 @@ def _outlook_blocks(one: Outlook) -> list[Block]:
     verify: list[Value] = [length.verify_cost for length in one.lengths]
     reading = f", {one.new} tokens after a prompt of {one.prompt} that both models read" if one.prompt else ""
     return [
-        table_of(
-            one.scenarios, columns, title=one.title, note=f"Predicted speedup over plain decoding{reading}."
-        ),
+        table_of(one.scenarios, columns, title=one.title, note=f"Predicted speedup over plain decoding{reading}."),
         Table(
             ["", *(f"n = {length.length}" for length in one.lengths)],
             [["pays from", *even], ["T(n + 1)", *verify]],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import platform
@@ -19,8 +18,8 @@ from distill.errors import DistillError, RunError
 from distill.files import require_path
 from distill.machine import VARIABLE, core_limit, cpu_features, has_instructions, thread_count, usable_cores
 from distill.packages import COMPILE_LLAMA, WITHOUT_AMX, Package, packages, pip_install, required_python, version_of
-from distill.tables import Columns, table_of
 from distill.shipped import SMOLLM2, smollm2_file
+from distill.tables import Columns, table_of
 
 State = Literal["fine", "optional", "warning", "needed"]
 PURPOSES = {

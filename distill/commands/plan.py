@@ -17,7 +17,7 @@ from distill.errors import DataError, RecipeError
 from distill.machine import machine
 from distill.progress import command_line, note
 from distill.recipe import Gguf, PyTorch, Recipe
-from distill.results.serialise import as_json, read_result
+from distill.results.serialise import read_result
 
 if TYPE_CHECKING:
     from distill.benchmark.plan import Case

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -14,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from distill.errors import DataError, RecipeError, RunError
-from distill.files import LARGEST, read_utf8, require_path, without_nan
+from distill.files import LARGEST, read_utf8, require_path
 from distill.machine import thread_count
 from distill.progress import is_verbose, note
 from distill.recipe import PyTorch, Recipe, SamplerSettings, Target, load_recipe, parse_section, resolve_model
@@ -155,7 +153,7 @@ def require_place(to: Path | None, where: str = "--to") -> None:
 
 
 def print_blocks(blocks: Sequence[Block], result: Any, output: str) -> None:
-    """Print results to stdout as `output` says: tables as md, jsonl or csv, and as json a dataclass (None: the rows)."""
+    """Print results to stdout as `output` says: tables as md, jsonl or csv, a dataclass (None: rows) as json."""
     require_format(output)
     print(rendered(blocks, records(blocks) if result is None else as_json(result), output), end="")
 
