@@ -19,11 +19,10 @@ from distill.files import has_form, read_object
 from distill.machine import has_instructions
 from distill.models.conversion.importing import folder_of, is_gguf
 from distill.models.intact import quiet, require_language_model, require_own_type, require_possible, require_whole
-from distill.models.model_files import HINT, read_config
+from distill.models.model_files import HINT, ModelSizes, read_config
 from distill.models.tensor_files import weight_files
 from distill.processes import process_count
 from distill.recipe import Recipe, Target, is_path
-from distill.results.cut_results import ModelSizes
 from distill.vocabulary.tokenizer_files import refuse_tables, without_panic
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.md", "tokenizer.model"]  # of a model on the hub: all but its weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ FORMS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("text_config", "rope_parameters", "rope_scaling", "quantization_config"), (dict, "an object")),
 }
 # What a model of the next decade stays below. Lists and empty models are made in these sizes before any weight is read.
-LARGEST = {
+LARGEST_SIZES = {
     "vocab_size": 2**22,
     "num_hidden_layers": 2**10,
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
@@ -45,6 +46,20 @@ class PlainTokenizer(PreTrainedTokenizerFast):
 '''
 
 
+@dataclass(frozen=True)
+class ModelSizes:
+    """A model and its sizes; `mlp` is the width that its configuration names."""
+
+    path: str
+    architecture: str
+    parameters: int
+    layers: int
+    hidden: int
+    mlp: int
+    vocabulary: int
+    bytes: int
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder as it stands; raises DataError, with the key, where it is damaged or out of bounds."""
     path = folder / "config.json"
@@ -60,7 +75,7 @@ def _check(path: Path, config: dict[str, Any], prefix: str) -> None:
         value = config.get(key)
         if value is not None and not has_form(value, form):
             raise DataError(f"{path}: {prefix}{key} must be {words}, got {kind_of(value)}", HINT)
-    for key, largest in LARGEST.items():
+    for key, largest in LARGEST_SIZES.items():
         value = config.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and not 0 <= value <= largest:
             raise DataError(f"{path}: {prefix}{key} is {value}, must lie between 0 and {largest}", HINT)

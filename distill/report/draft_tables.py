@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from distill.results.cut_results import Change, ModelSizes, SparsityReport
+from distill.models.model_files import ModelSizes
+from distill.results.cut_results import Change, SparsityReport
 from distill.results.evaluation_results import MEASURES
 from distill.results.export_results import ExportedFile, ExportReport, Parity
 from distill.results.run_results import RunResults

@@ -8,12 +8,13 @@ from typing import TypeVar
 
 from distill.files import read_json, write_text
 from distill.machine import machine
+from distill.models.model_files import ModelSizes
 from distill.progress import command_line
 from distill.recipe import Recipe
 from distill.recipe.recipe import HELD_OUT, not_run
 from distill.report.card import build_card
 from distill.report.page import build_page
-from distill.results.cut_results import Comparison, CutReport, ModelSizes, SparsityReport
+from distill.results.cut_results import Comparison, CutReport, SparsityReport
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
 from distill.results.run_results import Parent, RunResults

@@ -5,21 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from distill.models.model_files import ModelSizes
 from distill.tables import Cell, Columns, Table, table_of
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """A model and its sizes; `mlp` is the width that its configuration names."""
-
-    path: str
-    architecture: str
-    parameters: int
-    layers: int
-    hidden: int
-    mlp: int
-    vocabulary: int
-    bytes: int
 
 
 @dataclass(frozen=True)

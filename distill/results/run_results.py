@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from distill.results.cut_results import Change, Comparison, ModelSizes, SparsityReport
+from distill.models.model_files import ModelSizes
+from distill.results.cut_results import Change, Comparison, SparsityReport
 from distill.results.evaluation_results import EvaluationReport
 from distill.results.export_results import ExportReport
 from distill.results.speedup_results import SpeedupReport

@@ -25,13 +25,13 @@ from distill.models.hugging_face import (
     real_tokens,
     text_folder,
 )
-from distill.models.model_files import copy_tokenizer
+from distill.models.model_files import ModelSizes, copy_tokenizer
 from distill.models.pairs import require_pair
 from distill.models.trimmed_head import write_kept
 from distill.packing import Packed, pack
 from distill.recipe import Recipe
 from distill.recipe.recipe import REASON
-from distill.results.cut_results import Change, CutReport, ModelSizes
+from distill.results.cut_results import Change, CutReport
 from distill.results.serialise import write_result
 from distill.run import Run
 from distill.surgery.change import record_change, size_of

@@ -18,11 +18,11 @@ import yaml
 from distill.commands.train import say_outcome
 from distill.errors import DataError
 from distill.intervals import Interval
+from distill.models.model_files import ModelSizes
 from distill.recipe import Recipe
 from distill.report import card as cards
 from distill.report import page as pages
 from distill.report import plots
-from distill.results.cut_results import ModelSizes
 from distill.results.evaluation_results import (
     MEASURES,
     RELIABILITIES,
