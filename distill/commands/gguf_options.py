@@ -23,8 +23,6 @@ OPTIONS: tuple[tuple[str, Any, str, str, str], ...] = (
     ("cache_type_v", str, "-ctv", "-ctvd", "Type of the cached values; quantised ones need --flash-attn on."),
     ("threads_batch", int, "-tb", "-tbd", "CPU threads of steps of several tokens; as --threads if left out."),
     ("ubatch_size", int, "-ub", "", "Tokens computed at once (micro-batch)."),
-    ("mmap", bool, "", "", "Map the file into memory, or read it."),
-    ("mlock", bool, "", "", "Keep the weights in RAM."),
 )
 OF_DRAFT = (*OPTIONS, ("threads", int, "", "-td", "CPU threads of the draft."))
 LISTS: dict[str, type] = {"device": str, "tensor_split": float}
@@ -63,7 +61,7 @@ def _option(
     if both and name == OPTIONS[0][0]:
         words += " This and each option below is also --NAME-draft, for the draft."
     spelt = name.replace("_", "-") + ("-draft" if draft else "")
-    names = [f"--{spelt}/--no-{spelt}" if name == "mmap" else f"--{spelt}", short_of_draft if draft else short]
+    names = [f"--{spelt}", short_of_draft if draft else short]
     # A group of their own, in which the draft's, the same once more, are not shown.
     info = typer.Option(*filter(None, names), help=words, rich_help_panel=PANEL, hidden=draft)
     return inspect.Parameter(

@@ -32,7 +32,7 @@ OF_DRAFT = {
     "threads": "--spec-draft-threads",
     "threads_batch": "--spec-draft-threads-batch",
 }
-TAKEN = ("flash_attn", "ubatch_size", "tensor_split", "mmap", "mlock")  # by a draft from its target
+TAKEN = ("flash_attn", "ubatch_size", "tensor_split")  # by a draft from its target
 SPEC_TYPE, N_MAX, P_MIN = "--spec-type", "--spec-draft-n-max", "--spec-draft-p-min"
 DRAWN_AMONG = 10  # likeliest tokens of the draft, of probabilistic drafts (common/speculative.cpp, spec_retune)
 SAMPLING = "--spec-draft-sampling"  # greedy, its default, or probabilistic; older builds do not have it
@@ -68,9 +68,7 @@ def option_arguments(gguf: Gguf, drafts: bool = True) -> list[str]:
 
 def _arguments(role: str, options: GgufOptions, names: dict[str, str]) -> list[str]:
     values = options.given()
-    mmap, mlock = values.pop("mmap", None), values.pop("mlock", False)
-    unknown = [name for name in values if name not in names] + ["mmap"] * (role == "draft" and mmap is not None)
-    unknown += ["mlock"] * (role == "draft" and mlock)
+    unknown = [name for name in values if name not in names]
     if unknown:
         spelt = f"--{unknown[0].replace('_', '-')}-{role}"
         raise RecipeError(f"llama-server has no {spelt}: its draft takes the target's", "leave it out")
@@ -78,11 +76,7 @@ def _arguments(role: str, options: GgufOptions, names: dict[str, str]) -> list[s
     for name, value in values.items():
         parts = value if isinstance(value, list) else [value]
         arguments += [names[name], ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in parts)]
-    # One option in llama.cpp; --no-mmap and --mlock, as other programs of it have, are gone from its server.
-    mode = {(None, True): "mlock", (True, True): "mmap+mlock", (True, False): "mmap", (False, False): "none"}
-    if mmap is False and mlock:
-        raise RecipeError("llama-server cannot read a file without mapping it and lock it too", "leave one of them out")
-    return [*arguments, "--load-mode", mode[mmap, mlock]] if (mmap, mlock) in mode else arguments
+    return arguments
 
 
 def llama_server(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import RunError
-from distill.recipe import REACHING, Recipe
+from distill.recipe import CONNECTION_KEYS, Recipe
 from distill.recipe.corpus import OF_TARGET
 from distill.recipe.recipe import left_out
 from distill.run import Run
@@ -65,8 +65,8 @@ def _keys(section: str, names: str | Sequence[str]) -> tuple[str, ...]:
 # Settings of a training that change rounding, speed and kept checkpoints, but nothing else.
 ROUNDING = _keys("train", "micro_batch chunk save_every keep checkpointing compile trackers")
 # How servers are reached changes none of their numbers; a GGUF file's content is part of the key.
-TEACHER_REACHING = _keys("teacher.server", REACHING)
-WRITER_REACHING = _keys("answers.writer", ("gguf", "missing", *REACHING))
+TEACHER_CONNECTION = _keys("teacher.server", CONNECTION_KEYS)
+WRITER_CONNECTION = _keys("answers.writer", ("gguf", "missing", *CONNECTION_KEYS))
 # What a held-out text does not depend on: the count and the limits of the train answers, and how they are grouped.
 TRAIN_ANSWERS = _keys("answers", "prompts prompt_tokens new_tokens batch group keep_truncated traffic")
 TYPES = ("target.dtype", "target.quantise")
@@ -85,7 +85,7 @@ def _held_out(split: str, function: str, settings: tuple[str, ...]) -> Stage:
         ),
         (split,),
         ("target", "writer", "gguf"),
-        ignores=(*WRITER_REACHING, *TEACHER_REACHING, *TRAIN_ANSWERS, "teacher.mass"),
+        ignores=(*WRITER_CONNECTION, *TEACHER_CONNECTION, *TRAIN_ANSWERS, "teacher.mass"),
     )
 
 
@@ -104,7 +104,7 @@ STAGES = (
         ("questions",),
         ("target", "writer"),
         precious=True,
-        ignores=WRITER_REACHING,
+        ignores=WRITER_CONNECTION,
         together=True,
     ),
     Stage(
@@ -130,7 +130,7 @@ STAGES = (
         ("answers",),
         ("target", "writer"),
         precious=True,
-        ignores=WRITER_REACHING,
+        ignores=WRITER_CONNECTION,
         pins=((TRAFFIC, pin_traffic),),
         together=True,
     ),
@@ -142,7 +142,7 @@ STAGES = (
         ("teacher",),
         ("target", "gguf"),
         precious=True,
-        ignores=TEACHER_REACHING,
+        ignores=TEACHER_CONNECTION,
         together=True,
     ),
     _held_out(

@@ -8,6 +8,6 @@ from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe,
 from distill.recipe.measuring import Evaluate, Export, Speedup
 from distill.recipe.recipe import Recipe
 from distill.recipe.section import Section, parse_section
-from distill.recipe.servers import REACHING, Servers, TeacherServer, Writer
+from distill.recipe.servers import CONNECTION_KEYS, Servers, TeacherServer, Writer
 from distill.recipe.target import Answers, PyTorch, SamplerSettings, Target, TeacherStore, Traffic
 from distill.recipe.training import Acceptance, Adapter, HiddenStates, Loss, Sparsity, Train

@@ -58,10 +58,6 @@ class GgufOptions(Section):
         le=65_536,
         description="tokens computed at once (micro-batch); null: all tokens of a call, up to 512",
     )
-    mmap: bool | None = Field(
-        None, description="true: map the file into memory; false: read it; null: llama.cpp's default"
-    )
-    mlock: bool = Field(False, description="keep the weights in RAM")
 
     @field_validator("flash_attn", mode="before")
     @classmethod

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from distill.errors import RecipeError
-from distill.files import is_utf8, kind_of, require_path
+from distill.files import is_utf8, kind_of, read_utf8, require_path
 from distill.recipe.recipe import Recipe
 from distill.recipe.section import parse_section, shown
 
@@ -212,27 +212,20 @@ def parse_recipe(raw: Any, where: str) -> Recipe:
 def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
     """Read a recipe file and apply `a.b=c` overrides.
 
-    Relative paths in the file and in overrides start at the file's folder. Raises one RecipeError with every mistake.
+    Relative paths in the file and in overrides start at the file's folder. Raises one RecipeError with every mistake,
+    DataError for a file that cannot be read.
     """
     require_path(path, "the recipe")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    if path.is_dir():
+        raise RecipeError(
+            f"{path} is a folder, not a recipe", "give a .yaml file, or a pair of models: --target, --draft"
+        )
+    if not path.exists():
         beside = {one.stem: one for one in path.parent.glob("*.yaml")}
         near = difflib.get_close_matches(path.stem, beside, n=1)
         hint = f"did you mean {beside[near[0]]}?" if near else "`distill recipes` lists examples"
-        raise RecipeError(f"no recipe at {path}", hint) from None
-    except IsADirectoryError:
-        raise RecipeError(
-            f"{path} is a folder, not a recipe", "give a .yaml file, or a pair of models with --target and --draft"
-        ) from None
-    except OSError as error:
-        raise RecipeError(
-            f"cannot read the recipe {path}: {error.strerror}", "`distill recipes` lists examples"
-        ) from error
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise RecipeError(f"cannot read the recipe {path}: line {line} is not UTF-8", "save it as UTF-8") from error
+        raise RecipeError(f"no recipe at {path}", hint)
+    text = read_utf8(path)
     raw = read_yaml(text, str(path))
     if raw is None:
         raise RecipeError(f"{path} is empty", "`distill recipes` lists examples")

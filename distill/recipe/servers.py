@@ -12,7 +12,7 @@ from distill.recipe.section import Section
 
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 LONGEST_WAIT = 86400  # seconds
-REACHING = ("urls", "key", "headers", "concurrency", "timeout", "retries")  # none of them changes a reply
+CONNECTION_KEYS = ("urls", "key", "headers", "concurrency", "timeout", "retries")  # none of them changes a reply
 
 
 class Servers(Section):
@@ -86,7 +86,7 @@ class Writer(Servers):
         if (self.gguf is None) == (not self.urls):
             raise ValueError("give either gguf, a file, or urls, servers")
         if self.gguf is not None:
-            served = ("model", "api", *(name for name in REACHING if name != "urls"), "missing")
+            served = ("model", "api", *(name for name in CONNECTION_KEYS if name != "urls"), "missing")
             given = [name for name in served if getattr(self, name) != type(self).model_fields[name].default]
             if given:
                 raise ValueError(f"{', '.join(given)}: for servers (urls) alone, and this is a GGUF file")

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from distill.commands import app as application
 from distill.commands.shared import find_run, local_reference, numbers, prepare, read_texts
 from distill.documents.sources import read_documents
-from distill.errors import DataError, RecipeError
+from distill.errors import DataError, DistillError, RecipeError
 from distill.files import parse_object
 from distill.intervals import paired_ratio_interval, ratio_interval
 from distill.recipe import Corpus, Recipe, Section, Source, load_recipe, parse_recipe
@@ -40,7 +40,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def mistake(path: Path, *overrides: str) -> str:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(DistillError) as caught:
         load_recipe(path, overrides)
     found = str(caught.value)
     assert not any(words in found for words in FOREIGN), found
@@ -95,7 +95,7 @@ def test_a_date_is_text(recipe: Path) -> None:
 
 def test_a_recipe_that_is_not_utf8_names_the_line(recipe: Path) -> None:
     recipe.write_bytes(SMALLEST.encode() + b"device: \xff\n")
-    assert "line 4 is not UTF-8" in mistake(recipe)
+    assert "is not UTF-8, in line 4" in mistake(recipe)
 
 
 # ── overrides and paths ──

@@ -57,17 +57,10 @@ class Seen:
     def __init__(self, path: Path, **options: Any) -> None:
         with GgufModel(path, context=128, batch=64, threads=1, options=GgufOptions(**options)) as model:
             context = model._context._context
-            self.mapped = str(path) in Path("/proc/self/maps").read_text()
-            self.locked = locked_kilobytes()
             self.threads = llama_cpp.llama_n_threads(context), llama_cpp.llama_n_threads_batch(context)
             self.micro_batch = llama_cpp.llama_n_ubatch(context)
             self.logits = model.extend(IDS).full()
             self.state = llama_cpp.llama_state_get_size(context)  # of the cells that are used
-
-
-def locked_kilobytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmLck:")[2].split()[0])
 
 
 @pytest.fixture(scope="module")
@@ -136,33 +129,6 @@ def test_a_tree_larger_than_the_micro_batch(files: dict[int, Path]) -> None:
             model.keep([[1, 3, 5]])
             found.append(model.extend([13]).full())
     assert apart(found[0], found[2]) < 0.01 and apart(found[1], found[3]) < 0.01
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="maps and locks are read from /proc")
-def test_memory_map_and_lock(files: dict[int, Path], usual: Seen) -> None:
-    assert usual.mapped and Seen(files[32], mmap=True).mapped
-    read = Seen(files[32], mmap=False)
-    assert not read.mapped and apart(read.logits, usual.logits) == 0
-    before = locked_kilobytes()
-    found = Seen(files[16], mlock=True)
-    assert found.mapped and found.locked > before
-
-
-def test_a_lock_that_the_system_refuses_is_an_error(files: dict[int, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from distill.errors import DataError
-    from distill.models.gguf import file
-
-    load = llama_cpp.llama_model_load_from_file
-
-    def warned(*arguments: Any) -> Any:
-        found = load(*arguments)
-        file.WARNINGS.append("warning: failed to mlock 4096-byte buffer: Cannot allocate memory")
-        return found
-
-    monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", warned)
-    with pytest.raises(DataError, match=r"cannot be kept in RAM \(mlock\).*failed to mlock(.|\n)*ulimit -l"):
-        GgufModel(files[16], context=64, options=GgufOptions(mlock=True))
-    GgufModel(files[16], context=64, options=GgufOptions()).close()
 
 
 @pytest.fixture
@@ -331,7 +297,7 @@ def test_check_names_the_build_and_refuses(world: Path, capsys: Capture, monkeyp
     ):
         assert tiny.call("check", world / "recipe.yaml", override) == 2
         assert words in capsys.readouterr().err
-    unused = ("speedup.backends=[pytorch]", "gguf.draft.mlock=true")
+    unused = ("speedup.backends=[pytorch]", "gguf.draft.ubatch_size=8")
     assert tiny.call("check", world / "recipe.yaml", *unused) == 2
     assert "opens no GGUF file of the draft" in capsys.readouterr().err
 
@@ -354,10 +320,10 @@ def test_generate_and_profile_pass_the_options_on(
     files: dict[int, Path], opened: list[tuple[str, GgufOptions, int | None]], capsys: Capture
 ) -> None:
     pair = ("--target", files[32], "--draft", files[32], "--tokens", 4, "--threads", 1)
-    options = ("-ctk", "q8_0", "--flash-attn-draft", "on", "-ctvd", "q4_0", "--no-mmap", "-ub", 32, "-td", 2)
+    options = ("-ctk", "q8_0", "--flash-attn-draft", "on", "-ctvd", "q4_0", "-ub", 32, "-td", 2)
     assert tiny.call("generate", "def alpha", *pair, *options) == 0
     assert opened == [
-        ("32.gguf", GgufOptions(cache_type_k="q8_0", mmap=False, ubatch_size=32), 1),
+        ("32.gguf", GgufOptions(cache_type_k="q8_0", ubatch_size=32), 1),
         ("32.gguf", GgufOptions(flash_attn="on", cache_type_v="q4_0", threads=2), 1),
     ]
     opened.clear()
@@ -374,7 +340,7 @@ def test_generate_and_profile_pass_the_options_on(
         (("--tensor-split", "1,x"), "--tensor-split 1,x: expected values separated by commas"),
         (("--cache-type-v", "q8_0"), "target: cache_type_v q8_0 needs flash attention"),
         (("--cache-type-k", "f8"), "there is no cache_type_k 'f8'"),
-        (("--drafter", "lookup", "--mlock-draft"), "no draft is loaded"),
+        (("--drafter", "lookup", "--ubatch-size-draft", 8), "no draft is loaded"),
     ],
 )
 def test_generate_refuses(
@@ -393,7 +359,7 @@ def test_folders_take_no_options_of_llama_cpp(world: Path, capsys: Capture) -> N
     pair = ("--target", world / "target", "--draft", world / "target")
     assert tiny.call("generate", "def", *pair, "-ngl", 4) == 2
     assert "target: n-gpu-layers 4" in capsys.readouterr().err
-    assert tiny.call("profile", world / "target", "--mlock") == 2
+    assert tiny.call("profile", world / "target", "--ubatch-size", 8) == 2
     assert "PyTorch runs" in capsys.readouterr().err
 
 
@@ -418,10 +384,10 @@ def test_options_of_the_command_line_win_over_those_of_the_recipe(world: Path) -
     from distill.commands.gguf_options import merged
     from distill.recipe import parse_section
 
-    recipe = tiny_recipe(world, "gguf.target.flash_attn=on", "gguf.target.mlock=true", "gguf.draft.ubatch_size=8").gguf
+    recipe = tiny_recipe(world, "gguf.target.flash_attn=on", "gguf.target.threads=2", "gguf.draft.ubatch_size=8").gguf
     given = parse_section(Gguf, {"target": {"cache_type_k": "q8_0", "flash_attn": "off"}})
     found = merged(recipe, given)
-    assert found.target == GgufOptions(cache_type_k="q8_0", mlock=True) and found.draft == GgufOptions(ubatch_size=8)
+    assert found.target == GgufOptions(cache_type_k="q8_0", threads=2) and found.draft == GgufOptions(ubatch_size=8)
     quantised = parse_section(Gguf, {"target": {"flash_attn": "on", "cache_type_v": "q8_0"}})
     with pytest.raises(RecipeError, match="needs flash attention"):
         merged(quantised, parse_section(Gguf, {"target": {"flash_attn": "off"}}))

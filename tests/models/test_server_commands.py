@@ -64,31 +64,16 @@ def test_every_option_of_ours_has_its_name_there_or_a_reason() -> None:
         *("--spec-draft-threads", "1", "--spec-draft-threads-batch", "2"),
     ]
     assert option_arguments(options(draft=draft), drafts=False) == []
-    known = set(server_commands.OF_TARGET) | {"mmap", "mlock"}
+    known = set(server_commands.OF_TARGET)
     assert known == set(GgufOptions.model_fields) and set(server_commands.OF_DRAFT) < known
-
-
-@pytest.mark.parametrize(
-    ("given", "mode"),
-    [
-        ({"mmap": False}, "none"),
-        ({"mmap": True}, "mmap"),
-        ({"mlock": True}, "mlock"),
-        ({"mmap": True, "mlock": True}, "mmap+mlock"),
-    ],
-)
-def test_how_files_are_loaded(given: dict[str, bool], mode: str) -> None:
-    assert option_arguments(options(target=given)) == ["--load-mode", mode]
 
 
 def test_a_draft_takes_from_its_target_what_it_has_no_option_for() -> None:
     both = {"flash_attn": "on", "cache_type_v": "q4_0"}
     assert option_arguments(options(target=both, draft=both))[-2:] == ["--spec-draft-type-v", "q4_0"]
-    for given in ({"flash_attn": "on"}, {"mlock": True}, {"mmap": False}, {"ubatch_size": 8}):
+    for given in ({"flash_attn": "on"}, {"ubatch_size": 8}):
         with pytest.raises(RecipeError, match=r"llama-server has no --[a-z-]+-draft"):
             option_arguments(options(draft=given))
-    with pytest.raises(RecipeError, match="leave one"):
-        option_arguments(options(target={"mmap": False, "mlock": True}))
 
 
 def vllm_parts(command: str) -> tuple[set[str], dict[str, Any]]:
@@ -147,7 +132,7 @@ def test_transformers_takes_the_names_that_are_printed() -> None:
 
 
 def test_no_removed_option_is_left_anywhere() -> None:
-    """--draft-max and its kin end today's llama-server; --mlock and --no-mmap are --load-mode there."""
+    """--draft-max and its kin end today's llama-server."""
     removed = ("--draft-max", "--draft-min", "--draft-n ")
     places = [*(tiny.ROOT / "distill").rglob("*.py"), *(tiny.ROOT / "docs").glob("*.md"), tiny.ROOT / "README.md"]
     assert not [path for path in places if any(name in path.read_text(encoding="utf-8") for name in removed)]

@@ -304,9 +304,9 @@ def test_every_printed_option_is_known_to_the_server(settings: LlamaServer) -> N
         Gguf,
         {
             "target": {"n_gpu_layers": 0, "flash_attn": "on", "cache_type_k": "q8_0", "cache_type_v": "q8_0"}
-            | {"threads": 1, "threads_batch": 1, "ubatch_size": 64, "mlock": True, "mmap": True},
+            | {"threads": 1, "threads_batch": 1, "ubatch_size": 64},
             "draft": {"n_gpu_layers": 0, "flash_attn": "on", "cache_type_k": "q4_0", "cache_type_v": "q4_0"}
-            | {"threads": 1, "threads_batch": 1, "ubatch_size": 64, "mlock": True, "mmap": True},
+            | {"threads": 1, "threads_batch": 1, "ubatch_size": 64},
         },
     )
     arguments = pair_arguments("none.gguf", "none.gguf", 4, 0.5) + option_arguments(gguf)

@@ -72,13 +72,6 @@ def require_build(options: GgufOptions, where: str) -> None:
     first = next((name for name, requested in gpu_settings.items() if requested), None)
     if first is not None:
         _require_gpus(options, f"{where}: {first} {_shown(getattr(options, first))}")
-    llama = library()
-    for name, requested, able in (
-        ("mmap", options.mmap, llama.llama_supports_mmap),
-        ("mlock", options.mlock, llama.llama_supports_mlock),
-    ):
-        if requested and not able():
-            raise RecipeError(f"{where}: {name}: llama.cpp cannot do this on this system", f"leave {name} out")
 
 
 def _shown(value: Any) -> str:
@@ -140,25 +133,7 @@ def model_settings(options: GgufOptions) -> tuple[Any, list[Any]]:
         shares = (ctypes.c_float * max(llama.llama_max_devices(), len(options.tensor_split)))(*options.tensor_split)
         kept.append(shares)
         settings.tensor_split = ctypes.cast(shares, ctypes.POINTER(ctypes.c_float))
-    if options.mmap is not None or options.mlock:
-        _fill_loading(settings, options)
     return settings, kept
-
-
-def _fill_loading(settings: Any, options: GgufOptions) -> None:
-    """Memory map and lock: one mode in recent versions of llama.cpp, two switches in older ones."""
-    llama = library()
-    mapped = llama.llama_supports_mmap() if options.mmap is None else options.mmap
-    if "load_mode" not in dict(settings._fields_):
-        settings.use_mmap, settings.use_mlock = mapped, options.mlock
-        return
-    modes = {
-        (False, False): llama.LLAMA_LOAD_MODE_NONE,
-        (True, False): llama.LLAMA_LOAD_MODE_MMAP,
-        (False, True): llama.LLAMA_LOAD_MODE_MLOCK,
-        (True, True): llama.LLAMA_LOAD_MODE_MMAP_MLOCK,
-    }
-    settings.load_mode = modes[mapped, options.mlock]
 
 
 def fill_context(settings: Any, options: GgufOptions) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from distill.errors import DataError
 from distill.models.gguf.build import model_settings, require_possible
 from distill.models.gguf.file_head import NO_TOKEN, FileHead, open_head
-from distill.models.gguf.library import ERRORS, WARNINGS, last_errors, library
+from distill.models.gguf.library import ERRORS, last_errors, library
 from distill.recipe import GgufOptions
 from distill.recipe.gguf import ON_CPU
 
@@ -43,7 +43,6 @@ class GgufFile:
         require_loadable(head)
         require_possible(head, options)
         ERRORS.clear()
-        WARNINGS.clear()
         llama = self.library
         parameters, kept = model_settings(options)
         parameters.vocab_only = vocabulary_only
@@ -54,13 +53,6 @@ class GgufFile:
             raise DataError(
                 f"{path} cannot be loaded: {last_errors()}",
                 hint="see that its disk works; else export or copy it again",
-            )
-        unlocked = next((line for line in WARNINGS if "mlock" in line), None)
-        if options.mlock and unlocked is not None:
-            self.close()
-            raise DataError(
-                f"{path} cannot be kept in RAM (mlock): {unlocked}",
-                "raise the limit of locked memory (`ulimit -l unlimited`), free memory, or leave mlock out",
             )
         if llama.llama_model_is_recurrent(self.model) or llama.llama_model_is_hybrid(self.model):
             self.close()

@@ -14,9 +14,8 @@ from distill.errors import DataError
 from distill.packages import COMPILE_LLAMA, WITHOUT_AMX, install_extra
 from distill.progress import is_verbose
 
-LOG_LEVEL_WARNING, LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 3, 4, 5
+LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 4, 5
 ERRORS: deque[str] = deque(maxlen=4)
-WARNINGS: deque[str] = deque(maxlen=16)
 AMX = "AMX_INT8"
 NOT_BESIDE_PYTORCH = "llama.cpp was compiled with AMX, whose tiles PyTorch's products in bfloat16 take from it"
 
@@ -51,8 +50,6 @@ def library() -> Any:
         line = text.decode("utf-8", "replace").strip()
         if level == LOG_LEVEL_ERROR and line:
             ERRORS.append(line)
-        elif level == LOG_LEVEL_WARNING and line:
-            WARNINGS.append(line)
         if line and is_verbose():
             print(f"llama.cpp: {line}", file=sys.stderr)
 
