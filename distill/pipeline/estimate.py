@@ -17,9 +17,9 @@ from distill.progress import duration
 from distill.recipe import Recipe
 from distill.recipe.target import TYPE_BYTES
 from distill.results.rehearsal_results import Expected, Rehearsed
-from distill.results.tables import markdown_table
 from distill.results.training_results import ACCEPTANCE_STAGE
 from distill.run import Run
+from distill.tables import Cell, Table, Value, size
 from distill.target.traffic import SOURCE, pin_of
 from distill.texts import read_answers
 
@@ -115,8 +115,8 @@ def _written(recipe: Recipe, whole: int, part: int) -> tuple[float, float]:
     texts = _ratio(whole, part)
     if recipe.answers.writer is not None:  # text by text, or as many at once as the servers take
         return texts * min(part, recipe.answers.writer.concurrency) / recipe.answers.writer.concurrency, texts
-    size = recipe.answers.batch
-    batches = _ratio(math.ceil(whole / size), math.ceil(part / size))
+    batch = recipe.answers.batch
+    batches = _ratio(math.ceil(whole / batch), math.ceil(part / batch))
     # A batch of many prompts takes as long as one of few where the device is not busy, else longer in proportion.
     return batches, max(texts, batches)
 
@@ -154,32 +154,25 @@ def _row_bytes(recipe: Recipe) -> int:
     return int(cache + 4 * 4 * config.vocab_size)
 
 
-def as_markdown(measured: Sequence[Rehearsed], expected: Sequence[Expected]) -> str:
-    """The table that the command prints: what was rehearsed and what the whole run is expected to take."""
+def estimate_table(measured: Sequence[Rehearsed], expected: Sequence[Expected]) -> Table:
+    """What was rehearsed and what the whole run is expected to take."""
+
+    def row(name: str, seconds: float, stages: Sequence[Expected]) -> list[Cell | Value]:
+        low, high = (duration(sum(bounds)) for bounds in zip(*((one.low, one.high) for one in stages), strict=True))
+        return [
+            name,
+            duration(seconds),
+            low if low == high else f"{low} to {high}",
+            Cell(max(one.memory_bytes for one in stages), "size"),
+            *([Cell(max(one.device_bytes for one in stages), "size")] if device else []),
+            Cell(sum(one.disk_bytes for one in stages), "size"),
+        ]
+
     device = any(stage.device_bytes for stage in expected)
-    head = ["stage", "rehearsed", "whole run", "peak memory", *(["GPU memory"] if device else []), "disk"]
-    rows = []
-    for stage, whole in zip(measured, expected, strict=True):
-        memory = [_gigabytes(whole.memory_bytes), *([_gigabytes(whole.device_bytes)] if device else [])]
-        rows.append(
-            [stage.stage, duration(stage.seconds), _span(whole.low, whole.high), *memory, _gigabytes(whole.disk_bytes)]
-        )
-    peaks = [_gigabytes(max(stage.memory_bytes for stage in expected))]
-    if device:
-        peaks.append(_gigabytes(max(stage.device_bytes for stage in expected)))
-    span = _span(sum(stage.low for stage in expected), sum(stage.high for stage in expected))
-    disk = _gigabytes(sum(stage.disk_bytes for stage in expected))
-    rows.append(["**all**", duration(sum(stage.seconds for stage in measured)), span, *peaks, disk])
-    return markdown_table(head, rows, "lr") + "\n"
-
-
-def _span(low: float, high: float) -> str:
-    first, last = duration(low), duration(high)
-    return first if first == last else f"{first} to {last}"
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB" if size >= 1e6 else "< 1 MB"
+    heads = ["stage", "rehearsed", "whole run", "peak memory", *(["GPU memory"] if device else []), "disk"]
+    rows = [row(stage.stage, stage.seconds, [whole]) for stage, whole in zip(measured, expected, strict=True)]
+    rows.append(row("all", sum(stage.seconds for stage in measured), expected))
+    return Table(heads, rows, classes=[*[""] * len(measured), "best"])
 
 
 def verdicts(expected: Sequence[Expected], place: Path) -> list[str]:
@@ -192,5 +185,5 @@ def verdicts(expected: Sequence[Expected], place: Path) -> list[str]:
     for what, needed, available in (("disk", disk, free), ("memory", memory, total)):
         fits = "fits" if needed <= available else "warning: does not fit"
         own = "free here" if what == "disk" else "in this machine"
-        lines.append(f"{what}: {fits}, {_gigabytes(needed)} to expect, {_gigabytes(available)} {own}")
+        lines.append(f"{what}: {fits}, {size(needed)} to expect, {size(available)} {own}")
     return lines

@@ -17,7 +17,7 @@ from typing import Any
 from distill.errors import RunError
 from distill.faults import faults_explained
 from distill.files import write_atomically, write_text
-from distill.pipeline.estimate import as_markdown, expect, verdicts
+from distill.pipeline.estimate import estimate_table, expect, verdicts
 from distill.pipeline.running import forget_begun, run_pipeline
 from distill.pipeline.stages import find_stage
 from distill.processes import process_count
@@ -27,6 +27,7 @@ from distill.results.rehearsal_results import Rehearsal, Rehearsed
 from distill.results.serialise import read_result, write_result
 from distill.run import Run
 from distill.surgery.sparsity.ramp import LEAST_RAMP
+from distill.tables import bullets, document
 from distill.target.traffic import first_lines
 
 PROMPTS, STEPS, LINES = 4, 3, 32
@@ -134,7 +135,7 @@ def rehearse(recipe: Recipe, short: Recipe, run: Run) -> str:
         run_pipeline(short, run, show=record)
     expected = expect(recipe, short, run, done)
     write_result(path, Rehearsal(recipe.name, config, done, expected))
-    table = as_markdown(done, expected) + "\n" + "\n".join(verdicts(expected, run.folder)) + "\n"
+    table = document([estimate_table(done, expected), bullets(verdicts(expected, run.folder))])
     write_text(run.path("rehearsal.md"), table)
     return table
 
