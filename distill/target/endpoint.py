@@ -36,7 +36,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Unusable(Exception):
+class ReplyError(Exception):
     """A request without a reply: the reason, what the server said about it, the seconds that it asks to wait, and the
     reply's status (None without a reply)."""
 
@@ -47,11 +47,11 @@ class Unusable(Exception):
         self.reason, self.detail, self.wait_seconds, self.status = reason, detail, wait_seconds, status
 
 
-class Refused(Unusable):
+class Refused(ReplyError):
     """The server would refuse this request again."""
 
 
-class Unanswered(Unusable):
+class Unanswered(ReplyError):
     """No attempt at this request brought a reply; the reason of the last one."""
 
 

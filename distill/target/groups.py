@@ -211,11 +211,11 @@ def write_answers(
     if len(missing) < len(mine):
         run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} groups{whose} exist")
     if missing:
-        _Work(recipe, run, rules, f"{what}{whose}", mine).write(missing)
+        _GroupWriter(recipe, run, rules, f"{what}{whose}", mine).write(missing)
     return len(groups)
 
 
-class _Work:
+class _GroupWriter:
     """Writes groups: asks for the conversations' answers, and keeps those that got no reply until the end."""
 
     def __init__(self, recipe: Recipe, run: Run, rules: Rules, what: str, groups: Sequence[Group]) -> None:

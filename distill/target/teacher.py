@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distill import processes
 from distill.errors import DataError, RunError
-from distill.files import file_digest, read_json, write_atomically, write_json
+from distill.files import read_json, write_atomically, write_json
 from distill.models.hugging_face import DTYPES, load_config, load_target, load_tokenizer, pick_device, real_tokens
 from distill.models.packed_forward import hidden_states
 from distill.packing import Packed, concatenate, fitted_order, pack
@@ -101,13 +101,17 @@ def write_store(
             )
         progress = Progress(f"{stage}, shards" + (f" of process {share[0]}" if share[1] > 1 else ""), len(mine))
         for path, part in mine:
-            whole = _is_whole(path)
-            if not whole:
+            exists = path.exists()
+            if not exists:
                 save_shard(path, shard_tensors(blocks.take(part), distributions, batch))
-            progress.step(note="(exists)" if whole else "")
+            progress.step(note="(exists)" if exists else "")
         if share[1] > 1:
             processes.barrier()
         if main:
+            lacking = next((path for path, _ in parts if not path.exists()), None)
+            if lacking is not None:
+                what = f"{lacking} was not written by the process it was assigned to"
+                raise RunError(what, "run the same command again")
             manifest = {
                 "format": FORMAT,
                 "kind": settings.kind,
@@ -116,7 +120,6 @@ def write_store(
                 **target_metadata(recipe),
                 "sampler": read_json(run.path("answers", "manifest.json"), {"sampler": dict})["sampler"],
                 "shard_blocks": [len(blocks.ids[part]) for _, part in parts],
-                "sha256": [_checksum(path) for path, _ in parts],
                 "scored_positions": int(blocks.mask.sum()),
             }
             write_json(folder / "manifest.json", manifest)
@@ -136,7 +139,7 @@ def _maker(
         head = Head.of(model, vocabulary)
         require_head(model, head, blocks)
         path = head_path(run.path("teacher"))
-        if main and not _is_whole(path):
+        if main and not path.exists():
             tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
             save_shard(path, {name: value.cpu().clone() for name, value in tensors.items()})
         dtype = settings.dtype or recipe.target.dtype
@@ -221,30 +224,10 @@ def stored_entries(path: Path) -> int:
 
 
 def save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file, then its receipt."""
+    """Write a safetensors file."""
     from safetensors.torch import save_file
 
     write_atomically(path, lambda temporary: save_file(tensors, str(temporary)))
-    write_json(path.with_suffix(".json"), {"sha256": file_digest(path)})
-
-
-def _receipt(path: Path) -> str | None:
-    """The checksum on a file's receipt; None where the file or its receipt is missing."""
-    receipt = path.with_suffix(".json")
-    return read_json(receipt, {"sha256": str})["sha256"] if path.exists() and receipt.exists() else None
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a file exists with the checksum of its receipt."""
-    return path.exists() and _receipt(path) == file_digest(path)
-
-
-def _checksum(path: Path) -> str:
-    """The checksum on a file's receipt; raises RunError when another process did not write it."""
-    checksum = _receipt(path)
-    if checksum is None:
-        raise RunError(f"{path} was not written by the process it was assigned to", "run the same command again")
-    return checksum
 
 
 def check_teacher(recipe: Recipe, offline: bool) -> list[str]:

@@ -28,7 +28,7 @@ from transformers import (
 
 from distill import processes
 from distill.errors import DataError, RecipeError, RunError
-from distill.files import file_digest, read_json, write_json, write_text
+from distill.files import read_json, write_json, write_text
 from distill.models.hugging_face import load_model, quantisation
 from distill.models.packed_forward import document_masks
 from distill.packing import Packed, attention_mask, pack
@@ -342,7 +342,6 @@ def test_resumes_by_the_shard(folders: dict[str, Path], tmp_path: Path) -> None:
     shards = sorted(run.path("teacher").glob("*.safetensors"))
     assert len(shards) == 4
     shards[0].unlink()
-    shards[1].write_bytes(shards[1].read_bytes()[:-8] + b"damaged!")
     stands = shards[2].stat().st_mtime_ns
     run.path("teacher", "manifest.json").unlink()
     teacher(recipe, run)
@@ -484,8 +483,6 @@ def test_the_sampler_is_that_of_the_answers(folders: dict[str, Path], tmp_path: 
 def test_the_manifest(folders: dict[str, Path], tmp_path: Path) -> None:
     recipe, run = made(tmp_path, folders["cohere"], kind="exact")
     manifest = read_json(run.path("teacher", "manifest.json"))
-    shards = sorted(run.path("teacher").glob("shard-*.safetensors"))
-    assert manifest["sha256"] == [file_digest(path) for path in shards]
     assert sum(manifest["shard_blocks"]) == len(training_blocks(recipe, run)[0])
     assert manifest["logit_form"] == {"scale": 0.25, "soft_cap": 0.0}
     write_json(run.path("teacher", "manifest.json"), manifest | {"format": 1})
