@@ -25,11 +25,12 @@ PAIR = "A pair without a run, or other files than the run's"
 SERVED = "A server that runs already"
 USUAL_LENGTH = 4
 ENDED_EARLY = "the check ended before its last measurement: what is missing here was not measured"
-SPARE = 12  # validation prompts, on which settings are chosen
+MAX_CHOOSING = 12  # validation prompts, on which settings are chosen
 # Options of llama-server that are options of this command.
-OWN = {"--spec-draft-n-max": "--n-max", "--spec-draft-p-min": "--p-min", "--draft-p-min": "--p-min", "-m": "--target"}
-OWN |= {"--model": "--target", "-md": "--draft", "--spec-draft-model": "--draft", "--model-draft": "--draft"}
-OWN |= {"--spec-draft-sampling": "--draft-sampling", "-np": "--concurrency", "--parallel": "--concurrency"}
+RENAMED = {"--spec-draft-n-max": "--n-max", "--spec-draft-p-min": "--p-min", "--draft-p-min": "--p-min"}
+RENAMED |= {"--model": "--target", "-md": "--draft", "--spec-draft-model": "--draft", "--model-draft": "--draft"}
+RENAMED |= {"-m": "--target", "--spec-draft-sampling": "--draft-sampling", "-np": "--concurrency"}
+RENAMED |= {"--parallel": "--concurrency"}
 
 
 def pair_option(**settings: Any) -> Any:
@@ -132,8 +133,8 @@ def serve_check(
 
     sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     shared.require_sampler_used(sampler)
+    _refuse_idle(context, context.params)
     _check_options(context.params | {"run": run}, gguf, [*further, *(server_option or ())])
-    _refuse_idle(context, context.params | {"run": run})
     shared.require_place(to)
     counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16")})
     if counts[0] < 1 or counts[-1] > 64:
@@ -150,7 +151,7 @@ def serve_check(
 
     with ExitStack() as stack, _kept(to, output) as kept:
         room = served_pair.room(files, tokens + 2 * length + 2)
-        spare = SPARE if choose and url is None else 0
+        spare = MAX_CHOOSING if choose and url is None else 0
         if prompts:
             measured, choosing, left_out = served_pair.prompts_of_files(
                 files, prompts, count, prompt_tokens, spare, room
@@ -222,10 +223,10 @@ def _refuse_idle(context: typer.Context, given: Mapping[str, Any]) -> None:
     """Refuse options that the others leave nothing to do."""
     of_a_start = ("p_min", "whole_grid", "start_seconds")
     idle: list[tuple[Any, tuple[str, ...], str]] = [
-        (given["url"] is not None, of_a_start, "is for a server that this command starts (--server)"),
-        (given["server"] is not None, ("key",), "is for servers that run already (--url)"),
+        (given["url"], of_a_start, "is for a server that this command starts (--server)"),
+        (given["server"], ("plain_url", "kind", "key", "model"), "is for a server that runs already (--url)"),
         (not given["choose"], ("whole_grid",), "belongs to the search that --no-choose leaves out"),
-        (given["target"] is not None and given["draft"] is not None, ("outtype",), "is of a run's files"),
+        (given["target"] and given["draft"], ("outtype",), "is of a run's files"),
         (not given["prompts"], ("prompt_tokens",), "is for --prompts"),
     ]
     for condition, names, why in idle:
@@ -236,22 +237,17 @@ def _refuse_idle(context: typer.Context, given: Mapping[str, Any]) -> None:
 
 def _check_options(given: Mapping[str, Any], gguf: Gguf | None, further: Sequence[str]) -> None:
     """Refuse options that would do nothing, or contradict each other; `further` are llama-server's."""
-    if given["kind"] not in (None, "llama-server", "vllm"):
-        raise RecipeError(f"--kind {given['kind']} is unknown", "llama-server or vllm")
-    for name in ("plain_url", "kind", "model"):
-        if given[name] is not None and given["url"] is None:
-            option = "--" + name.replace("_", "-")
-            raise RecipeError(f"{option} is of a server that runs already", "give its --url, or leave it out")
+    for name, known in (("kind", ("llama-server", "vllm")), ("draft_sampling", ("greedy", "probabilistic"))):
+        if given[name] not in (None, *known):
+            raise RecipeError(f"--{name.replace('_', '-')} {given[name]} is unknown", " or ".join(known))
     if given["url"] is not None and (gguf is not None or further):
         raise RecipeError("options of llama-server were given for a server that runs already", "start it with them")
-    if given["draft_sampling"] not in (None, "greedy", "probabilistic"):
-        raise RecipeError(f"--draft-sampling {given['draft_sampling']} is unknown", "greedy or probabilistic")
     if given["draft_sampling"] == "probabilistic" and not given["temperature"]:
         raise RecipeError("greedy requests have no drafts to draw", "give --temperature, or --draft-sampling greedy")
     for one in further:
         name = one.split()[0].split("=")[0] if one.split() else ""
-        if name in OWN:
-            raise RecipeError(f"{name} is {OWN[name]} of this command", f"give {OWN[name]} in its place")
+        if name in RENAMED:
+            raise RecipeError(f"{name} is {RENAMED[name]} of this command", f"give {RENAMED[name]} in its place")
     if given["run"] is None and (given["target"] is None) != (given["draft"] is None):
         raise RecipeError("a pair without a run is --target and --draft", "give both, or a run")
     if given["run"] is None and given["target"] is not None and not given["prompts"]:

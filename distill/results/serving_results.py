@@ -78,13 +78,28 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class TriedSettings:
-    """Settings of the draft (n_max 0: plain decoding; `probabilistic`: drafts are drawn) with their speed on validation
-    prompts in the last round that they took part in, and how many rounds and prompts these were."""
+class DraftSettings:
+    """What a server drafts: at most `n_max` tokens (0: plain decoding) of at least `p_min`, `probabilistic` ones drawn
+    from the draft."""
 
     n_max: int
     p_min: float
-    probabilistic: bool
+    probabilistic: bool = False
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        if not self.n_max:
+            return "plain decoding"
+        return f"n_max {self.n_max}, p_min {self.p_min:g}{', probabilistic' if self.probabilistic else ''}"
+
+
+@dataclass(frozen=True)
+class TriedSettings:
+    """Settings with their speed on validation prompts in the last round that they took part in, and how many rounds and
+    prompts these were."""
+
+    settings: DraftSettings
     rounds: int
     prompts: int
     tokens_per_second: float
@@ -94,20 +109,16 @@ class TriedSettings:
 class ConfirmedSettings:
     """Settings on held-out prompts; `against` is the speed of the chosen settings over theirs."""
 
-    n_max: int
-    p_min: float
-    probabilistic: bool
+    settings: DraftSettings
     tokens_per_second: float
     against: Interval
 
 
 @dataclass(frozen=True)
 class ChosenSettings:
-    """The fastest settings on validation prompts, and how they do on others; n_max 0: plain decoding was fastest."""
+    """The fastest settings on validation prompts, and how they do on others."""
 
-    n_max: int
-    p_min: float
-    probabilistic: bool
+    settings: DraftSettings
     tried: list[TriedSettings]
     confirmed: list[ConfirmedSettings]
     sentence: str

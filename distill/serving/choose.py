@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy
 from numpy.typing import NDArray
 
 from distill.intervals import CONFIDENCE, RESAMPLES, Interval, percentiles
 from distill.progress import Progress
-from distill.results.serving_results import ChosenSettings, ConfirmedSettings, TriedSettings
+from distill.results.serving_results import ChosenSettings, ConfirmedSettings, DraftSettings, TriedSettings
 from distill.serving.clients import Client, Reply
 from distill.serving.llama_server import LlamaServer, without_options
 from distill.serving.replaying import warm
@@ -36,22 +35,7 @@ FEW_CANDIDATES = 6  # candidates that are visited four times
 OF_SETTINGS = {"--spec-draft-n-max", "--spec-draft-p-min", "--draft-p-min"}
 
 
-class Settings(NamedTuple):
-    """What a server drafts: at most `n_max` tokens of at least `p_min`, `probabilistic` ones drawn from the draft."""
-
-    n_max: int
-    p_min: float
-    probabilistic: bool = False
-
-    @property
-    def title(self) -> str:
-        """In words."""
-        if self == PLAIN:
-            return "plain decoding"
-        return f"n_max {self.n_max}, p_min {self.p_min:g}{', probabilistic' if self.probabilistic else ''}"
-
-
-PLAIN = Settings(0, 0.0)
+PLAIN = DraftSettings(0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -71,7 +55,7 @@ Opened = Callable[[LlamaServer], AbstractContextManager[Client]]
 class Candidate:
     """Settings with their replies so far, `texts[text][visit]`; the texts of a visit are the same in every one."""
 
-    settings: Settings
+    settings: DraftSettings
     texts: list[list[Reply]] = field(default_factory=list)
     rounds: int = 0
 
@@ -104,17 +88,16 @@ class Candidate:
         return rates
 
 
-def grid(draws: bool = False) -> list[Settings]:
+def grid(draws: bool = False) -> list[DraftSettings]:
     """Plain decoding and all settings, with `draws` those of drawn drafts too."""
     every = itertools.product((False, True) if draws else (False,), N_MAX, P_MIN)
-    return [PLAIN, *(Settings(n_max, p_min, drawn) for drawn, n_max, p_min in every)]
+    return [PLAIN, *(DraftSettings(n_max, p_min, drawn) for drawn, n_max, p_min in every)]
 
 
-def with_settings(server: LlamaServer, settings: Settings) -> LlamaServer:
+def with_settings(server: LlamaServer, settings: DraftSettings) -> LlamaServer:
     """The server for one request at a time with these settings, those among the user's own arguments left out."""
-    n_max, p_min, probabilistic = settings
     further = without_options(server.further, OF_SETTINGS.__contains__)
-    one = replace(server, n_max=n_max, p_min=p_min, probabilistic=probabilistic, parallel=1, further=further)
+    one = replace(server, **vars(settings), parallel=1, further=further)
     return one.plain if settings == PLAIN else one
 
 
@@ -143,7 +126,7 @@ def choose(
     validation: Trials,
     held_out: Trials,
     opened: Opened,
-    settings: Sequence[Settings],
+    settings: Sequence[DraftSettings],
     whole_grid: bool = False,
 ) -> ChosenSettings:
     """Of `settings` those that were fastest on `validation`, with their speed on `held_out` beside that of the
@@ -171,13 +154,11 @@ def choose(
         again = _finalists(best, rivals)
         judged = [Candidate(one) for one in again]
         visit(judged, server, held_out, opened, "settings, the fastest again")
-        others = [one for one in confirmed if settings_of(one) not in again]
+        others = [one for one in confirmed if one.settings not in again]
         confirmed = _beside_the_first(judged)
     return ChosenSettings(
-        n_max=best.settings.n_max,
-        p_min=best.settings.p_min,
-        probabilistic=best.settings.probabilistic,
-        tried=[TriedSettings(*one.settings, one.rounds, len(one.texts), one.rate) for one in tried],
+        settings=best.settings,
+        tried=[TriedSettings(one.settings, one.rounds, len(one.texts), one.rate) for one in tried],
         confirmed=[*confirmed, *others],
         sentence=_sentence(best.settings, confirmed),
         command=_command(server, best.settings),
@@ -185,7 +166,7 @@ def choose(
     )
 
 
-def _finalists(best: Candidate, candidates: Sequence[Candidate]) -> list[Settings]:
+def _finalists(best: Candidate, candidates: Sequence[Candidate]) -> list[DraftSettings]:
     """The best, plain decoding, the fastest of the candidates, and the fastest of those that draft in either way."""
     ranked = [one.settings for one in sorted(candidates, key=lambda one: -one.rate)]
     ways = [
@@ -196,51 +177,46 @@ def _finalists(best: Candidate, candidates: Sequence[Candidate]) -> list[Setting
 
 def _beside_the_first(candidates: Sequence[Candidate]) -> list[ConfirmedSettings]:
     first = candidates[0]
-    return [ConfirmedSettings(*one.settings, one.rate, first.over(one)) for one in candidates]
+    return [ConfirmedSettings(one.settings, one.rate, first.over(one)) for one in candidates]
 
 
-def settings_of(one: ConfirmedSettings) -> Settings:
-    """The settings that were confirmed."""
-    return Settings(one.n_max, one.p_min, one.probabilistic)
-
-
-def _sentence(best: Settings, confirmed: Sequence[ConfirmedSettings]) -> str:
-    plain = next(one for one in confirmed if settings_of(one) == PLAIN)
+def _sentence(best: DraftSettings, confirmed: Sequence[ConfirmedSettings]) -> str:
+    plain = next(one for one in confirmed if one.settings == PLAIN)
     fastest = max(confirmed, key=lambda one: one.tokens_per_second)
     if best == PLAIN:
         text = "Plain decoding was the fastest on the validation prompts: serve this target without the draft here."
         if fastest.against.high < 1:
             return (
-                f"{text} But {settings_of(fastest).title} is faster on the held-out prompts, over which plain decoding "
+                f"{text} But {fastest.settings.title} is faster on the held-out prompts, over which plain decoding "
                 f"has {_ratio(fastest.against)}: give more validation prompts, more --tokens, and a quiet machine."
             )
         drafting = [max(ways, key=lambda one: one.tokens_per_second) for ways in _ways(confirmed) if ways]
-        beside = " and ".join(f"{_ratio(one.against)} {settings_of(one).title}" for one in drafting)
+        beside = " and ".join(f"{_ratio(one.against)} {one.settings.title}" for one in drafting)
         return f"{text} It has {beside}." if beside else text
     text = (
         f"{best.title}: the fastest on the validation prompts, {_ratio(plain.against)} plain decoding on held-out ones"
     )
     if others := _ways(confirmed)[not best.probabilistic]:
         other = max(others, key=lambda one: one.tokens_per_second)
-        text += f" and {_ratio(other.against)} {settings_of(other).title}"
-    if settings_of(fastest) == best:
+        text += f" and {_ratio(other.against)} {other.settings.title}"
+    if fastest.settings == best:
         return f"{text}; nothing that was tried is faster there."
-    rival = settings_of(fastest).title
+    rival = fastest.settings.title
     within = "within the interval" if fastest.against.high >= 1 else "beyond the interval: give more validation prompts"
     return f"{text}; the fastest there is {rival}, over which it has {_ratio(fastest.against)}, {within}."
 
 
-def _ways(confirmed: Sequence[ConfirmedSettings]) -> tuple[list[ConfirmedSettings], list[ConfirmedSettings]]:
+def _ways(confirmed: Sequence[ConfirmedSettings]) -> list[list[ConfirmedSettings]]:
     """The settings that draft best tokens, and those that draw their drafts."""
-    drafting = [one for one in confirmed if one.n_max]
-    return [one for one in drafting if not one.probabilistic], [one for one in drafting if one.probabilistic]
+    drafting = [one for one in confirmed if one.settings.n_max]
+    return [[one for one in drafting if one.settings.probabilistic == drawn] for drawn in (False, True)]
 
 
 def _ratio(found: Interval) -> str:
     return f"{found.mean:.3f}× [{found.low:.3f}, {found.high:.3f}]"
 
 
-def _command(server: LlamaServer, settings: Settings) -> str:
+def _command(server: LlamaServer, settings: DraftSettings) -> str:
     """The command that serves with these settings, with the user's own options."""
     one = with_settings(server, settings)
     return shlex.join(["llama-server", *replace(one, p_min=one.p_min or None).served])

@@ -14,7 +14,6 @@ from distill.results.serving_results import (
     ServedSpeed,
     ServeReport,
 )
-from distill.serving.choose import settings_of
 from distill.serving.differences import SMALLEST
 from distill.tables import Block, Cell, Columns, Row, Table, bullets, known, listed, shown, table_of
 
@@ -129,7 +128,7 @@ def serving_blocks(report: ServeReport) -> list[Block]:
     if report.choice is not None:
         choice = report.choice
         of_settings: Columns[ConfirmedSettings] = {
-            "settings": lambda one: settings_of(one).title,
+            "settings": lambda one: one.settings.title,
             "tokens/s": lambda one: one.tokens_per_second,
             "speed of the chosen ones over these": lambda one: Cell(one.against, "×"),
         }

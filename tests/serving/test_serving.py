@@ -28,10 +28,10 @@ from distill.intervals import Interval
 from distill.models.server_commands import SAMPLING
 from distill.recipe import SamplerSettings
 from distill.results.serialise import read_result
-from distill.results.serving_results import ServeReport
+from distill.results.serving_results import DraftSettings, ServeReport
 from distill.serving import check, llama_server, load
 from distill.serving.check import check_addresses, check_started
-from distill.serving.choose import PLAIN, Settings, Trials, choose, grid, settings_of, with_settings
+from distill.serving.choose import PLAIN, Trials, choose, grid, with_settings
 from distill.serving.clients import Addresses, LlamaClient, Reply, VllmClient, kind_of_server
 from distill.serving.counts import Text, TextCounts, Totals, acceptance, counts_of, rise_of_tokens, totals_of
 from distill.serving.differences import option_differences
@@ -303,7 +303,7 @@ def test_a_server_that_does_as_predicted(settings: LlamaServer) -> None:
     assert own.by_position is not None and len(own.by_position) == 4
     assert own.by_position == sorted(own.by_position, reverse=True)
     assert found.same_texts == found.texts == len(PROMPTS) and not found.differences
-    assert "as predicted" in found.sentences[0] and "50.0%" in found.sentences[0]
+    assert "as predicted" in found.sentences[0] and "50.0 %" in found.sentences[0]
     assert [(one.configuration, one.concurrency) for one in found.speeds] == [
         *(("plain", 1), ("n_max 4", 1)),
         *(("plain", 3), ("n_max 4", 3)),
@@ -458,16 +458,16 @@ class Paced:
 @pytest.mark.parametrize(
     ("best", "whole"),
     [
-        (Settings(3, 0.0), False),
-        (Settings(8, 0.75), True),
-        (Settings(1, 0.5), False),
+        (DraftSettings(3, 0.0), False),
+        (DraftSettings(8, 0.75), True),
+        (DraftSettings(1, 0.5), False),
         (PLAIN, False),
-        (Settings(3, 0.0, True), False),
-        (Settings(6, 0.5), False),
+        (DraftSettings(3, 0.0, True), False),
+        (DraftSettings(6, 0.5), False),
     ],
 )
 @pytest.mark.parametrize("draws", [False, True])
-def test_the_fastest_settings_are_found(settings: LlamaServer, best: Settings, whole: bool, draws: bool) -> None:
+def test_the_fastest_settings_are_found(settings: LlamaServer, best: DraftSettings, whole: bool, draws: bool) -> None:
     if best.probabilistic and not draws:
         return
     visited: list[LlamaServer] = []
@@ -475,7 +475,7 @@ def test_the_fastest_settings_are_found(settings: LlamaServer, best: Settings, w
     @contextlib.contextmanager
     def paced(one: LlamaServer) -> Iterator[Paced]:
         visited.append(one)
-        own = PLAIN if one.draft is None else Settings(one.n_max, one.p_min or 0.0, one.probabilistic)
+        own = PLAIN if one.draft is None else DraftSettings(one.n_max, one.p_min or 0.0, one.probabilistic)
         far = 3 * abs(own.n_max - best.n_max) + 4 * abs(own.p_min - best.p_min)
         yield Paced(100.0 - far - 8 * (own.probabilistic != best.probabilistic))
 
@@ -483,10 +483,10 @@ def test_the_fastest_settings_are_found(settings: LlamaServer, best: Settings, w
     server = replace(settings, further=further)
     found = choose(server, Trials(PROMPTS, 8), Trials(PROMPTS[::-1], 8, 2), paced, grid(draws), whole)  # type: ignore[arg-type]
     size = 49 if draws else 25
-    assert (found.n_max, found.p_min, found.probabilistic) == best and len(found.tried) == len(grid(draws)) == size
-    assert len(found.confirmed) == (size if whole else len({settings_of(one) for one in found.confirmed}))
+    assert found.settings == best and len(found.tried) == len(grid(draws)) == size
+    assert len(found.confirmed) == (size if whole else len({one.settings for one in found.confirmed}))
     if draws:  # the fastest that drafts the other way is always judged
-        assert {one.probabilistic for one in found.confirmed if one.n_max} == {False, True}
+        assert {one.settings.probabilistic for one in found.confirmed if one.settings.n_max} == {False, True}
         assert ("probabilistic" in found.command) == best.probabilistic and found.sentence.count("probabilistic") == 1
     assert found.confirmed[0].against.mean == 1.0
     assert all(one.against.mean >= 1.0 for one in found.confirmed)
@@ -495,9 +495,9 @@ def test_the_fastest_settings_are_found(settings: LlamaServer, best: Settings, w
         assert "without the draft" in found.sentence and "-ub 64" in found.command
         assert "-md" not in found.command and "-ctkd" not in found.command, "no option of a draft that is not there"
     else:
-        assert f"--spec-draft-n-max {best[0]}" in found.command and "-ub 64" in found.command
-        assert ("--spec-draft-p-min" in found.command) == (best[1] > 0)
-    rounds = {Settings(one.n_max, one.p_min, one.probabilistic): one.rounds for one in found.tried}
+        assert f"--spec-draft-n-max {best.n_max}" in found.command and "-ub 64" in found.command
+        assert ("--spec-draft-p-min" in found.command) == (best.p_min > 0)
+    rounds = {one.settings: one.rounds for one in found.tried}
     assert rounds[PLAIN] == 3 and sorted(rounds.values()).count(1) in (size - 13, size - 14)
 
 
@@ -515,10 +515,11 @@ def test_luck_on_the_whole_grid_does_not_judge(settings: LlamaServer) -> None:
         yield Paced(150.0 if lucky else 100.0 - 3 * abs(own[0] - 6) - 4 * abs(own[1] - 0.5))
 
     found = choose(settings, Trials(PROMPTS, 8), Trials(PROMPTS[::-1], 8), paced, grid(), True)  # type: ignore[arg-type]
-    assert (found.n_max, found.p_min) == (6, 0.5) and "nothing that was tried is faster" in found.sentence
-    again = {(one.n_max, one.p_min): one for one in found.confirmed[: (sum(visits.values()) - grid_is_over) // 4]}
-    assert {(6, 0.5), (2, 0.75), (0, 0.0)} <= set(again) and again[2, 0.75].against.low > 1
-    assert len(found.confirmed) == len({(one.n_max, one.p_min) for one in found.confirmed}) == 25
+    assert found.settings == DraftSettings(6, 0.5) and "nothing that was tried is faster" in found.sentence
+    again = {one.settings: one for one in found.confirmed[: (sum(visits.values()) - grid_is_over) // 4]}
+    lucky = DraftSettings(2, 0.75)
+    assert {DraftSettings(6, 0.5), lucky, PLAIN} <= set(again) and again[lucky].against.low > 1
+    assert len(found.confirmed) == len({one.settings for one in found.confirmed}) == 25
 
 
 def test_one_prompt_has_no_interval() -> None:
@@ -539,7 +540,7 @@ def test_one_prompt_has_no_interval() -> None:
 
 def test_settings_become_options(settings: LlamaServer) -> None:
     assert with_settings(settings, PLAIN).draft is None
-    one = with_settings(replace(settings, parallel=8), Settings(7, 0.5))
+    one = with_settings(replace(settings, parallel=8), DraftSettings(7, 0.5))
     assert one.served[-4:] == ["--spec-draft-n-max", "7", "--spec-draft-p-min", "0.5"] and one.parallel == 1
 
 
@@ -713,7 +714,7 @@ def test_what_was_measured_before_an_end_is_shown(
     [
         ((), "needs a server"),
         (("--server", "a", "--url", "b"), "one of them"),
-        (("--server", "a", "--plain-url", "b"), "runs already"),
+        (("--server", "a", "--plain-url", "b"), "runs already (--url)"),
         (("--url", "http://a", "--cache-type-k-draft", "q4_0"), "start it with them"),
         (("--url", "http://a", "--kind", "sglang"), "llama-server or vllm"),
         (("--server", "a", "--target", "t.gguf"), "--target and --draft"),
