@@ -100,10 +100,7 @@ def measure_any_pair(
     count = CALIBRATION_PROMPTS if need_other_prompts(configurations) else 0
     prompts = _read_prompts(recipe, own_draft, count, prompt_tokens)
     if batches and max(batches) > len(prompts.measured):
-        raise RecipeError(
-            f"--batch {max(batches)} needs as many prompts, and there are {len(prompts.measured)}",
-            "give more, or --count",
-        )
+        raise RecipeError(f"--batch {max(batches)} needs as many prompts, and there are {len(prompts.measured)}")
     measured, spare = [prompt.ids for prompt in prompts.measured], [prompt.ids for prompt in prompts.others]
     longest_step = max(recipe.speedup.max_tokens, *(one.max_length + 1 for one in configurations))
     with load_pair(
@@ -175,8 +172,7 @@ def _read_prompts(recipe: Recipe, draft: str | None, spare: int, prompt_tokens: 
     room = min(contexts, default=2**31) - new_tokens
     if room < LEAST:
         raise RecipeError(
-            f"--tokens {new_tokens} leave {max(room, 0)} tokens of the context of {min(contexts)} for a prompt",
-            "give fewer --tokens",
+            f"--tokens {new_tokens} leave {max(room, 0)} tokens of the context of {min(contexts)} for a prompt"
         )
     count = recipe.speedup.prompts
     return read_user_prompts(target, recipe.corpus, recipe.chat, count, spare, prompt_tokens, room)

@@ -99,13 +99,11 @@ def require_used(gguf: Gguf | None, target: str, draft: str | None) -> None:
         return
     if not target.endswith(".gguf"):
         raise RecipeError(
-            f"options of llama.cpp were given ({gguf.described() or 'defaults'}), and PyTorch runs {target}",
-            "leave them out, or give GGUF files",
+            f"options of llama.cpp were given ({gguf.described() or 'defaults'}), and PyTorch runs {target}"
         )
     if draft is None and gguf.draft.given():
         raise RecipeError(
-            f"options of llama.cpp were given for the draft ({gguf.draft.described()}), and no draft is loaded",
-            "leave them out, or give a draft that is asked",
+            f"options of llama.cpp were given for the draft ({gguf.draft.described()}), and no draft is loaded"
         )
 
 

@@ -160,9 +160,7 @@ def _require_one_source(
 ) -> None:
     """Refuse no target or several, several drafts, and a server's options without a server, the last of `curves`."""
     if [model, *curves].count(None) != len(curves):
-        raise RecipeError(
-            "expected a target, a recipe, --target-curve, --batched-bench or --server", "give one of them"
-        )
+        raise RecipeError("expected a target, a recipe, --target-curve, --batched-bench or --server")
     if drafts.count(None) < len(drafts) - 1:
         raise RecipeError("--draft, --draft-cost and --draft-curve were given together", "give one of them")
     if curves[-1] is None and of_server.count(None) < len(of_server):

@@ -117,9 +117,7 @@ def prompts_of_run(files: PairFiles, count: int, spare: int, room: int) -> Promp
             left_out[f"{split} prompts of more than {room} tokens, which the context has no room for"] = missing
     measured, choosing = fitting["test"][:count], fitting["validation"][:spare]
     if len(measured) < LEAST:
-        raise DataError(
-            f"{len(measured)} of the run's test prompts fit into {room} tokens of the context", "give fewer --tokens"
-        )
+        raise DataError(f"{len(measured)} of the run's test prompts fit into {room} tokens of the context")
     if spare and len(choosing) < LEAST:
         raise DataError(f"the run has {len(choosing)} validation prompts to choose settings on", "give --no-choose")
     return measured, choosing, left_out

@@ -77,9 +77,7 @@ def stream(
     """
     configuration = request.configuration
     if configuration.other_vocabulary and is_gguf(target.model):
-        raise DataError(
-            f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders", "give two of those"
-        )
+        raise DataError(f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders")
     ids = encode_prompt(target.model, text) if message is None else message
     room = _room(ids, limit, context_of(target.model))
     loaded = draft if configuration.asks_the_draft else None

@@ -34,8 +34,7 @@ class Tokens:
     def __post_init__(self) -> None:
         if not self.ends or not all(0 <= end < len(self.bytes_of) for end in self.ends):
             raise DataError(
-                f"a grammar needs a token that ends the text, got {list(self.ends)} of {len(self.bytes_of)}",
-                "name the model's eos_token_id",
+                f"a grammar needs a token that ends the text, got {list(self.ends)} of {len(self.bytes_of)}"
             )
 
     @classmethod

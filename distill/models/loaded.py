@@ -115,8 +115,7 @@ def load_pair(
     if is_gguf(target.model):
         if pytorch != GROWING:
             raise RecipeError(
-                f"{target.model} runs in llama.cpp; static, compile, draft_device and prepack are settings of PyTorch",
-                "leave them out, or give Hugging Face folders",
+                f"{target.model} runs in llama.cpp; static, compile, draft_device and prepack are settings of PyTorch"
             )
         return _load_files(target.model, draft, tokens, nodes, threads, gguf or Gguf())
     place = pick_device(device)

@@ -231,8 +231,7 @@ def pair_references(target: str, draft: str | None, configurations: Sequence[Con
     native = [configuration for configuration in configurations if configuration.asks_the_draft]
     if foreign and native:
         raise RecipeError(
-            f"`{native[0].title}` asks a draft of the target's vocabulary, `{foreign[0].title}` one of another",
-            "measure them in two calls; --drafter is of the sweep",
+            f"`{native[0].title}` asks a draft of the target's vocabulary, `{foreign[0].title}` one of another"
         )
     if draft is None:
         if foreign or native:
@@ -241,7 +240,5 @@ def pair_references(target: str, draft: str | None, configurations: Sequence[Con
     if not foreign and not native:
         raise RecipeError("no configuration asks the draft", "leave --draft out")
     if foreign and target.endswith(".gguf"):
-        raise DataError(
-            f"drafter {foreign[0].drafter} reads both tokenizers from Hugging Face folders", "give two of those"
-        )
+        raise DataError(f"drafter {foreign[0].drafter} reads both tokenizers from Hugging Face folders")
     return require_drafts(target, draft, bool(foreign))

@@ -182,9 +182,7 @@ def check_weights_of_models(recipe: Recipe) -> list[str]:
     lines = [check_weights(model) for model in read]
     context = context_of(recipe.target.model)
     if context is not None and recipe.corpus.block > context:
-        raise RecipeError(
-            f"corpus.block is {recipe.corpus.block}, the target's context {context}", "lower corpus.block"
-        )
+        raise RecipeError(f"corpus.block is {recipe.corpus.block}, the target's context {context}")
     return lines
 
 

@@ -91,10 +91,7 @@ def require_growth(recipe: Recipe, path: Path, read: dict[str, Any] | None) -> N
     if not found:
         raise RunError(f"{path} has no new line after line {now['start_line']}", "refresh when it has new lines")
     if all(isinstance(line, str) for line in found):
-        raise RunError(
-            f"all {len(found)} new lines of {path} are bad, first {found[0]}",
-            "correct the file",
-        )
+        raise RunError(f"all {len(found)} new lines of {path} are bad, first {found[0]}")
 
 
 def refresh(run: Run, parent: dict[str, Any]) -> Path:

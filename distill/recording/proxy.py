@@ -76,9 +76,7 @@ class Proxy:
             server = await asyncio.start_server(self._connect, *self.settings.listen, backlog=1024, start_serving=False)
         except OSError as error:
             address = "{}:{}".format(*self.settings.listen)
-            raise RecipeError(
-                f"{address} cannot be listened at: {error.strerror}", "choose --host and --port"
-            ) from error
+            raise RecipeError(f"{address} cannot be listened at: {error.strerror}") from error
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; from {MODULE} import main; main()"),
             stdin=asyncio.subprocess.PIPE,

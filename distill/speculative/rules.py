@@ -37,7 +37,6 @@ class Rules:
             raise DataError(
                 f"the grammar ends texts with tokens {sorted(self.constraint.ends)}, the decoder with "
                 f"{sorted(self.ends)}",
-                "give both the same end tokens",
             )
 
     @property

@@ -96,9 +96,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
         with open(path, "rb") as handle:
             yield from (line for line in handle if line.endswith(b"\n"))
     except OSError as error:
-        raise DataError(
-            f"traffic file {path} cannot be read: {error.strerror}", "correct answers.traffic.path"
-        ) from error
+        raise DataError(f"traffic file {path} cannot be read: {error.strerror}") from error
 
 
 def measure(path: Path, limit: float = math.inf) -> dict[str, Any]:

@@ -452,7 +452,7 @@ def test_batches_of_models_with_windows_are_refused_at_once(place: Path, tmp_pat
         (["--configuration", "p_min"], "not a mapping"),
         (["--configuration", "{rule: pmin}"], "there is no rule 'pmin'"),
         (["--configuration", "{sampler: recipe}"], "give the sampler's --temperature"),
-        (["--configuration", "{drafter: string}"], "measure them in two calls"),
+        (["--configuration", "{drafter: string}"], "asks a draft of the target's vocabulary"),
         (["--temperature", "1", "--verifier", "greedy"], "the options: `draft, γ = 1, verifier greedy, sampled` would"),
         (["--verifier", "distinct"], "no verifier `distinct` for chains"),
         (["--top-p", "0.5"], "--top-p does nothing without --temperature"),

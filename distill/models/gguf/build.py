@@ -91,9 +91,7 @@ def _require_gpus(options: GgufOptions, setting: str) -> None:
         raise RecipeError(f"{setting}: there is no device {unknown[0]}", f"llama.cpp finds {', '.join(names)}")
     used = len(options.device) or len(devices)
     if len(options.tensor_split) > used:
-        raise RecipeError(
-            f"{setting}: {len(options.tensor_split)} shares for {used} GPUs", "give one share for each GPU, or fewer"
-        )
+        raise RecipeError(f"{setting}: {len(options.tensor_split)} shares for {used} GPUs")
 
 
 def require_cache_types(options: GgufOptions, keys: int | None, values: int | None, where: str) -> None:

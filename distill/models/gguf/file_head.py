@@ -236,8 +236,6 @@ def write_head(path: Path, writer: Any, rows: Sequence[TensorRow]) -> None:
         writer.write_ti_data_to_file()
         writer.write_padding(writer.fout[0], writer.fout[0].tell())
     except (struct.error, TypeError, AttributeError, ValueError, OverflowError, IndexError) as error:
-        raise DataError(
-            f"config.json or the tokenizer's files hold a value that GGUF cannot hold: {error}", "correct that value"
-        ) from None
+        raise DataError(f"config.json or the tokenizer's files hold a value that GGUF cannot hold: {error}") from None
     finally:
         writer.close()

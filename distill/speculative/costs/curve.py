@@ -121,10 +121,7 @@ def measure_curve(model: Model, title: str, backend: str, depths: Sequence[int],
     """
     fitting = sorted({depth for depth in depths if depth + limit <= model.capacity})
     if not fitting:
-        raise DataError(
-            f"{title}: a context of {model.capacity} has no room for {limit} tokens at depth {min(depths)}",
-            "measure at smaller depths or fewer tokens",
-        )
+        raise DataError(f"{title}: a context of {model.capacity} has no room for {limit} tokens at depth {min(depths)}")
     progress = Progress(f"{title}: passes over 1..{limit} tokens", len(fitting) * (repeats + 1))
     sizes, vocabulary = range(1, limit + 1), model.vocabulary_size
     steps = [measure_steps(model, sizes, depth, repeats, vocabulary, progress) for depth in fitting]

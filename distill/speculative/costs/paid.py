@@ -187,10 +187,7 @@ class PaidMeter:
         timed = sorted({3, *lengths} - {0})
         capacity, tokens = min(target.capacity, draft.capacity), max(tokens, 2 * timed[-1] + 2)
         if capacity < timed[-1] + 4:
-            raise DataError(
-                f"a context of {capacity} tokens has no room to time rounds of {timed[-1]} drafted tokens",
-                "draft fewer tokens, or give models of a larger context",
-            )
+            raise DataError(f"a context of {capacity} tokens has no room to time rounds of {timed[-1]} drafted tokens")
         self._models, self._tokens = (target, draft), tokens
         self._prompts = [prompt[: max(1, capacity - tokens)] for prompt in prompts]
         draws = random.Random(0)  # in mixed order a slow spell of the machine hits all lengths
@@ -254,7 +251,6 @@ class PaidMeter:
                 raise DataError(
                     "the draft proposes fewer tokens than it is asked for: rounds of "
                     f"{self._timer.limit()} could not be timed",
-                    "check its weights: its logits may be empty",
                 )
             self.text()
             progress.step(min(self.least, repeats) - progress.done)

@@ -47,8 +47,7 @@ class Reader:
     def __init__(self, model: Model, target: Vocabulary, draft: Vocabulary, rows: int | None = None) -> None:
         if draft.size > model.vocabulary_size:
             raise PairError(
-                f"the tokenizer in {draft.folder} has {draft.size} tokens, the draft {model.vocabulary_size} rows",
-                "give the tokenizer that belongs to the draft",
+                f"the tokenizer in {draft.folder} has {draft.size} tokens, the draft {model.vocabulary_size} rows"
             )
         self.model, self.translator = model, Translator(target, draft)
         self.rows = target.size if rows is None else rows

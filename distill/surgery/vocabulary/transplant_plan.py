@@ -61,8 +61,7 @@ def check_transplant(
     require_bytes(ours)
     if ours.size > tensors[EMBEDDING].shape[0]:
         raise DataError(
-            f"the donor's tokenizer has {ours.size} tokens, its embedding {tensors[EMBEDDING].shape[0]} rows",
-            f"put the tokenizer that belongs to the weights into {donor}",
+            f"the donor's tokenizer has {ours.size} tokens, its embedding {tensors[EMBEDDING].shape[0]} rows"
         )
     check_overrides(theirs, overrides or {})
     return Plan(
@@ -105,8 +104,5 @@ def _row_count(folder: Path, target: Vocabulary, config: Mapping[str, Any], rows
     if not isinstance(count, int):
         raise DataError(f"{folder}/config.json: vocab_size must be an integer", "correct config.json")
     if count < target.size:
-        raise DataError(
-            f"{count} rows are too few for the {target.size} tokens of {folder}",
-            "give the target's own tokenizer and config.json",
-        )
+        raise DataError(f"{count} rows are too few for the {target.size} tokens of {folder}")
     return count
