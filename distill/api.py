@@ -53,6 +53,7 @@ __all__ = [
     "LoadedPair",
     "PairSpeedup",
     "Sampler",
+    "Types",
     "cut",
     "decode",
     "evaluate",

@@ -159,6 +159,11 @@ def listed(counts: Mapping[str, int], sign: str = " ") -> str:
     return ", ".join(f"{count}{sign}{name}" for name, count in sorted(counts.items()))
 
 
+def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of token ids as it stands, special tokens included."""
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
 def prompt_seed(seed: int, prompt_id: str) -> int:
     """The seed of one prompt's own random numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()[:7], "big")

@@ -165,9 +165,8 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, by: Sequ
         measured = {one.slice for one in report.slices} | ({CLASS} if report.classes else set())
         if not measured & {*by}:
             raise DataError(
-                f"no acceptance by {' or '.join(by)} was measured: all positions are alike there, or the run was "
-                f"evaluated before slices were; measured are {', '.join(sorted(measured)) or 'none'}",
-                "evaluate the run again: distill train RECIPE --redo eval",
+                f"no acceptance by {' or '.join(by)} was measured: all positions are alike there",
+                f"measured are {', '.join(sorted(measured)) or 'none'}",
             )
         report = replace(
             report,

@@ -57,7 +57,7 @@ REPEATS = 7  # of timed steps
 @dataclass(frozen=True)
 class Asked:
     """What is measured of every pair. `batch` prompts are continued at once in transformers; `prepack` says whether
-    decoders lay out their layers, `costs` whether steps are timed."""
+    decoders lay out their layers, `costs` whether steps are timed, `compared` whether pairs are compared."""
 
     sampler: Sampler
     settings: Evaluate
@@ -67,6 +67,7 @@ class Asked:
     seed: int = 0
     batch: int = 32
     prepack: bool = True
+    compared: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Opened:
 def evaluate_pairs(targets: Iterable[Opened], asked: Asked) -> tuple[EvaluationReport, dict[str, list[list[Round]]]]:
     """The report of all pairs, and the decoded rounds of each prompt by pair.
 
-    Pairs after the first are compared with it, by prompt. DataError for targets that have room for other prompts.
+    DataError for targets that have room for other prompts.
     """
     measured: dict[str, dict[str, Measured]] = {}
     decoded: dict[str, DecodedRounds] = {}
@@ -139,17 +140,8 @@ def evaluate_pairs(targets: Iterable[Opened], asked: Asked) -> tuple[EvaluationR
         () if several else one.classes,
         sliced=None if several else next(iter(sliced.values()), None),
     )
-    if asked.divergences and (asked.costs or len(worst) > 1):
-        answers = measured["answers"]
-        sums = {name: by_unit(answers[name], METRICS.index(measure), len(names)) for name in worst}
-        base = next(iter(sums))
-        pairs = {
-            name: ComparedPair(
-                None if name == base else paired_ratio_interval(*sums[base], *sums[name]), worst[name], costs.get(name)
-            )
-            for name in worst
-        }
-        report = replace(report, pairs=pairs)
+    if asked.compared and asked.divergences and (costs or len(worst) > 1):
+        report = replace(report, pairs=_compared(measured["answers"], len(names), METRICS.index(measure), worst, costs))
     return report, {name: own.rounds for name, own in decoded.items()}
 
 
@@ -229,6 +221,20 @@ def pack_answers(prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]
 
 
 # ── compared ──
+
+
+def _compared(
+    answers: Mapping[str, Measured],
+    prompts: int,
+    column: int,
+    worst: Mapping[str, list[Stretch]],
+    costs: Mapping[str, StepCosts],
+) -> dict[str, ComparedPair]:
+    """Each pair's acceptance beside that of the first, paired by prompt."""
+    sums = {name: by_unit(one, column, prompts) for name, one in answers.items()}
+    base = next(iter(sums))
+    differences = {name: paired_ratio_interval(*sums[base], *own) for name, own in sums.items() if name != base}
+    return {name: ComparedPair(differences.get(name), worst[name], costs.get(name)) for name in answers}
 
 
 def by_unit(measured: Measured, column: int, units: int) -> tuple[Any, Any]:

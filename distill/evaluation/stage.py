@@ -58,6 +58,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         seed=recipe.seed,
         batch=recipe.answers.batch,
         prepack=recipe.pytorch.prepack,
+        compared=False,
     )
     report, rounds = evaluate_pairs([opened], asked)
     write_rounds(run.path("rounds.parquet"), rounds)

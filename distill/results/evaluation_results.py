@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from distill.intervals import UNKNOWN, Interval
+from distill.intervals import Interval
 from distill.models.server_commands import SAMPLING
 from distill.results.serialise import Figure
 
@@ -60,7 +60,7 @@ class Divergences:
     acceptance_match: Interval
     acceptance_greedy: Interval
     acceptance_ceiling: Interval
-    acceptance_drawn: Interval = UNKNOWN  # of runs evaluated before it was measured
+    acceptance_drawn: Interval
 
     def measure(self, name: str) -> Interval:
         """One of MEASURES."""
@@ -246,9 +246,9 @@ class EvaluationReport:
     """eval.json. `length` is γ of the decoded rounds; the dictionaries without a domain are by draft.
 
     `domains` is empty where no divergences were asked for; `positions` and `tokens_per_round` where no rounds were;
-    `classes` where the prompts have no labels and modes, or all the same; `slices` and `reliability` of runs evaluated
-    before they were measured. `stored` where the target was not loaded; `sampler` is then that of the stored
-    distributions. `pairs` where several were compared, or their steps timed; the names of the drafts then name pairs.
+    `classes` where the prompts have no labels and modes, or all the same; `slices` where all positions are alike.
+    `stored` where the target was not loaded; `sampler` is then that of the stored distributions. `pairs` where several
+    were compared, or their steps timed; the names of drafts then name pairs.
     """
 
     command: str

@@ -27,7 +27,18 @@ from distill.run import Run
 from distill.target.endpoint import Endpoint
 from distill.target.writers.local import GgufWriter, TorchWriter, require_gguf
 from distill.target.writers.server import ServerWriter
-from distill.texts import Answer, Prompt, Reply, Request, drop_reason, is_looping, listed, prompt_seed, write_lines
+from distill.texts import (
+    Answer,
+    Prompt,
+    Reply,
+    Request,
+    decoded,
+    drop_reason,
+    is_looping,
+    listed,
+    prompt_seed,
+    write_lines,
+)
 
 REPLY = {"id": str, "ids": [int], "ended": bool, "dropped": str}  # the form of a line of a journal
 
@@ -78,9 +89,7 @@ def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = Non
     ends = set(end_ids(recipe.target.model, tokenizer))
 
     def text_of(ids: Sequence[int]) -> str:
-        kept = [token for token in ids if token not in ends]
-        text: str = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return decoded(tokenizer, [token for token in ids if token not in ends])
 
     room = min(recipe.corpus.block, context)
     return Rules(recipe.seed, recipe.answers.new_tokens, room, recipe.answers.keep_truncated, text_of, template)

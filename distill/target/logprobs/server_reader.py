@@ -23,6 +23,7 @@ from distill.packing import Packed
 from distill.recipe import Recipe
 from distill.target.endpoint import Endpoint, Refused, Unanswered
 from distill.target.logprobs.readers import Document, Entries, listed_documents
+from distill.texts import decoded
 
 PROBE = "How are you?"
 MAX_PADDING = 32  # entries asked for beyond K, for padding rows that may be among the likeliest
@@ -92,13 +93,14 @@ class ServerReader:
         if self.settings.prompts == "ids":
             return blocks, 0
         mask = blocks.mask.clone()
-        changed = [one for one in listed_documents(blocks) if encode(self.tokenizer, self._text(one.ids)) != one.ids]
+        changed = [
+            one
+            for one in listed_documents(blocks)
+            if encode(self.tokenizer, decoded(self.tokenizer, one.ids)) != one.ids
+        ]
         for document in changed:
             mask[document.block][blocks.documents[document.block] == document.number] = False
         return replace(blocks, mask=mask), len(changed)
-
-    def _text(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def close(self) -> None:
         """End the connections."""
@@ -109,7 +111,7 @@ class ServerReader:
         ids, text = document.ids, self.settings.prompts == "text"
         body = {
             "model": self.settings.model,
-            "prompt": self._text(ids) if text else ids,
+            "prompt": decoded(self.tokenizer, ids) if text else ids,
             "prompt_logprobs": k + self.padding,
             "max_tokens": 1,  # 0 is refused by some versions
             "temperature": 0,

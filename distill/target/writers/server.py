@@ -16,7 +16,7 @@ from distill.files import has_form
 from distill.models.hugging_face import encode, end_ids, real_tokens
 from distill.recipe import Recipe
 from distill.target.endpoint import Endpoint, Refused, Unanswered, delay_seconds
-from distill.texts import Reply, Request, listed
+from distill.texts import Reply, Request, decoded, listed
 
 MAX_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
 LARGEST_SEED = 2**31
@@ -164,7 +164,7 @@ class ServerWriter:
             return Reply(request.id, [], False, "a prompt whose tokens are no text")
         if read.limit < 1:
             return Reply(request.id, [], False, "no room in the block")
-        text = self._text(read.ids)
+        text = decoded(self.tokenizer, read.ids)
         body = self._body(read) | {"prompt": read.ids if self.takes_ids else text, "add_special_tokens": False}
         answer = self.endpoint.post("completions", body, self._require_choice)
         if not self._read_prompt(answer, read.ids):
@@ -177,7 +177,7 @@ class ServerWriter:
 
         They differ where the prompt was cut within what the tokenizer writes as one token; the answer loses that room.
         """
-        ids = encode(self.tokenizer, self._text(request.ids))
+        ids = encode(self.tokenizer, decoded(self.tokenizer, request.ids))
         return replace(request, ids=ids, limit=request.limit - max(0, len(ids) - len(request.ids)))
 
     def _chat(self, request: Request) -> Reply:
@@ -194,7 +194,7 @@ class ServerWriter:
         answer = self.endpoint.post("chat/completions", body, self._require_choice)
         if not self._read_prompt(answer, request.ids):
             return Reply(request.id, [], False, OTHER_PROMPT)
-        choice, prompt = answer["choices"][0], self._text(request.ids)
+        choice, prompt = answer["choices"][0], decoded(self.tokenizer, request.ids)
         if self._given_ids(choice) is not None and not self._stop_string(choice):
             return self._reply(request, answer, "", prompt)
         ended = choice["finish_reason"] in STOPPED
@@ -203,10 +203,6 @@ class ServerWriter:
             if (answer.get("usage") or {}).get("completion_tokens") in (generated, generated + ended):
                 return self._reply(request, answer, text, prompt)
         return Reply(request.id, [], False, REJOIN)
-
-    def _text(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
     # ── replies ──
 
