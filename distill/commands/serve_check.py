@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -49,7 +48,7 @@ def serve_check(
     run: shared.RunArgument = None,
     server: Annotated[
         Path | None,
-        typer.Option(help="Path of llama-server, which is started with the draft and without."),
+        typer.Option(help="Path of llama-server, started with the draft and without; its own arguments go after --."),
     ] = None,
     n_max: Annotated[
         int | None,
@@ -75,12 +74,6 @@ def serve_check(
             "--choose/--no-choose", help="Find the fastest settings of the draft on validation prompts (--server)."
         ),
     ] = True,
-    whole_grid: Annotated[
-        bool,
-        typer.Option(
-            "--whole-grid", help="Then measure all settings on the held-out prompts too, and the fastest again."
-        ),
-    ] = False,
     count: Annotated[int, shared.number_option(min=2, help="Maximum number of prompts.")] = 12,
     tokens: Annotated[int, shared.number_option(min=8, help="Maximum new tokens after each prompt.")] = 96,
     concurrency: Annotated[
@@ -96,9 +89,6 @@ def serve_check(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, max=100, help="Replays of every prompt.")] = 3,
     outtype: Annotated[str | None, typer.Option(help="Of a run's files; by default the first written.")] = None,
-    server_option: Annotated[
-        list[str] | None, typer.Option(help="Further arguments of llama-server, such as '-ub 256'; or after --.")
-    ] = None,
     start_seconds: Annotated[float, shared.number_option(min=1, help="Longest wait for a healthy server.")] = 300.0,
     reply_seconds: Annotated[float, shared.number_option(min=1, help="Longest wait for a reply.")] = 300.0,
     target: Annotated[Path | None, pair_option(help="The target's GGUF file.")] = None,
@@ -134,7 +124,7 @@ def serve_check(
     sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     shared.require_sampler_used(sampler)
     _refuse_idle(context, context.params)
-    _check_options(context.params | {"run": run}, gguf, [*further, *(server_option or ())])
+    _check_options(context.params | {"run": run}, gguf, further)
     shared.require_place(to)
     counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16")})
     if counts[0] < 1 or counts[-1] > 64:
@@ -166,7 +156,6 @@ def serve_check(
             concurrency=tuple(counts),
             arrivals=arriving,
             choosing=[prompt.ids for prompt in choosing],
-            whole_grid=whole_grid,
             made=files.made,
             predicted=served_pair.predicted_acceptance(files.run, n_max if url is not None else length),
             template=served_pair.template_of(files.target, stack),
@@ -191,7 +180,7 @@ def serve_check(
                 gguf=gguf or Gguf(),
                 threads=thread_count(threads),
                 context=-(-(longest + tokens + max(length, 8) + 2) // 256) * 256,
-                further=(*[part for one in server_option or () for part in shlex.split(one)], *further),
+                further=tuple(further),
             )
             if draft_sampling == "probabilistic" or (draft_sampling is None and temperature and started.has(SAMPLING)):
                 started = replace(started, probabilistic=True)
@@ -221,11 +210,10 @@ def _kept(to: Path | None, output: str) -> Iterator[list[ServeReport]]:
 
 def _refuse_idle(context: typer.Context, given: Mapping[str, Any]) -> None:
     """Refuse options that the others leave nothing to do."""
-    of_a_start = ("p_min", "whole_grid", "start_seconds")
+    of_a_start = ("p_min", "start_seconds")
     idle: list[tuple[Any, tuple[str, ...], str]] = [
         (given["url"], of_a_start, "is for a server that this command starts (--server)"),
         (given["server"], ("plain_url", "kind", "key", "model"), "is for a server that runs already (--url)"),
-        (not given["choose"], ("whole_grid",), "belongs to the search that --no-choose leaves out"),
         (given["target"] and given["draft"], ("outtype",), "is of a run's files"),
         (not given["prompts"], ("prompt_tokens",), "is for --prompts"),
     ]
@@ -245,7 +233,7 @@ def _check_options(given: Mapping[str, Any], gguf: Gguf | None, further: Sequenc
     if given["draft_sampling"] == "probabilistic" and not given["temperature"]:
         raise RecipeError("greedy requests have no drafts to draw", "give --temperature, or --draft-sampling greedy")
     for one in further:
-        name = one.split()[0].split("=")[0] if one.split() else ""
+        name = one.partition("=")[0]
         if name in RENAMED:
             raise RecipeError(f"{name} is {RENAMED[name]} of this command", f"give {RENAMED[name]} in its place")
     if given["run"] is None and (given["target"] is None) != (given["draft"] is None):

@@ -65,7 +65,6 @@ def check_started(settings: CheckSettings, server: LlamaServer, keep: Keep = lam
             Trials(settings.ids, settings.limit, settings.samples),
             lambda one: opened(one, settings.seconds, settings.sampler),
             grid(settings.sampler.temperature > 0 and server.has(SAMPLING)),
-            settings.whole_grid,
         )
     return found(choice)
 

@@ -127,10 +127,9 @@ def choose(
     held_out: Trials,
     opened: Opened,
     settings: Sequence[DraftSettings],
-    whole_grid: bool = False,
 ) -> ChosenSettings:
     """Of `settings` those that were fastest on `validation`, with their speed on `held_out` beside that of the
-    finalists, of plain decoding and of the fastest that draft the other way, or of all."""
+    finalists, of plain decoding and of the fastest that draft the other way."""
     started = time.monotonic()
     tried = [Candidate(one) for one in settings]
     alive = tried
@@ -145,21 +144,13 @@ def choose(
         other = [one for one in drafting if one.settings.probabilistic != kept[0].settings.probabilistic]
         alive = [plain, *kept, *(one for one in other[:1] if one not in kept)]
     best = max(alive, key=lambda one: one.rate)
-    finalists = dict.fromkeys([*_finalists(best, alive), *(settings if whole_grid else ())])
-    rivals = [Candidate(one) for one in finalists]
+    rivals = [Candidate(one) for one in _finalists(best, alive)]
     visit(rivals, server, held_out, opened, "settings, held-out prompts")
-    confirmed, others = _beside_the_first(rivals), list[ConfirmedSettings]()
-    if whole_grid:
-        # The fastest of many is in part the luckiest, so that those of the grid are judged by new replies.
-        again = _finalists(best, rivals)
-        judged = [Candidate(one) for one in again]
-        visit(judged, server, held_out, opened, "settings, the fastest again")
-        others = [one for one in confirmed if one.settings not in again]
-        confirmed = _beside_the_first(judged)
+    confirmed = [ConfirmedSettings(one.settings, one.rate, rivals[0].over(one)) for one in rivals]
     return ChosenSettings(
         settings=best.settings,
         tried=[TriedSettings(one.settings, one.rounds, len(one.texts), one.rate) for one in tried],
-        confirmed=[*confirmed, *others],
+        confirmed=confirmed,
         sentence=_sentence(best.settings, confirmed),
         command=_command(server, best.settings),
         seconds=time.monotonic() - started,
@@ -173,11 +164,6 @@ def _finalists(best: Candidate, candidates: Sequence[Candidate]) -> list[DraftSe
         next((one for one in ranked if one != PLAIN and one.probabilistic == drawn), PLAIN) for drawn in (False, True)
     ]
     return list(dict.fromkeys([best.settings, PLAIN, *ranked[:FINALISTS], *ways]))
-
-
-def _beside_the_first(candidates: Sequence[Candidate]) -> list[ConfirmedSettings]:
-    first = candidates[0]
-    return [ConfirmedSettings(one.settings, one.rate, first.over(one)) for one in candidates]
 
 
 def _sentence(best: DraftSettings, confirmed: Sequence[ConfirmedSettings]) -> str:

@@ -44,7 +44,6 @@ class CheckSettings:
     concurrency: tuple[int, ...] = (1, 4, 16)
     arrivals: tuple[Load, ...] = ()
     choosing: Sequence[Sequence[int]] = ()
-    whole_grid: bool = False
     made: tuple[Path, Path] | None = None
     predicted: float = math.nan
     template: ChatTemplate | None = None

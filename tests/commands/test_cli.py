@@ -320,7 +320,6 @@ def test_faults_of_a_standalone_pair(
         (["profile", "TARGET", "--depths", "0,8"], "a step follows at least one token"),
         (["serve-check", "RUN", "--url", "http://127.0.0.1:1", "--p-min", "0.5"], "--p-min is for a server that this"),
         (["serve-check", "RUN", "--server", "x", "--key", "K"], "--key is"),
-        (["serve-check", "RUN", "--server", "x", "--no-choose", "--whole-grid"], "--whole-grid belongs to the search"),
         (["serve-check", "RUN", "--server", "x", "--prompt-tokens", "9"], "--prompt-tokens is"),
     ],
 )
