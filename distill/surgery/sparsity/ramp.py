@@ -50,11 +50,14 @@ class Penalty(ABC):
 
     def __init__(self, steps: int, start: float, ramp: float) -> None:
         if not 0 <= start <= 1 - ramp:
-            raise RecipeError(f"sparsity: start is {start}; with a ramp of {ramp} it leaves no room")
+            raise RecipeError(
+                f"sparsity: start is {start}; with a ramp of {ramp} it leaves no room", f"ask for 0 to {1 - ramp:g}"
+            )
         self.ramp = round(ramp * steps)  # steps
         if self.ramp < LEAST_RAMP:
             raise RecipeError(
-                f"sparsity: {steps} steps are too few: a ramp of {ramp} needs {LEAST_RAMP} proximal steps"
+                f"sparsity: {steps} steps are too few: a ramp of {ramp} needs {LEAST_RAMP} proximal steps",
+                f"train for at least {math.ceil(LEAST_RAMP / ramp)} steps, or ramp over a larger share of them",
             )
         self.dense = min(round(start * steps), steps - self.ramp)  # steps
         self.step = 0
