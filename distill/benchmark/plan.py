@@ -191,7 +191,7 @@ def outlook(case: Case, given: Mapping[str, Sequence[float]]) -> Outlook:
     usual: dict[str, Sequence[float]] = {f"{rate:.2f}": [rate] for rate in RATES}
     scenarios = [_scenario(case, title, rates, cost) for title, rates in (usual | {ALL: [1.0]} | dict(given)).items()]
     sentences = [_verdict(case, cost, lengths, scenarios)]
-    sentences += [_said(case, one) for one in scenarios if one.title in given] + [case.note] * bool(case.note)
+    sentences += [describe(case, one) for one in scenarios if one.title in given] + [case.note] * bool(case.note)
     token = case.median(lambda costs: costs.token)
     return Outlook(case.title, case.prompt, case.new, token, cost, lengths, scenarios, sentences)
 
@@ -242,7 +242,7 @@ def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenario
     )
 
 
-def _said(case: Case, one: Scenario) -> str:
+def describe(case: Case, one: Scenario) -> str:
     place = max(range(len(one.speedups)), key=lambda place: one.speedups[place].mean)
     verdict = "it pays" if one.best else "it does not pay"
     rates = ", ".join(f"{rate:.2f}" for rate in one.acceptance)

@@ -43,7 +43,7 @@ ADVICE = {
 
 
 @dataclass(frozen=True)
-class Way:
+class Setting:
     """A way of decoding: its measurement, and its round in plain steps (t, d, r)."""
 
     measured: Measurement
@@ -82,7 +82,7 @@ class Way:
         return self.figures.tokens / (self.target + self.draft + self.rest)
 
 
-def ways(report: SpeedupReport) -> list[Way]:
+def settings(report: SpeedupReport) -> list[Setting]:
     """The fastest way and the fastest fixed length of each pair and backend, where the parts of a round were timed."""
     found = []
     for part in report.parts:
@@ -97,24 +97,24 @@ def ways(report: SpeedupReport) -> list[Way]:
                 continue
             paid = (figures.target_seconds, figures.draft_seconds or 0.0, figures.overhead_seconds or 0.0)
             if sum(paid) > 0:  # texts of one token have no rounds
-                found.append(Way(measured, figures, *(seconds / base.seconds for seconds in paid)))
+                found.append(Setting(measured, figures, *(seconds / base.seconds for seconds in paid)))
     return found
 
 
 def table(report: SpeedupReport) -> Table | None:
     """What a round of each way costs and gives, and what it would give if one thing were free; None without figures."""
-    found = ways(report)
+    found = settings(report)
     if not found:
         return None
     heads = ["pair", "backend", "way", "tokens of a round", "its steps: target", "draft", "the rest"]
     heads += ["speedup of rounds", "all accepted", "a free draft", "verifying in one step", "nothing else"]
     rows: list[Row] = [
         [
-            *(way.measured.pair, way.measured.backend, way.measured.configuration),
-            *(way.figures.tokens, way.target, way.draft, way.rest, way.speedup),
-            *(way.without.get(name) for name in ADVICE),
+            *(setting.measured.pair, setting.measured.backend, setting.measured.configuration),
+            *(setting.figures.tokens, setting.target, setting.draft, setting.rest, setting.speedup),
+            *(setting.without.get(name) for name in ADVICE),
         ]
-        for way in found
+        for setting in found
     ]
     return Table(heads, rows, report.command, note=NOTE)
 
@@ -123,34 +123,34 @@ def advice(results: RunResults) -> list[str]:
     """For each pair and backend: what raises the speedup of its fastest way most, and how to go about it."""
     report = results.speedup
     assert report is not None
-    best, found, sentences = report.best, ways(report), []
+    best, found, sentences = report.best, settings(report), []
     for fastest in found:
         if fastest.measured not in best:
             continue
         place = f"{fastest.measured.pair}, {fastest.measured.backend}"
         group = [one for one in found if f"{one.measured.pair}, {one.measured.backend}" == place]
         # A way that hardly drafts has little to gain, whatever its pair has.
-        way = fastest if fastest.most >= 1 else max(group, key=lambda one: one.most)
-        if way.most < PAYS * way.speedup:
+        setting = fastest if fastest.most >= 1 else max(group, key=lambda one: one.most)
+        if setting.most < PAYS * setting.speedup:
             continue
-        name = next(name for name, speed in way.changeable.items() if speed == way.most)
+        name = next(name for name, speed in setting.changeable.items() if speed == setting.most)
         free, todo = ADVICE[name]
-        rounds = "its fastest way" if way is fastest else f"`{way.measured.configuration}`"
-        if way.most < 1:
+        rounds = "its fastest way" if setting is fastest else f"`{setting.measured.configuration}`"
+        if setting.most < 1:
             sentences.append(
                 f"{place}: no change of one thing makes drafting pay. The most, {free}, would give "
-                f"{way.most:.2f}× instead of {way.speedup:.2f}×. What to do: decode plainly there; `distill "
+                f"{setting.most:.2f}× instead of {setting.speedup:.2f}×. What to do: decode plainly there; `distill "
                 "plan` says what another type, build or machine would have to cost."
             )
             continue
         sentences.append(
-            f"{place}: {free}, the rounds of {rounds} would give {way.most:.2f}× instead of "
-            f"{way.speedup:.2f}×. What to do: {todo}."
+            f"{place}: {free}, the rounds of {rounds} would give {setting.most:.2f}× instead of "
+            f"{setting.speedup:.2f}×. What to do: {todo}."
         )
     return sentences
 
 
-def made(results: RunResults) -> str:
+def explain(results: RunResults) -> str:
     """The draft in one sentence: its size, what it was cut from, and for which target."""
     draft, donor, target = results.draft, results.donor, results.target
     sentence = f"A draft of {draft.parameters / 1e6:,.1f} million parameters"

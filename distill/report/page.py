@@ -129,7 +129,7 @@ def _headlines(results: RunResults) -> Html:
     missing = [name for name, one in (("speedup", measured), ("eval", evaluation)) if one is None]
     drawn = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
     return Html(
-        as_paragraph(held_back.made(results))
+        as_paragraph(held_back.explain(results))
         + drawn
         + as_list([f"{warning} What to do: {REMEDY}."] if warning else [])
         + (as_list(held_back.advice(results)) + as_table(costs) if costs else "")

@@ -26,7 +26,7 @@ from distill.training.finish import write_draft
 from distill.training.memory import loading, memory_explained, stepping, writing
 from distill.training.optimizer import set_rates
 from distill.training.plan import body_share, rate_share, states_weight
-from distill.training.setup import Training, say_what_lacks, set_up
+from distill.training.setup import Training, set_up, warn_missing_classes
 from distill.training.step import CLIP, STATES, scored_blocks
 from distill.training.trackers import tracked
 from distill.training.validation import ended, evaluate_weights, evaluation_due, take_best
@@ -45,7 +45,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         resumed = resume(work)
     if work.is_main and not resumed:
         run.record(BEGIN)
-        say_what_lacks(run)
+        warn_missing_classes(run)
     settings, state = work.settings, work.state
     if not resumed and settings.acceptance is not None:
         evaluate_weights(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken

@@ -200,7 +200,7 @@ def penalty_of(model: Any, settings: Train) -> Penalty | None:
     return UnstructuredL1(model, settings.steps, sparsity=sparsity.share, start=start, ramp=sparsity.ramp)
 
 
-def say_what_lacks(run: Run) -> None:
+def warn_missing_classes(run: Run) -> None:
     """Warn of classes of prompts that acceptance is measured on and the answers hardly have."""
     classes = read_json(run.path("answers", "manifest.json"), {}).get("by_class", [])  # absent in runs of before
     learnt: Counter[str] = Counter()
