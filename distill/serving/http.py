@@ -5,9 +5,10 @@ Nothing here sends a request again: a failed one is a finding, not noise.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import httpx2
@@ -57,11 +58,13 @@ class Http:
 
     def get(self, path: str) -> httpx2.Response:
         """A reply of any status; ServingError where none comes."""
-        return self._guarded(lambda: self.client.get(path))
+        with self._explained():
+            return self.client.get(path)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The JSON object that the server replies with; ServingError for anything else."""
-        response = self._guarded(lambda: self.client.post(path, json=body))
+        with self._explained():
+            response = self.client.post(path, json=body)
         if response.status_code != 200:
             raise self._refused(path, response.status_code, response.content)
         found = parse_object(response.content)
@@ -76,13 +79,10 @@ class Http:
 
         Events are parsed after the last one, so that this client takes little time from a server on the same machine.
         """
-        return self._guarded(lambda: self._stream(path, body))
-
-    def _stream(self, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], Timing]:
         parts: list[bytes] = []
         times: list[float] = []
         started = time.perf_counter()
-        with self.client.stream("POST", path, json=body) as response:
+        with self._explained(), self.client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 raise self._refused(path, response.status_code, response.read())
             for part in response.iter_raw():
@@ -110,9 +110,11 @@ class Http:
         found = parse_object(response.content) if response.status_code == 200 else {}
         return {} if isinstance(found, str) else found
 
-    def _guarded(self, send: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise the faults of a request as ServingError."""
         try:
-            return send()
+            yield
         except httpx2.ConnectTimeout:
             raise ServingError(f"{self.url} cannot be reached", "start the server, or correct --url") from None
         except httpx2.TimeoutException:
