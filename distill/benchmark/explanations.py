@@ -1,6 +1,6 @@
-"""Why a pair pays, or does not: sentences in which every number was measured.
+"""Why a pair is faster than plain decoding, or not, and what to change: sentences whose every number was measured.
 
-Legend: n drafted tokens, T target, D draft, τ tokens of a round.
+Legend: a round costs plain steps, the seconds of a token of plain decoding.
 """
 
 from __future__ import annotations
@@ -10,9 +10,30 @@ from collections.abc import Mapping, Sequence
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
 from distill.results.speedup_results import ChosenLength, Measurement, RoundFigures, StepFigures
 
-SMALL = 0.05  # of a plain step: what is less is not named as a reason
-SPARING = 0.2  # verified tokens of a round beside the one that plain decoding has: below, hardly anything is drafted
-FAR = 1.25  # times the predicted speedup, or its inverse: predictions are within a tenth on a quiet machine
+HARDLY_DRAFTS = 0.2  # verified tokens of a round, less the one that plain decoding has: below, hardly any is drafted
+LARGEST_ERROR = 1.25  # times the predicted speedup, or its inverse: predictions are within a tenth on a quiet machine
+LEAST_GAIN = 1.02  # a change that raises the speedup by less is no advice
+
+# What might change, what it would mean, and how to go about it.
+ADVICE = {
+    "acceptance": (
+        "with every drafted token accepted",
+        "train longer, or on answers to prompts like those that are served",
+    ),
+    "draft": (
+        "with a draft that costs nothing",
+        "take a smaller draft: fewer layers, q8_0 instead of f16, or, in PyTorch only, a trimmed head",
+    ),
+    "verification": (
+        "if verifying cost no more than a plain step",
+        "draft fewer tokens a round, or serve the target in a type or build whose steps over several tokens cost less "
+        "(`distill profile`)",
+    ),
+    "rest": (
+        "with nothing spent beside the models",
+        "take a larger target, or more prompts at once: these models are too small for what surrounds them",
+    ),
+}
 
 
 def explain(
@@ -32,123 +53,116 @@ def explain(
     by_title = {figures.configuration: figures for figures in rounds}
     best = max(drafting, key=lambda row: row.speedup)
     base = PLAIN_SAMPLED if best.sampler is not None and PLAIN_SAMPLED.title in by_title else PLAIN
-    single, figures = by_title[base.title].seconds, by_title[best.configuration]
+    plain, figures = by_title[base.title].seconds, by_title[best.configuration]
     sentences = ["The texts end with their first token: no round was timed."]
-    if single and figures.seconds:
-        sentences = _costs(steps, best, figures, single, prompts)
-        sentences += _of_lengths(steps, best, drafting, by_title, single, prompts)
+    if plain and figures.seconds:
+        sentences = [
+            _costs(steps, best, figures, plain),
+            *_verdict(best, figures, plain, prompts),
+            *_advice(best, drafting, by_title, plain),
+        ]
     if chosen is not None and chosen.length:
         # Of a single odd prompt there is no interval.
         interval = f" [{chosen.speedup_low:.2f}, {chosen.speedup_high:.2f}]"
         sentences.append(
             f"Cross-check: of the fixed lengths {chosen.length} is the fastest on every other prompt, and gives on the "
-            f"rest {chosen.speedup:.2f}x{interval if chosen.speedup_low < chosen.speedup_high else ''}."
+            f"rest {chosen.speedup:.2f}×{interval if chosen.speedup_low < chosen.speedup_high else ''}."
         )
     elif chosen is not None:
         sentences.append("Cross-check: plain decoding beats the fixed lengths on every other prompt.")
     return sentences
 
 
-def _of_lengths(
-    steps: StepFigures,
-    best: Measurement,
-    drafting: Sequence[Measurement],
-    by_title: Mapping[str, RoundFigures],
-    single: float,
-    prompts: Mapping[str, float],
-) -> list[str]:
-    """Why the fastest fixed length does not pay, where the fastest configuration is one that hardly drafts."""
-    if best.speedup_low > 1 or not _sparing(by_title[best.configuration]):
-        return []
-    lengths = [one for one in drafting if one.length and one.sampler == best.sampler and one.speedup > 0]
-    if not lengths:
-        return []
-    fastest = max(lengths, key=lambda one: one.speedup)
-    figures, draft = by_title[fastest.configuration], steps.draft.get(1, 0.0) / steps.target[1]
-    paid = figures.tokens >= figures.seconds / single and fastest.speedup >= 1  # by chance, or it would be the best
-    if not figures.seconds or fastest.speedup_low > 1 or paid:
-        return []
-    cause = _cause(fastest, figures, single, draft, prompts)
-    return [f"The fastest fixed length is `{fastest.configuration}`, {fastest.speedup:.2f}x: {cause}."]
-
-
-def _sparing(figures: RoundFigures) -> bool:
-    return figures.verified < 1 + SPARING and (figures.most or 0) < 1 + SPARING
-
-
-def _costs(
-    steps: StepFigures, best: Measurement, figures: RoundFigures, single: float, prompts: Mapping[str, float]
-) -> list[str]:
-    """What a round of the fastest configuration costs and gives, and why that does not pay where it does not.
-
-    `single` are the seconds of a plain step as it was paid.
-    """
-    round_steps = figures.seconds / single
+def _costs(steps: StepFigures, best: Measurement, figures: RoundFigures, plain: float) -> str:
+    """What a step of each model and a round of the fastest configuration cost, and what the round gives."""
     alone, draft = steps.target[1], steps.draft.get(1)
-    head = f"T(1) = {alone * 1e3:.2f} ms at depth {steps.depth}"
+    head = f"One token takes the target {alone * 1e3:.2f} ms at depth {steps.depth}"
     if draft is not None:
-        head += f", D = {draft / alone:.2f} T(1)"
-    bound = ""
-    if figures.most is not None:
-        bound = f"If every drafted token were accepted, such rounds would give {figures.most / round_steps:.2f}x. "
-    sentences = [
-        f"{head}. Fastest: `{best.configuration}`, {best.speedup:.2f}x over the whole request. A round costs "
-        f"{round_steps:.2f} plain steps ({_parts(figures, single)}) and gives {figures.tokens:.2f} tokens.",
-        f"{bound}A round takes {figures.seconds * 1e3:.2f} ms; its steps, timed with one model alone, take "
-        f"{figures.attained * figures.seconds * 1e3:.2f} ms. The rest goes to "
-        f"{'two models taking turns, ' if figures.draft_steps else ''}reading logits and rolling back.",
-    ]
-    if best.predicted is not None and not 1 / FAR < best.speedup / best.predicted < FAR:
+        head += f", the draft {draft / alone:.2f} of that"
+    parts = "not told apart: the device computes on after a call returns"
+    if figures.target_seconds is not None:
+        paid = (figures.target_seconds, figures.draft_seconds or 0.0, figures.overhead_seconds or 0.0)
+        target, drafted, rest = (seconds / plain for seconds in paid)
+        parts = (
+            f"the target's step over {figures.verified:.1f} tokens {target:.2f}, {figures.draft_steps:.1f} draft steps "
+            f"{drafted:.2f}, the rest {rest:.2f}"
+        )
+    return (
+        f"{head}. Fastest: `{best.configuration}`, {best.speedup:.2f}× over the whole request. A round costs "
+        f"{figures.seconds / plain:.2f} plain steps ({parts}) and gives {figures.tokens:.2f} tokens."
+    )
+
+
+def _verdict(best: Measurement, figures: RoundFigures, plain: float, prompts: Mapping[str, float]) -> list[str]:
+    """Whether the speed is far from its prediction, and why it is no gain where it is none."""
+    sentences = []
+    if best.predicted is not None and not 1 / LARGEST_ERROR < best.speedup / best.predicted < LARGEST_ERROR:
         sentences.append(
-            f"Costs and acceptance predict {best.predicted:.2f}x, which is far from it: another program used the "
+            f"Costs and acceptance predict {best.predicted:.2f}×, which is far from it: another program used the "
             "machine (`distill doctor` names it), or the prompts are too few."
         )
     if best.speedup_low > 1:
         return sentences
-    if figures.tokens >= round_steps and best.speedup >= 1:
-        return [
-            *sentences,
-            "It is faster, but not by more than these prompts vary: measure more of them (--count; in a recipe, "
-            "speedup.prompts).",
-        ]
-    cause = _cause(best, figures, single, (draft or 0.0) / alone, prompts)
-    return [*sentences, f"It does not pay here: {cause}."]
-
-
-def _parts(figures: RoundFigures, single: float) -> str:
-    if figures.target_seconds is None or figures.draft_seconds is None or figures.overhead_seconds is None:
-        return "not told apart: the device computes on after a call returns"
-    return (
-        f"the target's step over {figures.verified:.1f} tokens {figures.target_seconds / single:.2f}, "
-        f"{figures.draft_steps:.1f} draft steps {figures.draft_seconds / single:.2f}, "
-        f"the rest {figures.overhead_seconds / single:.2f}"
-    )
-
-
-def _cause(best: Measurement, figures: RoundFigures, single: float, draft: float, prompts: Mapping[str, float]) -> str:
-    """The largest cause why the fastest configuration is not faster than plain decoding; `draft` is D ÷ T(1)."""
-    round_steps = figures.seconds / single
-    if _sparing(figures):
-        why = ": its rule expects that more would not pay" if best.rule == "expected-value" else ""
-        return f"it verifies {figures.verified:.2f} tokens a round, so it hardly drafts{why}"
-    if draft >= 1 and figures.draft_steps:
-        return f"the draft is no faster than its target: D is {draft:.2f} T(1)"
-    if figures.most is not None and figures.most <= round_steps:
-        causes = {
-            "verifying several tokens is expensive": (figures.target_seconds or 0) / single - 1,
-            "the draft is expensive": (figures.draft_seconds or 0) / single,
-            "much is spent beside the models": (figures.overhead_seconds or 0) / single,
-        }
-        largest = max(causes, key=lambda name: causes[name])
-        return (
-            f"no acceptance would be enough: a round of {figures.most:.1f} tokens, all accepted, costs "
-            f"{round_steps:.2f} plain steps"
-            + (f"; above all, {largest} ({causes[largest]:.2f} plain steps)" if causes[largest] > SMALL else "")
+    paid = figures.tokens >= figures.seconds / plain
+    if paid and best.speedup >= 1:
+        why = "It is faster, but not by more than these prompts vary: measure more of them (--count; in a recipe, "
+        return [*sentences, why + "speedup.prompts)."]
+    if _hardly_drafts(figures):
+        rule = ": its rule expects no gain from more" if best.rule == "expected-value" else ""
+        why = f"it verifies {figures.verified:.2f} tokens a round, so it hardly drafts{rule}"
+    elif paid:
+        why = (
+            f"its rounds are fast enough, but reading the prompt takes {prompts[best.configuration] * 1e3:.1f} ms with "
+            f"the draft, {prompts[PLAIN.title] * 1e3:.1f} ms without"
         )
-    if figures.tokens < round_steps:
+    else:
         accepted = "" if best.acceptance is None else f" (accepted: {best.acceptance:.0%})"
-        return f"{figures.tokens:.2f} tokens a round are fewer than the {round_steps:.2f} that pay for it{accepted}"
-    return (
-        f"the rounds pay, the prompt does not: reading it takes {prompts[best.configuration] * 1e3:.1f} ms with the "
-        f"draft, {prompts[PLAIN.title] * 1e3:.1f} ms without"
-    )
+        why = f"a round gives fewer tokens than the plain steps that it costs{accepted}"
+    return [*sentences, f"It is no faster than plain decoding: {why}."]
+
+
+def _hardly_drafts(figures: RoundFigures) -> bool:
+    return figures.verified < 1 + HARDLY_DRAFTS and (figures.most or 0) < 1 + HARDLY_DRAFTS
+
+
+def _advice(
+    best: Measurement, drafting: Sequence[Measurement], by_title: Mapping[str, RoundFigures], plain: float
+) -> list[str]:
+    """The one change that raises the speedup of rounds most: of the fastest configuration or, where that hardly drafts
+    and so has little to gain, of the fastest fixed length."""
+    fixed = [one for one in drafting if one.length and one.sampler == best.sampler]
+    hardly = _hardly_drafts(by_title[best.configuration])
+    subject = max(fixed, key=lambda one: one.speedup) if hardly and fixed else best
+    figures = by_title[subject.configuration]
+    changes = _changed(subject, figures, plain)
+    now = figures.tokens / (figures.seconds / plain) if figures.seconds else 0.0
+    name = max(changes, key=lambda name: changes[name], default="")
+    if not changes or changes[name] < LEAST_GAIN * now:
+        return []
+    change, todo = ADVICE[name]
+    gain = f"would give {changes[name]:.2f}× instead of {now:.2f}×"
+    if changes[name] < 1:
+        return [
+            f"No change of one thing makes drafting faster than plain decoding here. The most, {change}, {gain}. What "
+            "to do: decode plainly here; `distill plan` says what another type, build or machine would have to cost."
+        ]
+    return [f"What to change: {change}, the rounds of `{subject.configuration}` {gain}. So {todo}."]
+
+
+def _changed(measured: Measurement, figures: RoundFigures, plain: float) -> dict[str, float]:
+    """The speedup of the rounds with one thing changed: everything accepted, a draft at no cost, verifying as cheap as
+    a plain step, nothing spent beside the models. Without acceptance where tokens are looked up, which no training
+    changes; empty where the parts of a round were not timed."""
+    if figures.target_seconds is None:
+        return {}
+    paid = (figures.target_seconds, figures.draft_seconds or 0.0, figures.overhead_seconds or 0.0)
+    target, draft, rest = (seconds / plain for seconds in paid)
+    cost, tokens = target + draft + rest, figures.tokens
+    if cost <= 0:  # texts of one token have no rounds
+        return {}
+    most = {} if figures.most is None else {"acceptance": max(figures.most, tokens) / cost}
+    return (most if measured.drafter != "lookup" else {}) | {
+        "draft": tokens / (cost - draft),
+        "verification": tokens / (min(target, 1.0) + draft + rest),
+        "rest": tokens / (cost - max(rest, 0.0)),
+    }

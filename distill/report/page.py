@@ -7,7 +7,7 @@ from collections.abc import Callable
 from html import escape
 from typing import TypeVar
 
-from distill.report import draft_tables, held_back, sections
+from distill.report import draft_tables, sections
 from distill.report.html import (
     Html,
     as_code,
@@ -115,7 +115,6 @@ def _headlines(results: RunResults) -> Html:
     """The best speedups, those of a GGUF target as it is served first, and the acceptance of every domain, as cards."""
     measured, evaluation = results.speedup, results.evaluation
     served = "gguf" if results.target.path.endswith(".gguf") else ""
-    costs = held_back.table(measured) if measured else None
     cards = (
         [_speedup_card(measured, one) for one in sorted(measured.best, key=lambda one: one.backend != served)]
         if measured
@@ -123,19 +122,28 @@ def _headlines(results: RunResults) -> Html:
     )
     cards += [_acceptance_card(evaluation, domain) for domain in evaluation.domains] if evaluation else []
     commands = dict.fromkeys(one.command for one in (measured, evaluation) if one)
-    if measured and costs:
-        commands.pop(measured.command)  # which the table of costs names already
     warning = results.training.warning if results.training else None
     missing = [name for name, one in (("speedup", measured), ("eval", evaluation)) if one is None]
     drawn = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
     return Html(
-        as_paragraph(held_back.explain(results))
+        as_paragraph(_draft(results))
         + drawn
         + as_list([f"{warning} What to do: {REMEDY}."] if warning else [])
-        + (as_list(held_back.advice(results)) + as_table(costs) if costs else "")
+        + as_list(measured.explanations if measured else [])
         + "".join(map(as_command, commands))
         + "".join(not_run(name, results.left_out.get(name)) for name in missing)
     )
+
+
+def _draft(results: RunResults) -> str:
+    """The draft in one sentence: its size, what it was cut from, and for which target."""
+    draft, donor, target = results.draft, results.donor, results.target
+    sentence = f"A draft of {draft.parameters / 1e6:,.1f} million parameters"
+    if donor is not None:
+        same = donor.path == target.path
+        kept = f"{draft.layers} of {donor.layers} layers" if draft.layers != donor.layers else "all layers"
+        sentence += f", {kept} of {'the target' if same else donor.path},"
+    return f"{sentence} for {target.path}."
 
 
 def _speedup_card(report: SpeedupReport, one: Measurement) -> str:

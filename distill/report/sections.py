@@ -202,7 +202,6 @@ def speedup(report: SpeedupReport) -> Html:
         as_plots(*drawn)
         + as_paragraph(note)
         + as_table(measurement_table(report.measurements, report.command, report.best))
-        + as_list(report.explanations)
     )
 
 
