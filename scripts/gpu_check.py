@@ -49,7 +49,7 @@ from distill.speculative.decode import Decoded, decode, plain
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.lengths import Fixed
 from distill.speculative.rules import GREEDY, Rules
-from distill.speculative.trees.tree_drafter import TreeDrafter
+from distill.speculative.trees.tree import TreeDrafter
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = 151_936  # of Qwen's head

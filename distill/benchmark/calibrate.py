@@ -33,10 +33,9 @@ from distill.speculative.costs.curve import StepCosts
 from distill.speculative.costs.paid import DraftSteps, PaidCosts
 from distill.speculative.decode import decode_text, room_for
 from distill.speculative.draft import ModelDrafter, distribution_sampler
-from distill.speculative.proposal import ROOT, Proposal
+from distill.speculative.proposal import ROOT, Proposal, best_tokens
 from distill.speculative.rules import GREEDY, Rules
 from distill.speculative.trees.shape import RankTally
-from distill.speculative.trees.tree import best_tokens
 from distill.texts import read_prompts
 
 FORMAT = 1

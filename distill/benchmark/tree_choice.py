@@ -26,7 +26,7 @@ from distill.speculative.draft import Drafter
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape, choose_shape, expected_accepted
-from distill.speculative.trees.tree_drafter import TreeDrafter
+from distill.speculative.trees.tree import TreeDrafter
 
 # Trees that are timed; each costs a few texts, and what lies between two of them is hardly faster than both.
 SIZES = (1, 2, 3, 4, 6, 8, 11, 15, 21, 29, 40, 63)

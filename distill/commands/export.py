@@ -19,7 +19,7 @@ from distill.results.export_results import ExportedFile
 from distill.run import Run
 
 if TYPE_CHECKING:
-    from distill.models.conversion.general_fields import Advice, Origin
+    from distill.models.conversion.fields import Advice, Origin
     from distill.models.conversion.writer import WrittenFile
     from distill.results.export_results import Parity
 
@@ -90,7 +90,7 @@ def export_gguf(
 def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]], Path, Run | None, bool]:
     """What to export, by name, the place for the files, the run, and whether it measured that the draft is slower than
     plain decoding: of a Hugging Face folder, or of draft and target of a run with a trained draft."""
-    from distill.models.conversion.general_fields import PLAIN
+    from distill.models.conversion.fields import PLAIN
     from distill.models.conversion.importing import is_gguf
     from distill.models.hugging_face import local_folder
 

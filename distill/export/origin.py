@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distill.errors import DistillError
-from distill.models.conversion.general_fields import Advice, Origin
+from distill.models.conversion.fields import Advice, Origin
 from distill.models.hugging_face import local_folder
 from distill.recipe import Recipe
 from distill.recipe.configuration import P_MIN

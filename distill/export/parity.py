@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distill.divergences import forward_kl
 from distill.errors import DataError
-from distill.models.conversion.llama_tokenizer import PROBE, as_llama_reads
+from distill.models.conversion.fields import PROBE, as_llama_reads
 from distill.models.conversion.model_shape import Shape, read_shape
 from distill.models.finite import place_of, require_finite
 from distill.models.gguf.model import GgufModel

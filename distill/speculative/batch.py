@@ -15,8 +15,7 @@ from distill.models.base import Logits, Model
 from distill.speculative.decode import Decoded, Round, add_tokens
 from distill.speculative.draft import NONE, ChainDraft, ModelDrafter, distribution_sampler, largest_logit_decides
 from distill.speculative.lengths import Fixed, LengthRule
-from distill.speculative.on_device.device_draft import RowRound
-from distill.speculative.on_device.device_round import DeviceRounds, rounds_on_device
+from distill.speculative.on_device.device_round import DeviceRounds, RowRound, rounds_on_device
 from distill.speculative.proposal import NGramIndex, Proposal
 from distill.speculative.rules import Rules, require_lossless
 from distill.speculative.verify import Random, draw_chain, draw_token, verify_greedy

@@ -29,7 +29,7 @@ from distill.speculative.lengths import (
 from distill.speculative.lookup import LookupDrafter, LookupPrice
 from distill.speculative.other_vocabulary.drafters import Reader, other_vocabulary_drafter
 from distill.speculative.trees.shape import Shape
-from distill.speculative.trees.tree_drafter import TreeDrafter
+from distill.speculative.trees.tree import TreeDrafter
 from distill.speculative.verify import Random, refusal
 
 NO_COSTS = StepCosts((1.0, 1.0), 0.0, 0.0)

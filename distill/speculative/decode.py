@@ -17,8 +17,7 @@ from distill.grammar.constrained import Constrained
 from distill.models.base import Logits, Model
 from distill.speculative.draft import NOTHING, ONLY, Drafter, ModelDrafter
 from distill.speculative.lengths import Fixed, LengthRule
-from distill.speculative.on_device.device_draft import RowRound
-from distill.speculative.on_device.device_round import round_of_text, rounds_of_text, rounds_on_device
+from distill.speculative.on_device.device_round import RowRound, round_of_text, rounds_of_text, rounds_on_device
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.rules import GREEDY, Rules, require_lossless
 from distill.speculative.verify import (

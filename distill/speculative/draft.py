@@ -18,8 +18,7 @@ from distill.models.base import Model
 from distill.sampler import Sampler
 from distill.speculative.lengths import LengthRule
 from distill.speculative.lookup import LookupDrafter
-from distill.speculative.proposal import LONGEST, Features, NGramIndex, Proposal
-from distill.speculative.trees.tree import features_of
+from distill.speculative.proposal import LONGEST, Features, NGramIndex, Proposal, features_of
 from distill.speculative.verify import Random, draw_token
 
 NONE = -1  # no token: the draft's logits are −∞ everywhere

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 ROOT = -1  # the committed end of the context, parent of the first nodes
@@ -27,6 +28,35 @@ class Features:
     second: float
     entropy: float
     match: int = 0
+
+
+def features_of(distribution: Tensor) -> Features:
+    """Features of a distribution [V]."""
+    return features_from(distribution, best_tokens(distribution, 2)[1])
+
+
+def features_from(distribution: Tensor, best: Sequence[float]) -> Features:
+    """Features of a distribution [V] whose `best` probabilities, two or more, are known."""
+    entropy = entropies(distribution)
+    top, second = (*best[:2], 0.0, 0.0)[:2]  # none where an empty distribution is 0 everywhere
+    return Features(top, second, float(entropy))
+
+
+def entropies(distributions: Tensor) -> Tensor:
+    """−Σ p ln p [...] of distributions [..., V], in nats; special.entr takes twice the time."""
+    return -(distributions * distributions.clamp(min=torch.finfo(distributions.dtype).tiny).log()).sum(-1)
+
+
+def best_tokens(distribution: Tensor, count: int) -> tuple[list[int], list[float]]:
+    """Up to `count` possible tokens of a distribution [V] and their probabilities; best first, smaller ids on ties."""
+    values, ids = distribution.topk(min(count + 1, distribution.shape[-1]))
+    candidates = list(zip(values.tolist(), ids.tolist(), strict=True))
+    if len(candidates) > count and candidates[count][0] == candidates[count - 1][0] > 0:
+        # topk may take any of the tokens that tie for the last place: compare all of them.
+        ids = torch.nonzero(distribution >= values[-1]).flatten()
+        candidates = list(zip(distribution[ids].tolist(), ids.tolist(), strict=True))
+    candidates = sorted(((p, i) for p, i in candidates if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]
+    return [i for _, i in candidates], [p for p, _ in candidates]
 
 
 @dataclass(frozen=True)

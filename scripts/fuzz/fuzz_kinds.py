@@ -455,7 +455,7 @@ def _objects(base: Any) -> Strategy:
 
 
 def read_configuration(world: World, found: bytes) -> Readers:
-    from distill.models.conversion.model_fields import add_model_fields, rope_tensors
+    from distill.models.conversion.fields import add_model_fields, rope_tensors
     from distill.models.conversion.model_shape import read_shape
     from distill.models.gguf.file_head import write_head
     from distill.models.hugging_face import load_config

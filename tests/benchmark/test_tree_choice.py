@@ -59,8 +59,7 @@ from distill.speculative.decode import Decoded, Round, decode_text
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.rules import GREEDY, Rules
 from distill.speculative.trees.shape import RankTally, Shape
-from distill.speculative.trees.tree import best_first
-from distill.speculative.trees.tree_drafter import TreeDrafter
+from distill.speculative.trees.tree import TreeDrafter, best_first
 
 CHOSEN = [
     Configuration(drafter="tree", length=4),

@@ -16,7 +16,7 @@ from test_gguf_reference import script
 
 from distill.export.origin import advice_of, origins
 from distill.models.conversion import writer as writing
-from distill.models.conversion.general_fields import Advice, Origin
+from distill.models.conversion.fields import Advice, Origin
 from distill.models.conversion.writer import export_files, export_gguf
 from distill.recipe import load_recipe
 from distill.results.export_results import ExportReport

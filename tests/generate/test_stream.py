@@ -42,7 +42,7 @@ from distill.speculative.costs.curve import StepCosts
 from distill.speculative.decode import Decoded, decode_text, plain
 from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape
-from distill.speculative.trees.tree_drafter import TreeDrafter
+from distill.speculative.trees.tree import TreeDrafter
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]

@@ -34,7 +34,7 @@ from distill.speculative.lookup import LookupDrafter
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape
-from distill.speculative.trees.tree_drafter import TreeDrafter
+from distill.speculative.trees.tree import TreeDrafter
 from distill.speculative.verify import Random
 from distill.vocabulary import Vocabulary
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from distill.errors import DataError
 from distill.export.parity import as_llama_reads, check_texts
-from distill.models.conversion.llama_tokenizer import GgufTokenizer, add_tokenizer, write_vocabulary
+from distill.models.conversion.fields import GgufTokenizer, add_tokenizer, write_vocabulary
 from distill.models.conversion.pieces import read_pieces
 from distill.models.conversion.tokenizer import NAMES, read_tokenizer
 from distill.models.gguf.file import GgufFile

@@ -36,7 +36,7 @@ from distill.speculative.proposal import Proposal
 from distill.speculative.rules import Rules
 from distill.speculative.sample import continue_prompts
 from distill.speculative.trees.shape import Shape
-from distill.speculative.trees.tree_drafter import TreeDrafter
+from distill.speculative.trees.tree import TreeDrafter
 from distill.speculative.verify import CHAINS, TREES, draw, draw_chain, draw_token, walk
 
 INF, NAN = math.inf, math.nan

@@ -32,9 +32,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from distill.errors import DataError
 from distill.export.parity import Source, compare
 from distill.models import hugging_face
+from distill.models.conversion.fields import PROBE, GgufTokenizer, add_tokenizer, write_vocabulary
 from distill.models.conversion.imported_tokenizer import read_tokenizer
 from distill.models.conversion.importing import folder_of, read_import, write_import
-from distill.models.conversion.llama_tokenizer import PROBE, GgufTokenizer, add_tokenizer, write_vocabulary
 from distill.models.conversion.tokenizer import read_tokenizer as read_exported
 from distill.models.conversion.writer import export_gguf
 from distill.models.gguf.file import GgufFile

@@ -37,8 +37,7 @@ from distill.speculative.draft import Drafter, FallbackDrafter, ModelDrafter
 from distill.speculative.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
 from distill.speculative.lookup import LookupDrafter
 from distill.speculative.on_device import device_round
-from distill.speculative.on_device.device_draft import DeviceDraft, Drafted, RowRound
-from distill.speculative.on_device.device_round import rounds_on_device
+from distill.speculative.on_device.device_round import DeviceDraft, Drafted, RowRound, rounds_on_device
 from distill.speculative.rules import Rules
 
 torch.set_num_threads(1)

@@ -36,7 +36,7 @@ from distill.speculative.lookup import LookupDrafter
 from distill.speculative.proposal import ROOT, Proposal
 from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape
-from distill.speculative.trees.tree_drafter import TreeDrafter
+from distill.speculative.trees.tree import TreeDrafter
 from distill.speculative.verify import TREES, NodeVerdict, Random, _remainder, node_token, refusal
 
 torch.set_num_threads(1)

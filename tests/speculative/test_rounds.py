@@ -33,8 +33,7 @@ from distill.speculative.costs.curve import StepCosts
 from distill.speculative.draft import ModelDrafter
 from distill.speculative.expected_value import ExpectedValue
 from distill.speculative.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule
-from distill.speculative.proposal import Proposal
-from distill.speculative.trees.tree import features_of
+from distill.speculative.proposal import Proposal, features_of
 from distill.speculative.verify import CHAINS, refusal
 
 torch.set_num_threads(1)

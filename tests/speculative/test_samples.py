@@ -31,7 +31,7 @@ from distill.speculative.lookup import LookupDrafter
 from distill.speculative.proposal import Proposal
 from distill.speculative.rules import Rules
 from distill.speculative.trees.shape import Shape
-from distill.speculative.trees.tree_drafter import TreeDrafter
+from distill.speculative.trees.tree import TreeDrafter
 from distill.speculative.verify import CHAINS, TREES, Random
 
 torch.set_num_threads(1)

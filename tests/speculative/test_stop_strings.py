@@ -30,7 +30,7 @@ from distill.speculative.lookup import LookupDrafter
 from distill.speculative.rules import Rules
 from distill.speculative.stop_strings import Characters, Stopped, stop_before, token_bytes
 from distill.speculative.trees.shape import Shape
-from distill.speculative.trees.tree_drafter import TreeDrafter
+from distill.speculative.trees.tree import TreeDrafter
 from distill.vocabulary import Vocabulary
 
 torch.set_num_threads(1)

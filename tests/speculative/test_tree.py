@@ -16,16 +16,9 @@ from hypothesis import strategies as st
 from table_model import TableModel
 
 from distill.speculative.calibration import Calibration
-from distill.speculative.proposal import ROOT, Features, Proposal
+from distill.speculative.proposal import ROOT, Features, Proposal, best_tokens, features_of
 from distill.speculative.trees.shape import RankTally, Shape, ShapeTable, choose_shape, expected_accepted
-from distill.speculative.trees.tree import (
-    best_first,
-    best_tokens,
-    calibrated,
-    features_of,
-    sampled_tree,
-    top_tree,
-)
+from distill.speculative.trees.tree import best_first, calibrated, sampled_tree, top_tree
 from distill.speculative.verify import TREES, walk, walk_greedy
 
 torch.set_num_threads(1)

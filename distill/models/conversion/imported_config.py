@@ -19,7 +19,7 @@ from distill.models.conversion.families import (
     Family,
     Sizes,
 )
-from distill.models.conversion.model_fields import DEFAULT_THETA, llama3_divisors
+from distill.models.conversion.fields import DEFAULT_THETA, llama3_divisors
 from distill.models.gguf.file_head import FileHead, shortest
 from distill.models.tensor_files import Floats
 

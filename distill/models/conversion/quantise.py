@@ -18,7 +18,7 @@ import numpy as np
 from distill.errors import DataError
 from distill.files import read_utf8, write_atomically
 from distill.machine import usable_cores
-from distill.models.conversion.general_fields import file_type_number
+from distill.models.conversion.fields import file_type_number
 from distill.models.conversion.model_shape import read_shape
 from distill.models.gguf.file_head import open_head
 from distill.models.gguf.library import ERRORS, last_errors, library

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.models.conversion.families import part_of
-from distill.models.conversion.model_fields import rope_tensors
+from distill.models.conversion.fields import rope_tensors
 from distill.models.conversion.model_shape import Shape
 from distill.models.tensor_files import Floats, Stored, from_floats, stored_tensors, to_floats
 from distill.progress import Progress

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
 from distill.files import read_utf8
-from distill.models.conversion.llama_tokenizer import GgufTokenizer, same_ids
+from distill.models.conversion.fields import GgufTokenizer, same_ids
 from distill.models.conversion.pieces import (
     Piece,
     pieces_of_merges,

@@ -13,10 +13,15 @@ import numpy as np
 
 from distill.errors import DataError
 from distill.files import remove_left, write_atomically
-from distill.models.conversion.general_fields import PLAIN, Origin, add_general_fields
+from distill.models.conversion.fields import (
+    PLAIN,
+    GgufTokenizer,
+    Origin,
+    add_general_fields,
+    add_model_fields,
+    add_tokenizer,
+)
 from distill.models.conversion.importing import file_type, is_gguf
-from distill.models.conversion.llama_tokenizer import GgufTokenizer, add_tokenizer
-from distill.models.conversion.model_fields import add_model_fields
 from distill.models.conversion.model_shape import Shape, read_shape
 from distill.models.conversion.quantise import importance_of, quantise_file
 from distill.models.conversion.tensors import GgufTensor, Output, read_tensors, write_tensors

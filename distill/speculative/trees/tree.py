@@ -9,48 +9,23 @@ call, V vocabulary, k children.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from distill.models.base import SPARE_NODES, Model
+from distill.sampler import Sampler
 from distill.speculative.calibration import Calibration
-from distill.speculative.proposal import ROOT, Features, Proposal
+from distill.speculative.draft import distribution_sampler, read_prompt
+from distill.speculative.proposal import ROOT, Features, Proposal, best_tokens, features_from, features_of
 from distill.speculative.trees.shape import Shape
-from distill.speculative.verify import draw_token
+from distill.speculative.verify import Random, draw_token
 
 # Feeds the draft these tokens below these parents (numbers of tokens fed before, or ROOT) and returns the distributions
 # [m, V] after them, after the sampler. `extend(tokens, parents=parents)` of a model numbers its nodes in the same way.
 Expand = Callable[[list[int], list[int]], Tensor]
-
-
-def features_of(distribution: Tensor) -> Features:
-    """Features of a distribution [V]."""
-    return _features(distribution, best_tokens(distribution, 2)[1])
-
-
-def _features(distribution: Tensor, best: Sequence[float]) -> Features:
-    entropy = entropies(distribution)
-    top, second = (*best[:2], 0.0, 0.0)[:2]  # none where an empty distribution is 0 everywhere
-    return Features(top, second, float(entropy))
-
-
-def entropies(distributions: Tensor) -> Tensor:
-    """−Σ p ln p [...] of distributions [..., V], in nats; special.entr takes twice the time."""
-    return -(distributions * distributions.clamp(min=torch.finfo(distributions.dtype).tiny).log()).sum(-1)
-
-
-def best_tokens(distribution: Tensor, count: int) -> tuple[list[int], list[float]]:
-    """Up to `count` possible tokens of a distribution [V] and their probabilities; best first, smaller ids on ties."""
-    values, ids = distribution.topk(min(count + 1, distribution.shape[-1]))
-    candidates = list(zip(values.tolist(), ids.tolist(), strict=True))
-    if len(candidates) > count and candidates[count][0] == candidates[count - 1][0] > 0:
-        # topk may take any of the tokens that tie for the last place: compare all of them.
-        ids = torch.nonzero(distribution >= values[-1]).flatten()
-        candidates = list(zip(distribution[ids].tolist(), ids.tolist(), strict=True))
-    candidates = sorted(((p, i) for p, i in candidates if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]
-    return [i for _, i in candidates], [p for p, _ in candidates]
 
 
 @dataclass(frozen=True, order=True)
@@ -143,7 +118,7 @@ def _children(node: _Node | None, distribution: Tensor, branching: int, calibrat
     tokens, chances = best_tokens(distribution, max(branching, 2))
     if not tokens:
         return []
-    features = _features(distribution, chances)
+    features = features_from(distribution, chances)
     tokens, chances = tokens[:branching], chances[:branching]
     if calibration is not None:
         chances = calibrated(chances, features, depth, calibration)
@@ -249,3 +224,83 @@ def _fill(
         after = expand([tokens[place] for _, place in inner], above)
         level = [(child, place, distribution) for (child, place), distribution in zip(inner, after, strict=True)]
     return Proposal(tokens, parents, torch.stack(distributions) if distributions else None, features)
+
+
+class TreeDrafter:
+    """A model that proposes trees: of the nodes of greatest value, or in a fixed shape.
+
+    Without a `shape` the tree has the `nodes` nodes of greatest value (deterministic children). With one, children are
+    the best tokens where `best`, else drawn from the draft's distribution, without replacement where `distinct`.
+    `values` are those of the last tree that was made without a shape, best first.
+    """
+
+    tree = True
+
+    def __init__(
+        self,
+        model: Model,
+        sampler: Sampler,
+        random: Random,
+        nodes: int,
+        *,
+        shape: Shape | None = None,
+        best: bool = False,
+        distinct: bool = False,
+        branching: int = 16,
+        depth: int = 8,
+        calibration: Calibration | None = None,
+    ) -> None:
+        if sampler.repetition_penalty != 1:
+            raise ValueError("trees are not drafted under a repetition penalty: branches have different histories")
+        if shape is not None and not best and sampler.temperature == 0:
+            raise ValueError("a greedy sampler draws nothing: ask for trees of the best tokens")
+        self.model, self.sampler, self.random, self.nodes = model, distribution_sampler(sampler), random, nodes
+        self.shape, self.best, self.distinct = shape, best, distinct
+        self.values: list[float] = []
+        self.branching, self.depth, self.calibration = branching, depth, calibration
+
+    @property
+    def kind(self) -> str:
+        """Deterministic, sampled or distinct."""
+        return "deterministic" if self.shape is None or self.best else "distinct" if self.distinct else "sampled"
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Read the prompt but for its last token; nothing where it has no room, or where no tree pays."""
+        read_prompt(self.model, prompt, self.nodes > 0)
+
+    def room(self, length: int) -> int:
+        """The room left in the draft's context, which holds every node that the draft takes."""
+        return self.model.capacity - length
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """A tree of at most `limit` levels; a shape loses its deeper ones. Its size is settled before any draw."""
+        shape = None if self.shape is None else self.shape.within(limit)
+        nodes = self.nodes if shape is None else len(shape)
+        # The target holds a path of limit + 1 nodes and SPARE_NODES beside it; the context's last token is one of them.
+        room = limit + SPARE_NODES - 2
+        if limit <= 0 or nodes == 0 or (shape is not None and nodes > room):
+            return Proposal.chain([])
+        fresh = list(context[self.model.lengths[0] :])
+        root = self.sampler.distributions(self.model.extend(fresh, want=[len(fresh) - 1]), empty=True)[0]
+
+        def expand(tokens: list[int], parents: list[int]) -> Tensor:
+            return self.sampler.distributions(self.model.extend(tokens, parents=parents), empty=True)
+
+        if shape is not None and self.best:
+            return top_tree(shape, root, expand)
+        if shape is not None:
+            return sampled_tree(shape, root, expand, self.random, not self.distinct)
+        proposal, self.values = best_first(
+            root,
+            expand,
+            min(nodes, room),
+            branching=self.branching,
+            depth=min(self.depth, limit),
+            calibration=self.calibration,
+            max_leaves=self.model.max_leaves,
+        )
+        return proposal
+
+    def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
+        """Drop the tree; the accepted path is read again together with the next token."""
+        self.model.rollback([min(self.model.lengths[0], length - 1)])
