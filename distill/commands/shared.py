@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from distill.progress import is_verbose, note
 from distill.recipe import PyTorch, Recipe, SamplerSettings, Target, load_recipe, parse_section, resolve_model
 from distill.results.serialise import as_json
 from distill.run import Run
-from distill.tables import Block, Table, records, rendered
+from distill.tables import Block, records, rendered
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
 RunArgument = Annotated[
@@ -156,15 +155,6 @@ def print_blocks(blocks: Sequence[Block], result: Any, output: str) -> None:
     """Print results to stdout as `output` says: tables as md, jsonl or csv, a dataclass (None: rows) as json."""
     require_format(output)
     print(rendered(blocks, records(blocks) if result is None else as_json(result), output), end="")
-
-
-def print_result(result: Any, markdown: str, rows: list[dict[str, Any]], output: str) -> None:
-    """To go with its last callers."""
-    if output in ("md", "json"):
-        print(markdown if output == "md" else json.dumps(as_json(result), indent=1, ensure_ascii=False))
-    else:
-        heads = list(rows[0])
-        print_blocks([Table(heads, [[row[head] for head in heads] for row in rows])], None, output)
 
 
 def read_texts(paths: list[Path]) -> list[str]:
