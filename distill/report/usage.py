@@ -92,7 +92,7 @@ def _verdict(fastest: dict[str, Measurement], backend: str) -> str:
         )
     if one is None:
         return "No draft length was timed; the one shown is only a starting point."
-    best = f"{one.length} drafted, {shown(speedup_of(one), '×')} plain decoding in {names[backend]}"
+    best = f"{one.length} drafted, {shown(speedup_of(one), '×')} over plain decoding in {names[backend]}"
     if one.verdict == SLOWER:
         return (
             f"It does not pay on the run's machine: the best fixed length was slower than plain decoding ({best}). "
