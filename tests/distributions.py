@@ -11,8 +11,8 @@ from torch import Tensor
 
 from distill import divergences
 from distill.teacher.distributions import EMPTY, Teacher, TeacherChunk
+from distill.training.losses.bucket import LossSettings, LossSums
 from distill.training.losses.fused import head_loss
-from distill.training.losses.settings import LossSettings, LossSums
 
 N, H, V = 17, 8, 29
 KINDS = ("random", "aligned", "one-hot")

@@ -41,8 +41,7 @@ from distill.target.traffic import check_traffic
 from distill.teacher.store import bytes_per_position
 from distill.training.adapters import require_quantisation
 from distill.training.plan import check_training
-from distill.training.setup import require_plain_logits, require_processes
-from distill.training.trackers import require_trackers
+from distill.training.setup import require_plain_logits, require_processes, require_trackers
 from distill.vocabulary import Vocabulary
 
 

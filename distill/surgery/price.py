@@ -38,7 +38,7 @@ from distill.surgery.vocabulary.trim import Counts, keep, sizes_between
 from distill.tables import document
 from distill.teacher.source import TeacherSource, open_teacher
 from distill.training.adapters import adapted
-from distill.training.plan import planned, with_rate
+from distill.training.plan import loss_settings, with_rate
 from distill.training.step import heal
 
 LONGEST = 16  # drafted tokens that a price considers
@@ -133,8 +133,8 @@ def _heal(recipe: Recipe, model: Any, source: TeacherSource) -> None:
     """Train a cut for a few steps, with adapters where the draft will be trained with them."""
     with adapted(model, recipe.train.adapter, recipe.seed):
         settings = with_rate(recipe.train, kept_share(recipe, model.config))
-        plan = planned(settings, recipe.sampler.temperature)
-        heal(model, source, settings, plan, recipe.cut.heal_steps, recipe.seed)
+        loss = loss_settings(settings, recipe.sampler.temperature)
+        heal(model, source, settings, loss, recipe.cut.heal_steps, recipe.seed)
 
 
 def _seconds(recipe: Recipe, model: Model, counts: Sequence[int]) -> list[float]:

@@ -16,19 +16,27 @@ from typing import Any, NoReturn
 import torch
 
 from distill.errors import DataError
+from distill.files import copy_file, write_folder, write_json
 from distill.interruption import noting
+from distill.models.model_files import copy_tokenizer
+from distill.models.trimmed_head import FILE as KEPT_FILE
 from distill.processes import barrier
 from distill.progress import duration
 from distill.recipe import Recipe
+from distill.results.serialise import from_json, write_result
+from distill.results.training_results import EvaluatedWeights, TrainedPart, TrainingSummary
 from distill.run import BEGIN, Run
+from distill.surgery.change import size_of
+from distill.surgery.sparsity.group_lasso import GroupLasso
+from distill.surgery.sparsity.ramp import Penalty
+from distill.surgery.sparsity.unstructured import UnstructuredL1
+from distill.training.adapters import merge
 from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
-from distill.training.finish import write_draft
 from distill.training.memory import loading, memory_explained, stepping, writing
 from distill.training.optimizer import set_rates
 from distill.training.plan import body_share, rate_share, states_weight
-from distill.training.setup import Training, set_up, warn_missing_classes
+from distill.training.setup import Training, set_up, tracked, warn_missing_classes
 from distill.training.step import CLIP, STATES, scored_blocks
-from distill.training.trackers import tracked
 from distill.training.validation import ended, evaluate_weights, evaluation_due, take_best
 
 STOPPING = "interrupted: the training stops after this step and is saved; a second signal ends it at once"
@@ -54,8 +62,9 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     with noting(signals.append, STOPPING), memory_explained(stepping, work), tracked(work.accelerator):
         while state["step"] < work.steps:
             step = state["step"]
-            torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)  # an adapter's dropout
-            rate = work.plan.rate * rate_share(step, work.steps, settings)
+            # For a draft with dropout, so that a resumed training draws the same.
+            torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)
+            rate = work.rate * rate_share(step, work.steps, settings)
             body_rate = rate * body_share(step, settings)
             set_rates(work.optimizer, rate, body_rate)
             began = time.monotonic()
@@ -122,7 +131,7 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
         without_exchange = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
         with without_exchange:
             with accelerator.autocast():
-                total, sums = learner(blocks, distributions, work.plan.loss, on_states)
+                total, sums = learner(blocks, distributions, work.loss, on_states)
             accelerator.backward(total)
         vector = sums.vector if vector is None else vector + sums.vector
     assert vector is not None
@@ -138,7 +147,7 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
                 for parameter in group["params"]:
                     parameter.grad = None
     norm = float(accelerator.clip_grad_norm_(learner.parameters(), CLIP))
-    shares: dict[str, float] = {**work.plan.loss.losses, **({STATES: on_states} if on_states else {})}
+    shares: dict[str, float] = {**work.loss.losses, **({STATES: on_states} if on_states else {})}
     losses = {name: totals.pop(f"loss/{name}") / scored for name in shares}
     loss = sum(shares[name] * value for name, value in losses.items())
     if not math.isfinite(norm) or not math.isfinite(loss):
@@ -201,3 +210,62 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(psutil.Process().memory_info().peak_wset)
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def write_draft(work: Training) -> list[Path]:
+    """Write draft/ and training.json with the present weights, adapters merged and removed neurons cut out."""
+    run = work.run
+    final = work.draft().eval()
+    artifacts = [run.path("draft"), run.path("training.json")]
+    if not work.is_main:
+        return artifacts
+    if work.settings.adapter is not None:
+        final = merge(final, run.path("cut"))
+    report = finish_penalty(final, work.penalty)
+    final.config.use_cache = True
+
+    def write(folder: Path) -> None:
+        final.save_pretrained(folder)
+        copy_tokenizer(run.path("cut"), folder)
+        for name in (KEPT_FILE, "surgery.json"):
+            if run.path("cut", name).exists():
+                copy_file(run.path("cut", name), folder / name)
+        if report is not None:
+            write_json(folder / "sparsity.json", report)
+
+    write_folder(run.path("draft"), write)
+    if report is not None:
+        run.say(f"  sparsity: {report['sentence']}")
+    write_result(run.path("training.json"), summary_of(work))
+    return artifacts
+
+
+def summary_of(work: Training) -> TrainingSummary:
+    # Under a sparsity penalty the last weights stay, however earlier ones were accepted.
+    best = work.state["best"] if work.penalty is None else None
+    steps = work.state["ended"] or work.steps  # patience may end it early
+    return TrainingSummary(
+        steps=steps,
+        processes=work.accelerator.num_processes,
+        parts=[TrainedPart("align", 0, steps, work.rate, dict(work.loss.losses))],
+        best=None if best is None else from_json(best, EvaluatedWeights, "the last checkpoint"),
+    )
+
+
+def finish_penalty(model: Any, penalty: Penalty | None) -> dict[str, Any] | None:
+    """Cut removed neurons out of the trained model; the details for sparsity.json, or None without a penalty."""
+    if penalty is None:
+        return None
+    before = size_of(model)
+    if isinstance(penalty, GroupLasso):
+        details = penalty.cut(model)
+        words = (
+            f"MLP {details['width_before']} -> {details['width']}; of the neurons removed "
+            f"{min(details['removed_zero_share']):.1%} or more per layer were exactly zero"
+        )
+    else:
+        assert isinstance(penalty, UnstructuredL1)
+        details = penalty.details()
+        words = f"{details['zero_share']:.1%} of the blocks' weights are zero, which makes no step faster"
+    after = size_of(model)
+    return {"parameters": [before.parameters, after.parameters], "details": details, "sentence": words}

@@ -1,9 +1,8 @@
-"""The plan of a recipe's training: its steps, loss and learning rate."""
+"""The loss and the learning rates that a recipe's training takes, and what is checked of both before it starts."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 from distill.errors import RecipeError
@@ -12,7 +11,7 @@ from distill.recipe import Loss, Recipe, Train
 from distill.recipe.recipe import REASON
 from distill.surgery.checks import kept_share
 from distill.surgery.sparsity.ramp import require_ramp
-from distill.training.losses.settings import LossSettings
+from distill.training.losses.bucket import LossSettings
 
 Verifying = Literal["sampling", "match", "greedy"]
 
@@ -29,15 +28,6 @@ RATES = (1 / 6, 1.5e-3), (1.0, 5e-5)
 WARMUP, DECAY_SHARE = 0.03, 0.2  # shares of the steps: of the warm-up, and of the fall at the end of schedule wsd
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How many steps a training has, its peak rate and its loss."""
-
-    steps: int
-    rate: float
-    loss: LossSettings
-
-
 def protocol_of(settings: Train, temperature: float) -> Verifying:
     """How drafts will be verified, `auto` resolved by the served sampler's temperature."""
     if settings.protocol == "auto":
@@ -45,12 +35,10 @@ def protocol_of(settings: Train, temperature: float) -> Verifying:
     return settings.protocol
 
 
-def loss_settings(settings: Train, loss: Loss) -> LossSettings:
-    """The settings of a mixture of losses; losses of weight 0 are left out."""
-    return LossSettings(
-        losses={name: weight for name, weight in loss.items() if weight > 0},
-        temperature=settings.temperature,
-    )
+def loss_settings(settings: Train, temperature: float) -> LossSettings:
+    """The mixture of losses, without those of weight 0; `temperature` is the served sampler's."""
+    loss = settings.loss or PROTOCOL_LOSS[protocol_of(settings, temperature)]
+    return LossSettings({name: weight for name, weight in loss.items() if weight > 0}, settings.temperature)
 
 
 def peak_rate(kept: float) -> float:
@@ -66,13 +54,6 @@ def peak_rate(kept: float) -> float:
 def with_rate(settings: Train, kept: float) -> Train:
     """The settings with the rate that null stands for, in a draft that keeps this share of its donor's layers."""
     return settings if settings.rate is not None else settings.model_copy(update={"rate": peak_rate(kept)})
-
-
-def planned(settings: Train, temperature: float) -> Plan:
-    """The plan of a training whose rate is known; `temperature` is the served sampler's."""
-    assert settings.rate is not None, "see with_rate"
-    loss = settings.loss or PROTOCOL_LOSS[protocol_of(settings, temperature)]
-    return Plan(settings.steps, settings.rate, loss_settings(settings, loss))
 
 
 def rate_share(step: int, steps: int, settings: Train) -> float:
@@ -127,7 +108,6 @@ def check_hidden_states(settings: Train, kind: str, draft: int, target: int) -> 
 def check_training(recipe: Recipe) -> list[str]:
     """The plan of the recipe's training as lines to print; RecipeError for settings that exclude each other."""
     settings, teacher = with_rate(recipe.train, kept_share(recipe)), recipe.teacher
-    plan = planned(settings, recipe.sampler.temperature)
     lacking = {1.0, settings.temperature} - set(teacher.temperatures)
     if teacher.kind == "compact" and lacking:
         raise RecipeError(
@@ -141,9 +121,9 @@ def check_training(recipe: Recipe) -> list[str]:
     if settings.sparsity is not None:
         require_ramp(settings.steps, settings.embedding_steps, settings.sparsity.ramp)
     positions = settings.batch * recipe.corpus.block
-    lines = []
-    loss = ", ".join(f"{weight:g} {name}" for name, weight in plan.loss.losses.items())
-    lines.append(f"train: {plan.steps} steps of {positions} positions at up to {plan.rate:g}: {loss}")
+    mixture = loss_settings(settings, recipe.sampler.temperature).losses
+    loss = ", ".join(f"{weight:g} {name}" for name, weight in mixture.items())
+    lines = [f"train: {settings.steps} steps of {positions} positions at up to {settings.rate:g}: {loss}"]
     if settings.optimizer == "muon":
         assert settings.rate is not None
         scale = (settings.matrix_rate or settings.rate) / settings.rate

@@ -5,8 +5,11 @@ Legend: b blocks of a step.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +33,10 @@ from distill.teacher.store import read_manifest
 from distill.texts import lacking_classes, read_prompts
 from distill.training.adapters import attach, load_base
 from distill.training.checkpoint import plain
+from distill.training.losses.bucket import LossSettings
 from distill.training.optimizer import make_optimizer
-from distill.training.plan import Plan, check_hidden_states, planned, with_rate
+from distill.training.plan import check_hidden_states, loss_settings, with_rate
 from distill.training.step import Columns, Learner, batch_blocks, split_blocks
-from distill.training.trackers import require_trackers, start_trackers
 
 # The state before the first step. `tokens` counted in the loss; expected acceptance is measured on `texts`; `ended` is
 # the last step of a training that is over.
@@ -55,7 +58,7 @@ class Training:
     recipe: Recipe
     run: Run
     accelerator: Any
-    plan: Plan
+    loss: LossSettings
     source: TeacherSource
     learner: Any
     optimizer: Any
@@ -78,7 +81,13 @@ class Training:
     @property
     def steps(self) -> int:
         """Steps of the whole training."""
-        return self.plan.steps
+        return self.settings.steps
+
+    @property
+    def rate(self) -> float:
+        """The peak learning rate."""
+        assert self.settings.rate is not None, "see with_rate"
+        return self.settings.rate
 
     def micro_batches(self, step: int) -> list[Tensor]:
         """This process's blocks of a step, as many at once as settings allow: a pure function of the step.
@@ -156,6 +165,51 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
     return accelerator
 
 
+def require_trackers(names: tuple[str, ...]) -> None:
+    """Raise RecipeError for a tracker whose package is missing."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RecipeError(
+            f"train.trackers names {missing[0]}, which is not installed",
+            f"`pip install {missing[0]}`, or leave it out; metrics.jsonl is written in any case",
+        )
+
+
+def start_trackers(accelerator: Any, recipe: Recipe, run: Run) -> None:
+    """Open a run with the recipe's name and files in trackers/ (trackio: in its own folder, for its dashboard).
+
+    Called last, when no check is left to fail, so that a mistake in the recipe leaves no empty run behind.
+    """
+    settings = recipe.train
+    if not settings.trackers:
+        return
+    folder = run.path("trackers")
+    folder.mkdir(parents=True, exist_ok=True)  # else wandb takes a temporary one
+    options = {"wandb": {"name": recipe.name, "dir": str(folder)}, "trackio": {"name": recipe.name}}
+    figures = {
+        name: value for name, value in settings.model_dump(mode="json").items() if not isinstance(value, (dict, list))
+    }
+    try:
+        accelerator.init_trackers("distill", config=figures, init_kwargs=options)
+    except Exception as error:  # of each tracker's own kind, as where it has no key
+        hint = "mend that, or leave the tracker out; metrics.jsonl is written in any case"
+        raise RecipeError(f"train.trackers: {error}", hint) from error
+
+
+@contextlib.contextmanager
+def tracked(accelerator: Any) -> Iterator[None]:
+    """Close the trackers' runs at the end of a block: they record only the training, no later stage.
+
+    accelerate's end_training would also dissolve the process group, which later stages still need.
+    """
+    try:
+        yield
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        accelerator.trackers.clear()
+
+
 def require_plain_logits(config: Any) -> None:
     """Raise DataError for a draft of a configuration that caps or scales its logits."""
     if logit_form(config) != LogitForm():
@@ -230,7 +284,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     recipe = recipe.model_copy(update={"train": settings})
     accelerator = make_accelerator(recipe, run)
     device = accelerator.device
-    plan = planned(settings, recipe.sampler.temperature)
+    loss = loss_settings(settings, recipe.sampler.temperature)
     manifest, trim = read_manifest(run.path("teacher")), read_kept(run.path("cut"))
     require_fit(manifest, recipe, config)
     width = load_config(recipe.target.model).get_text_config().hidden_size
@@ -245,4 +299,4 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     learner, optimizer = accelerator.prepare(learner, optimizer)
     learner.train()
     start_trackers(accelerator, recipe, run)
-    return Training(recipe, run, accelerator, plan, source, learner, optimizer, penalty, kept, target)
+    return Training(recipe, run, accelerator, loss, source, learner, optimizer, penalty, kept, target)

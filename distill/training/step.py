@@ -18,10 +18,10 @@ from distill.packing import Packed, epoch_order
 from distill.recipe import Train
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Teacher
 from distill.teacher.source import TeacherSource
+from distill.training.losses.bucket import LossSettings, LossSums
 from distill.training.losses.fused import head_loss
-from distill.training.losses.settings import LossSettings, LossSums
 from distill.training.optimizer import make_optimizer, set_rates
-from distill.training.plan import Plan, rate_share
+from distill.training.plan import rate_share
 
 STATES = "hidden_states"  # the name of the loss on them
 CLIP = 1.0  # the largest norm of a gradient
@@ -138,12 +138,12 @@ def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) ->
     return replace(blocks, mask=torch.zeros_like(blocks.mask)), distributions
 
 
-def heal(model: Any, source: TeacherSource, settings: Train, plan: Plan, steps: int, seed: int) -> None:
+def heal(model: Any, source: TeacherSource, settings: Train, loss: LossSettings, steps: int, seed: int) -> None:
     """Train a cut model in place for a few steps, to compare cuts.
 
-    Loss and rate are those of the recipe's `plan`; the recipe's optimizer, and its schedule over these steps
-    alone; fp32, one process.
+    Rate, optimizer and schedule are those of `settings`, the schedule over these steps alone; fp32, one process.
     """
+    assert settings.rate is not None, "see with_rate"
     device = next(model.parameters()).device
     learner = Learner(model, Columns(source.vocabulary, None, device), settings.chunk)
     optimizer = make_optimizer(model, settings)
@@ -151,17 +151,17 @@ def heal(model: Any, source: TeacherSource, settings: Train, plan: Plan, steps: 
     for step in range(steps):
         index = batch_blocks(step, settings.batch, source.blocks, seed)
         blocks = on_device(source.packed.take(index), device)
-        total, sums = learner(blocks, source.teacher(index, device), plan.loss)
-        loss = total / sums["positions"].clamp(min=1)
-        loss.backward()
+        total, sums = learner(blocks, source.teacher(index, device), loss)
+        mean = total / sums["positions"].clamp(min=1)
+        mean.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        rate = plan.rate * rate_share(step, steps, settings)
+        rate = settings.rate * rate_share(step, steps, settings)
         set_rates(optimizer, rate, rate)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if not math.isfinite(loss.item()):
+        if not math.isfinite(mean.item()):
             raise DataError(
-                f"the loss is not finite at step {step} of the healing that compares cuts (loss {loss.item()})",
+                f"the loss is not finite at step {step} of the healing that compares cuts (loss {mean.item()})",
                 "check the target's and the donor's weights, or lower train.rate",
             )
     model.eval()

@@ -27,7 +27,7 @@ from distill.machine import machine
 from distill.models.packed_forward import hidden_states
 from distill.packing import Packed
 from distill.teacher.distributions import CompactTeacher, Head, Teacher
-from distill.training.losses.settings import LossSettings
+from distill.training.losses.bucket import LossSettings
 from distill.training.optimizer import parameter_groups
 from distill.training.setup import recompute_activations
 from distill.training.step import Columns, Learner

@@ -6,7 +6,6 @@ import json
 import shutil
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,13 @@ import tiny
 import torch
 
 from distill.documents.sources import PIECE, cut_text, read_documents
-from distill.errors import RecipeError, RunError
+from distill.errors import RunError
 from distill.export.stage import export
-from distill.packages import Package
 from distill.pipeline import preflight
 from distill.recipe import Corpus, Source, load_recipe
 from distill.results.export_results import ExportReport
 from distill.results.serialise import read_result
 from distill.run import Run
-from distill.training.trackers import require_trackers
 
 Capture = pytest.CaptureFixture[str]
 Change = Callable[[dict[str, Any], Path], object]
@@ -195,38 +192,6 @@ def test_the_first_records_of_a_hub_data_set(world: Path, capsys: Capture, monke
     )
     assert tiny.call("check", world / "recipe.yaml", override.replace("FIELD", "content")) == 0
     assert "some/data: 20 documents and more" in capsys.readouterr().out
-
-
-def test_the_key_of_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.training.trackers.importlib.util.find_spec", lambda name: object())
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.chdir(tmp_path)
-    old = Package("accelerate", "accelerate>=1.14", "trackers", "1.13.0")
-    with monkeypatch.context() as patched:
-        patched.setattr("distill.training.trackers.packages", lambda: [replace(old, extra=None), old])
-        require_trackers(("tensorboard",))
-        with pytest.raises(RecipeError, match=r"trackio, to which accelerate 1\.13\.0 gives wrong") as caught:
-            require_trackers(("tensorboard", "trackio"))
-        assert "pip install 'accelerate>=1.14'" in caught.value.hint
-        patched.setattr("distill.training.trackers.packages", lambda: [replace(old, installed="1.14.0")])
-        require_trackers(("trackio",))
-    require_trackers(("tensorboard", "trackio"))
-    with pytest.raises(RecipeError, match="wandb, which has no key"):
-        require_trackers(("wandb",))
-    for name, value in (("WANDB_API_KEY", "0" * 40), ("WANDB_MODE", "offline")):
-        with monkeypatch.context() as given:
-            given.setenv(name, value)
-            require_trackers(("wandb",))
-    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
-    require_trackers(("wandb",))
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    with pytest.raises(RecipeError, match="no key"):
-        require_trackers(("wandb",))
-    (tmp_path / "settings").write_text("[default]\nmode = offline\n")
-    require_trackers(("wandb",))
 
 
 # ── one large text ──

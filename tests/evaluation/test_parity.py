@@ -23,7 +23,7 @@ from distill.packing import Packed, pack
 from distill.recipe import Target
 from distill.sampler import Sampler
 from distill.teacher.distributions import Head
-from distill.training.losses.settings import LossSettings
+from distill.training.losses.bucket import LossSettings
 from distill.training.step import Columns, Learner
 
 CPU = torch.device("cpu")

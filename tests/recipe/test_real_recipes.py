@@ -36,7 +36,7 @@ from distill.surgery.cutter import cut_model
 from distill.surgery.divergence import TargetDistributions
 from distill.surgery.stage import load_donor
 from distill.teacher.source import OnlineTarget
-from distill.training.plan import check_training, planned
+from distill.training.plan import check_training, loss_settings
 from distill.training.step import Columns, Learner, heal
 from distill.vocabulary import Vocabulary
 
@@ -255,7 +255,7 @@ def loss_of(model: Any, source: OnlineTarget, recipe: Recipe) -> float:
         total, sums = learner(
             source.packed,
             source.teacher(torch.arange(source.blocks), CPU),
-            planned(recipe.train, recipe.sampler.temperature).loss,
+            loss_settings(recipe.train, recipe.sampler.temperature),
         )
     return float(total / sums["positions"])
 
@@ -290,7 +290,7 @@ def test_cut_step_and_export_at_small_width(name: str, tmp_path: Path) -> None:
 
     source = OnlineTarget(target, blocks, {"vocabulary": vocabulary}, batch=4)
     loss = loss_of(model, source, recipe)
-    heal(model, source, recipe.train, planned(recipe.train, recipe.sampler.temperature), 1, 0)
+    heal(model, source, recipe.train, loss_settings(recipe.train, recipe.sampler.temperature), 1, 0)
     assert loss_of(model, source, recipe) < loss
 
     draft, outtype = tmp_path / "draft", (*recipe.export.outtypes, "q8_0")[0]

@@ -59,14 +59,7 @@ class Training:
             if method == "group"
             else UnstructuredL1(self.model, STEPS, **settings)
         )
-        spared = {id(parameter) for parameter in self.penalty.parameters()}
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": self.penalty.parameters(), "weight_decay": 0.0},
-                {"params": [p for p in self.model.parameters() if id(p) not in spared], "weight_decay": 0.01},
-            ],
-            betas=(0.9, 0.95),
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
         self.log: list[dict[str, Any]] = []
 
     def steps(self, until: int) -> Training:

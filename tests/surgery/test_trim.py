@@ -35,8 +35,8 @@ from distill.surgery.vocabulary.trim import (
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head
 from distill.teacher.store import compress
 from distill.texts import Answer
+from distill.training.losses.bucket import LossSettings
 from distill.training.losses.fused import head_loss
-from distill.training.losses.settings import LossSettings
 from distill.training.step import Columns
 from distill.vocabulary import Vocabulary
 

@@ -27,7 +27,7 @@ from distill.training.adapters import (
     load_base,
     merge,
 )
-from distill.training.plan import planned
+from distill.training.plan import loss_settings
 from distill.training.step import Columns, Learner, heal
 
 torch.set_num_threads(1)
@@ -35,7 +35,7 @@ torch.set_num_threads(1)
 CPU = torch.device("cpu")
 V = 61
 TRAIN = Train(batch=2, steps=6, rate=1e-2, loss={"forward_kl": 0.9, "cross_entropy": 0.1})
-PLAN = planned(TRAIN, 1.0)
+LOSS = loss_settings(TRAIN, 1.0)
 
 
 def data(seed: int = 0) -> Packed:
@@ -66,7 +66,7 @@ def store_of(target: Any, blocks: Packed) -> Any:
 def loss_of(model: Any, store: Any, index: Tensor) -> Tensor:
     """The mean loss of some blocks."""
     learner = Learner(model, Columns(V, None, CPU), 64)
-    total, sums = learner(store.packed.take(index), store.teacher(index, CPU), PLAN.loss)
+    total, sums = learner(store.packed.take(index), store.teacher(index, CPU), LOSS)
     return total / sums["positions"]
 
 
@@ -171,7 +171,7 @@ def test_healing_with_adapters() -> None:
     weights = copy.deepcopy(model.state_dict())
     with adapted(model, Adapter(rank=4, train_outer=True)) as inner:
         first = loss_of(inner, store, torch.arange(2)).item()
-        heal(inner, store, TRAIN, PLAN, 6, 0)
+        heal(inner, store, TRAIN, LOSS, 6, 0)
         last = loss_of(inner, store, torch.arange(2)).item()
         held = inner.state_dict()
         assert torch.equal(

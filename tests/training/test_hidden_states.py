@@ -25,7 +25,7 @@ from distill.models.packed_forward import hidden_states
 from distill.packing import Packed, pack
 from distill.recipe import Train, load_recipe, parse_section
 from distill.teacher.distributions import CompactTeacher, Head
-from distill.training.losses.settings import LossSettings
+from distill.training.losses.bucket import LossSettings
 from distill.training.plan import check_hidden_states, check_training, states_weight
 from distill.training.step import Columns, Learner, state_error, target_states
 

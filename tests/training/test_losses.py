@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from distill import divergences
 from distill.errors import DataError
 from distill.training.losses import bucket
+from distill.training.losses.bucket import LOSSES, LossSettings
 from distill.training.losses.fused import head_loss
-from distill.training.losses.settings import LOSSES, LossSettings
 
 torch.set_num_threads(1)
 

@@ -14,7 +14,7 @@ import torch
 import distill
 from distill.teacher.distributions import Head
 from distill.training.losses import fused
-from distill.training.losses.settings import LossSettings
+from distill.training.losses.bucket import LossSettings
 
 VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 SHAPES = """

@@ -31,7 +31,7 @@ from distill.surgery.checks import kept_share
 from distill.surgery.sparsity.group_lasso import GroupLasso, zero_groups
 from distill.training.adapters import attach
 from distill.training.optimizer import make_optimizer, orthogonalised, set_rates
-from distill.training.plan import peak_rate, planned, protocol_of, rate_share, with_rate
+from distill.training.plan import loss_settings, peak_rate, protocol_of, rate_share, with_rate
 
 MUON = ("train.optimizer=muon", "train.matrix_rate=0.004")
 TEN = (MIXED, "train.steps=10")
@@ -189,7 +189,7 @@ def test_the_rate_follows_what_the_cut_leaves(
 
 def test_the_default_loss_is_that_of_the_protocol() -> None:
     settings = settings_of(steps=100, rate=1.0)
-    assert planned(settings, 0.8).loss.losses == {"jsd": 1.0} and planned(settings, 0.0).loss.losses == {
+    assert loss_settings(settings, 0.8).losses == {"jsd": 1.0} and loss_settings(settings, 0.0).losses == {
         "forward_kl": 1.0
     }
     assert protocol_of(settings.model_copy(update={"protocol": "match"}), 0.0) == "match"

@@ -19,16 +19,11 @@ from distill.surgery.cuts.width import keep_neurons
 from distill.surgery.sparsity.ramp import HAIR, Penalty
 
 
-def group_parameters(layer: Any) -> list[torch.nn.Parameter]:
-    """The parameters that hold the groups of a layer."""
-    gate, up, down = layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
-    return [gate.weight, up.weight, down.weight, *(linear.bias for linear in (gate, up) if linear.bias is not None)]
-
-
 def group_parts(layer: Any) -> list[Tensor]:
-    """Views of the same parameters with one neuron a row [F, ·]."""
-    gate, up, down, *biases = (parameter.detach() for parameter in group_parameters(layer))
-    return [gate, up, down.T, *(bias.unsqueeze(1) for bias in biases)]
+    """Views of the parameters that hold the groups of a layer, with one neuron a row [F, ·]."""
+    gate, up, down = layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
+    biases = [linear.bias.detach().unsqueeze(1) for linear in (gate, up) if linear.bias is not None]
+    return [gate.weight.detach(), up.weight.detach(), down.weight.detach().T, *biases]
 
 
 def _lengths(part: Tensor) -> Tensor:
@@ -75,8 +70,7 @@ def shrink_factor(norms: Tensor, threshold: float) -> Tensor:
 class GroupLasso(Penalty):
     """Group lasso over MLP neurons, to `width` neurons in every layer; group j = gate row, up row, down column j.
 
-    Building it balances the model, so build it before the optimizer, restore a checkpoint's weights afterwards and
-    give `parameters()` no weight decay.
+    Building it balances the model, so build it before the optimizer, and restore a checkpoint's weights afterwards.
     Only the groups that rank among those to go are shrunk, ranked anew at every step (the trimmed penalty: Yun et al.,
     ICML 2019). The neurons of trained models have similar norms, so the textbook penalty, which shrinks all groups,
     shrinks the remaining neurons nearly as far as the removed ones; trimming in turn gives the norms at the start more
@@ -104,10 +98,6 @@ class GroupLasso(Penalty):
         self.last: list[float] = []
         self.pressed = [0.0] * len(self.layers)
         balance(model)
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """See `Penalty`."""
-        return [parameter for layer in self.layers for parameter in group_parameters(layer)]
 
     def _press(self, left: int, rate: float) -> float:
         strengths, distances = [], []

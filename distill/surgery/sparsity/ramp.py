@@ -83,10 +83,6 @@ class Penalty(ABC):
         return {"phase": "debias" if self.frozen else "ramp" if left else "dense", "lambda": strength, **shares}
 
     @abstractmethod
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """The tensors that are shrunk: they get no weight decay."""
-
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """The state beyond the model, for JSON."""
 

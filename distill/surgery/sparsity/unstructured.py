@@ -31,10 +31,6 @@ class UnstructuredL1(Penalty):
         self.pressed = 0.0
         self.removed: list[Tensor] = []  # boolean, as the matrices, once frozen
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """See `Penalty`."""
-        return list(self.matrices.values())
-
     def zeros(self) -> int:
         """Weights that are exactly zero."""
         return self.weights - sum(int(weight.count_nonzero()) for weight in self.matrices.values())

@@ -19,8 +19,7 @@ from torch import Tensor
 from distill.errors import DataError
 from distill.models.cpu_products import filled_count
 from distill.teacher.distributions import Teacher, TeacherChunk
-from distill.training.losses.bucket import score_block
-from distill.training.losses.settings import STATISTICS, LossSettings, LossSums
+from distill.training.losses.bucket import STATISTICS, LossSettings, LossSums, score_block
 
 CACHED = 2**20  # entries of a block for each thread of a processor: 4 MB in fp32
 STREAMED = 2**24  # entries of a block on an accelerator, which needs large kernels
