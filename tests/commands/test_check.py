@@ -85,7 +85,6 @@ def lines_of(folder: Path, name: str, text: str) -> str:
         (lambda v, f: v["cut"].update(layers=4), ["cut.layers: 4 layers", "the donor has 3", "ask for 1 to 2;"]),
         (lambda v, f: v["cut"].update(mlp_width=50), ["cut.mlp_width: ", "cannot be cut to 50", "multiple of 32"]),
         (lambda v, f: v["cut"].update(mlp_width=256), ["cut.mlp_width: an MLP of 128", "cannot be cut to 256"]),
-        (lambda v, f: v["train"].update(trackers=["wandb"]), ["train.trackers names wandb"]),
         (lambda v, f: traffic(v, f, {"question": "a", "answer": "b"}), ["no answer in lines 1 to 1", "question"]),
     ],
 )
