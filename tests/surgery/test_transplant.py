@@ -387,9 +387,8 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
         (tmp_path / "nowhere", "does not exist"),
     ]
     for folder, reason in cases:
-        with pytest.raises(DataError, match=reason) as raised:
+        with pytest.raises(DataError, match=reason):
             transplant(folder, target, tmp_path / "new")
-        assert raised.value.hint
     with pytest.raises(DataError, match=r"no tokenizer\.json"):
         transplant(donor, tmp_path / "nowhere", tmp_path / "new")
     with pytest.raises(DataError, match="rows are too few"):
