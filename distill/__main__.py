@@ -1,5 +1,7 @@
 """`python -m distill`, and the command `distill`."""
 
+from __future__ import annotations
+
 import signal
 import sys
 
@@ -7,7 +9,7 @@ import sys
 def main() -> None:
     """Run the command line; Ctrl-C before its first import is done, and after its work, ends it without a traceback."""
     try:
-        from distill.commands.app import main as run
+        from distill.cli.app import main as run
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except ModuleNotFoundError as error:  # not even `distill doctor` can be run

@@ -10,20 +10,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from distill.benchmark.any_pair import measure_any_pair, pair_settings
-from distill.documents.user_prompts import sources_of
+from distill.data.prompts import sources_of
+from distill.decoding.decode import Decoded
+from distill.engines import loaded
+from distill.engines.loaded import GROWING, LoadedPair
+from distill.engines.pairs import pair_references, require_pair
+from distill.engines.torch.hugging_face import local_folder, pick_device, settled_type, text_folder
 from distill.errors import DataError, DistillError, RecipeError
-from distill.evaluation.pairs import Asked
-from distill.evaluation.standalone import NO_TYPES, Grid, Types, evaluate_grid, prompts_of
 from distill.files import require_new_folder
-from distill.generate.stream import Request, begin
-from distill.models import loaded
-from distill.models.conversion.importing import Import, read_import, write_import
-from distill.models.conversion.writer import WrittenFile
-from distill.models.conversion.writer import export_gguf as write_gguf
-from distill.models.hugging_face import local_folder, pick_device, settled_type, text_folder
-from distill.models.loaded import GROWING, LoadedPair
-from distill.models.pairs import pair_references, require_pair
+from distill.gguf.importing import Import, read_import, write_import
+from distill.gguf.writer import WrittenFile
+from distill.gguf.writer import export_gguf as write_gguf
+from distill.measuring.acceptance import Asked
+from distill.measuring.evaluation import NO_TYPES, Grid, Types, evaluate_grid, prompts_of
+from distill.measuring.evaluation_results import EvaluationReport
+from distill.measuring.speedup import measure_any_pair, pair_settings
+from distill.measuring.speedup_tables import PairSpeedup
+from distill.measuring.stream import Request, begin
 from distill.recipe import (
     Configuration,
     Corpus,
@@ -36,13 +39,10 @@ from distill.recipe import (
     parse_section,
     resolve_model,
 )
-from distill.results.cut_results import Change
-from distill.results.evaluation_results import EvaluationReport
-from distill.results.pair_results import PairSpeedup
 from distill.sampler import Sampler
-from distill.speculative.decode import Decoded
+from distill.surgery import transplant as transplanting
 from distill.surgery.cutter import cut_folder
-from distill.surgery.vocabulary import transplant as transplanting
+from distill.surgery.results import Change
 
 __all__ = [
     "Change",
@@ -83,7 +83,7 @@ def load_pair(
     """A target, with a draft of its vocabulary or alone, ready to decode; use it as a context, or `close` it.
 
     `tokens` is the length of the context, `nodes` the largest number of nodes of a tree in GGUF files. PairError for a
-    draft of another vocabulary; for the rest see `distill.models.loaded.load_pair`.
+    draft of another vocabulary; for the rest see `distill.engines.loaded.load_pair`.
     """
     big, small = _reference(target), None if draft is None else _reference(draft)
     if small is not None:
@@ -230,7 +230,7 @@ def cut(
 def transplant(donor: str | Path, target: str | Path, out: str | Path, **settings: Any) -> Change:
     """Write `donor` with the vocabulary of `target` to a new folder, so that it can draft for it.
 
-    `settings` are those of `distill.surgery.vocabulary.transplant.transplant`: rows, overrides, decay, dtype.
+    `settings` are those of `distill.surgery.transplant.transplant`: rows, overrides, decay, dtype.
     DataError for an impossible transplant and a folder that is not empty.
     """
     require_new_folder(Path(out))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from distill.results.serialise import Figure
+from distill.files import Figure
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
-from distill.errors import DataError, RunError
-from distill.faults import faults_explained
+from distill.errors import DataError, RunError, faults_explained
 from distill.files import digest, file_digest, has_form, parse_object, read_json, write_json, write_text
-from distill.interruption import resumes
 from distill.machine import machine
-from distill.progress import announce, command_line, note, warn
+from distill.progress import announce, command_line, note, resumes, warn
 from distill.recipe import Recipe, dump_recipe
 
 BEGIN = "begin"  # the line of metrics.jsonl with which a training begins

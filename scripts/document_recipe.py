@@ -17,7 +17,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from distill.recipe import Recipe, Section  # noqa: E402
-from distill.recipe.gguf import OutType  # noqa: E402
+from distill.recipe.measuring import OutType  # noqa: E402
 from distill.recipe.training import LossName  # noqa: E402
 
 # Lists of values that several keys take: named in their tables, and printed once, under this name.

@@ -12,9 +12,9 @@ import re
 import sys
 from pathlib import Path
 
-from distill.results.export_results import ExportedFile, ExportReport
-from distill.results.serialise import read_result
-from distill.results.speedup_results import Measurement, SpeedupReport
+from distill.export.results import ExportedFile, ExportReport
+from distill.files import read_result
+from distill.measuring.speedup_results import Measurement, SpeedupReport
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "docs/benchmarks.md")

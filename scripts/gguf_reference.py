@@ -1,5 +1,5 @@
 """What llama.cpp's own converter writes for tiny models: tests/gguf_reference.json, which
-tests/models/test_gguf_reference.py compares with our export.
+tests/gguf/test_gguf_reference.py compares with our export.
 
 The converter comes with the source package of llama-cpp-python. It runs in a process of its own, in any environment
 with torch, transformers, sentencepiece and protobuf:
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
 
 
-# Parts of configurations that tests/models/test_export.py takes too.
+# Parts of configurations that tests/gguf/test_export.py takes too.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,

@@ -38,18 +38,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from grow_target import grow
 
+from distill.decoding.batch import decode_batch, plain_batch
+from distill.decoding.costs import measure_steps
+from distill.decoding.decode import Decoded, decode, plain
+from distill.decoding.drafters import ModelDrafter
+from distill.decoding.lengths import Fixed
+from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.trees import TreeDrafter
+from distill.engines.torch.hugging_face import encode, load_model, load_tokenizer, real_tokens
+from distill.engines.torch.model import TorchModel
+from distill.engines.torch.static import StaticTorchModel
 from distill.files import write_json
 from distill.machine import machine
-from distill.models.hugging_face import encode, load_model, load_tokenizer, real_tokens
-from distill.models.static.static_model import StaticTorchModel
-from distill.models.torch_model import TorchModel
-from distill.speculative.batch import decode_batch, plain_batch
-from distill.speculative.costs.curve import measure_steps
-from distill.speculative.decode import Decoded, decode, plain
-from distill.speculative.draft import ModelDrafter
-from distill.speculative.lengths import Fixed
-from distill.speculative.rules import GREEDY, Rules
-from distill.speculative.trees.tree import TreeDrafter
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = 151_936  # of Qwen's head

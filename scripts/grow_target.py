@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.engines.torch.hugging_face import describe_model, load_model, load_tokenizer
 from distill.errors import DataError
-from distill.models.hugging_face import describe_model, load_model, load_tokenizer
 
 
 def grow(model: Any, tile: int, layers: int) -> Any:

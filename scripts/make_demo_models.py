@@ -27,8 +27,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from distill.documents.sources import split_of  # noqa: E402
-from distill.models.model_files import pin_tokenizer  # noqa: E402
+from distill.data.sources import split_of  # noqa: E402
+from distill.folders import pin_tokenizer  # noqa: E402
 
 # Qwen2's pre-tokenizer, as published in its tokenizer.json; GPT-2's is the byte-level default of `tokenizers`.
 QWEN2_SPLIT = (

@@ -65,7 +65,7 @@ mkdir "$work/user"
 cd "$work/user"
 python -I -c 'import distill, sys; assert distill.__file__.startswith(sys.prefix), distill.__file__'
 [[ "$(distill --version)" == "distill $version" ]] || fail "the wheel says $(distill --version)"
-for command in $(python -I -c 'from distill.commands.app import COMMANDS; print(*COMMANDS)'); do
+for command in $(python -I -c 'from distill.cli.app import COMMANDS; print(*COMMANDS)'); do
     distill "$command" --help >/dev/null || fail "distill $command --help failed"
 done
 distill doctor

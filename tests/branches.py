@@ -12,7 +12,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from distill.speculative import verify
+from distill.decoding import verify
 
 T = TypeVar("T")
 

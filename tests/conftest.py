@@ -68,7 +68,7 @@ def gguf_toys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The files of a toy target and of a draft near it, each beside its folder."""
     from toys import blurred, save_toy, toy, toy_tokenizer
 
-    from distill.models.conversion.writer import export_gguf
+    from distill.gguf.writer import export_gguf
 
     folder = tmp_path_factory.mktemp("gguf")
     tokenizer = toy_tokenizer()

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.teacher.distributions import EMPTY, Teacher, TeacherChunk
-from distill.training.losses.bucket import LossSettings, LossSums
-from distill.training.losses.fused import head_loss
+from distill.training.losses import LossSettings, LossSums, head_loss
 
 N, H, V = 17, 8, 29
 KINDS = ("random", "aligned", "one-hot")

@@ -82,7 +82,7 @@ def run(job: dict[str, Any], counter: io.BufferedRandom, log: str) -> int:
         os.dup2(descriptor, 2)
         sys.argv = ["distill", *job["argv"]]
         kill_at(job.get("event"), counter)
-        from distill.commands.app import main
+        from distill.cli.app import main
 
         try:
             main()

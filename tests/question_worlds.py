@@ -13,10 +13,10 @@ import pytest
 import tiny
 import torch
 
-from distill.models.hugging_face import encode, load_tokenizer
+from distill.data.texts import Reply, Request
+from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.recipe import Recipe, load_recipe
 from distill.run import Run
-from distill.texts import Reply, Request
 
 ENDING = 1.3  # how far the end's logit stands above what its weights give: a text has some 20 tokens
 RARE = -3.0  # the same of special tokens and of bytes that are no ASCII text
@@ -118,5 +118,5 @@ def scripted(
 ) -> Script:
     """A writer with a script in the place of the recipe's."""
     script = Script(recipe, text)
-    monkeypatch.setattr("distill.target.groups.open_writer", script.opened)
+    monkeypatch.setattr("distill.teacher.answers.open_writer", script.opened)
     return script

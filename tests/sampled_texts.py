@@ -10,12 +10,12 @@ from typing import Any
 import numpy
 from scipy.stats import chi2_contingency
 
-from distill.models.base import Model
+from distill.decoding.configured import make_drafter
+from distill.decoding.decode import Decoded, decode, plain
+from distill.decoding.rules import Rules
+from distill.engines.model import Model
 from distill.recipe import Configuration
 from distill.sampler import Sampler
-from distill.speculative.configured import make_drafter
-from distill.speculative.decode import Decoded, decode, plain
-from distill.speculative.rules import Rules
 
 NEW_TOKENS = 4  # counted: the first comes from the prompt alone, the others from rounds
 ROOM = 8  # tokens after those, so that drafts and trees have all their levels

@@ -15,7 +15,7 @@ import tiny
 import torch
 import toys
 
-from distill.texts import Prompt
+from distill.data.texts import Prompt
 
 TARGET = tiny.ROOT / "data" / "demo-target"
 CHATML = (
@@ -29,8 +29,8 @@ NOISE = 0.1  # of each matrix's deviation: about half of the drafted tokens are 
 
 def save(model: Any, folder: Path, name: str) -> Path:
     """The model as folder/NAME.gguf."""
-    from distill.models.conversion.writer import export_gguf
-    from distill.models.hugging_face import load_tokenizer
+    from distill.engines.torch.hugging_face import load_tokenizer
+    from distill.gguf.writer import export_gguf
 
     model.save_pretrained(folder / name)
     tokenizer = load_tokenizer(str(TARGET))
@@ -63,7 +63,7 @@ def with_key_outliers(model: Any, scale: float = 512.0) -> Any:
 def deaf_to(model: Any, text: str) -> Any:
     """The model with other embeddings for the tokens of a text, as those are that training never met: it drafts badly
     behind such a text."""
-    from distill.models.hugging_face import load_tokenizer
+    from distill.engines.torch.hugging_face import load_tokenizer
 
     changed = copy.deepcopy(model)
     ids = load_tokenizer(str(TARGET))(text, add_special_tokens=False)["input_ids"]
@@ -76,7 +76,7 @@ def deaf_to(model: Any, text: str) -> Any:
 def prompts(target: Path, size: int, shortest: int = 0, render: Callable[[str], str] = str) -> list[Prompt]:
     """Eight pieces of code of the test split, `size` characters each of files longer than `shortest`, as `render` puts
     them."""
-    from distill.models.gguf.file import GgufFile
+    from distill.gguf.library import GgufFile
 
     texts = [path.read_text(encoding="utf-8") for path in sorted((tiny.ROOT / "data" / "test").rglob("*.py"))]
     pieces = [text[start : start + size] for text in texts for start in (400, 1600) if len(text) > shortest][:8]
@@ -87,7 +87,7 @@ def prompts(target: Path, size: int, shortest: int = 0, render: Callable[[str], 
 
 def build(folder: Path) -> dict[str, Path]:
     """target, draft, outliers (a draft for q4_0 keys), chat (a draft for one template), other (of another target)."""
-    from distill.models.hugging_face import load_model
+    from distill.engines.torch.hugging_face import load_model
 
     target = load_model(str(TARGET), "float32", torch.device("cpu"))
     draft = toys.blurred(target, 0, NOISE)

@@ -13,8 +13,8 @@ import torch
 from table_model import TableModel
 from torch import Tensor
 
-from distill.models.static.static_model import StaticTorchModel
-from distill.models.torch_logits import TorchLogits
+from distill.engines.torch.model import TorchLogits
+from distill.engines.torch.static import StaticTorchModel
 
 SLOTS = 96
 

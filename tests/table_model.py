@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from distill.models.base import ROOT, PendingTree, check_call, check_lengths
-from distill.models.torch_logits import TorchLogits
+from distill.engines.model import ROOT, PendingTree, check_call, check_lengths
+from distill.engines.torch.model import TorchLogits
 
 LARGEST = 1 << 25  # entries of a table: 256 MiB
 

@@ -12,9 +12,9 @@ import torch
 from table_model import TableModel
 from torch import Tensor
 
-from distill.models.torch_logits import TorchLogits
+from distill.decoding.verify import Verdict
+from distill.engines.torch.model import TorchLogits
 from distill.sampler import Sampler
-from distill.speculative.verify import Verdict
 
 
 def digits(vocabulary: int, count: int) -> Tensor:

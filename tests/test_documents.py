@@ -12,9 +12,9 @@ import tiny
 import yaml
 from typer.main import get_command
 
-from distill.commands.app import app
+from distill.cli.app import app
+from distill.measuring.speedup_results import Measurement, SpeedupPart, SpeedupReport
 from distill.recipe import parse_recipe
-from distill.results.speedup_results import Measurement, SpeedupPart, SpeedupReport
 
 DOCUMENTS = [tiny.ROOT / "README.md", *sorted((tiny.ROOT / "docs").rglob("*.md"))]
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]

@@ -16,36 +16,33 @@ import pytest
 import tiny
 import torch
 
-from distill.benchmark.batched_bench import import_curve
-from distill.benchmark.calibrate import load_calibrations, load_texts, read_ranks
+from distill.decoding import grammar
+from distill.engines.loaded import context_of
+from distill.engines.pairs import VocabularyMetadata
+from distill.engines.torch.hugging_face import load_config, load_model, load_tokenizer, read_kept
 from distill.errors import DataError
-from distill.files import parse_json, read_json, read_object
-from distill.grammar import gbnf
-from distill.models.conversion.model_shape import read_shape
-from distill.models.conversion.tokenizer import read_tokenizer
-from distill.models.gguf.file import GgufFile
-from distill.models.hugging_face import load_config, load_model, load_tokenizer
-from distill.models.loaded import context_of
-from distill.models.metadata import VocabularyMetadata
-from distill.models.model_files import pin_tokenizer
-from distill.models.tensor_files import stored_tensors, weight_files
-from distill.models.trimmed_head import read_kept
+from distill.files import parse_json, read_json, read_object, read_result
+from distill.folders import pin_tokenizer, stored_tensors, weight_files
+from distill.gguf.families import read_shape
+from distill.gguf.library import GgufFile
+from distill.gguf.tokenizer import read_tokenizer
+from distill.measuring.calibrate import load_calibrations, load_texts, read_ranks
+from distill.measuring.evaluation_results import EvaluationReport
+from distill.measuring.evaluation_tables import evaluation_blocks
 from distill.pipeline.refresh import plan_refresh
+from distill.planning.batched_bench import import_curve
 from distill.recipe import Traffic, load_recipe
-from distill.report.stage import gather
-from distill.results.evaluation_results import EvaluationReport
-from distill.results.evaluation_tables import evaluation_blocks
-from distill.results.serialise import read_result
-from distill.results.training_results import training_steps
+from distill.report.card import gather
 from distill.run import Run
-from distill.surgery.change import read_changes
-from distill.surgery.vocabulary.transplant_plan import check_transplant
+from distill.surgery.layers import read_changes
+from distill.surgery.subtokens import check_transplant
 from distill.tables import document
-from distill.target.teacher import stored_entries
+from distill.teacher.stage import stored_entries
 from distill.teacher.store import read_manifest
-from distill.training.checkpoint import checkpoints, load_checkpoint
+from distill.training.results import training_steps
+from distill.training.setup import checkpoints, load_checkpoint
 from distill.vocabulary import Vocabulary
-from distill.vocabulary.tokenizer_files import added_around, open_tokenizer
+from distill.vocabulary.files import added_around, open_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -376,7 +373,7 @@ def test_logs_of_benchmarks(tmp_path: Path, line: str) -> None:
 @pytest.mark.parametrize("escape", ["\\UFFFFFFFF", "\\ud800"])
 def test_characters_that_do_not_exist(escape: str) -> None:
     with pytest.raises(DataError, match="names a character that does not exist"):
-        gbnf.lark(f'root ::= "{escape}"')
+        grammar.lark(f'root ::= "{escape}"')
 
 
 def test_options_in_our_words(capsys: pytest.CaptureFixture[str]) -> None:

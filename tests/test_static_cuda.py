@@ -12,14 +12,14 @@ import torch
 from test_device_rounds import DRAFTS, MODELS
 from toys import random_prompts
 
-from distill.models.static.static_model import StaticTorchModel
-from distill.models.torch_model import TorchModel
+from distill.decoding import on_device
+from distill.decoding.decode import Decoded, decode, plain
+from distill.decoding.drafters import ModelDrafter
+from distill.decoding.lengths import Fixed
+from distill.decoding.rules import Rules
+from distill.engines.torch.model import TorchModel
+from distill.engines.torch.static import StaticTorchModel
 from distill.sampler import Sampler
-from distill.speculative.decode import Decoded, decode, plain
-from distill.speculative.draft import ModelDrafter
-from distill.speculative.lengths import Fixed
-from distill.speculative.on_device import device_round
-from distill.speculative.rules import Rules
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ pytestmark = [
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Any wait but those of `fetch` is an error of torch, once `set_sync_debug_mode` says so."""
-    true_fetch = device_round.fetch
+    true_fetch = on_device.fetch
 
     def fetch(*tensors: torch.Tensor) -> list[torch.Tensor]:
         before = torch.cuda.get_sync_debug_mode()
@@ -40,7 +40,7 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
-    monkeypatch.setattr(device_round, "fetch", fetch)
+    monkeypatch.setattr(on_device, "fetch", fetch)
     yield
     torch.cuda.set_sync_debug_mode("default")
 

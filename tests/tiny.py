@@ -126,7 +126,7 @@ def build_world(folder: Path) -> Path:
 
 def call(*arguments: object) -> int:
     """`distill ARGUMENTS` in this process; returns the exit status."""
-    from distill.commands.app import main
+    from distill.cli.app import main
 
     with mock.patch.object(sys, "argv", ["distill", *map(str, arguments)]):
         try:

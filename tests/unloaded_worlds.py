@@ -20,8 +20,8 @@ PEAK = 3.0  # the target's logits are so many times those of the tiny world, so 
 
 def build(folder: Path) -> Path:
     """whole/ (the target with its weights, for references alone), target/ without them, donor/ and target.gguf."""
-    from distill.models.conversion.writer import export_gguf
-    from distill.models.hugging_face import load_model
+    from distill.engines.torch.hugging_face import load_model
+    from distill.gguf.writer import export_gguf
 
     tiny.build_corpus(folder / "corpus")
     texts = [path.read_text() for path in sorted((folder / "corpus" / "test").iterdir())]

@@ -20,17 +20,17 @@ import pytest
 import tiny
 from loopback import LoopbackHandler, running
 
+from distill.data.texts import Reply, Request
 from distill.files import write_text
 from distill.recipe import Recipe, load_recipe
 from distill.run import Run
-from distill.texts import Reply, Request
 
 TEXTS = (" value", " index = total", "(self):\n    return 7", " stream", "parser.token")
 
 
 def begin(world: Path, folder: Path, prompts: int, *overrides: str) -> tuple[Recipe, Run]:
     """A run with train prompts of 3 to 8 tokens, cut out of the world's documents, and nothing else."""
-    from distill.models.hugging_face import encode, load_tokenizer
+    from distill.engines.torch.hugging_face import encode, load_tokenizer
 
     recipe = load_recipe(world / "recipe.yaml", overrides)
     run = Run(folder, recipe)
@@ -135,7 +135,7 @@ class BadServer:
             handler.reply(200, self.completion(body, prompt, kind))
 
     def completion(self, body: dict[str, Any], prompt: Any, kind: str) -> dict[str, Any]:
-        from distill.models.hugging_face import encode
+        from distill.engines.torch.hugging_face import encode
 
         chat = "messages" in body
         if chat:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.data.texts import first_difference, read_documents_of
 from distill.divergences import forward_kl
-from distill.errors import DataError
-from distill.models.conversion.fields import PROBE, as_llama_reads
-from distill.models.conversion.model_shape import Shape, read_shape
-from distill.models.finite import place_of, require_finite
-from distill.models.gguf.model import GgufModel
-from distill.models.hugging_face import load_model, load_tokenizer
-from distill.models.torch_model import model_name
-from distill.results.export_results import Parity
-from distill.texts import first_difference
-from distill.vocabulary.tokenizer_files import tokenizer_content
+from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.torch.hugging_face import load_model, load_tokenizer, local_folder
+from distill.engines.torch.model import model_name
+from distill.errors import DataError, DistillError
+from distill.export.results import ExportedFile, ExportReport, Parity
+from distill.files import read_result, write_result
+from distill.gguf.families import Shape, read_shape
+from distill.gguf.fields import PROBE, Advice, Origin, as_llama_reads
+from distill.gguf.head import open_head
+from distill.gguf.importing import file_type
+from distill.gguf.writer import WrittenFile, export_files, own_file
+from distill.measuring.speedup_results import SpeedupReport
+from distill.recipe import Recipe
+from distill.recipe.configuration import P_MIN
+from distill.recipe.load import is_path
+from distill.recipe.recipe import REASON
+from distill.run import Run
+from distill.sampler import place_of, require_finite
+from distill.vocabulary.files import tokenizer_content
+
+# ── Parity of a GGUF file with the Hugging Face folder that it was exported from ──
 
 WINDOW = 256
 # Texts for a comparison where none are given: cases that tokenizers handle differently.
@@ -175,3 +187,123 @@ def check_texts(folder: Path) -> list[str]:
     """Prose, code and the nasty texts, then every added token of the folder's tokenizer by itself."""
     added = tokenizer_content(folder / "tokenizer.json").get("added_tokens") or []
     return [PROSE, CODE, *PROBE, *NASTY, *(token["content"] for token in added[:MAX_SPECIAL])]
+
+
+# ── Where the models of a run come from, and how its draft is best used, for the head of their GGUF files ──
+
+
+def origins(recipe: Recipe, run: Run) -> dict[str, Origin]:
+    """The origins of a run's draft and target, by name, without advice: see `advice_of`."""
+    donor = recipe.donor_model
+    draft = Origin(
+        name=f"{recipe.name} draft",
+        recipe=recipe.name,
+        base_model=None if is_path(donor) else donor,
+        licence=_licence(donor, run),
+        datasets=tuple(source.path for source in recipe.corpus.sources if source.kind == "hub"),
+    )
+    return {"draft": draft, "target": Origin(f"{recipe.name} target")}
+
+
+def _licence(donor: str, run: Run) -> str | None:
+    """The licence in the donor's model card; a line in the log where the card cannot be read."""
+    import yaml
+    from gguf import Metadata
+
+    try:
+        licence = Metadata.load_model_card(local_folder(donor)).get("license")
+    except (DistillError, OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        run.say(f"  the licence of {donor} is not known: {str(error).split(chr(10), 1)[0]}")
+        return None
+    return licence if isinstance(licence, str) else None
+
+
+def advice_of(run: Run) -> Advice | None:
+    """The fastest greedy way of a run's speedup that llama.cpp has too: a fixed length, or a floor of the draft's
+    probability; None where it advises against drafting."""
+    report = read_result(run.path("speedup.json"), SpeedupReport)
+    floors = {
+        configuration.title: configuration
+        for configuration in run.recipe.speedup.configurations
+        if configuration.drafter == "draft" and configuration.rule == "p_min"
+    }
+    tried = [
+        measurement
+        for measurement in report.measurements
+        if measurement.sampler is None and (measurement.length or measurement.configuration in floors)
+    ]
+    backend = "gguf" if any(measurement.backend == "gguf" for measurement in tried) else "pytorch"
+    tried = [measurement for measurement in tried if measurement.backend == backend and measurement.speedup > 1]
+    if not tried:
+        return None
+    best = max(tried, key=lambda measurement: measurement.speedup)
+    floor = floors.get(best.configuration)
+    if floor is not None:
+        return Advice(floor.max_length, P_MIN if floor.p_min is None else floor.p_min)
+    return Advice(best.length or 0, 0.0 if floors else None)
+
+
+# ── Stage `export`: GGUF files of draft and target, read back and compared with Hugging Face ──
+
+POSITIONS = 2000  # of test texts, on which each file is compared with transformers in float32
+
+
+def export(recipe: Recipe, run: Run) -> list[Path]:
+    """Write gguf/MODEL-OUTTYPE.gguf for draft and target, and gguf/export.json with the parity of each file.
+
+    Without `export.outtypes` no model is opened: GGUF may not hold it. A target that the recipe never loads is left
+    out. One that is a GGUF file is not written again: its own file is compared with the folder that it is imported to.
+    The files say nothing that was timed, so that their bytes depend on the models alone; `distill export-gguf RUN` adds
+    the draft length.
+    """
+    folder = run.path("gguf")
+    files: list[ExportedFile] = []
+    if not recipe.export.outtypes:
+        run.say("  no file is written: export.outtypes is empty")
+        write_result(folder / "export.json", ExportReport(run.command, files))
+        return [folder]
+    texts = read_documents_of(run, "test")
+    sources = {"draft": run.path("draft")}
+    own = own_file(recipe)
+    if recipe.target.load:
+        sources["target"] = local_folder(recipe.target.model)
+    else:
+        run.say(f"  no file of the target is written: {REASON}")
+    origin_of = origins(recipe, run)
+    for name, folder_of_model in sources.items():
+        if name == "target" and own is not None:
+            tensors = len(open_head(own).shapes)
+            reports = [WrittenFile(own, file_type(own), own.stat().st_size, tensors, 0)]
+        else:
+            outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}
+            reports = export_files(folder_of_model, outputs, origin_of[name])
+        source = Source.open(folder_of_model)
+        for report in reports:
+            path = report.path
+            parity = compare(source, path, texts, POSITIONS)
+            run.say(
+                f"  {path.name}: {report.bytes / 1e6:.1f} MB, top-1 {parity.top1_agreement:.2%}, mean |d log p| "
+                f"{parity.mean_abs_dlogprob:.5f} over {parity.positions} positions, "
+                f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts tokenized differently"
+            )
+            faults = faults_of(parity, report.outtype)
+            for fault in (*report.notes, *faults):
+                run.say(f"  {path.name}: {fault}", warning=True)
+            place = str(path.relative_to(run.folder) if path != own else path)
+            files.append(
+                ExportedFile(place, name, report.outtype, report.bytes, report.fallback_tensors, parity, faults)
+            )
+    write_result(folder / "export.json", ExportReport(run.command, files))
+    return [folder]
+
+
+def record_extra(run: Run, files: Sequence[ExportedFile]) -> Path:
+    """Add the files of `distill export-gguf RUN` to gguf/extra/export.json, in place of earlier ones at their paths.
+
+    gguf/export.json is an artifact of the stage and stays as it is.
+    """
+    path = run.path("gguf", "extra", "export.json")
+    new = {file.path for file in files}
+    old = read_result(path, ExportReport).files if path.exists() else []
+    write_result(path, ExportReport(run.command, [*(file for file in old if file.path not in new), *files]))
+    return path

@@ -15,33 +15,38 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from distill.corpus.stage import check_chat, check_corpus
+from distill.data.corpus import check_chat, check_corpus
+from distill.data.traffic import check_traffic
+from distill.decoding.configured import check_configurations, check_trees
+from distill.engines.loaded import context_of
+from distill.engines.pairs import compare_pair
+from distill.engines.torch.hugging_face import (
+    check_placement,
+    check_weights,
+    load_config,
+    local_snapshot,
+    pick_device,
+    text_folder,
+)
+from distill.engines.torch.model import state_refusal
+from distill.engines.torch.static import require_static
 from distill.errors import DataError, DistillError, RecipeError, RunError
-from distill.machine import faster_type
-from distill.models.conversion.model_shape import read_shape
-from distill.models.conversion.tokenizer import read_tokenizer
-from distill.models.gguf.build import describe_build, require_build, require_cache_types
-from distill.models.hugging_face import check_placement, load_config, local_snapshot, pick_device, text_folder
-from distill.models.loaded import context_of
-from distill.models.pairs import compare_pair
-from distill.models.static.static_model import require_static
-from distill.models.torch_model import state_refusal
-from distill.models.weight_check import check_weights
-from distill.packages import install_extra, pip_install
+from distill.gguf.families import read_shape
+from distill.gguf.library import describe_build, require_build, require_cache_types
+from distill.gguf.tokenizer import read_tokenizer
+from distill.machine import faster_type, install_extra, pip_install
 from distill.pipeline.stages import NAMES, require_part
 from distill.progress import Caution
 from distill.recipe import Recipe, is_path
 from distill.recipe.recipe import HELD_OUT, REASON, not_run
-from distill.speculative.configured import check_configurations, check_trees
 from distill.surgery.checks import check_cut, check_smaller
-from distill.target.groups import check_writer
-from distill.target.questions.asking import check_questions
-from distill.target.teacher import check_teacher
-from distill.target.traffic import check_traffic
+from distill.teacher.answers import check_writer
+from distill.teacher.questions import check_questions
+from distill.teacher.stage import check_teacher
 from distill.teacher.store import bytes_per_position
 from distill.training.adapters import require_quantisation
-from distill.training.plan import check_training
 from distill.training.setup import require_plain_logits, require_processes, require_trackers
+from distill.training.step import check_training
 from distill.vocabulary import Vocabulary
 
 

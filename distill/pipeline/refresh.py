@@ -7,12 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from distill.errors import DataError, RecipeError, RunError
-from distill.faults import faults_explained
+from distill.data.traffic import PIN, begins_with, parts_of, pin_of, read_lines
+from distill.errors import DataError, RecipeError, RunError, faults_explained
 from distill.files import read_json, write_json
 from distill.recipe import Recipe, load_recipe
 from distill.run import Run, is_read
-from distill.target.traffic import PIN, begins_with, parts_of, pin_of, read_lines
 
 
 def _prepared(folder: Path) -> Path:

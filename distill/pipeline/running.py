@@ -13,11 +13,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from distill.errors import DistillError, RunError
-from distill.faults import faults_explained
+from distill.errors import DistillError, RunError, faults_explained
 from distill.files import digest, read_json, write_json
-from distill.pipeline.keys import Contents, Parts, begun_path, difference, key_parts, recorded_parts
-from distill.pipeline.stages import LAST_TOGETHER, NAMES, STAGES, Stage, consumers, find_stage, require_part
+from distill.pipeline.stages import (
+    LAST_TOGETHER,
+    NAMES,
+    STAGES,
+    Contents,
+    Parts,
+    Stage,
+    begun_path,
+    consumers,
+    difference,
+    find_stage,
+    key_parts,
+    recorded_parts,
+    require_part,
+)
 from distill.processes import agree, process_count
 from distill.progress import duration
 from distill.recipe import Recipe

@@ -2,12 +2,32 @@
 
 from distill.recipe.configuration import Configuration
 from distill.recipe.corpus import Chat, Corpus, Source
-from distill.recipe.cut import ComparedCut, Cut, Transplant, Trim
-from distill.recipe.gguf import Gguf, GgufOptions
 from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe, resolve_model
-from distill.recipe.measuring import Evaluate, Export, Speedup
+from distill.recipe.measuring import Evaluate, Export, Gguf, GgufOptions, Speedup
 from distill.recipe.recipe import Recipe
-from distill.recipe.section import Section, parse_section
-from distill.recipe.servers import CONNECTION_KEYS, Servers, TeacherServer, Writer
-from distill.recipe.target import Answers, PyTorch, SamplerSettings, Target, TeacherStore, Traffic
-from distill.recipe.training import Acceptance, Adapter, HiddenStates, Loss, Sparsity, Train
+from distill.recipe.target import (
+    CONNECTION_KEYS,
+    Answers,
+    PyTorch,
+    SamplerSettings,
+    Section,
+    Servers,
+    Target,
+    TeacherServer,
+    TeacherStore,
+    Traffic,
+    Writer,
+    parse_section,
+)
+from distill.recipe.training import (
+    Acceptance,
+    Adapter,
+    ComparedCut,
+    Cut,
+    HiddenStates,
+    Loss,
+    Sparsity,
+    Train,
+    Transplant,
+    Trim,
+)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from distill.recipe.section import Section
+from distill.recipe.target import Section
 
 DrafterName = Literal["none", "draft", "lookup", "lookup+draft", "tree", "lookup+tree", "intersection", "string"]
 RuleName = Literal["fixed", "p_min", "start-continue", "ratio", "beta", "expected-value"]

@@ -18,8 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from distill.files import is_utf8
-from distill.recipe.section import Section
-from distill.recipe.target import HOTTEST
+from distill.recipe.target import HOTTEST, Section
 
 # The keys that sources of kind target alone have, and those that they lack.
 OF_TARGET = ("questions", "openings", "tokens", "temperature", "top_p", "turns")

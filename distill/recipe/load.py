@@ -13,7 +13,7 @@ import yaml
 from distill.errors import RecipeError
 from distill.files import is_utf8, kind_of, read_utf8, require_path
 from distill.recipe.recipe import Recipe
-from distill.recipe.section import parse_section, shown
+from distill.recipe.target import parse_section, shown
 
 KINDS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
 DEEPEST, MOST = 60, 100_000  # levels of nesting and values of a recipe, repeated ones included

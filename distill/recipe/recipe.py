@@ -10,12 +10,9 @@ from pydantic import Field, model_validator
 from distill.files import LARGEST
 from distill.machine import MOST_THREADS
 from distill.recipe.corpus import Chat, Corpus
-from distill.recipe.cut import Cut
-from distill.recipe.gguf import ON_CPU, Gguf, GgufOptions
-from distill.recipe.measuring import Evaluate, Export, Speedup
-from distill.recipe.section import Section
-from distill.recipe.target import Answers, PyTorch, SamplerSettings, Target, TeacherStore
-from distill.recipe.training import Train
+from distill.recipe.measuring import ON_CPU, Evaluate, Export, Gguf, GgufOptions, Speedup
+from distill.recipe.target import Answers, PyTorch, SamplerSettings, Section, Target, TeacherStore
+from distill.recipe.training import Cut, Train
 
 REASON = "the target's weights are not loaded (target.load: false)"
 QUESTIONS = "questions"  # the stage in which the target writes questions

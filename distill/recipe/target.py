@@ -2,12 +2,267 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import difflib
+import functools
+import re
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from distill.recipe.section import Section
-from distill.recipe.servers import TeacherServer, Writer
+from distill.errors import RecipeError
+from distill.files import LARGEST
+
+# ── The base class of recipe sections, and the mistakes in one in this project's words: where, what, and the value
+# ──
+
+
+class Section(BaseModel):
+    """Immutable, without unknown keys, and with finite numbers that are not given as true or false."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name is not None and _takes_numbers(cls, info.field_name):
+            for part in _parts(value):
+                if isinstance(part, bool):
+                    raise ValueError("a number is needed")
+                if isinstance(part, int) and abs(part) > LARGEST:
+                    raise ValueError(f"integers up to {LARGEST} can be used")
+        return value
+
+
+@functools.cache
+def _takes_numbers(section: type[Section], name: str) -> bool:
+    """Whether a key takes numbers, alone or in lists and mappings, and neither true nor false."""
+    kinds = set(_kinds(section.model_fields[name].annotation))
+    return bool(kinds & {int, float}) and bool not in kinds
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal or not arguments:
+        yield annotation if isinstance(annotation, type) else None
+        return
+    for argument in arguments:
+        yield from _kinds(argument)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """The values in nested lists and mappings, or the value itself."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value
+
+
+# ── mistakes ──
+
+SomeSection = typing.TypeVar("SomeSection", bound=Section)
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring, _SHORT.maxother, _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlong = 80, 80, 3, 6, 40
+
+# What each type of error that pydantic reports means, in our words. One that is not listed says only that the value
+# cannot be used: its own words are never shown.
+_INTEGER, _NUMBER, _TEXT = "an integer is needed", "a number is needed", "text is needed"
+_LIST, _SECTION = "a list is needed", "a section is needed, with a key and a value on each line"
+WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "greater_than_equal": lambda c: f"must be at least {c['ge']}",
+    "greater_than": lambda c: f"must be above {c['gt']}",
+    "less_than_equal": lambda c: f"must be at most {c['le']}",
+    "less_than": lambda c: f"must be below {c['lt']}",
+    "finite_number": lambda c: "must be a finite number",
+    "string_pattern_mismatch": lambda c: f"must match {c['pattern']}",
+    "string_too_long": lambda c: f"must have at most {c['max_length']} characters",
+    "string_unicode": lambda c: "must be text without lone surrogates",
+    "too_short": lambda c: (
+        f"needs at least {c['min_length']} entries" if c["min_length"] != 1 else "needs at least 1 entry"
+    ),
+    "too_long": lambda c: f"must have at most {c['max_length']} entries",
+    "recursion_loop": lambda c: "contains itself",
+    "invalid_key": lambda c: "a key must be text",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), lambda c: _INTEGER),
+    **dict.fromkeys(("float_type", "float_parsing"), lambda c: _NUMBER),
+    **dict.fromkeys(("string_type", "string_sub_type"), lambda c: _TEXT),
+    **dict.fromkeys(("bool_type", "bool_parsing"), lambda c: "true or false is needed"),
+    **dict.fromkeys(("tuple_type", "list_type"), lambda c: _LIST),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "mapping_type"), lambda c: _SECTION),
+}
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: short, at few levels, and as YAML writes true, false and null."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return _SHORT.repr(value).encode("utf-8", "backslashreplace").decode()
+
+
+def _section_at(root: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel] | None:
+    """The section that the last name of an error's location belongs to."""
+    place: Any = root
+    for part in location[:-1]:
+        if isinstance(part, int):
+            continue
+        if not (isinstance(place, type) and issubclass(place, BaseModel)) or part not in place.model_fields:
+            return None
+        place = place.model_fields[part].annotation
+        while typing.get_origin(place) in (tuple, list, typing.Union, types.UnionType):
+            place = next(a for a in typing.get_args(place) if a not in (type(None), Ellipsis))
+    return place if isinstance(place, type) and issubclass(place, BaseModel) else None
+
+
+def _explain(root: type[BaseModel], error: Any) -> str:
+    kind, given = error["type"], shown(error["input"])
+    location = ".".join(str(part) for part in error["loc"]) or "recipe"
+    location = location if len(location) <= 200 else f"{location[:200]}…"
+    if kind == "extra_forbidden":
+        section = _section_at(root, error["loc"])
+        names = list(section.model_fields) if section else []
+        near = difflib.get_close_matches(str(error["loc"][-1])[:100], names, n=1, cutoff=0.5)
+        advice = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(names)}"
+        return f"{location}: unknown key; {advice}"
+    if kind == "missing":
+        return f"{location}: is missing"
+    if kind == "literal_error":
+        known = error["ctx"]["expected"].replace(" or ", ", ").replace("'", "")
+        return f"{location}: there is no {error['loc'][-1]} {given}; known: {known}"
+    if kind == "value_error":  # raised by a check of ours
+        message = error["msg"].removeprefix("Value error, ")
+        return f"{location}: {message} (got {given})" if error["loc"] else f"{location}: {message}"
+    words = WORDS[kind](error.get("ctx", {})) if kind in WORDS else "cannot be used here"
+    return f"{location}: {words} (got {given})"
+
+
+def parse_section(section: type[SomeSection], raw: dict[str, Any], where: str = "the options") -> SomeSection:
+    """A section from a mapping; raises one RecipeError with every mistake."""
+    try:
+        return section.model_validate(raw)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        # pydantic also calls a list too short when its elements are faulty: report the elements alone.
+        parents = {fault["loc"][:depth] for fault in errors for depth in range(len(fault["loc"]))}
+        found = [fault for fault in errors if fault["type"] != "too_short" or fault["loc"] not in parents]
+        faults = [_explain(section, fault) for fault in found]
+        count = f"{len(faults)} mistakes" if len(faults) > 1 else "1 mistake"
+        what = f"{where}: {count}\n  - " + "\n  - ".join(faults)
+        raise RecipeError(what, "docs/recipes.md lists every key") from error
+
+
+# ── Recipe sections: who writes the answers and gives the distributions where the target does not run in
+# transformers ──
+
+VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
+LONGEST_WAIT = 86400  # seconds
+CONNECTION_KEYS = ("urls", "key", "headers", "concurrency", "timeout", "retries")  # none of them changes a reply
+
+
+class Servers(Section):
+    """Servers with OpenAI's API that run one model. Keys come from the environment and are never written."""
+
+    urls: tuple[str, ...] = Field(
+        (), description="base URLs of servers that run the same target, such as http://localhost:8000/v1"
+    )
+    model: str | None = Field(None, description="its name on the servers; null: the only model they serve")
+    key: str | None = Field(None, pattern=VARIABLE, description="environment variable that holds the servers' API key")
+    headers: dict[str, str] = Field(
+        {}, description="additional HTTP headers: name, and environment variable that holds the value"
+    )
+    concurrency: int = Field(8, ge=1, le=4096, description="simultaneous requests, over all servers")
+    timeout: float = Field(600, gt=0, le=LONGEST_WAIT, description="seconds to wait for a reply")
+    retries: int = Field(
+        6, ge=0, le=100, description="retries after a busy server, a broken connection or an unreadable reply"
+    )
+
+    @field_validator("urls")
+    @classmethod
+    def _urls_hold_no_secret(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            try:
+                parts = urlsplit(url)
+                good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+            except ValueError:
+                good = False
+            if not good or any(ord(letter) <= 32 or ord(letter) > 126 for letter in url):
+                raise ValueError("a URL such as http://localhost:8000/v1 is needed")
+            if "@" in parts.netloc or parts.query or parts.fragment:
+                raise ValueError(
+                    "a URL ends with its path and holds no name, password or query: keys come from the environment "
+                    "(key, headers)"
+                )
+        return tuple(url.rstrip("/") for url in value)
+
+    @field_validator("headers")
+    @classmethod
+    def _headers_name_variables(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, variable in value.items():
+            if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name):
+                raise ValueError("the name of a header is letters, digits and dashes")
+            if not re.fullmatch(VARIABLE, variable):
+                raise ValueError(f"header {name} needs the name of an environment variable, never the value itself")
+        return value
+
+
+class Writer(Servers):
+    """Who writes the answers: a GGUF file of the target, run by llama-cpp-python, or servers with OpenAI's API.
+
+    Give exactly one of `gguf` and `urls`. Prompts are rendered and tokenized here, with the tokenizer of
+    `target.model`, whose weights are not loaded. Servers receive token ids if they accept them, else text.
+    """
+
+    gguf: str | None = Field(None, description="a GGUF file of the target")
+    api: Literal["completions", "chat"] = Field(
+        "completions",
+        description="completions: send the rendered prompt; chat: send the messages and let the server render them",
+    )
+    missing: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of prompts that may remain unanswered after all retries: they are dropped and counted. "
+        "Above it, stage answers stops, and the next command asks again",
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Writer:
+        if (self.gguf is None) == (not self.urls):
+            raise ValueError("give either gguf, a file, or urls, servers")
+        if self.gguf is not None:
+            served = ("model", "api", *(name for name in CONNECTION_KEYS if name != "urls"), "missing")
+            given = [name for name in served if getattr(self, name) != type(self).model_fields[name].default]
+            if given:
+                raise ValueError(f"{', '.join(given)}: for servers (urls) alone, and this is a GGUF file")
+        return self
+
+
+class TeacherServer(Servers):
+    """Servers that run the target and return log-probabilities of prompts, as vLLM's /v1/completions does.
+
+    The log-probabilities are those of temperature 1, whatever the server's sampler. Start vLLM with `--max-logprobs`
+    `teacher.top_k`, and up to 32 more if the head has padding rows: `distill check` prints the number.
+    """
+
+    urls: tuple[str, ...] = Field(
+        min_length=1, description="base URLs of servers that run the same model, such as http://localhost:8000/v1"
+    )
+    model: str = Field(min_length=1, description="its name on the servers, as /v1/models lists it")
+    prompts: Literal["ids", "text"] = Field(
+        "ids",
+        description="send token ids, or text if the server accepts nothing else; documents whose text tokenizes to "
+        "other ids are then skipped and counted",
+    )
+
+
+# ── Recipe sections: the target, its sampler, its answers and the store of its distributions ──
 
 HOTTEST = 100  # largest temperature; above it, every distribution is uniform
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

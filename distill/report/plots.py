@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
 from distill.intervals import Interval, ratio_interval
-from distill.packages import install_extra
-from distill.results.evaluation_results import (
+from distill.machine import install_extra
+from distill.measuring.evaluation_results import (
     MEASURES,
     RELIABILITIES,
     SLICES,
@@ -25,9 +25,9 @@ from distill.results.evaluation_results import (
     Reliability,
     SliceResult,
 )
-from distill.results.speedup_results import Measurement, SpeedupPart
-from distill.results.training_results import STORED, Evaluation, TrainingStep
+from distill.measuring.speedup_results import Measurement, SpeedupPart
 from distill.tables import clean, known
+from distill.training.results import STORED, Evaluation, TrainingStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import httpx2
 
+from distill.engines.server_commands import option_arguments, pair_arguments
 from distill.errors import RecipeError, ServingError
-from distill.models.server_commands import option_arguments, pair_arguments
 from distill.recipe import Gguf
 
 HOST = "127.0.0.1"

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from distill.engines.pairs import require_pair
+from distill.engines.torch.hugging_face import load_config, local_folder, text_folder
 from distill.errors import RecipeError
-from distill.models.hugging_face import load_config, local_folder, text_folder
-from distill.models.pairs import require_pair
 from distill.recipe import Cut, Recipe
-from distill.surgery.change import require_supported
-from distill.surgery.cuts.layers import check_layers, parse_layers
-from distill.surgery.cuts.width import check_width
-from distill.surgery.vocabulary.transplant_plan import check_transplant
-from distill.surgery.vocabulary.trim import always_kept, check_size
+from distill.surgery.layers import check_layers, check_width, parse_layers, require_supported
+from distill.surgery.subtokens import check_transplant
+from distill.surgery.trim import always_kept, check_size
 from distill.vocabulary import Vocabulary
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # such a model's step does not read all its weights

@@ -1,27 +1,238 @@
-"""Layers and MLP width of a loaded model, cut in this order, and of any folder without a recipe."""
+"""Kept layers that make up for the dropped ones behind them.
+
+A layer adds the outputs of its attention and of its MLP, W a, to the stream. Where the layers behind it are gone, W
+(down_proj) is refitted by ridge regression, so that the stream comes near to the uncut model's where the next kept
+layer reads it. Legend: L layers, n blocks, S positions, T tokens, H hidden, F neurons, W [H, F], a [F].
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from distill import divergences
+from distill.data.packing import Packed, hidden_states, pack
+from distill.engines.pairs import require_pair
+from distill.engines.torch.hugging_face import encode, load_config, load_model, load_tokenizer, real_tokens, text_folder
 from distill.errors import DataError
 from distill.files import require_new_folder, write_folder
-from distill.models.hugging_face import encode, load_config, load_model, load_tokenizer, real_tokens, text_folder
-from distill.models.model_files import copy_tokenizer
-from distill.models.pairs import require_pair
-from distill.packing import Packed, pack
-from distill.recipe import Cut
-from distill.results.cut_results import Change
-from distill.surgery.change import read_changes, record_change, require_supported, size_of
+from distill.folders import copy_tokenizer
+from distill.progress import Progress
+from distill.recipe import Cut, Recipe
+from distill.run import Run
 from distill.surgery.checks import check_shape
-from distill.surgery.cuts.layers import Loss, choose_layers, keep_layers
-from distill.surgery.cuts.refit import refit_layers, states_behind
-from distill.surgery.cuts.width import narrow
-from distill.surgery.divergence import TargetDistributions
+from distill.surgery.layers import (
+    Loss,
+    choose_layers,
+    decoder_layers,
+    keep_layers,
+    narrow,
+    parts_of,
+    read_changes,
+    record_change,
+    require_supported,
+    run_layer,
+    size_of,
+    tokens,
+    watching,
+)
+from distill.surgery.results import Change
+from distill.teacher.distributions import TeacherChunk, logit_form
+from distill.teacher.store import TeacherStore, compress, held_out
+
+# ── Kept layers that make up for the dropped ones behind them ──
+
+States = list[list[Tensor]]  # of each kept layer, of each batch of blocks, [n, S, H]
+
+
+@torch.no_grad()
+def states_behind(model: Any, kept: Sequence[int], blocks: Packed, batch: int = 4) -> States:
+    """The stream of the uncut model where each of the `kept` layers (ascending) is to end: what the next one reads, and
+    behind the last layer.
+
+    Raises DataError when the blocks hold no token.
+    """
+    ends = [*kept[1:], len(decoder_layers(model))]
+    states: dict[int, list[Tensor]] = {end: [] for end in ends}
+    for part in parts_of(model, blocks, batch):
+        state = model.model.embed_tokens(part.ids)
+        for index in range(ends[-1]):
+            state = run_layer(model, index, part, state)
+            if index + 1 in states:
+                states[index + 1].append(state)
+    return [states[end] for end in ends]
+
+
+@torch.no_grad()
+def refit_layers(
+    model: Any,
+    kept: Sequence[int],
+    ends: States,
+    blocks: Packed,
+    *,
+    ridges: Sequence[float],
+    loss: Loss,
+    batch: int = 4,
+) -> dict[str, Any]:
+    """Refit down_proj of the layers of `model`, which are the `kept` ones of the model whose `ends` are given.
+
+    Layers before the first gap stay as they are. The others are refitted in turn, on the outputs of those before them
+    as already refitted, so that errors do not add up. Every position counts alike: errors are relative to the length of
+    its state. Of several ridges, and of no refit, the one of least `loss(model)` is taken: measure the loss on other
+    blocks.
+
+    Returns JSON-able details: the ridge taken (null: none helped), all losses, and per refitted layer the mean squared
+    error of the stream behind it, relative to the stream, without its refit and with it. Raises DataError where the
+    loss is never finite, or the blocks hold no token.
+    """
+    downs = [layer.mlp.down_proj for layer in decoder_layers(model)]
+    start = [down.weight.detach() for down in downs]
+    choices: list[tuple[float | None, float, dict[str, Any], list[Tensor]]] = [(None, float(loss(model)), {}, start)]
+    progress = Progress("layers: refitted", len(ridges) * (len(kept) - _gap(kept)), brief=True)
+    for ridge in ridges:
+        _set_weights(downs, start)
+        errors = _refit(model, kept, ends, blocks, ridge, batch, progress)
+        choices.append((ridge, float(loss(model)), errors, [down.weight.detach() for down in downs]))
+    finite = [choice for choice in choices if math.isfinite(choice[1])]
+    if not finite:
+        raise DataError("the loss of the cut model is not finite", "check the donor's weights")
+    ridge_taken, _, errors, weights = min(finite, key=lambda choice: choice[1])
+    _set_weights(downs, weights)
+    losses = [value if math.isfinite(value) else None for _, value, _, _ in choices]
+    return {"ridge": ridge_taken, "ridges": [None, *ridges], "losses": losses, **errors}
+
+
+def _set_weights(downs: Sequence[Any], weights: Sequence[Tensor]) -> None:
+    for down, weight in zip(downs, weights, strict=True):
+        down.weight = torch.nn.Parameter(weight, requires_grad=down.weight.requires_grad)
+
+
+def _gap(kept: Sequence[int]) -> int:
+    """The first of the kept layers behind which one is missing; else the last."""
+    return next((i for i, (own, after) in enumerate(itertools.pairwise(kept)) if after > own + 1), len(kept) - 1)
+
+
+def _refit(
+    model: Any, kept: Sequence[int], ends: States, blocks: Packed, ridge: float, batch: int, progress: Progress
+) -> dict[str, list[float]]:
+    """Refit every layer from the first gap on; the relative errors."""
+    parts = parts_of(model, blocks, batch)
+    streams = [model.model.embed_tokens(part.ids) for part in parts]
+    report: dict[str, list[float]] = {"lost_without_refit": [], "lost": []}
+    count = sum(int(tokens(part.documents).sum()) for part in parts)
+    gap = _gap(kept)
+    for index in range(gap):
+        streams = [run_layer(model, index, part, stream) for part, stream in zip(parts, streams, strict=True)]
+    for index, layer in enumerate(decoder_layers(model)[gap:], gap):
+        down = layer.mlp.down_proj
+        gram = torch.zeros(down.in_features, down.in_features, dtype=torch.float32, device=down.weight.device)
+        cross = torch.zeros(down.in_features, down.out_features, dtype=torch.float32, device=down.weight.device)
+        missing_power = 0.0
+        for at, (part, end) in enumerate(zip(parts, ends[index], strict=True)):
+            neurons: list[Tensor] = []
+            before_mlp: list[Tensor] = []
+            with watching([(down, neurons.append), (layer.post_attention_layernorm, before_mlp.append)]):
+                output = run_layer(model, index, part, streams[at])
+            used = tokens(part.documents)
+            uncut = end[used].float()
+            share = uncut.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny).reciprocal()  # [T, 1]
+            a, missing = neurons[0][used].float() * share, (uncut - output[used].float()) * share
+            gram.addmm_(a.T, a)
+            cross.addmm_(a.T, missing)
+            missing_power += float(missing.square().sum())
+            streams[at] = before_mlp[0]
+        change, explained = _ridge(gram, cross, ridge)
+        weight = (down.weight.detach().float() + change.T).to(down.weight.dtype)
+        down.weight = torch.nn.Parameter(weight, requires_grad=down.weight.requires_grad)
+        streams = [state + layer.mlp(layer.post_attention_layernorm(state)) for state in streams]
+        report["lost_without_refit"].append(missing_power / count)
+        report["lost"].append(max(missing_power - explained, 0.0) / count)
+        progress.step()
+    return report
+
+
+def _ridge(gram: Tensor, cross: Tensor, ridge: float) -> tuple[Tensor, float]:
+    """X = (G + μ I)⁻¹ C [F, H] with μ = ridge · mean diag G, and by how much it lowers Σ‖missing‖²; solved in fp64."""
+    device = torch.device("cpu") if gram.device.type == "mps" else gram.device  # MPS has no fp64
+    g, c = gram.to(device, torch.float64), cross.to(device, torch.float64)
+    shrink = max(ridge * float(g.diagonal().mean()), torch.finfo(g.dtype).tiny)  # of neurons that are all zero
+    factor = torch.linalg.cholesky(g + shrink * torch.eye(len(g), dtype=g.dtype, device=device))
+    solved = torch.cholesky_solve(c, factor)
+    # Σ‖m − Xᵀa‖² by the normal equations (G + μ) X = C: Σ‖m‖² − ⟨X, C⟩ − μ‖X‖².
+    explained = float((solved * c).sum() + shrink * solved.square().sum())
+    return solved.to(cross.device, torch.float32), explained
+
+
+# ── The target's distributions on a few blocks, computed once and compared with many cuts of a donor ──
+# Legend: n blocks, S positions, N scored positions, k stored entries, V vocabulary.
+
+STORED = 256  # entries per position: nearly the whole distribution, at a small part of its size
+
+
+@dataclass(frozen=True)
+class TargetDistributions:
+    """Blocks and the target's compact distributions at their N scored positions, in order; ids from `vocabulary` on are
+    padding."""
+
+    blocks: Packed
+    distributions: TeacherChunk
+    vocabulary: int
+
+    @classmethod
+    @torch.inference_mode()
+    def measure(cls, target: Any, blocks: Packed, vocabulary: int, batch: int = 4) -> TargetDistributions:
+        """One forward pass of the target over the blocks."""
+        parts, starts = [], range(0, len(blocks), batch)
+        progress = Progress("the target's distributions, batches", len(starts), brief=True)
+        for i in starts:
+            logits = scored_logits(target, blocks.take(slice(i, i + batch)))
+            parts.append(compress(logits, min(STORED, vocabulary - 1), vocabulary))
+            progress.step()
+        columns = (torch.cat([getattr(p, name).cpu() for p in parts]) for name in TeacherChunk.__dataclass_fields__)
+        return cls(blocks, TeacherChunk(*columns), vocabulary)
+
+    @classmethod
+    def stored(cls, recipe: Recipe, run: Run) -> TargetDistributions:
+        """Those of the validation store: on its given text, or on the answers where the corpus has questions alone."""
+        store, texts = TeacherStore(run, "validation"), held_out(recipe, run, "validation")
+        answers = torch.arange(len(texts.own))
+        index = torch.arange(len(texts.own), store.blocks) if len(texts.given) else answers
+        index = index[: recipe.cut.score_blocks]
+        distributions = store.teacher(index, torch.device("cpu")).chunk(slice(None))
+        return cls(store.packed.take(index), distributions, store.vocabulary)
+
+    @torch.inference_mode()
+    def kl(self, model: Any, batch: int = 4) -> float:
+        """KL(target ‖ model) in nats, the mean over the scored positions. All tokens outside the stored entries are one
+        bucket, so it is a lower bound of the full KL, and close to it with this many entries."""
+        total, at = 0.0, 0
+        for start in range(0, len(self.blocks), batch):
+            logits = scored_logits(model, self.blocks.take(slice(start, start + batch))).float()
+            logits[:, self.vocabulary :] = -torch.inf
+            rows = slice(at, at + len(logits))
+            at += len(logits)
+            stored = self.distributions
+            assert stored.ids is not None
+            parts = (stored.ids.long(), stored.log_probabilities, stored.log_tail)
+            ids, logs, tail = (part[rows].to(logits.device) for part in parts)
+            total += float(divergences.bucketed_forward_kl(ids, logs, tail, logits).double().sum())
+        return total / max(1, at)
+
+
+def scored_logits(model: Any, part: Packed) -> Tensor:
+    """Logits [N, V] of a model at the scored positions of some blocks, in order."""
+    hidden = hidden_states(model, part)
+    return logit_form(model.config).apply(model.get_output_embeddings()(hidden[part.mask.to(hidden.device)]))
+
+
+# ── Layers and MLP width of a loaded model, cut in this order, and of any folder without a recipe ──
 
 BLOCK = 512  # positions per block of a folder's texts, or the model's context where that is shorter
 GREEDY_LAYERS = 28  # greedy removal costs layers × removals passes over the blocks

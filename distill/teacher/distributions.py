@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.data.packing import Packed, hidden_states, packed_inputs
+from distill.engines.torch.cpu_products import filled
+from distill.engines.torch.model import model_name
 from distill.errors import DataError
-from distill.models.cpu_products import filled
-from distill.models.finite import require_finite
-from distill.models.packed_forward import hidden_states, packed_inputs
-from distill.models.torch_model import model_name
-from distill.packing import Packed
+from distill.sampler import require_finite
 
 NOISE = 1e-4  # relative error of logits in fp32; in narrower types that of one rounding
 EMPTY = -1e4  # log of a tail that holds nothing: finite, so that 0 · log stays 0

@@ -15,24 +15,29 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from distill.data.packing import Packed, concatenate, hidden_states, pack
+from distill.data.texts import Answer, listed, read_answers
+from distill.engines.torch.hugging_face import load_target, load_tokenizer
 from distill.errors import DataError
-from distill.files import has_form, read_json
-from distill.models.finite import require_finite
-from distill.packing import Packed, concatenate
+from distill.files import digest, from_json, has_form, read_json, reference_digest
+from distill.recipe import Recipe
 from distill.recipe import TeacherStore as Settings
 from distill.recipe.target import TYPE_BYTES
-from distill.results.serialise import from_json
 from distill.run import Run, verify_artifact
-from distill.teacher.distributions import EMPTY, CompactTeacher, Head, LogitForm, Teacher, TeacherChunk
+from distill.sampler import require_finite
+from distill.teacher.distributions import EMPTY, CompactTeacher, Head, LogitForm, Teacher, TeacherChunk, require_head
+
+# ── The teacher store: the packed blocks and the target's distributions on them, in checksummed shards ──
 
 FORMAT = 2
 # The form of manifest.json for every kind of store.
@@ -234,3 +239,138 @@ def shard_path(folder: Path, number: int) -> Path:
 def head_path(folder: Path) -> Path:
     """The path of the head of an exact store."""
     return folder / "head.safetensors"
+
+
+# ── Held-out texts of a run that never loads the target, as stages `validation` and `test` have left them ──
+
+Split = Literal["validation", "test"]
+ANSWERS = "answers"  # the name of the files of answers
+READABLE = ("", "truncated")  # reasons for which an answer is not learnt from, but says what the target wrote
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out texts: the answers, and their blocks, one document each; the given text's blocks; what was left out."""
+
+    answers: list[Answer]
+    own: Packed
+    given: Packed
+    dropped: dict[str, int]
+
+    @property
+    def blocks(self) -> Packed:
+        """All blocks, the answers' first; their documents are numbered where those of the given text are."""
+        return concatenate([part for part in (self.own, self.given) if len(part)])
+
+
+def held_out(recipe: Recipe, run: Run, split: Split) -> HeldOut:
+    """The texts of a finished or begun held-out stage, a pure function of its files and those of stage `corpus`.
+
+    An answer counts as the target wrote it, also where it ends in a loop or was cut short. Raises DataError where no
+    answer is left.
+    """
+    count, _ = sizes(recipe, split)
+    answers, dropped = [], Counter[str]()
+    for one in served_answers(run, split)[:count] + read_answers(run, ANSWERS, split):
+        if one.dropped in READABLE and one.answer:
+            answers.append(one)
+        else:
+            dropped[one.dropped or "empty"] += 1
+    if not answers:
+        raise DataError(
+            f"no answer to a {split} prompt is left: {listed(dropped, ' × ') or 'there was none'}",
+            f"correct answers.writer and use --redo {split}, or give more served lines (answers.traffic)",
+        )
+    own = pack(((one.prompt + one.answer, len(one.prompt)) for one in answers), recipe.corpus.block, split_long=False)
+    blocks = recipe.cut.score_blocks if split == "validation" else recipe.eval.file_blocks
+    given = Packed.load(run.path("corpus", f"text-{split}.safetensors")).take(slice(0, blocks))
+    return HeldOut(answers, own, given, dict(sorted(dropped.items())))
+
+
+def sizes(recipe: Recipe, split: Split) -> tuple[int, int]:
+    """How many prompts are answered, with at most how many tokens each."""
+    if split == "test":
+        return recipe.eval.prompts, recipe.eval.new_tokens
+    assert recipe.train.acceptance is not None, "recipes without it are refused"
+    return recipe.train.acceptance.prompts, recipe.train.acceptance.new_tokens
+
+
+def served_answers(run: Run, split: Split) -> list[Answer]:
+    """Held-out answers of served traffic: the target has written them already."""
+    return read_answers(run, f"traffic-{split}")
+
+
+# ── The distributions that a draft learns, whatever the kind of teacher ──
+
+REDO = "make it again with `distill train RECIPE --redo teacher`, or go back to the recipe that it was made with"
+
+
+class OnlineTarget:
+    """A loaded target on packed blocks; raises DataError where its head and hidden states do not give its logits."""
+
+    def __init__(self, model: Any, packed: Packed, manifest: dict[str, Any], batch: int) -> None:
+        self.model, self.packed, self.manifest, self.batch = model, packed, manifest, batch
+        self.blocks = len(packed)
+        self.vocabulary: int = manifest["vocabulary"]
+        self._head = Head.of(model, self.vocabulary)
+        require_head(model, self._head, packed)
+
+    @torch.no_grad()
+    def teacher(self, index: Tensor, device: torch.device) -> Teacher:
+        """The distributions of the N scored positions of the blocks at `index` [b], block by block, on a device.
+
+        The target takes `batch` blocks at once; its logits exist only chunk by chunk.
+        """
+        states = []
+        for start in range(0, len(index), self.batch):
+            part = self.packed.take(index[start : start + self.batch])
+            found = hidden_states(self.model, part)
+            states.append(found[part.mask.to(found.device)].to(device))
+        self._head = self._head.to(device)
+        return self._head.teacher(torch.cat(states))
+
+
+# Packed blocks, and the target's distributions on them.
+TeacherSource = TeacherStore | OnlineTarget
+
+
+def open_teacher(run: Run, recipe: Recipe, device: torch.device, model: Any = None) -> TeacherSource:
+    """The teacher that stage `teacher` wrote into a run.
+
+    An online one runs `model`, the target, which is loaded onto `device` when none is given. Raises DataError when a
+    file is damaged.
+    """
+    store = TeacherStore(run)
+    if store.manifest["kind"] != "online":
+        return store
+    target = load_target(recipe.target, device) if model is None else model
+    return OnlineTarget(target, store.packed, store.manifest, recipe.teacher.batch)
+
+
+def target_metadata(recipe: Recipe) -> dict[str, Any]:
+    """The identity of a target: its content, its tokenizer's vocabulary, and how it runs."""
+    tokenizer = load_tokenizer(recipe.target.model)
+    return {
+        "target": recipe.target.model,
+        "target_digest": reference_digest(recipe.target.model),
+        "tokenizer_digest": digest(tokenizer.get_vocab()),
+        "dtype": recipe.target.dtype,
+        "quantise": recipe.target.quantise,
+    }
+
+
+def require_fit(manifest: dict[str, Any], recipe: Recipe, draft_config: Any) -> None:
+    """Raise DataError when a teacher is not of the recipe's target and tokenizer as they are now, or covers more tokens
+    than the draft has. The settings that it was made with are part of its stage's key."""
+    metadata = target_metadata(recipe)
+    for key, name in (("target_digest", "target"), ("tokenizer_digest", "tokenizer")):
+        if manifest[key] != metadata[key]:
+            was, now = manifest["target"], metadata["target"]
+            other = " with other content" if was == now else ""
+            raise DataError(f"the teacher was made with {name} {was}{other}, the recipe has {now}", REDO)
+    if manifest["vocabulary"] > draft_config.vocab_size:
+        raise DataError(
+            f"the teacher's distributions cover {manifest['vocabulary']} tokens, "
+            f"the draft has {draft_config.vocab_size}",
+            "give the draft the target's vocabulary (cut.transplant), or make the teacher again (--redo teacher)",
+        )

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from distill.engines.torch.hugging_face import check_folder, load_model, load_weights
 from distill.errors import RunError
-from distill.models.hugging_face import check_folder, load_model, load_weights
 from distill.recipe import Adapter
 
 NAME = "draft"  # of the one adapter, in peft's dictionaries

@@ -15,29 +15,38 @@ from typing import Any, NoReturn
 
 import torch
 
+from distill.engines.torch.hugging_face import FILE as KEPT_FILE
 from distill.errors import DataError
-from distill.files import copy_file, write_folder, write_json
-from distill.interruption import noting
-from distill.models.model_files import copy_tokenizer
-from distill.models.trimmed_head import FILE as KEPT_FILE
+from distill.files import copy_file, from_json, write_folder, write_json, write_result
+from distill.folders import copy_tokenizer
 from distill.processes import barrier
-from distill.progress import duration
+from distill.progress import duration, noting
 from distill.recipe import Recipe
-from distill.results.serialise import from_json, write_result
-from distill.results.training_results import EvaluatedWeights, TrainedPart, TrainingSummary
 from distill.run import BEGIN, Run
-from distill.surgery.change import size_of
-from distill.surgery.sparsity.group_lasso import GroupLasso
-from distill.surgery.sparsity.ramp import Penalty
-from distill.surgery.sparsity.unstructured import UnstructuredL1
+from distill.surgery.layers import size_of
+from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.training.adapters import merge
-from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
-from distill.training.memory import loading, memory_explained, stepping, writing
-from distill.training.optimizer import set_rates
-from distill.training.plan import body_share, rate_share, states_weight
-from distill.training.setup import Training, set_up, tracked, warn_missing_classes
-from distill.training.step import CLIP, STATES, scored_blocks
-from distill.training.validation import ended, evaluate_weights, evaluation_due, take_best
+from distill.training.results import EvaluatedWeights, TrainedPart, TrainingSummary
+from distill.training.setup import (
+    Training,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+    set_up,
+    tracked,
+    warn_missing_classes,
+)
+from distill.training.step import CLIP, STATES, body_share, rate_share, scored_blocks, set_rates, states_weight
+from distill.training.validation import (
+    ended,
+    evaluate_weights,
+    evaluation_due,
+    loading,
+    memory_explained,
+    stepping,
+    take_best,
+    writing,
+)
 
 STOPPING = "interrupted: the training stops after this step and is saved; a second signal ends it at once"
 

@@ -15,9 +15,155 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
-from distill.vocabulary.byte_map import BYTE_MAP, NEVER_IN_UTF8, SPACE, from_mapped
-from distill.vocabulary.roles import NAMED_ROLES, content_of, roles_in
-from distill.vocabulary.tokenizer_files import AGAIN, SUPPORTED, named_settings, require_dense, tokenizer_content
+from distill.vocabulary.files import AGAIN, SUPPORTED, named_settings, require_dense, tokenizer_content
+
+# ── How the two families of tokenizers write bytes as characters ──
+# Byte-level BPE writes every byte as a printable character (GPT-2's byte map); SentencePiece writes a space as ▁
+# and bytes without a token of their own as <0xNN>.
+
+SPACE = "▁"
+# Bytes that no valid UTF-8 holds; real vocabularies leave them out without losing a text.
+NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
+# Bytes that texts hardly hold, and real vocabularies lack (SmolLM2's eight of them): control characters but tab, line
+# feed and carriage return, and what begins characters of planes that Unicode has not assigned.
+RARE = frozenset({*range(0x09), 0x0B, 0x0C, *range(0x0E, 0x20), 0x7F, 0xF1, 0xF2})
+
+
+def _byte_map() -> tuple[str, ...]:
+    """The character that stands for each byte in byte-level BPE (GPT-2's `bytes_to_unicode`)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return tuple(chr(byte) if byte in printable else chr(next(others)) for byte in range(256))
+
+
+BYTE_MAP = _byte_map()
+_TO_MAPPED = str.maketrans({chr(byte): character for byte, character in enumerate(BYTE_MAP)})
+# Back to Latin-1; characters below 256 that stand for no byte become one that Latin-1 cannot encode.
+_FROM_MAPPED = str.maketrans(
+    {chr(code): "\uffff" for code in range(256)} | {character: chr(byte) for byte, character in enumerate(BYTE_MAP)}
+)
+
+
+def to_mapped(data: bytes) -> str:
+    """Bytes as byte-level BPE writes them."""
+    return data.decode("latin-1").translate(_TO_MAPPED)
+
+
+def from_mapped(token: str) -> bytes:
+    """The bytes of a byte-level token; a token with characters outside the byte map is plain text."""
+    try:
+        return token.translate(_FROM_MAPPED).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()
+
+
+# ── Roles of special tokens: their names, the tokens that take them, and the counterparts of two vocabularies ──
+
+# In the order in which transformers adds those that tokenizer.json lacks.
+NAMED_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# Names under which families of models know a token; the first one that a vocabulary has takes the role.
+MARKERS: dict[str, tuple[str, ...]] = {
+    "turn_end": (
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<end_of_turn>",
+        "<|end|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<|eot|>",
+        "<|EOT|>",
+        "<|endofturn|>",
+        "<|end_of_turn|>",
+        "<end_of_utterance>",
+        "<turn|>",
+    ),
+    "turn_start": (
+        "<|im_start|>",
+        "<|start_header_id|>",
+        "<start_of_turn>",
+        "<|START_OF_TURN_TOKEN|>",
+        "<|header_start|>",
+        "<|start_of_role|>",
+        "<|start|>",
+        "<|turn>",
+    ),
+    "header_end": ("<|end_header_id|>", "<|header_end|>", "<|end_of_role|>", "<|message|>", "<|im_sep|>"),
+    "system": ("<|system|>", "<|SYSTEM_TOKEN|>", "[SYSTEM_PROMPT]"),
+    "user": ("<|user|>", "<|USER_TOKEN|>", "<｜User｜>", "<|User|>", "[INST]"),
+    "assistant": ("<|assistant|>", "<|CHATBOT_TOKEN|>", "<｜Assistant｜>", "<|Assistant|>", "[/INST]"),
+    # Fill in the middle: Qwen, StarCoder and Granite, SantaCoder, DeepSeek, CodeLlama, Falcon, Codestral, GLM.
+    "fim_prefix": (
+        *("<|fim_prefix|>", "<fim_prefix>", "<fim-prefix>", "<｜fim▁begin｜>", "▁<PRE>", "<PRE>"),
+        *(">>PREFIX<<", "[PREFIX]", "<|code_prefix|>", "<|prefix|>"),
+    ),
+    "fim_suffix": (
+        *("<|fim_suffix|>", "<fim_suffix>", "<fim-suffix>", "<｜fim▁hole｜>", "▁<SUF>", "<SUF>"),
+        *(">>SUFFIX<<", "[SUFFIX]", "<|code_suffix|>", "<|suffix|>"),
+    ),
+    "fim_middle": (
+        *("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end｜>", "▁<MID>", "<MID>"),
+        *(">>MIDDLE<<", "[MIDDLE]", "<|code_middle|>", "<|middle|>"),
+    ),
+    "fim_pad": ("<|fim_pad|>", "<fim_pad>", "<fim-pad>"),
+    "repository": ("<|repo_name|>", "<repo_name>", "<reponame>", "<|fim_repo|>", "<fim-repo>", "<REPO>"),
+    "file": ("<|file_sep|>", "<file_sep>"),
+}
+# Of several roles of one token the first counts. Markers come before the roles that a tokenizer's settings name: eos is
+# often the end of a turn.
+ROLE_ORDER = (*MARKERS, "eos", "bos", "unk", "pad", "sep", "cls", "mask")
+
+
+def content_of(token: Any) -> str | None:
+    """The string of a token in a tokenizer's settings, where it may stand alone or as an object with `content`."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def roles_in(ids: Mapping[str, int], settings: Mapping[str, Any], unknown: str | None) -> dict[str, int]:
+    """Role to id: those that the tokenizer's settings name, the model's unknown token, then the markers."""
+    named = {role: content_of(settings.get(f"{role}_token")) or "" for role in NAMED_ROLES}
+    roles = {role: ids[name] for role, name in named.items() if name in ids}
+    if unknown and unknown in ids:
+        roles.setdefault("unk", ids[unknown])
+    for role, names in MARKERS.items():
+        marker = next((name for name in names if name in ids), None)
+        if marker is not None:
+            roles[role] = ids[marker]
+    return roles
+
+
+def named_id(
+    role: str, settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int], rows: int
+) -> int | None:
+    """The id of bos, eos or pad in a model of `rows` rows; None where the files name none.
+
+    The token in tokenizer_config.json (`settings`) comes before the number in config.json (of several the first).
+    """
+    key = f"{role}_token_id"
+    number = config.get(key, (config.get("text_config") or {}).get(key))
+    number = number[0] if isinstance(number, list) and number else number
+    token = content_of(settings.get(f"{role}_token"))
+    number = number if token is None else ids.get(token, number)
+    return number if isinstance(number, int) and 0 <= number < rows else None
+
+
+def role_counterparts(source: Mapping[str, int], destination: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Pairs of ids with the same role in two vocabularies' `roles`; of several for one source id the last counts."""
+    both = [role for role in reversed(ROLE_ORDER) if role in source and role in destination]
+    return [(source[role], destination[role]) for role in both]
+
+
+def stand_ins(source: Mapping[str, int], destination: Mapping[str, int]) -> dict[int, int]:
+    """Eos for the source's bos and pad where the destination has no such token.
+
+    The token that ends a text also stands before the next one, and pads, in models without tokens of their own for it.
+    """
+    if "eos" not in destination:
+        return {}
+    return {source[role]: destination["eos"] for role in ("bos", "pad") if role in source and role not in destination}
+
+
+# ── The tokens of a tokenizer folder by id: their bytes, kinds and roles, from tokenizer.json and
+# tokenizer_config.json ──
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTROL = re.compile(r"[<\[].+[>\]]", re.DOTALL)

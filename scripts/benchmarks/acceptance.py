@@ -13,11 +13,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from distill.evaluation.pairs import continue_all
-from distill.models.hugging_face import end_ids, load_tokenizer
+from distill.data.texts import Prompt, prompt_seed
+from distill.engines.torch.hugging_face import end_ids, load_tokenizer
+from distill.measuring.acceptance import continue_all
 from distill.recipe import Recipe
 from distill.sampler import Sampler
-from distill.texts import Prompt, prompt_seed
 
 PROTOCOLS = ("sampling", "match", "greedy")
 

@@ -27,23 +27,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distill.documents.user_prompts import read_user_prompts, sources_of
+from distill.data.prompts import read_user_prompts, sources_of
+from distill.decoding.decode import Decoded, decode, plain
+from distill.decoding.lengths import Fixed
+from distill.decoding.rules import GREEDY, Rules
+from distill.engines.loaded import LoadedPair, context_of, load_pair
+from distill.engines.model import Model
 from distill.errors import DataError, DistillError
 from distill.files import parse_object
+from distill.gguf.library import GgufFile
 from distill.intervals import speed_ratio
 from distill.machine import machine, thread_count
-from distill.models.base import Model
-from distill.models.gguf.file import GgufFile
-from distill.models.loaded import LoadedPair, context_of, load_pair
 from distill.recipe import Chat, Corpus, Target, parse_section
-from distill.serving.clients import LlamaClient
-from distill.serving.counts import TextCounts, acceptance
+from distill.serving.clients import LlamaClient, ServerDrafter, our_text
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, require_binary, started
-from distill.serving.replaying import ServerDrafter, our_text
-from distill.speculative.decode import Decoded, decode, plain
-from distill.speculative.lengths import Fixed
-from distill.speculative.rules import GREEDY, Rules
+from distill.serving.results import TextCounts, acceptance
 
 START_SECONDS, REPLY_SECONDS = 300.0, 600.0
 DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")

@@ -48,27 +48,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from grow_target import grow
 
-from distill.benchmark.calibrate import load_calibrations, validation_prompts
-from distill.benchmark.watch import Step, Watch
+from distill.data.texts import read_prompts
+from distill.decoding.calibration import Calibration
+from distill.decoding.configured import ExpectedValue
+from distill.decoding.costs import accepted_by_position, measure_steps
+from distill.decoding.decode import Decoded, decode, plain
+from distill.decoding.drafters import ModelDrafter
+from distill.decoding.lengths import Fixed, LengthRule
+from distill.decoding.round_costs import PaidCosts, PaidMeter, measure_paid
+from distill.decoding.rules import GREEDY, Rules
+from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.loaded import torch_decoder
+from distill.engines.model import Model
+from distill.engines.torch.hugging_face import load_model, load_tokenizer
 from distill.files import read_json, write_json
+from distill.gguf.writer import export_gguf
 from distill.machine import machine
-from distill.models.base import Model
-from distill.models.conversion.writer import export_gguf
-from distill.models.gguf.model import GgufModel
-from distill.models.hugging_face import load_model, load_tokenizer
-from distill.models.loaded import torch_decoder
+from distill.measuring.calibrate import load_calibrations, validation_prompts
+from distill.measuring.watch import Step, Watch
 from distill.recipe import load_recipe
 from distill.recipe.configuration import CALIBRATION
 from distill.run import Run
-from distill.speculative.calibration import Calibration
-from distill.speculative.costs.curve import accepted_by_position, measure_steps
-from distill.speculative.costs.paid import PaidCosts, PaidMeter, measure_paid
-from distill.speculative.decode import Decoded, decode, plain
-from distill.speculative.draft import ModelDrafter
-from distill.speculative.expected_value import ExpectedValue
-from distill.speculative.lengths import Fixed, LengthRule
-from distill.speculative.rules import GREEDY, Rules
-from distill.texts import read_prompts
 
 SIZES = {"own": None, "15M": (2, 6), "145M": (4, 12)}  # tile and layers of the grown demo target
 ENGINES, PAIRS = ("gguf", "pytorch"), ("same", "demo")

@@ -41,17 +41,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from acceptance import Texts
 from learning import mean, table
 
+from distill.data.packing import Packed
+from distill.data.texts import read_prompts
+from distill.engines.torch.hugging_face import load_model, load_tokenizer, pick_device
 from distill.files import write_json
-from distill.models.hugging_face import load_model, load_tokenizer, pick_device
-from distill.packing import Packed
 from distill.progress import Progress
 from distill.recipe import Train, load_recipe
 from distill.run import Run
-from distill.teacher.source import open_teacher
-from distill.texts import read_prompts
-from distill.training.optimizer import parameter_groups
-from distill.training.plan import rate_share
-from distill.training.step import batch_blocks
+from distill.teacher.store import open_teacher
+from distill.training.step import batch_blocks, parameter_groups, rate_share
 
 DEFAULTS = (0.5, 0.5)
 CANDIDATES = [(beta, share) for share in (0.0, 0.5) for beta in (0.1, 0.5, 0.9)]

@@ -41,15 +41,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from acceptance import PROTOCOLS, Texts
 
+from distill.data.texts import read_prompts
+from distill.engines.torch.hugging_face import load_model
 from distill.errors import DistillError
 from distill.files import write_json
 from distill.intervals import paired_ratio_interval
-from distill.models.hugging_face import load_model
 from distill.progress import Progress
 from distill.recipe import Recipe, load_recipe
-from distill.results.training_results import TrainingStep, training_steps
 from distill.run import Run
-from distill.texts import read_prompts
+from distill.training.results import TrainingStep, training_steps
 
 # What every configuration starts from, whatever the run's recipe says: AdamW, a cosine, the last weights.
 PLAIN = (

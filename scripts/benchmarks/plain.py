@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from distill.documents.user_prompts import read_user_prompts, sources_of
+from distill.data.prompts import read_user_prompts, sources_of
+from distill.decoding.decode import plain
+from distill.engines.loaded import LoadedPair, load_pair
 from distill.machine import thread_count
-from distill.models.loaded import LoadedPair, load_pair
 from distill.recipe import Chat, Corpus, Target
-from distill.speculative.decode import plain
 
 Generation = Callable[[Sequence[int], int], int]  # a prompt and a limit to how many tokens were made
 CONTEXT = 1024

@@ -23,14 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from distill.data.packing import Packed, hidden_states
 from distill.machine import machine
-from distill.models.packed_forward import hidden_states
-from distill.packing import Packed
 from distill.teacher.distributions import CompactTeacher, Head, Teacher
-from distill.training.losses.bucket import LossSettings
-from distill.training.optimizer import parameter_groups
+from distill.training.losses import LossSettings
 from distill.training.setup import recompute_activations
-from distill.training.step import Columns, Learner
+from distill.training.step import Columns, Learner, parameter_groups
 
 
 class Shape(NamedTuple):

@@ -29,8 +29,7 @@ from torch.nn.functional import kl_div
 
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head
 from distill.teacher.store import compress
-from distill.training.losses.bucket import LossSettings
-from distill.training.losses.fused import head_loss
+from distill.training.losses import LossSettings, head_loss
 
 Step = Callable[[], Tensor | None]  # a loss to take back, or None where there is nothing to
 

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill.engines.torch.hugging_face import load_model, load_tokenizer
 from distill.files import parse_object
 from distill.machine import thread_count
-from distill.models.hugging_face import load_model, load_tokenizer
-from distill.surgery.vocabulary.subtokens import Mixture, Subtokens, map_subtokens, offsets_of
+from distill.surgery.subtokens import Mixture, Subtokens, map_subtokens, offsets_of
 from distill.vocabulary import Vocabulary
 
 BLOCK = 256  # tokens of a block, measured and trained
@@ -166,7 +166,7 @@ def main() -> None:
 
     if ("donor's own", "", 0) not in done:
         record("donor's own", "", 0, donor, load_tokenizer(options.donor), 0.0)
-    from distill.models.hugging_face import local_folder
+    from distill.engines.torch.hugging_face import local_folder
 
     own = Vocabulary.read(local_folder(options.donor))
     for name in options.names.split(","):

@@ -280,9 +280,9 @@ def preload() -> None:
     import transformers.models.qwen2.modeling_qwen2
     import transformers.models.qwen2.tokenization_qwen2
 
-    import distill.commands.app
-    import distill.models.loaded
-    import distill.report.stage  # noqa: F401
+    import distill.cli.app
+    import distill.engines.loaded
+    import distill.report.card  # noqa: F401
     from distill.pipeline.stages import STAGES
 
     for stage in STAGES:
@@ -348,7 +348,7 @@ def feed(kind: Kind, number: int, count: int, world: World, seed: int, current: 
 def warm_up(kind: Kind, world: World) -> None:
     """Feed a few inputs that do not count, so that lazy imports take no memory or time of those that do."""
     if kind.isolated:
-        from distill.models.gguf.library import library
+        from distill.gguf.library import library
 
         library()
         return

@@ -74,7 +74,7 @@ class World:
     @cached_property
     def tokens(self) -> Any:
         """The target's vocabulary as grammars need it."""
-        from distill.grammar.tokens import Tokens
+        from distill.decoding.grammar import Tokens
         from distill.vocabulary import Vocabulary
 
         vocabulary = Vocabulary.read(self.target)
@@ -83,7 +83,7 @@ class World:
     @cached_property
     def tokenizer(self) -> Any:
         """The target's tokenizer, with a chat template."""
-        from distill.models.hugging_face import load_tokenizer
+        from distill.engines.torch.hugging_face import load_tokenizer
 
         found = load_tokenizer(str(self.target))
         found.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -189,7 +189,7 @@ def corpora(world: World) -> Strategy:
 
 
 def read_corpus(world: World, found: bytes) -> Readers:
-    from distill.documents.sources import read_documents
+    from distill.data.sources import read_documents
 
     path = str(world.put("texts.jsonl", found))
     plain = str(world.put("text.txt", found))
@@ -205,7 +205,7 @@ def traffic(world: World) -> Strategy:
 
 
 def read_traffic(world: World, found: bytes) -> Readers:
-    from distill.target.traffic import begins_with, measure, read_lines, sort_lines, unfinished_line
+    from distill.data.traffic import begins_with, measure, read_lines, sort_lines, unfinished_line
 
     path = world.put("traffic.jsonl", found)
     pin = {"path": str(path), **measure(path), "start": 0, "start_line": 0}
@@ -275,11 +275,11 @@ def read_record(world: World, found: tuple[str, bytes]) -> Readers:
 
 def _record_readers(world: World, name: str, path: Path) -> Readers:
     """The readers of one file of a run."""
-    from distill.commands.shared import find_run
+    from distill.cli.shared import find_run
+    from distill.data.texts import read_answers, read_documents_of, read_prompts
     from distill.pipeline.refresh import plan_refresh
     from distill.pipeline.running import plan_run
-    from distill.surgery.change import read_changes
-    from distill.texts import read_answers, read_documents_of, read_prompts
+    from distill.surgery.layers import read_changes
 
     run, recipe = world.run, world.recipe
     readers: Readers
@@ -321,10 +321,10 @@ def _ids(found: Sequence[Any]) -> None:
 
 
 def _special_readers(run: Run, name: str, path: Path) -> Readers:
-    from distill.benchmark.calibrate import load_calibrations, load_texts, read_ranks
+    from distill.engines.torch.hugging_face import read_kept
     from distill.files import read_json
-    from distill.models.trimmed_head import read_kept
-    from distill.target.teacher import stored_entries
+    from distill.measuring.calibrate import load_calibrations, load_texts, read_ranks
+    from distill.teacher.stage import stored_entries
 
     found: dict[str, Readers] = {
         "speedup/calibration.json": [
@@ -345,11 +345,11 @@ class _Kept:
 
 def _results(run: Run, name: str) -> Readers:
     """The tables that commands print from results."""
-    from distill.results.evaluation_results import EvaluationReport
-    from distill.results.evaluation_tables import evaluation_blocks
-    from distill.results.serialise import read_result
-    from distill.results.speedup_results import SpeedupReport
-    from distill.results.speedup_tables import run_blocks
+    from distill.files import read_result
+    from distill.measuring.evaluation_results import EvaluationReport
+    from distill.measuring.evaluation_tables import evaluation_blocks
+    from distill.measuring.speedup_results import SpeedupReport
+    from distill.measuring.speedup_tables import run_blocks
     from distill.tables import document, records
 
     def printed(kind: Any, of: Any) -> None:
@@ -362,8 +362,7 @@ def _results(run: Run, name: str) -> Readers:
 
 def _report(world: World) -> Readers:
     """The model card and the page."""
-    from distill.report.card import build_card
-    from distill.report.stage import gather
+    from distill.report.card import build_card, gather
 
     return [lambda: build_card(gather(world.recipe, world.run)).encode()]
 
@@ -404,9 +403,9 @@ def weight_files(world: World) -> Strategy:
 
 
 def read_weights(world: World, found: tuple[str, bytes]) -> Readers:
-    from distill.models.conversion.model_shape import read_shape
-    from distill.models.conversion.tensors import read_tensors
-    from distill.models.tensor_files import stored_tensors
+    from distill.folders import stored_tensors
+    from distill.gguf.families import read_shape
+    from distill.gguf.tensors import read_tensors
 
     name, data = found
     world.restore_model("model.safetensors")
@@ -428,8 +427,7 @@ def read_whole_model(world: World, found: tuple[str, bytes]) -> Readers:
     """The slow readers of a model's folder: transformers itself, on no values and on all."""
     import torch
 
-    from distill.models.hugging_face import load_model
-    from distill.models.weight_check import check_weights
+    from distill.engines.torch.hugging_face import check_weights, load_model
 
     name, data = found
     for other in ("model.safetensors", "config.json", "generation_config.json", "model.safetensors.index.json"):
@@ -455,13 +453,13 @@ def _objects(base: Any) -> Strategy:
 
 
 def read_configuration(world: World, found: bytes) -> Readers:
-    from distill.models.conversion.fields import add_model_fields, rope_tensors
-    from distill.models.conversion.model_shape import read_shape
-    from distill.models.gguf.file_head import write_head
-    from distill.models.hugging_face import load_config
-    from distill.models.loaded import context_of
-    from distill.models.metadata import VocabularyMetadata
-    from distill.surgery.vocabulary.transplant_plan import check_transplant
+    from distill.engines.loaded import context_of
+    from distill.engines.pairs import VocabularyMetadata
+    from distill.engines.torch.hugging_face import load_config
+    from distill.gguf.families import read_shape
+    from distill.gguf.fields import add_model_fields, rope_tensors
+    from distill.gguf.head import write_head
+    from distill.surgery.subtokens import check_transplant
 
     def export() -> None:
         import gguf
@@ -530,9 +528,9 @@ def tokenizer_files(world: World) -> Strategy:
 
 
 def read_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
-    from distill.models.conversion.tokenizer import read_tokenizer
-    from distill.models.metadata import VocabularyMetadata
-    from distill.models.model_files import copy_tokenizer
+    from distill.engines.pairs import VocabularyMetadata
+    from distill.folders import copy_tokenizer
+    from distill.gguf.tokenizer import read_tokenizer
     from distill.vocabulary import Vocabulary
     from distill.vocabulary.encoding import Encoder
 
@@ -560,9 +558,9 @@ def read_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
 
 def read_slow_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
     """transformers' own reader of a tokenizer, and its chat template on messages."""
-    from distill.models.hugging_face import encode, load_tokenizer, real_tokens
-    from distill.models.hugging_face import load_config as load
-    from distill.target.traffic import Line, encode_line
+    from distill.data.traffic import Line, encode_line
+    from distill.engines.torch.hugging_face import encode, load_tokenizer, real_tokens
+    from distill.engines.torch.hugging_face import load_config as load
 
     read_tokenizers(world, found)
     config = load(str(world.target))
@@ -588,8 +586,8 @@ def gguf_files(world: World) -> Strategy:
 
 
 def read_gguf_heads(world: World, found: bytes) -> Readers:
-    from distill.models.loaded import context_of
-    from distill.models.metadata import VocabularyMetadata
+    from distill.engines.loaded import context_of
+    from distill.engines.pairs import VocabularyMetadata
 
     path = str(world.put("model.gguf", found))
     return [lambda: VocabularyMetadata.read(path), lambda: context_of(path)]
@@ -597,8 +595,8 @@ def read_gguf_heads(world: World, found: bytes) -> Readers:
 
 def read_imports(world: World, found: bytes) -> Readers:
     """The whole import: configuration, tokenizer, chat template and weights, written as a folder and loaded."""
-    from distill.models.conversion.importing import read_import, write_import
-    from distill.models.hugging_face import load_config, load_tokenizer
+    from distill.engines.torch.hugging_face import load_config, load_tokenizer
+    from distill.gguf.importing import read_import, write_import
 
     path, out = world.put("model.gguf", found), world.place / "imported"
 
@@ -613,9 +611,8 @@ def read_imports(world: World, found: bytes) -> Readers:
 
 def read_gguf(world: World, found: bytes) -> Readers:
     """llama.cpp itself: the vocabulary alone as for a prompt, then the model, a text and its bytes."""
-    from distill.models.gguf.llama_grammar import token_bytes_and_ends
-    from distill.models.gguf.model import GgufModel
-    from distill.models.loaded import encode_prompt
+    from distill.engines.llama_cpp.model import GgufModel, token_bytes_and_ends
+    from distill.engines.loaded import encode_prompt
 
     path = world.put("model.gguf", found)
 
@@ -654,9 +651,8 @@ def read_shards(world: World, found: tuple[tuple[str, bytes], bool]) -> Readers:
     """A changed file, with or without the checksum that its stage would have recorded for it."""
     import torch
 
-    from distill.models.hugging_face import load_config
-    from distill.teacher.source import require_fit
-    from distill.teacher.store import TeacherStore
+    from distill.engines.torch.hugging_face import load_config
+    from distill.teacher.store import TeacherStore, require_fit
 
     (name, data), recorded = found
     run = world.run
@@ -694,7 +690,7 @@ def learner() -> tuple[Any, Any]:
 
 
 def checkpoint_files(world: World) -> Strategy:
-    from distill.training.checkpoint import save_checkpoint
+    from distill.training.setup import save_checkpoint
 
     run = Run(world.place / "learnt", world.recipe)
     save_checkpoint(run, 2, *learner(), keep=1, state={"best": None, "sparsity": None})
@@ -711,7 +707,7 @@ def checkpoint_files(world: World) -> Strategy:
 
 
 def read_checkpoints(world: World, found: tuple[tuple[str, bytes], bool]) -> Readers:
-    from distill.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+    from distill.training.setup import load_checkpoint, newest_checkpoint, save_checkpoint
 
     (name, data), without = found
     run = Run(world.place / "learnt", world.recipe)
@@ -791,7 +787,7 @@ def grammars(world: World) -> Strategy:
 
 
 def read_grammar(world: World, found: tuple[str, str]) -> Readers:
-    from distill.grammar.constraint import constraint
+    from distill.decoding.grammar import constraint
 
     kind, text = found
 
@@ -811,8 +807,8 @@ def llama_grammars(world: World) -> Strategy:
 
 
 def read_llama_grammar(world: World, found: str) -> Readers:
-    from distill.grammar.constraint import llama_constraint
-    from distill.models.gguf.model import GgufModel
+    from distill.decoding.grammar import llama_constraint
+    from distill.engines.llama_cpp.model import GgufModel
 
     def steps() -> None:
         with GgufModel(world.finished / "gguf" / "draft-f16.gguf", context=32, batch=16, threads=1) as model:
@@ -829,7 +825,7 @@ def stop_strings(world: World) -> Strategy:
 
 
 def read_stop_strings(world: World, found: tuple[list[str], list[int]]) -> Readers:
-    from distill.speculative.stop_strings import stop_before
+    from distill.decoding.rules import stop_before
 
     wanted, tokens = found
     # The command line refuses what is not UTF-8 before.
@@ -855,8 +851,8 @@ def bench_logs(world: World) -> Strategy:
 
 
 def read_bench_log(world: World, found: bytes) -> Readers:
-    from distill.benchmark.batched_bench import import_curve, settings
-    from distill.speculative.costs.curve import save_cost_curve
+    from distill.decoding.costs import save_cost_curve
+    from distill.planning.batched_bench import import_curve, settings
 
     path = world.put("bench.log", found)
 
@@ -877,8 +873,8 @@ def text_folders(world: World) -> Strategy:
 
 
 def read_text_folder(world: World, found: dict[str, bytes | str]) -> Readers:
-    from distill.commands.shared import read_texts
-    from distill.documents.sources import read_documents
+    from distill.cli.shared import read_texts
+    from distill.data.sources import read_documents
 
     folder = world.place / "texts"
     shutil.rmtree(folder, ignore_errors=True)
@@ -920,7 +916,7 @@ USUAL = {  # valid values of arguments and options; of the others 3
 def command_lines(world: World) -> Strategy:
     from typer.main import get_command
 
-    from distill.commands.app import app
+    from distill.cli.app import app
 
     commands: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
     plain = st.one_of(
@@ -978,7 +974,7 @@ def stop(*_: Any, **__: Any) -> Any:
 
 def run_command(world: World, found: tuple[list[str], bytes]) -> Readers:
     """`distill …` in this process, up to the loading of a model or the start of a run."""
-    from distill.commands.app import main
+    from distill.cli.app import main
 
     arguments, given = found
     where = world.place / "cwd"
@@ -999,7 +995,7 @@ def run_command(world: World, found: tuple[list[str], bytes]) -> Readers:
             stack.enter_context(contextlib.chdir(where))
             for name in STOPPED:
                 stack.enter_context(mock.patch(name, stop))
-            stack.enter_context(mock.patch("distill.commands.app.leave", lambda: None))  # it ends the process
+            stack.enter_context(mock.patch("distill.cli.app.leave", lambda: None))  # it ends the process
             stack.enter_context(mock.patch.multiple(sys, argv=["distill", *arguments], stdin=stdin))
             stack.enter_context(contextlib.redirect_stdout(out))
             stack.enter_context(contextlib.redirect_stderr(err))
@@ -1024,9 +1020,9 @@ def run_command(world: World, found: tuple[list[str], bytes]) -> Readers:
 
 
 STOPPED = [
-    *("distill.models.hugging_face.load_weights", "distill.models.gguf.file.GgufFile.__init__"),
-    *("distill.pipeline.running.run_pipeline", "distill.report.stage.report"),
-    *("distill.commands.runs.shutil.rmtree", "distill.surgery.vocabulary.transplant.write_folder"),
+    *("distill.engines.torch.hugging_face.load_weights", "distill.gguf.library.GgufFile.__init__"),
+    *("distill.pipeline.running.run_pipeline", "distill.report.card.report"),
+    *("distill.cli.runs.shutil.rmtree", "distill.surgery.transplant.write_folder"),
 ]
 
 

@@ -14,14 +14,14 @@ import tiny
 from test_export import needs_llama
 from test_gguf_reference import script
 
-from distill.export.origin import advice_of, origins
-from distill.models.conversion import writer as writing
-from distill.models.conversion.fields import Advice, Origin
-from distill.models.conversion.writer import export_files, export_gguf
+from distill.export.parity import advice_of, origins
+from distill.export.results import ExportReport
+from distill.files import read_result, write_result
+from distill.gguf import writer as writing
+from distill.gguf.fields import Advice, Origin
+from distill.gguf.writer import export_files, export_gguf
+from distill.measuring.speedup_results import Measurement, SpeedupReport
 from distill.recipe import load_recipe
-from distill.results.export_results import ExportReport
-from distill.results.serialise import read_result, write_result
-from distill.results.speedup_results import Measurement, SpeedupReport
 from distill.run import Run
 
 
@@ -127,9 +127,9 @@ def test_a_disk_that_fails_under_the_quantiser(
     from collections import namedtuple
 
     from distill.errors import RunError
-    from distill.models.conversion import quantise
+    from distill.gguf import writer
 
-    real, limits = quantise._quantise, resource.getrlimit(resource.RLIMIT_FSIZE)
+    real, limits = writer._quantise, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limited(*given: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
@@ -138,7 +138,7 @@ def test_a_disk_that_fails_under_the_quantiser(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    monkeypatch.setattr(quantise, "_quantise", limited)
+    monkeypatch.setattr(writer, "_quantise", limited)
     usage = namedtuple("usage", "total used free")(2**30, 0, free)
     monkeypatch.setattr(system, "disk_usage", lambda _: usage)
     with pytest.raises(RunError, match=message):

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import tiny
 
-from distill.errors import DataError, RunError
-from distill.faults import disk_fault
+from distill.errors import DataError, RunError, disk_fault
 from distill.files import digest, write_atomically
 
 Capture = pytest.CaptureFixture[str]
@@ -42,7 +41,7 @@ def refused(capsys: Capture, world: Path, runs: Path, *more: object) -> str:
     return tiny.refused(capsys, "train", world / "recipe.yaml", "--runs", runs, *more)
 
 
-# ── changed inputs; other refusals of recipes and inputs: tests/commands/test_check.py ──
+# ── changed inputs; other refusals of recipes and inputs: tests/cli/test_check.py ──
 
 
 def test_a_run_of_another_version_is_refused_with_a_reason(world: Path, copied: Path, capsys: Capture) -> None:

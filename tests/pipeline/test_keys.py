@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import tiny
 
-from distill.pipeline.keys import Contents, difference, key_parts
-from distill.pipeline.stages import find_stage
+from distill.pipeline.stages import Contents, difference, find_stage, key_parts
 from distill.recipe import load_recipe
-from distill.report.stage import gather
+from distill.report.card import gather
 from distill.run import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")

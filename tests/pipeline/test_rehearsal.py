@@ -14,17 +14,14 @@ import pytest
 import tiny
 
 from distill.errors import RunError
-from distill.pipeline.estimate import expect
-from distill.pipeline.keys import begun_path
-from distill.pipeline.rehearsal import RESULT, MemoryWatch, rehearse, shortened
+from distill.files import read_result
+from distill.pipeline.rehearsal import RESULT, MemoryWatch, Rehearsal, Rehearsed, expect, rehearse, shortened
 from distill.pipeline.running import forget_begun
-from distill.pipeline.stages import find_stage
+from distill.pipeline.stages import begun_path, find_stage
 from distill.progress import Progress, watched
 from distill.recipe import load_recipe
-from distill.results.rehearsal_results import Rehearsal, Rehearsed
-from distill.results.serialise import read_result
 from distill.run import Run
-from distill.surgery.sparsity.ramp import require_ramp
+from distill.surgery.sparsity import require_ramp
 
 Capture = pytest.CaptureFixture[str]
 

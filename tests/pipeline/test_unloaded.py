@@ -16,20 +16,18 @@ from killed_runs import run_jobs
 from torch import Tensor
 from trainings import two_processes
 
+from distill.data.packing import Packed
+from distill.engines.torch import hugging_face
+from distill.engines.torch.hugging_face import load_model, load_target, load_tokenizer, text_folder
 from distill.errors import RecipeError, RunError
-from distill.evaluation.from_store import stored_metrics
-from distill.evaluation.metrics import METRICS, position_metrics
-from distill.models import hugging_face
-from distill.models.hugging_face import load_model, load_target, load_tokenizer, text_folder
-from distill.packing import Packed
-from distill.pipeline.keys import Contents, key_parts
-from distill.pipeline.stages import STAGES
+from distill.measuring.evaluation import stored_metrics
+from distill.measuring.slices import METRICS, position_metrics
+from distill.pipeline.stages import STAGES, Contents, key_parts
 from distill.recipe import Recipe, Target, load_recipe, parse_recipe
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.teacher.distributions import TeacherChunk
-from distill.teacher.held_out import held_out
-from distill.teacher.store import TeacherStore, compress
+from distill.teacher.store import TeacherStore, compress, held_out
 from distill.training.validation import stored_chances
 
 torch.set_num_threads(1)

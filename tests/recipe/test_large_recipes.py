@@ -14,10 +14,10 @@ from toys import toy
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config
 from unloaded_worlds import AnsweringServer
 
+from distill.data.texts import read_answers, read_prompts
+from distill.files import read_result
+from distill.measuring.evaluation_results import EvaluationReport
 from distill.recipe import load_recipe
-from distill.results.evaluation_results import EvaluationReport
-from distill.results.serialise import read_result
-from distill.texts import read_answers, read_prompts
 
 SHARED = tiny.ROOT.parent / "shared"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not SHARED.is_dir(), reason="the shared tokenizers are not here")]

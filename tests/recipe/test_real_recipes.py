@@ -20,24 +20,22 @@ import torch
 from test_vocabulary import byte_level, save, sentencepiece
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distill.benchmark.hardware import read_hardware
-from distill.benchmark.plan import outlook
-from distill.benchmark.planned import PlanRequest, estimated_case
+from distill.data.packing import Packed
+from distill.engines.torch.hugging_face import load_config, load_tokenizer, real_tokens, text_folder
 from distill.errors import DataError, RecipeError
-from distill.models.conversion.writer import export_gguf
-from distill.models.gguf.file_head import open_head
-from distill.models.hugging_face import load_config, load_tokenizer, real_tokens, text_folder
-from distill.models.model_files import copy_tokenizer
-from distill.packing import Packed
+from distill.folders import copy_tokenizer
+from distill.gguf.head import open_head
+from distill.gguf.writer import export_gguf
 from distill.pipeline.preflight import check_stages
+from distill.planning.cases import PlanRequest, estimated_case
+from distill.planning.hardware import read_hardware
+from distill.planning.plan import outlook
 from distill.recipe import Recipe, load_recipe
 from distill.surgery.checks import check_cut, check_smaller
-from distill.surgery.cutter import cut_model
-from distill.surgery.divergence import TargetDistributions
+from distill.surgery.cutter import TargetDistributions, cut_model
 from distill.surgery.stage import load_donor
-from distill.teacher.source import OnlineTarget
-from distill.training.plan import check_training, loss_settings
-from distill.training.step import Columns, Learner, heal
+from distill.teacher.store import OnlineTarget
+from distill.training.step import Columns, Learner, check_training, heal, loss_settings
 from distill.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.usefixtures("one_thread")

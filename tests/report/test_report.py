@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-from distill.commands.train import say_outcome
+from distill.cli.train import say_outcome
 from distill.errors import DataError
+from distill.export.results import ExportedFile, Parity
+from distill.files import from_json, write_result
+from distill.folders import ModelSizes
 from distill.intervals import Interval
-from distill.models.model_files import ModelSizes
-from distill.recipe import Recipe
-from distill.report import card as cards
-from distill.report import page as pages
-from distill.report import plots
-from distill.results.evaluation_results import (
+from distill.measuring.evaluation_results import (
     MEASURES,
     RELIABILITIES,
     EvaluationReport,
@@ -31,10 +29,7 @@ from distill.results.evaluation_results import (
     ReliabilityBin,
     SliceResult,
 )
-from distill.results.export_results import ExportedFile, Parity
-from distill.results.run_results import RunResults
-from distill.results.serialise import from_json, write_result
-from distill.results.speedup_results import (
+from distill.measuring.speedup_results import (
     ChosenLength,
     Measurement,
     Noise,
@@ -45,15 +40,14 @@ from distill.results.speedup_results import (
     SpeedupReport,
     StepFigures,
 )
-from distill.results.training_results import (
-    EvaluatedWeights,
-    TrainedPart,
-    TrainingStep,
-    TrainingSummary,
-    training_steps,
-)
+from distill.recipe import Recipe
+from distill.report import card as cards
+from distill.report import page as pages
+from distill.report import plots
+from distill.report.tables import RunResults
 from distill.run import Run
 from distill.tables import placeless
+from distill.training.results import EvaluatedWeights, TrainedPart, TrainingStep, TrainingSummary, training_steps
 
 SURROGATE = "[lone surrogate]"  # which JSON cannot hold: put in after reading
 EVIL = (

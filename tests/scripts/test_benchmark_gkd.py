@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from distill.packing import Packed, pack
+from distill.data.packing import Packed, pack
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from test_scripts import run, script
 
-from distill.benchmark.watch import Step
+from distill.decoding.decode import Decoded, Round
 from distill.files import read_json, write_json
-from distill.speculative.decode import Decoded, Round
+from distill.measuring.watch import Step
 
 
 def test_shares_of_the_bound_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,19 @@ import tiny
 
 from distill.errors import DataError, RecipeError, ServingError
 from distill.serving.clients import Client, Reply
-from distill.serving.counts import TextCounts
-from distill.serving.curve import served_curve
-from distill.serving.load import Load, Request, Served, apart, arrivals, percentiles, send, speeds_under, step_seconds
+from distill.serving.load import (
+    Load,
+    Request,
+    Served,
+    apart,
+    arrivals,
+    percentiles,
+    send,
+    served_curve,
+    speeds_under,
+    step_seconds,
+)
+from distill.serving.results import TextCounts
 
 PROMPTS, LIMIT = 6, 61
 BASE, SLOPE = 8.0, 1.0  # seconds of a step: T(m) = BASE + SLOPE·m

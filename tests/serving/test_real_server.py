@@ -26,22 +26,27 @@ import tiny
 import wheel_server
 from sampled_texts import homogeneity
 
-from distill.commands import served_pair
-from distill.documents.chat_template import ChatTemplate
+from distill.cli import serve_check
+from distill.data.chat_template import ChatTemplate
+from distill.data.texts import Prompt
+from distill.data.traffic import Line, pin_of, read_lines
+from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.server_commands import (
+    OF_DRAFT,
+    OF_TARGET,
+    SAMPLING,
+    llama_server,
+    option_arguments,
+    pair_arguments,
+)
 from distill.errors import ServingError
-from distill.models.gguf.model import GgufModel
-from distill.models.server_commands import OF_DRAFT, OF_TARGET, SAMPLING, llama_server, option_arguments, pair_arguments
 from distill.recipe import Gguf, SamplerSettings, parse_section
-from distill.serving.check import check_started
-from distill.serving.choose import Trials, choose, grid
+from distill.serving.check import Trials, check_started, choose, grid
 from distill.serving.clients import LlamaClient, Reply, opened
-from distill.serving.curve import served_curve
 from distill.serving.findings import CheckSettings
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, started
-from distill.serving.load import Load
-from distill.target.traffic import Line, pin_of, read_lines
-from distill.texts import Prompt
+from distill.serving.load import Load, served_curve
 
 FOLDER = os.environ.get("DISTILL_LLAMA_BIN", "")
 BUILD = Path(FOLDER) / "llama-server"
@@ -78,7 +83,7 @@ def settings(pairs: dict[str, Path], program: Path) -> LlamaServer:
 @pytest.fixture(scope="module")
 def template(pairs: dict[str, Path]) -> Iterator[ChatTemplate]:
     with ExitStack() as stack:
-        found = served_pair.template_of(pairs["target"], stack)
+        found = serve_check.template_of(pairs["target"], stack)
         assert found is not None
         yield found
 
@@ -184,7 +189,7 @@ def test_another_template_is_named(
 
 
 def test_a_draft_that_does_not_fit_is_not_used_in_silence(settings: LlamaServer, tmp_path: Path) -> None:
-    from distill.models.conversion.writer import export_gguf
+    from distill.gguf.writer import export_gguf
 
     tiny.build_model(tmp_path / "small", 1)
     export_gguf(tmp_path / "small", tmp_path / "small.gguf", "f16")
@@ -256,9 +261,9 @@ def test_texts_follow_the_targets_distribution(settings: LlamaServer, prompts: l
 
 
 def test_settings_are_chosen(settings: LlamaServer, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.serving.choose.N_MAX", range(1, 3))
-    monkeypatch.setattr("distill.serving.choose.P_MIN", (0.0, 0.5))
-    monkeypatch.setattr("distill.serving.choose.FEW_CANDIDATES", 0)
+    monkeypatch.setattr("distill.serving.check.N_MAX", range(1, 3))
+    monkeypatch.setattr("distill.serving.check.P_MIN", (0.0, 0.5))
+    monkeypatch.setattr("distill.serving.check.FEW_CANDIDATES", 0)
     ids = [prompt.ids for prompt in prompts]
     found = choose(settings, Trials(ids[:4], 12), Trials(ids[4:], 12), lambda one: opened(one, (60.0, 60.0)), grid())
     assert len(found.tried) == 5 and found.confirmed[0].against.mean == 1.0

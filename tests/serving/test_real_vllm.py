@@ -19,14 +19,14 @@ from pathlib import Path
 import pytest
 import served_pairs
 
+from distill.data.texts import Prompt
+from distill.engines.server_commands import vllm
 from distill.errors import ServingError
-from distill.models.server_commands import vllm
 from distill.recipe import SamplerSettings
 from distill.serving.check import check_addresses
 from distill.serving.clients import GREEDY, Addresses, kind_of_server
 from distill.serving.findings import CheckSettings
 from distill.serving.http import Http
-from distill.texts import Prompt
 
 PROGRAM = os.environ.get("DISTILL_VLLM", "")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PROGRAM, reason="DISTILL_VLLM names no vLLM")]

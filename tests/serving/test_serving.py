@@ -22,28 +22,42 @@ import pytest
 import tiny
 from vllm_serving import VERSION, VllmServing
 
+from distill.data.texts import Prompt
+from distill.decoding.decode import Decoded, Round
+from distill.engines.server_commands import SAMPLING
 from distill.errors import RecipeError, ServingError
-from distill.interruption import Interrupted
+from distill.files import read_result
 from distill.intervals import Interval
-from distill.models.server_commands import SAMPLING
+from distill.progress import Interrupted
 from distill.recipe import SamplerSettings
-from distill.results.serialise import read_result
-from distill.results.serving_results import DraftSettings, ServeReport
 from distill.serving import check, llama_server, load
-from distill.serving.check import check_addresses, check_started
-from distill.serving.choose import PLAIN, Trials, choose, grid, with_settings
-from distill.serving.clients import Addresses, LlamaClient, Reply, VllmClient, kind_of_server
-from distill.serving.counts import Text, TextCounts, Totals, acceptance, counts_of, rise_of_tokens, totals_of
-from distill.serving.differences import option_differences
-from distill.serving.findings import CheckSettings
+from distill.serving.check import PLAIN, Trials, check_addresses, check_started, choose, grid, with_settings
+from distill.serving.clients import (
+    Addresses,
+    LlamaClient,
+    Reply,
+    ServerRules,
+    VllmClient,
+    by_class,
+    kind_of_server,
+    vllm_text,
+)
+from distill.serving.findings import CheckSettings, Reference, option_differences, sentences, serving_blocks
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, free_port, require_binary, started
 from distill.serving.load import Load
-from distill.serving.markdown import Reference, sentences, serving_blocks
-from distill.serving.replaying import ServerRules, by_class, vllm_text
-from distill.speculative.decode import Decoded, Round
+from distill.serving.results import (
+    DraftSettings,
+    ServeReport,
+    Text,
+    TextCounts,
+    Totals,
+    acceptance,
+    counts_of,
+    rise_of_tokens,
+    totals_of,
+)
 from distill.tables import document, records
-from distill.texts import Prompt
 
 LLAMA = pytest.mark.skipif(
     not __import__("importlib.util").util.find_spec("llama_cpp"), reason="needs llama-cpp-python"
@@ -55,7 +69,7 @@ LIMIT = 24
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The GGUF files of a tiny pair."""
-    from distill.models.conversion.writer import export_gguf
+    from distill.gguf.writer import export_gguf
 
     folder = tmp_path_factory.mktemp("files")
     for name, layers in (("target", 3), ("draft", 1)):
@@ -168,7 +182,7 @@ def test_programs_that_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_server_outlives_the_command(settings: LlamaServer, tmp_path: Path, number: int) -> None:
     program = (
-        "import sys, time\nfrom pathlib import Path\nfrom distill.interruption import handled\n"
+        "import sys, time\nfrom pathlib import Path\nfrom distill.progress import handled\n"
         "from distill.serving.llama_server import LlamaServer, started\n"
         f"with handled(), started(LlamaServer(Path({str(settings.binary)!r}), Path('t')), 20):\n"
         "    print('up', flush=True)\n    time.sleep(60)\n"

@@ -15,13 +15,13 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.packing import Packed
+from distill.data.packing import Packed
+from distill.data.texts import drop_reason, read_answers
+from distill.files import read_result
 from distill.recipe import load_recipe
-from distill.results.cut_results import Comparison
-from distill.results.serialise import read_result
 from distill.run import Run
+from distill.surgery.results import Comparison
 from distill.surgery.stage import score_blocks, scored_blocks
-from distill.texts import drop_reason, read_answers
 
 
 @pytest.fixture(scope="module")

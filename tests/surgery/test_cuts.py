@@ -14,12 +14,19 @@ import torch
 from toys import random_prompts, toy
 from transformers import AutoModelForCausalLM
 
+from distill.data.packing import Packed, pack
 from distill.errors import DataError, RecipeError
-from distill.packing import Packed, pack
-from distill.surgery.change import size_of
-from distill.surgery.cuts.layers import check_layers, choose_layers, keep_layers, parse_layers
-from distill.surgery.cuts.width import check_width, narrow, neuron_scores
-from distill.surgery.observe import block_influence
+from distill.surgery.layers import (
+    block_influence,
+    check_layers,
+    check_width,
+    choose_layers,
+    keep_layers,
+    narrow,
+    neuron_scores,
+    parse_layers,
+    size_of,
+)
 
 torch.set_num_threads(1)
 

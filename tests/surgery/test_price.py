@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from distill.speculative.costs.curve import tokens_per_round
-from distill.surgery.price import price
+from distill.decoding.costs import tokens_per_round
+from distill.surgery.stage import price
 
 CURVE = [1.0 + 0.05 * m for m in range(17)]  # T(1) to T(17)
 

@@ -11,13 +11,13 @@ from toys import save_toy, toy, toy_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill import machine
-from distill.commands.shared import read_recipe, target_settings
+from distill.cli.shared import read_recipe, target_settings
+from distill.engines.pairs import compare_pair
+from distill.engines.torch.hugging_face import real_tokens
 from distill.machine import faster_type
-from distill.models.hugging_face import real_tokens
-from distill.models.pairs import compare_pair
 from distill.pipeline.preflight import check_device
 from distill.recipe import dump_recipe, parse_recipe
-from distill.surgery.change import size_of
+from distill.surgery.layers import size_of
 from distill.surgery.stage import match_rows
 
 TOKENIZER = toy_tokenizer(300)

@@ -14,11 +14,13 @@ from toys import blurred, toy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from distill.errors import DataError, RecipeError
-from distill.surgery.sparsity.group_lasso import GroupLasso, balance, zero_groups
-from distill.surgery.sparsity.unstructured import (
+from distill.surgery.sparsity import (
+    GroupLasso,
     UnstructuredL1,
+    balance,
     block_matrices,
     sparsity_by_tensor,
+    zero_groups,
 )
 
 torch.set_num_threads(1)

@@ -19,21 +19,23 @@ from toys import KINDS, toy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.errors import DataError
-from distill.surgery.change import read_changes, size_of
-from distill.surgery.vocabulary.subtokens import (
+from distill.surgery.layers import read_changes, size_of
+from distill.surgery.subtokens import (
     COPY,
+    EMBEDDING,
+    HEAD,
     MEAN,
     ORIGINS,
     Subtokens,
     check_overrides,
+    check_transplant,
     describe_subtokens,
     map_subtokens,
 )
-from distill.surgery.vocabulary.transplant import transplant
-from distill.surgery.vocabulary.transplant_plan import EMBEDDING, HEAD, check_transplant
+from distill.surgery.transplant import transplant
 from distill.vocabulary import Vocabulary
-from distill.vocabulary.byte_map import NEVER_IN_UTF8
 from distill.vocabulary.encoding import Encoder
+from distill.vocabulary.vocabulary import NEVER_IN_UTF8
 
 torch.set_num_threads(1)
 TURNS = ["<|im_start|>", "<|im_end|>", "<end>"]
@@ -339,7 +341,7 @@ def test_sharded_donors_and_sharded_drafts(tmp_path: Path, monkeypatch: pytest.M
     sharded = bytes_folder(tmp_path / "sharded")
     AutoModelForCausalLM.from_pretrained(donor).save_pretrained(sharded, max_shard_size="20KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
-    monkeypatch.setattr("distill.surgery.vocabulary.transplant.SHARD_BYTES", 30_000)
+    monkeypatch.setattr("distill.surgery.transplant.SHARD_BYTES", 30_000)
     transplant(sharded, target, tmp_path / "split")
     expected = load_file(tmp_path / "whole" / "model.safetensors")
     index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())

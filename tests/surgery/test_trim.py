@@ -15,14 +15,14 @@ from toys import random_prompts, save_toy, toy, toy_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill import divergences
+from distill.data.texts import Answer
+from distill.decoding.decode import plain, speculative
+from distill.engines.torch.hugging_face import load_model, read_kept, trim_head, write_kept
+from distill.engines.torch.model import TorchModel
 from distill.errors import DataError, RecipeError
-from distill.evaluation.metrics import METRICS, position_metrics
-from distill.models.hugging_face import load_model
-from distill.models.torch_model import TorchModel
-from distill.models.trimmed_head import read_kept, trim_head, write_kept
+from distill.measuring.slices import METRICS, position_metrics
 from distill.sampler import Sampler
-from distill.speculative.decode import plain, speculative
-from distill.surgery.vocabulary.trim import (
+from distill.surgery.trim import (
     always_kept,
     check_size,
     count_tokens,
@@ -34,9 +34,7 @@ from distill.surgery.vocabulary.trim import (
 )
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head
 from distill.teacher.store import compress
-from distill.texts import Answer
-from distill.training.losses.bucket import LossSettings
-from distill.training.losses.fused import head_loss
+from distill.training.losses import LossSettings, head_loss
 from distill.training.step import Columns
 from distill.vocabulary import Vocabulary
 

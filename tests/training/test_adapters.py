@@ -13,22 +13,15 @@ import torch
 from torch import Tensor
 from toys import KINDS, toy
 
+from distill.data.packing import Packed, pack
+from distill.engines.torch.hugging_face import load_model
 from distill.errors import RecipeError, RunError
-from distill.models.hugging_face import load_model
-from distill.packing import Packed, pack
 from distill.recipe import Adapter, Train, parse_section
 from distill.teacher.distributions import CompactTeacher
 from distill.teacher.store import compress
 from distill.training import adapters
-from distill.training.adapters import (
-    adapted,
-    attach,
-    layer_names,
-    load_base,
-    merge,
-)
-from distill.training.plan import loss_settings
-from distill.training.step import Columns, Learner, heal
+from distill.training.adapters import adapted, attach, layer_names, load_base, merge
+from distill.training.step import Columns, Learner, heal, loss_settings
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,7 @@ from distributions import KINDS, N, Problem, V, fused, near
 from distill.errors import DataError
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, Teacher
 from distill.teacher.store import compress
-from distill.training.losses.bucket import LOSSES, LossSettings
+from distill.training.losses import LOSSES, LossSettings
 
 torch.set_num_threads(1)
 

@@ -20,14 +20,20 @@ from trainings import (
     trained_by_two,
 )
 
+from distill.data.packing import Packed, hidden_states, pack
 from distill.errors import RecipeError
-from distill.models.packed_forward import hidden_states
-from distill.packing import Packed, pack
 from distill.recipe import Train, load_recipe, parse_section
 from distill.teacher.distributions import CompactTeacher, Head
-from distill.training.losses.bucket import LossSettings
-from distill.training.plan import check_hidden_states, check_training, states_weight
-from distill.training.step import Columns, Learner, state_error, target_states
+from distill.training.losses import LossSettings
+from distill.training.step import (
+    Columns,
+    Learner,
+    check_hidden_states,
+    check_training,
+    state_error,
+    states_weight,
+    target_states,
+)
 
 EXACT = "teacher.kind=exact"
 PULL = "train.hidden_states={weight: 0.5, end: 0.7}"

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from distill import divergences
 from distill.errors import DataError
-from distill.training.losses import bucket
-from distill.training.losses.bucket import LOSSES, LossSettings
-from distill.training.losses.fused import head_loss
+from distill.training import losses as bucket
+from distill.training.losses import LOSSES, LossSettings, head_loss
 
 torch.set_num_threads(1)
 
@@ -115,7 +114,7 @@ def test_chunks_and_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     settings = LossSettings(MIXTURE)
     whole = fused(problem, settings, N)
     for chunk, cached in ((1, 2**20), (5, 2**20), (16, V), (N, 3 * V), (1000, 5 * V)):
-        monkeypatch.setattr("distill.training.losses.fused.CACHED", cached)
+        monkeypatch.setattr("distill.training.losses.CACHED", cached)
         problem.teacher.asked.clear()
         part = fused(problem, settings, chunk)
         near(part[1].vector, whole[1].vector, 1e-13)

@@ -13,8 +13,8 @@ import torch
 
 import distill
 from distill.teacher.distributions import Head
-from distill.training.losses import fused
-from distill.training.losses.bucket import LossSettings
+from distill.training import losses
+from distill.training.losses import LossSettings
 
 VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 SHAPES = """
@@ -68,5 +68,5 @@ def test_a_batchs_number_of_positions_makes_few_shapes(monkeypatch: pytest.Monke
         hidden = torch.randn(count, 8, generator=generator)
         teacher = Head(head.detach()).teacher(hidden)
         labels = torch.zeros(count, dtype=torch.long)
-        fused.head_loss(hidden, head, teacher, labels, LossSettings({"jsd": 1.0}), 256)
+        losses.head_loss(hidden, head, teacher, labels, LossSettings({"jsd": 1.0}), 256)
     assert rows == {64, 128, 192, 256}

@@ -24,14 +24,22 @@ from trainings import (
 )
 
 from distill import machine
+from distill.engines.torch.hugging_face import load_config
 from distill.errors import RecipeError
-from distill.models.hugging_face import load_config
 from distill.recipe import Adapter, Train, load_recipe, parse_section
 from distill.surgery.checks import kept_share
-from distill.surgery.sparsity.group_lasso import GroupLasso, zero_groups
+from distill.surgery.sparsity import GroupLasso, zero_groups
 from distill.training.adapters import attach
-from distill.training.optimizer import make_optimizer, orthogonalised, set_rates
-from distill.training.plan import loss_settings, peak_rate, protocol_of, rate_share, with_rate
+from distill.training.step import (
+    loss_settings,
+    make_optimizer,
+    orthogonalised,
+    peak_rate,
+    protocol_of,
+    rate_share,
+    set_rates,
+    with_rate,
+)
 
 MUON = ("train.optimizer=muon", "train.matrix_rate=0.004")
 TEN = (MIXED, "train.steps=10")

@@ -37,25 +37,31 @@ from trainings import (
     weights,
 )
 
+from distill.data.packing import pack
+from distill.data.texts import Prompt, lacking_classes, prompt_seed
+from distill.decoding.decode import decode_text
+from distill.decoding.drafters import ModelDrafter
+from distill.decoding.lengths import Fixed
+from distill.decoding.rules import Rules
+from distill.engines.torch.hugging_face import load_model
+from distill.engines.torch.model import TorchModel
 from distill.errors import RunError
-from distill.models.hugging_face import load_model
-from distill.models.torch_model import TorchModel
-from distill.packing import pack
 from distill.recipe import Train, load_recipe, parse_section
 from distill.run import BEGIN, Run
 from distill.sampler import Sampler
-from distill.speculative.decode import decode_text
-from distill.speculative.draft import ModelDrafter
-from distill.speculative.lengths import Fixed
-from distill.speculative.rules import Rules
 from distill.teacher.distributions import Head
-from distill.texts import Prompt, lacking_classes, prompt_seed
-from distill.training import checkpoint, loop, validation
-from distill.training.checkpoint import BEST, load_checkpoint, newest_checkpoint, save_checkpoint, step_of_weights
-from distill.training.losses.bucket import LossSettings
-from distill.training.plan import loss_settings
-from distill.training.setup import Training, make_accelerator
-from distill.training.step import Columns, Learner
+from distill.training import loop, setup, validation
+from distill.training.losses import LossSettings
+from distill.training.setup import (
+    BEST,
+    Training,
+    load_checkpoint,
+    make_accelerator,
+    newest_checkpoint,
+    save_checkpoint,
+    step_of_weights,
+)
+from distill.training.step import Columns, Learner, loss_settings
 from distill.training.validation import ServedTarget, decoded_acceptance, served_form
 
 
@@ -287,7 +293,7 @@ def test_a_draft_that_is_the_target_is_accepted(protocol: Any) -> None:
 def test_resumed_is_uninterrupted_bit_for_bit(
     train: Trainer, whole: Path, tmp_path: Path, killed_at: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None: after the last checkpoint, before the draft is written."""
+    """None: after the last setup, before the draft is written."""
 
     def killed(work: Any) -> None:
         raise KeyboardInterrupt
@@ -399,7 +405,7 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
     program = tmp_path / "signalled.py"
     program.write_text(
         "import os, signal\n"
-        "from distill.commands.app import main\n"
+        "from distill.cli.app import main\n"
         "from distill.training import loop\n"
         "step_of = loop.one_step\n"
         "def signalled(work, step):\n"
@@ -447,13 +453,13 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
     train()
     shutil.rmtree(tmp_path / "tiny" / "draft")
     with monkeypatch.context() as patch:
-        take = checkpoint._set_weights
+        take = setup._set_weights
         turns = iter([take, exhausted])  # the checkpoint's weights, then the best ones
         for name, instead, doing in (
             ("_set_moments", exhausted, "loaded"),
             ("_set_weights", lambda *args: next(turns)(*args), "written"),
         ):
-            patch.setattr(checkpoint, name, instead)
+            patch.setattr(setup, name, instead)
             train(status=2)
             words = capsys.readouterr().err
             assert f"memory ran out while the draft was {doing}" in words

@@ -9,8 +9,8 @@ import torch
 import toys
 from trainings import Trainer, metrics
 
+from distill.data.texts import Prompt
 from distill.sampler import Sampler
-from distill.texts import Prompt
 from distill.training.validation import ServedTarget
 
 

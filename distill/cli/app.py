@@ -1,0 +1,207 @@
+"""The command line: the commands by name, and the exit status for each kind of exception."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import distill
+from distill.cli.check import check, recipes
+from distill.cli.doctor import doctor
+from distill.cli.evaluate import evaluate
+from distill.cli.generate import generate
+from distill.cli.gguf import export_gguf, import_gguf
+from distill.cli.plan import plan, profile
+from distill.cli.record import record
+from distill.cli.runs import list_runs, report
+from distill.cli.serve_check import serve_check
+from distill.cli.speedup import speedup
+from distill.cli.surgery import cut, transplant
+from distill.cli.train import train
+from distill.errors import DistillError, RecipeError, RunError, disk_fault
+from distill.files import is_utf8
+from distill.processes import leave
+from distill.progress import farewell, handled, is_verbose, set_console, signalled
+from distill.recipe import Recipe
+from distill.recipe.target import WORDS, shown
+
+app = typer.Typer(
+    help="Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it.",
+    epilog="Commands that take a RUN use the newest one by default. Exit status: 0 success, 2 user error, "
+    "130 or 143 interrupted, 1 bug. Documents: README.md lists them; docs/troubleshooting.md goes by symptom.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "doctor": doctor,
+    "recipes": recipes,
+    "check": check,
+    "plan": plan,
+    "train": train,
+    "generate": generate,
+    "eval": evaluate,
+    "speedup": speedup,
+    "profile": profile,
+    "export-gguf": export_gguf,
+    "import-gguf": import_gguf,
+    "transplant": transplant,
+    "cut": cut,
+    "serve-check": serve_check,
+    "record": record,
+    "report": report,
+    "runs": list_runs,
+}
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"distill {distill.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Only results, warnings and errors; progress goes to log.txt alone.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also the libraries' own log lines, and the traceback of a bug.")
+    ] = False,
+) -> None:
+    """Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it."""
+    if quiet and verbose:
+        raise RecipeError("--quiet and --verbose were given together", "choose one of them")
+    set_console(quiet, verbose)
+
+
+# How the files of this package begin. A folder named distill says nothing: a checkout is one, with its tests and .venv.
+PACKAGE = f"{Path(distill.__file__).parent}{os.sep}"
+PASSED_ON = {"serve-check": {"allow_extra_args": True}}  # what stands behind --
+
+for name, command in COMMANDS.items():
+    app.command(name, context_settings=PASSED_ON.get(name))(command)
+
+# Recent versions of typer raise the exceptions of a click of their own, older ones those of the package click.
+ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+INTERRUPTED = 128 + signal.SIGINT  # the exit status; recent versions of typer return it for Ctrl-C
+
+
+def main() -> None:
+    """Run a command; exit with 0 on success, 2 after a user error (one message), 1 after a bug (one line, which names
+    the file with the traceback), 130 or 143 after Ctrl-C or SIGTERM (one line that says how to go on)."""
+    with handled():
+        try:
+            code = _run()
+        except KeyboardInterrupt:  # while its message was printed
+            code = _interrupted()
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The exit status of the command, its message printed."""
+    try:
+        _require_text(sys.argv)
+        result = app(prog_name="distill", standalone_mode=False)
+        code = result if isinstance(result, int) else 0
+        if code == 0:
+            leave()
+        return _interrupted() if code == INTERRUPTED else code
+    except (KeyboardInterrupt, typer.Abort):
+        return _interrupted()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if signalled():  # libraries turn Ctrl-C into errors of their own
+            return _interrupted()
+        return _explain(error)
+
+
+def _interrupted() -> int:
+    sys.stderr.write(farewell())
+    return 128 + (signalled() or signal.SIGINT)
+
+
+def _explain(error: Exception) -> int:
+    """Print the message of an error; the exit status."""
+    if isinstance(error, ClickException):
+        _reword(error)
+        _name_override(error)
+        error.show()
+        return 2
+    found = disk_fault(error) or _missing_package(error) or error
+    if not isinstance(found, DistillError):
+        print(_bug(error), file=sys.stderr)
+        return 1
+    print(f"distill: {found}", file=sys.stderr)
+    return 2
+
+
+def _missing_package(error: Exception) -> DistillError | None:
+    """The message for a package that cannot be imported because it is not there; None for any other error."""
+    if not isinstance(error, ModuleNotFoundError) or (error.name or "distill").partition(".")[0] == "distill":
+        return None
+    return RunError(
+        f"the package {error.name} is not installed", "`distill doctor` says how to install what is missing"
+    )
+
+
+def _reword(error: Any) -> None:
+    """Give an option's fault our words: recent versions of typer check options with pydantic and show its words."""
+    cause = error.__cause__
+    if not hasattr(cause, "errors"):
+        return
+    fault = cause.errors()[0]
+    words = WORDS[fault["type"]](fault.get("ctx", {})) if fault["type"] in WORDS else "cannot be used here"
+    error.message = f"{words} (got {shown(fault['input'])})"
+
+
+def _name_override(error: Any) -> None:
+    """Where a command that takes overrides has no such option, but the recipe has a key of that name: name the key."""
+    if type(error).__name__ != "NoSuchOption" or all(one.name != "overrides" for one in error.ctx.command.params):
+        return
+    name = error.option_name.lstrip("-").replace("-", "_")
+    sections = {key: getattr(field.annotation, "model_fields", {}) for key, field in Recipe.model_fields.items()}
+    keys = [name] * (name in sections) + [f"{key}.{name}" for key, names in sections.items() if name in names]
+    if keys:
+        error.possibilities = None  # options of a similar name
+        error.message += f"; a key of the recipe is changed by {' or '.join(f'{key}=VALUE' for key in keys)}"
+
+
+def _require_text(arguments: Sequence[str]) -> None:
+    """Raise RecipeError for an argument that is not UTF-8: names and prompts go into files and tokenizers, as text."""
+    for place, argument in enumerate(arguments[1:], 1):
+        if not is_utf8(argument):
+            raise RecipeError(f"argument {place}, {argument[:60]!a}, is not UTF-8", "write it in UTF-8")
+
+
+def _bug(error: Exception) -> str:
+    """What a user sees of an exception that nobody expected: one line; the traceback goes to a file that it names."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename.startswith(PACKAGE)] or frames
+    place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
+    words = " ".join(str(error).encode("utf-8", "backslashreplace").decode().split())[:300]
+    line = f"distill: this is a bug in distill: {type(error).__name__}: {words}{place}; please report it"
+    if is_verbose():
+        traceback.print_exception(error)
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="distill-bug-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
+        ) as file:
+            traceback.print_exception(error, file=file)
+    except OSError:
+        return line
+    return f"{line} with {file.name}"

@@ -1,0 +1,134 @@
+"""`distill check`: checks a recipe, or any target and draft, without loading a model."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distill.cli.shared import FormatOption, local_reference, print_blocks, read_recipe, require_place
+from distill.errors import PairError, RecipeError
+from distill.files import write_text
+from distill.progress import note
+from distill.recipe import is_path
+from distill.recipe.shipped import recipe_text
+from distill.recipe.shipped import recipes as shipped_recipes
+from distill.tables import Table
+
+# ── `distill check`: checks a recipe, or any target and draft, without loading a model ──
+
+
+def check(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="RECIPE", help="Recipe file; omit it for a standalone pair.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Open no connection; skip checks that need a model hub, and list them.")
+    ] = False,
+    target: Annotated[
+        str | None, typer.Option(help="Standalone pair: target as Hugging Face folder, hub name or GGUF.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Standalone pair: draft as Hugging Face folder, hub name or GGUF.")
+    ] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Standalone pair: tokens of context to serve.")] = None,
+) -> None:
+    """Check a recipe, or a target and a draft, in seconds.
+
+    Checks keys, files, tokenizers, pair rules, cuts and disk space. Loads no weights and changes nothing.
+    """
+    if target or draft:
+        if recipe is not None or target is None or draft is None:
+            raise RecipeError(
+                "a standalone pair is --target and --draft, without a recipe", "name both, or a recipe alone"
+            )
+        _check_standalone(target, draft, context, offline)
+        return
+    if recipe is None:
+        raise RecipeError("nothing to check", "`distill check RECIPE`, or `distill check --target A --draft B`")
+    _check_recipe(recipe, overrides or [], offline)
+
+
+def _check_standalone(target: str, draft: str, context: int | None, offline: bool) -> None:
+    from distill.engines.pairs import compare_pair
+    from distill.engines.torch.hugging_face import check_weights, local_snapshot
+    from distill.engines.torch.hugging_face import offline as without_network
+
+    names = local_reference(target), local_reference(draft)
+    with without_network() if offline else contextlib.nullcontext():
+        absent = [name for name in names if offline and not is_path(name) and local_snapshot(name) is None]
+        for name in absent:
+            print(f"not checked: model {name} (--offline)")
+        if absent:
+            return
+        pair = compare_pair(*names, context)
+        print("\n".join(pair.lines()))
+        if any(name.endswith(".gguf") for name in names):
+            from distill.gguf.library import describe_build
+
+            print(describe_build())
+        for name in dict.fromkeys(names):
+            if not name.endswith(".gguf"):
+                print(check_weights(name))
+    if pair.distill is not None:
+        raise PairError(f"{draft} cannot draft for {target}: {pair.distill}", pair.remedies.get("distill", ""))
+
+
+def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
+    from distill.pipeline.preflight import preflight
+
+    recipe = read_recipe(path, overrides)
+    print(f"recipe {recipe.name}: keys and values are valid")
+    from distill.engines.torch.hugging_face import offline as without_network
+
+    with without_network() if offline else contextlib.nullcontext():
+        found = preflight(recipe, offline=offline)
+    for line in found.lines:
+        print(_coloured(line) if sys.stdout.isatty() else line)
+    for item in found.skipped:
+        print(f"not checked: {item}" + (" (--offline)" if offline and "beyond its first" not in item else ""))
+    print("check passed" + (", apart from the items listed as not checked" if found.skipped else ""))
+
+
+def _coloured(line: str) -> str:
+    """On a terminal, the tokens that are scored in green."""
+    from distill.data.corpus import SCORED
+
+    return line.replace(SCORED[0], "\x1b[32m" + SCORED[0]).replace(SCORED[1], SCORED[1] + "\x1b[0m")
+
+
+# ── `distill recipes`: lists the recipes that come with the package, or copies one ──
+
+
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Copy this recipe; without it, list all.")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Argument(metavar="[TO]", help="File or folder of the copy; by default NAME.yaml, here.")
+    ] = None,
+    output: FormatOption = "md",
+) -> None:
+    """List the recipes that come with distill, or copy one to run or change.
+
+    Paths in a copy are absolute; an existing file is never overwritten.
+    """
+    if name is None:
+        print_blocks([Table(["recipe", "purpose"], [*shipped_recipes().items()])], None, output)
+        note("copy one into this folder: distill recipes NAME")
+        return
+    names = shipped_recipes()
+    if name not in names:
+        raise RecipeError(f"there is no recipe `{name}`", f"the recipes are {', '.join(names)}")
+    place = Path() if to is None else to
+    path = place / f"{name}.yaml" if place.is_dir() else place
+    require_place(path, "TO")
+    if path.exists() or path.is_symlink():
+        raise RecipeError(f"{path} exists; nothing was written", f"name another file: distill recipes {name} TO.yaml")
+    write_text(path, recipe_text(name, path.name))
+    print(path)
+    note(f"next: distill check {path}, distill train {path} --rehearse, distill train {path}")

@@ -1,0 +1,186 @@
+"""`distill eval`: divergences and acceptance of a run, or of any two models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from distill.cli import shared
+from distill.cli.shared import require_used, takes_gguf_options
+from distill.errors import DataError, RecipeError
+from distill.files import read_result
+from distill.measuring.evaluation_results import SLICES, EvaluationReport
+from distill.measuring.evaluation_tables import evaluation_blocks
+from distill.progress import command_line
+from distill.recipe import Gguf
+from distill.recipe.measuring import CACHE_TYPES, OUTTYPES
+
+CLASS = "class"  # of --by: of prompts rather than positions
+OF_MODELS = ("temperature", "prompts", "text")  # a run has its own
+
+
+@takes_gguf_options("target", "draft")
+def evaluate(
+    context: typer.Context,
+    run: shared.RunArgument = None,
+    kl: Annotated[
+        bool,
+        typer.Option("--kl", help="KL in both directions, total variation, agreement, acceptance by each verifier."),
+    ] = False,
+    acceptance: Annotated[
+        bool,
+        typer.Option(
+            "--acceptance",
+            help="Acceptance by position, from decoded rounds, and whether the draft's probabilities can be trusted.",
+        ),
+    ] = False,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--by",
+            help="Show only acceptance by this slice of positions, or by class of prompts; may be repeated.",
+        ),
+    ] = None,
+    outtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--outtype",
+            metavar="TYPE",
+            help="Compare GGUF types instead: the draft as f16, q8_0, q4_0 …; acceptance, KL, size, milliseconds and "
+            "predicted tokens per second. May be repeated.",
+        ),
+    ] = None,
+    target_outtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target-outtype",
+            metavar="TYPE",
+            help="Types of the target; a GGUF file stays as it is.",
+        ),
+    ] = None,
+    cache_type: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cache-type",
+            metavar="TYPE",
+            help="Types of the draft's cache; f16 if left out.",
+        ),
+    ] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target",
+            help="Standalone pair: target as Hugging Face folder, hub name or GGUF file. Several: does the draft serve "
+            "each of them as well?",
+        ),
+    ] = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft", help="Standalone pair: draft, of the same kind as the target. Several are compared by prompt."
+        ),
+    ] = None,
+    text: shared.TextOption = None,
+    temperature: Annotated[
+        float, shared.number_option(min=0, max=100, help="Without a run: the sampler's temperature.")
+    ] = 1.0,
+    prompts: Annotated[int, typer.Option(min=4, help="Without a run: prompts taken from the text.")] = 32,
+    threads: shared.ThreadsOption = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    output: shared.FormatOption = "md",
+    gguf: Gguf | None = None,
+) -> None:
+    """Measure a target and its draft: divergences and acceptance, with intervals. Both by default; of several targets,
+    drafts or types, divergences alone, and how they differ from the first by prompt."""
+    shared.require_format(output)
+    for option, values, names in (
+        ("--by", by, [*SLICES, CLASS]),
+        ("--outtype", outtype, OUTTYPES),
+        ("--target-outtype", target_outtype, OUTTYPES),
+        ("--cache-type", cache_type, CACHE_TYPES),
+    ):
+        unknown = next((value for value in values or () if value not in names), None)
+        if unknown is not None:
+            raise RecipeError(f"{option} {unknown} is unknown", f"use one of {', '.join(names)}")
+    typed = bool(target_outtype or outtype or cache_type)
+    alone = not typed and len(target or ()) < 2 and len(draft or ()) < 2
+    kl, acceptance = (kl, acceptance) if kl or acceptance else (True, alone)
+    command = command_line(sys.argv)
+    from distill.measuring.evaluation import Types, evaluate_types
+
+    types = Types(target_outtype or (), outtype or (), cache_type or ())
+    if target or draft:
+        if run is not None or not (target and draft and text):
+            what = "a pair without a run needs --target, --draft and --text"
+            raise RecipeError(what, "or name a run alone: `distill runs` lists them")
+        shared.prepare(threads)
+        from distill import api
+        from distill.gguf.importing import one_engine
+        from distill.sampler import Sampler
+
+        targets, drafts = ([shared.local_reference(model) for model in models] for models in (target, draft))
+        if not typed:
+            require_used(gguf, *one_engine(targets[0], drafts[0]))
+        report = api.evaluate(
+            targets,
+            drafts,
+            text,
+            sampler=Sampler(temperature),
+            prompts=prompts,
+            kl=kl,
+            acceptance=acceptance,
+            types=types,
+            threads=threads,
+            gguf=gguf,
+            command=command,
+        )
+    else:
+        of_models = shared.first_given(context, OF_MODELS)
+        if of_models is not None:
+            raise RecipeError(
+                f"{of_models} goes with --target and --draft; a run has its own sampler and test prompts",
+                "leave it out, or give the run's models as a pair: --target TARGET --draft RUN/draft --text FILE",
+            )
+        if gguf is not None and not typed:
+            raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
+        recipe, own_run = shared.find_run(run, runs)
+        shared.run_until(recipe, own_run, "train" if typed else "eval", threads=threads)
+        if typed:
+            report = evaluate_types(recipe, own_run, types, threads, gguf, command, kl, acceptance)
+        else:
+            report = read_result(own_run.path("eval.json"), EvaluationReport)
+    _print_report(report, kl, acceptance, by or [], output)
+
+
+def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, by: Sequence[str], output: str) -> None:
+    """Print what was asked for of a report: some of its measures, or some slices alone.
+
+    Raises DataError where none of these slices was measured.
+    """
+    if by:
+        measured = {one.slice for one in report.slices} | ({CLASS} if report.classes else set())
+        if not measured & {*by}:
+            raise DataError(
+                f"no acceptance by {' or '.join(by)} was measured: all positions are alike there",
+                f"measured are {', '.join(sorted(measured)) or 'none'}",
+            )
+        report = replace(
+            report,
+            domains={},
+            pairs={},
+            positions={},
+            tokens_per_round={},
+            reliability={},
+            classes=report.classes if CLASS in by else [],
+            slices=[one for one in report.slices if one.slice in by],
+        )
+    if not kl:
+        stored = None if report.stored is None else replace(report.stored, bounds={})
+        report = replace(report, domains={}, pairs={}, stored=stored)
+    if not acceptance:
+        report = replace(report, positions={}, tokens_per_round={}, reliability={})
+    shared.print_blocks(evaluation_blocks(report), report, output)

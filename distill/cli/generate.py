@@ -1,0 +1,224 @@
+"""`distill generate`: continue a text, streamed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distill.cli import shared
+from distill.cli.shared import require_used, takes_gguf_options
+from distill.errors import DataError, RecipeError
+from distill.files import read_utf8, require_path
+from distill.recipe import Chat, Configuration, Gguf, PyTorch, SamplerSettings, Target, parse_section
+from distill.recipe.configuration import TREES
+from distill.run import Run
+
+LENGTH = 4  # tokens drafted a round where no option says
+
+
+@takes_gguf_options("target", "draft")
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    run: Annotated[str | None, typer.Option(help="Run name or folder; the newest run if left out.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Without a run: Hugging Face folder, hub name or GGUF file.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Without a run: a draft of the same kind as the target.")] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=63,
+            help="Maximum tokens drafted per round; 0 decodes plainly. By default the fixed length that was fastest in "
+            f"the run's PyTorch; without one, or with --drafter, --rule or --widths, {LENGTH}.",
+        ),
+    ] = None,
+    tokens: Annotated[int, shared.number_option(min=1, help="New tokens at most.")] = 128,
+    temperature: Annotated[float, shared.number_option(min=0, max=100, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, shared.number_option(min=0, help="0: off.")] = 0,
+    top_p: Annotated[float, shared.number_option(min=0.0001, max=1, help="1: off.")] = 1.0,
+    min_p: Annotated[float, shared.number_option(min=0, max=0.9999, help="0: off.")] = 0.0,
+    repetition_penalty: Annotated[float, shared.number_option(min=0.01, max=100, help="1: off.")] = 1.0,
+    seed: Annotated[int, shared.number_option(min=0, help="Seed of the sampler.")] = 0,
+    verifier: Annotated[
+        str | None, typer.Option(help="greedy, match, token, block or, for drawn trees, distinct.")
+    ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            help="draft (the default), lookup (n-gram lookup in the text), lookup+draft, tree (of the best tokens, or "
+            "drawn: --widths), lookup+tree, none; for a draft of another vocabulary: intersection (the tokens both "
+            "share) or string (its text)."
+        ),
+    ] = None,
+    widths: Annotated[
+        str | None, typer.Option(help="--drafter tree: drawn, with this many children a node: 3,2,1.")
+    ] = None,
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="How many tokens to draft, --length at most: fixed (the default), p_min, start-continue, "
+            "ratio, beta or expected-value (docs/recipes.md)."
+        ),
+    ] = None,
+    p_min: Annotated[float | None, shared.number_option(min=0.0001, max=1, help="--rule p_min: the floor.")] = None,
+    allow_lossy: Annotated[
+        bool,
+        typer.Option("--allow-lossy", help="Allow configurations that change the target's distribution (LOSSY)."),
+    ] = False,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Ask the prompt as a user's message, or continue it as text. By default asked if the target has a "
+            "chat template.",
+        ),
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    regex: Annotated[str | None, typer.Option(help="The whole new text must match this.")] = None,
+    json_schema: Annotated[Path | None, typer.Option(help="A file; the new text is JSON that follows it.")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="A file in GBNF or Lark; the new text follows it.")] = None,
+    static: Annotated[
+        bool | None, typer.Option(help=f"{shared.STATIC_HELP} Off if left out, or as the run's recipe says.")
+    ] = None,
+    compile: Annotated[
+        bool | None, typer.Option(help=f"{shared.COMPILE_HELP} Off if left out, or as the run's recipe says.")
+    ] = None,
+    draft_device: Annotated[str | None, typer.Option(help=shared.DRAFT_DEVICE_HELP)] = None,
+    threads: shared.ThreadsOption = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    gguf: Gguf | None = None,
+) -> None:
+    """Answer a question or continue a text, streamed, with the draft's accepted tokens marked (green on a terminal).
+
+    Without a temperature the text is that of plain decoding, up to tokens that tie within the rounding of the type.
+    """
+    text = _standard_input() if prompt == "-" else prompt
+    levels = None if widths is None else tuple(shared.numbers(widths, "--widths", int, "3,2,1"))
+    given = {"drafter": drafter, "rule": rule, "p_min": p_min, "widths": levels, "verifier": verifier}
+    drawn = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    shared.require_sampler_used(drawn)
+    if run is not None and (target or draft):
+        raise RecipeError("--run was given beside --target or --draft", "name a run, or a pair of models")
+    configuration = _configuration(given, length, temperature)
+    constraint = _grammar(regex, json_schema, grammar)
+    from distill.gguf.importing import one_engine
+
+    settings = PyTorch()
+    if target or draft:
+        pair = _standalone_pair(target, draft, configuration)
+        place, device, asked = Target(model=pair[0]), "auto", Chat()
+        model, found = pair[1], None
+    else:
+        recipe, found = shared.find_run(run, runs)
+        shared.require_draft(found)
+        found.verify("train", "draft/*")
+        if length is None and not any(given[name] for name in ("drafter", "rule", "widths")):
+            configuration = _configuration(given, _fastest(found), temperature)
+        device, threads, settings, asked = recipe.device, threads or recipe.threads, recipe.pytorch, recipe.chat
+        big, model = one_engine(recipe.target.model, str(found.path("draft").resolve()))
+        place = recipe.target.model_copy(update={"model": big})
+    require_used(gguf, place.model, model if configuration.asks_the_draft else None)
+    pytorch = shared.pytorch_settings(settings, place.model, static=static, compile=compile, draft_device=draft_device)
+    shared.prepare(threads)
+    from distill.data.prompts import user_message
+    from distill.measuring.stream import Request, stream
+    from distill.progress import note
+    from distill.sampler import Sampler
+
+    sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
+    measured = {} if found is None or configuration.rule != "expected-value" else _measured(found)
+    request = Request(
+        configuration, sampler, seed, tuple(stop or ()), lossy=allow_lossy, grammar=constraint, **measured
+    )
+    message = None
+    if chat is not False and text:
+        message = user_message(place.model, text, asked, required=bool(chat))
+        if message is not None and chat is None:
+            note("asked as a user's message; --no-chat continues the text as it is")
+    stream(place, model, text, tokens, request, device, threads, gguf, pytorch, message)
+
+
+def _standard_input() -> str:
+    """The prompt on standard input; raises DataError where it is not UTF-8."""
+    raw = sys.stdin.buffer.read()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise DataError(f"standard input is not UTF-8, in line {line}", "convert it to UTF-8") from None
+
+
+def _configuration(given: dict[str, Any], length: int | None, temperature: float) -> Configuration:
+    """The configuration that the options name; RecipeError for options that do not go together."""
+    settings = {name: value for name, value in given.items() if value is not None}
+    settings["sampler"] = "recipe" if temperature > 0 else "greedy"
+    if length == 0:
+        if given["drafter"] not in (None, "none"):
+            raise RecipeError(f"--length 0 drafts nothing, and --drafter {given['drafter']} drafts", "give one of them")
+        settings["drafter"] = "none"
+    elif length is not None or ("widths" not in settings and given["drafter"] != "none"):
+        settings["length"] = LENGTH if length is None else length
+        if given["drafter"] in TREES and "widths" not in settings:
+            settings["nodes"] = min(2 * settings["length"], 63)
+    return parse_section(Configuration, settings)
+
+
+def _standalone_pair(target: str | None, draft: str | None, configuration: Configuration) -> tuple[str, str | None]:
+    """The target and draft of the command line; the draft may be left out where it is not used."""
+    from distill.engines.pairs import require_drafts
+
+    if target is None:
+        raise RecipeError("--draft was given without --target", "give both, or name a run with --run")
+    if draft is None and (configuration.asks_the_draft or configuration.other_vocabulary):
+        raise RecipeError(
+            f"drafter {configuration.drafter} needs a draft", "give --draft, or use --drafter lookup or --length 0"
+        )
+    target = shared.local_reference(target)
+    if draft is None:
+        return target, None
+    return require_drafts(target, shared.local_reference(draft), configuration.other_vocabulary)
+
+
+def _fastest(run: Run) -> int | None:
+    """The fixed length that was fastest in a run's PyTorch, which decodes here; None where none was measured of this
+    draft, or in another form than this version reads."""
+    from distill.files import read_result
+    from distill.measuring.speedup_results import SpeedupReport
+    from distill.progress import note
+
+    if run.outdated("speedup"):
+        return None
+    try:
+        report = read_result(run.path("speedup.json"), SpeedupReport)
+    except DataError:
+        return None
+    length = next((one.length for one in report.fastest if one.backend == "pytorch"), None)
+    if length is not None:
+        note(f"drafts {length} token{'s' * (length > 1)} a round, the fastest fixed length of the run (--length)")
+    return length
+
+
+def _measured(run: Run) -> dict[str, Any]:
+    """The costs and calibrations that a run has measured, as a request takes them."""
+    from distill.measuring.calibrate import load_calibrations, run_costs
+
+    path = run.path("speedup", "calibration.json")
+    return {"costs": run_costs(run, "pytorch"), "fitted": load_calibrations(path) if path.exists() else {}}
+
+
+def _grammar(regex: str | None, json_schema: Path | None, grammar: Path | None) -> tuple[str, str] | None:
+    """The kind and text of the one that was given; RecipeError for several, DataError for a file that is not there."""
+    if sum(given is not None for given in (regex, json_schema, grammar)) > 1:
+        raise RecipeError("--regex, --json-schema and --grammar were given together", "choose one of them")
+    if regex is not None:
+        return "regex", regex
+    path = json_schema or grammar
+    if path is None:
+        return None
+    require_path(path, "--json-schema" if json_schema else "--grammar")
+    text = read_utf8(path)
+    return ("json" if json_schema else "gbnf" if "::=" in text else "lark"), text

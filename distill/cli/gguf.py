@@ -1,0 +1,215 @@
+"""`distill export-gguf`: GGUF files of a run, or of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distill.cli import shared
+from distill.errors import DataError, RecipeError
+from distill.export.results import ExportedFile
+from distill.files import read_utf8, require_new_folder
+from distill.progress import announce, note, warn
+from distill.recipe.measuring import OUTTYPES
+from distill.recipe.recipe import REASON
+from distill.run import Run
+
+# ── `distill export-gguf`: GGUF files of a run, or of a Hugging Face folder ──
+
+if TYPE_CHECKING:
+    from distill.export.results import Parity
+    from distill.gguf.fields import Advice, Origin
+    from distill.gguf.writer import WrittenFile
+
+POSITIONS = 512  # compared in each check
+USUAL_LENGTH = 4  # drafted where nothing was measured
+
+
+def export_gguf(
+    model: Annotated[str | None, typer.Argument(metavar="[RUN|MODEL]", help="Run, or Hugging Face folder.")] = None,
+    outtype: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(OUTTYPES[:-1])} or {OUTTYPES[-1]}; may be repeated.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option("--to", help="Folder for the files (a run: its gguf folder).")] = None,
+    tensor_type: Annotated[
+        list[str] | None, typer.Option(help="PATTERN=TYPE, such as token_embd=q4_0: another type for some tensors.")
+    ] = None,
+    imatrix: Annotated[
+        Path | None, typer.Option(help="Importance matrix from llama-imatrix (GGUF), or a text to measure one on.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Check on this text instead of built-in ones.")] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="The target's GGUF file, which the draft will serve with.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare each file with its source.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+) -> None:
+    """Write GGUF files of a run's draft and target, or of any folder of a supported family (docs/export.md)."""
+    kinds = outtype or ["f16", "q8_0"]
+    for kind in kinds:
+        if kind not in OUTTYPES:
+            raise RecipeError(f"outtype `{kind}` is unknown", f"use {', '.join(OUTTYPES)}")
+    overrides = tuple(_override(value) for value in tensor_type or ())
+    from distill.export.parity import Source, check_texts, compare, faults_of
+    from distill.gguf.writer import export_files
+
+    sources, place, run, slower = _find(model, runs)
+    place = folder or place
+    outputs = {name: {place / f"{name}-{kind}.gguf": kind for kind in kinds} for name in sources}
+    there = [path for paths in outputs.values() for path in paths if path.exists()]
+    if there and not overwrite:
+        raise DataError(f"{there[0]} exists already", "--overwrite replaces it; --to FOLDER writes elsewhere")
+    announce(place)
+    files, faults = [], []
+    for name, (source, origin) in sources.items():
+        reports = export_files(source, outputs[name], origin, overrides, imatrix)
+        texts, opened = list[str](), None
+        if check:
+            texts = check_texts(source) if text is None else [read_utf8(text)]
+            opened = Source.open(source)
+        for report in reports:
+            parity = None if opened is None else compare(opened, report.path, texts, POSITIONS)
+            wrong = [] if parity is None else faults_of(parity, report.outtype)
+            _print(report, parity)
+            faults += [f"{report.path}: {fault}" for fault in wrong]
+            if target is not None and name != "target":
+                faults += _served(target, report.path, origin.advice, slower)
+            path = str(_within(run, report.path))
+            files.append(ExportedFile(path, name, report.outtype, report.bytes, report.fallback_tensors, parity, wrong))
+    if run is not None:
+        from distill.export.parity import record_extra
+
+        note(f"recorded in {record_extra(run, files)}")
+    if faults:
+        raise DataError("; ".join(faults), "the file was written; do not use it for what it does not pass")
+
+
+def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]], Path, Run | None, bool]:
+    """What to export, by name, the place for the files, the run, and whether it measured that the draft is slower than
+    plain decoding: of a Hugging Face folder, or of draft and target of a run with a trained draft."""
+    from distill.engines.torch.hugging_face import local_folder
+    from distill.gguf.fields import PLAIN
+    from distill.gguf.importing import is_gguf
+
+    if model is not None and (Path(model) / "config.json").exists():
+        return {Path(model).resolve().name: (Path(model), PLAIN)}, Path("."), None, False
+    if model is not None and is_gguf(model):
+        return {Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path("."), None, False
+    from distill.export.parity import advice_of, origins
+    from distill.pipeline.running import plan_run
+
+    recipe, run = shared.find_run(model, runs)
+    shared.run_until(recipe, run, "train")
+    run.verify("train", "draft/*")
+    known = origins(recipe, run)
+    timed = any(action.stage.name == "speedup" and action.kind == "skip" for action in plan_run(recipe, run))
+    advice = advice_of(run) if timed else None
+    sources = {"draft": (run.path("draft"), replace(known["draft"], advice=advice))}
+    if is_gguf(recipe.target.model):
+        note(f"the target is served as it is: {recipe.target.model}")
+    elif recipe.target.load:
+        sources["target"] = (local_folder(recipe.target.model), known["target"])
+    else:
+        print(f"no file of the target is written: {REASON}", file=sys.stderr)
+    return sources, run.path("gguf", "extra"), run, timed and _slower(run)
+
+
+def _slower(run: Run) -> bool:
+    """Whether llama.cpp was measured in the run, and its fastest fixed length was slower than plain decoding."""
+    from distill.files import read_result
+    from distill.measuring.speedup_results import SLOWER, SpeedupReport
+
+    report = read_result(run.path("speedup.json"), SpeedupReport)
+    fastest = report.fastest_of_backends.get("gguf")
+    return fastest is not None and fastest.verdict == SLOWER
+
+
+def _print(report: WrittenFile, parity: Parity | None) -> None:
+    line = f"{report.path}  {report.bytes / 1e6:.1f} MB  {report.tensors} tensors"
+    if report.fallback_tensors:
+        line += f", {report.fallback_tensors} in a larger type: their rows do not fit {report.outtype}'s blocks"
+    for left_out in report.notes:
+        warn(f"{report.path.name}: {left_out}")
+    if parity is None:
+        print(f"{line}  not checked")
+        return
+    print(
+        f"{line}  top-1 {parity.top1_agreement:.1%}, KL {parity.kl:.2g} over {parity.positions} positions, "
+        f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts with other ids"
+    )
+
+
+def _within(run: Run | None, path: Path) -> Path:
+    """A file as a run records it: by its place in the run, where it lies there."""
+    place = path.resolve()
+    if run is None or not place.is_relative_to(run.folder.resolve()):
+        return place
+    return place.relative_to(run.folder.resolve())
+
+
+def _served(target: Path, draft: Path, advice: Advice | None, slower: bool) -> list[str]:
+    """Print the command that serves the pair, with a warning where a run found it `slower` than plain decoding; or
+    return llama.cpp's reason against it."""
+    from distill.engines.pairs import compare_pair
+    from distill.engines.server_commands import llama_server
+
+    report = compare_pair(str(target), str(draft))
+    if report.llama_cpp is not None:
+        remedy = report.remedies.get("llama_cpp", "")
+        return [f"{draft} does not fit {target} by llama.cpp's rule: {report.llama_cpp} ({remedy})"]
+    length, floor = (USUAL_LENGTH, None) if advice is None else (advice.n_max, advice.p_min)
+    if slower:
+        warn("on the machine of the run, plain decoding was faster in llama.cpp than every fixed draft length measured")
+    print(llama_server(str(target), str(draft), length, floor))
+    return []
+
+
+def _override(value: str) -> tuple[str, str]:
+    pattern, equals, kind = value.rpartition("=")
+    if not equals or not pattern or not kind:
+        raise RecipeError(f"--tensor-type {value!r} is not PATTERN=TYPE", "write for example token_embd=q4_0")
+    return pattern, kind
+
+
+# ── `distill import-gguf`: a GGUF file as a Hugging Face folder ──
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def import_gguf(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="GGUF file of a model.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Type of all weights: float32, bfloat16 or float16; if left out, floats as they are and quantised "
+            "weights in float32, which loses nothing."
+        ),
+    ] = None,
+) -> None:
+    """Write a GGUF file as a Hugging Face folder: dequantised weights, config.json, tokenizer, chat template.
+
+    Commands and recipes also take the file itself as a model and import it.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise RecipeError(f"--dtype {dtype} is unknown", f"use one of {', '.join(DTYPES)}")
+    require_new_folder(out)
+    from distill.gguf.importing import read_import, write_import
+
+    found = read_import(file, dtype)  # type: ignore[arg-type]  # one of DTYPES
+    announce(out)
+    write_import(found, out)
+    config, ids = found.config, found.tokenizer.content["model"]["vocab"]
+    ends = ", ".join(found.tokenizer.tokens[token] for token in found.tokenizer.ends)
+    kinds = f"; {', '.join(found.quantised)} dequantised" if found.quantised else ""
+    print(
+        f"{out}  {config['model_type']}, {config['num_hidden_layers']} layers of {config['hidden_size']}, "
+        f"{len(found.tensors)} tensors, {found.bytes / 1e6:.0f} MB in {config['dtype']}{kinds}"
+    )
+    template = "a chat template" if found.tokenizer.templates else "no chat template"
+    print(f"tokenizer: {len(ids)} tokens, {template}, an answer ends with {ends}")

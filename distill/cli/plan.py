@@ -1,0 +1,315 @@
+"""`distill plan`: whether a draft will pay, how much and why not, from costs alone, before hours are spent."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distill import MOST_PRIMITIVES, PRIMITIVES
+from distill.cli import shared
+from distill.cli.shared import require_used, takes_gguf_options
+from distill.errors import DataError, RecipeError
+from distill.files import read_result
+from distill.machine import machine, thread_count
+from distill.progress import announce, command_line, note
+from distill.recipe import Gguf, PyTorch, Recipe, Target
+from distill.tables import Cell, Row, Table
+
+# ── `distill profile`: measures the cost curve of one model on this machine ──
+
+if TYPE_CHECKING:
+    from distill.decoding.costs import CostCurve
+
+
+@takes_gguf_options("target")
+def profile(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name or GGUF file.")],
+    depths: Annotated[str, typer.Option(help="Tokens already in the cache, separated by commas.")] = "64,512",
+    max_tokens: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
+    repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
+    dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
+    static: Annotated[bool | None, typer.Option(help=shared.STATIC_HELP)] = None,
+    compile: Annotated[bool | None, typer.Option(help=shared.COMPILE_HELP)] = None,
+    prepack: Annotated[bool | None, typer.Option(help=shared.PREPACK_HELP)] = None,
+    threads: shared.ThreadsOption = None,
+    out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file.")] = None,
+    output: shared.FormatOption = "md",
+    gguf: Gguf | None = None,
+) -> None:
+    """Measure the cost curve of one model on this machine.
+
+    T(m) is the time of a step of m tokens, in seconds, with a given number of tokens (depth) in the cache.
+    """
+    shared.require_dtype_used(dtype, model)
+    pytorch = shared.pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
+    place, places = shared.target_settings(model, dtype), shared.numbers(depths, "--depths", int)
+    if min(places) < 1:
+        raise RecipeError(f"--depths {depths}: a step follows at least one token", "for instance --depths 1,512,4096")
+    curve = measured_curve(place, places, max_tokens, repeats, threads, gguf, pytorch)
+    if out is not None:
+        from distill.decoding.costs import save_cost_curve
+
+        announce(out)
+        save_cost_curve(curve, out)
+    rows: list[Row] = [
+        [depth, m, Cell(seconds, ".6g"), Cell(seconds / row[0], ".3f")]
+        for depth, row in zip(curve.depths, curve.seconds, strict=True)
+        for m, seconds in enumerate(row, start=1)
+    ]
+    notes = [f"{curve.model}, {curve.backend}", *([f"Note: {curve.note}."] if curve.note else [])]
+    table = Table(["depth", "m", f"T(m), {curve.unit}", "T(m) / T(1)"], rows)
+    shared.print_blocks([*notes, table], None, output)
+
+
+def measured_curve(
+    place: Target,
+    depths: list[int],
+    max_tokens: int,
+    repeats: int,
+    threads: int | None,
+    gguf: Gguf | None,
+    pytorch: PyTorch,
+) -> CostCurve:
+    """The curve of a folder or a GGUF file on this machine; DataError or RecipeError where it cannot be opened."""
+    from distill.decoding.costs import measure_curve
+
+    if os.environ.get(PRIMITIVES) == MOST_PRIMITIVES:
+        # Sizes take turns, and each has primitives of its own: up to 64 of them would push one another out, and every
+        # step would be timed with the compilation of its own. The process ends with the command.
+        os.environ[PRIMITIVES] = str(2 * int(MOST_PRIMITIVES))
+    model, room = place.model, max(depths) + max_tokens
+    if model.endswith(".gguf"):
+        from distill.engines.llama_cpp.model import GgufModel
+
+        if not Path(model).is_file():
+            raise DataError(f"there is no file {model}", "give a GGUF file or a Hugging Face folder")
+        options = (gguf or Gguf()).target
+        with GgufModel(model, context=room, threads=threads, options=options) as quantised:
+            return measure_curve(quantised, model, "gguf", depths, max_tokens, repeats)
+    require_used(gguf, model, None)
+    import torch
+
+    from distill.engines.loaded import torch_decoder
+    from distill.engines.torch.hugging_face import load_model, pick_device
+
+    torch.set_num_threads(thread_count(threads))
+    loaded = load_model(shared.local_reference(model), place.dtype, pick_device("auto"))
+    decoder = torch_decoder(loaded, None, pytorch, room)
+    title = model + pytorch.suffix + ("" if place.dtype == "float32" else f", {place.dtype}")
+    return measure_curve(decoder, title, "pytorch", depths, max_tokens, repeats)
+
+
+# ── `distill plan`: whether a draft will pay, how much and why not, from costs alone, before hours are spent ──
+
+if TYPE_CHECKING:
+    from distill.decoding.costs import CostCurve
+    from distill.planning.cases import PlanRequest
+    from distill.planning.plan import Case
+
+REPEATS = 5  # of a curve's steps
+REPLY_SECONDS = 600.0  # that a server may take for one
+
+
+@takes_gguf_options("target", "draft")
+def plan(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="TARGET|RECIPE", help="Folder, hub name or GGUF file; or a recipe: its target and cut."),
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft: folder, hub name or GGUF file.")] = None,
+    draft_cost: Annotated[
+        float | None, shared.number_option(min=0, help="Instead of a draft: the cost of its step, in units of T(1).")
+    ] = None,
+    target_curve: Annotated[
+        Path | None, typer.Option(help="Instead of measuring: what `distill profile --out` saved.")
+    ] = None,
+    draft_curve: Annotated[Path | None, typer.Option(help="The same for the draft.")] = None,
+    batched_bench: Annotated[Path | None, typer.Option(help="The target's curve: a llama-batched-bench log.")] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The target's curve: measured on a llama-server or vLLM that does not draft."),
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="--server: environment variable that holds its key.")] = None,
+    served_model: Annotated[
+        str | None, typer.Option("--model", help="--server: the model's name, where vLLM serves several.")
+    ] = None,
+    acceptance: Annotated[
+        str | None, typer.Option(help="Acceptance by position, separated by commas; the last holds for all later ones.")
+    ] = None,
+    sister: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Folder of a run, whose measured acceptance is added.")
+    ] = None,
+    hardware: Annotated[
+        Path | None, typer.Option(help="YAML file that describes another machine (docs/plan.md): also estimate for it.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Measure on this machine, or only estimate.")
+    ] = True,
+    lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "1,2,3,4,6,8",
+    depth: Annotated[int, typer.Option(min=1, max=2**20, help="Prompt length, in tokens.")] = 128,
+    tokens: Annotated[int, typer.Option(min=8, max=2**20, help="New tokens after it.")] = 96,
+    dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
+    threads: shared.ThreadsOption = None,
+    output: shared.FormatOption = "md",
+    gguf: Gguf | None = None,
+) -> None:
+    """Predict a draft's speedup before it is made, from measured or described costs; a minute or two.
+
+    By draft length and acceptance: what pays, from which acceptance, and how much a draft step may cost.
+    """
+    shared.require_format(output)
+    _require_one_source(
+        model, (target_curve, batched_bench, server), (draft, draft_cost, draft_curve), (key, served_model)
+    )
+    if model is None:
+        _require_curve_alone(draft, hardware, measure)
+    elif not measure and hardware is None:
+        raise RecipeError("--no-measure leaves nothing but an estimate", "give --hardware FILE")
+    drafted = sorted(set(shared.numbers(lengths, "--lengths", int, "1,2,4")))
+    if not all(1 <= n <= 63 for n in drafted):
+        raise RecipeError(f"--lengths {lengths}: draft lengths run from 1 to 63", "for instance --lengths 1,2,4,8")
+    if model is not None and draft_curve is not None and hardware is not None:
+        raise RecipeError(
+            "--draft-curve is in seconds of another machine than --hardware", "give --draft-cost or --draft"
+        )
+    given = _given(acceptance, sister)
+    recipe = _recipe(model, overrides or [], given_otherwise=(draft, draft_cost, draft_curve, gguf, threads, dtype))
+    if recipe is not None and (option := shared.first_given(context, ("depth", "tokens"))) is not None:
+        key = {"--depth": "speedup.depth", "--tokens": "speedup.new_tokens"}[option]
+        raise RecipeError(f"{option} is for models; a recipe has its own", f"override its key: {key}=…")
+    from distill.decoding.costs import load_cost_curve
+    from distill.planning.batched_bench import settings as llama_settings
+    from distill.planning.cases import PlanRequest, curve_case, estimated_case, planned_stages
+    from distill.planning.hardware import read_hardware
+    from distill.planning.plan import Plan, PlannedStage, by_position, outlook, plan_blocks
+
+    if recipe is not None:
+        request = replace(PlanRequest.of(recipe), lengths=drafted)
+    else:
+        if model is not None:
+            shared.require_dtype_used(dtype, model)
+            require_used(gguf, model, draft)
+        place = shared.target_settings(shared.local_reference(model or "."), dtype)
+        small = None if draft is None else shared.local_reference(draft)
+        request = PlanRequest(place, small, draft_cost, None, drafted, depth, tokens, threads, gguf)
+    cases: list[Case] = []
+    curve: CostCurve | None = None
+    if recipe is not None or draft is not None:
+        if measure:
+            shared.prepare(threads if recipe is None else recipe.threads)
+            cases += _told_as_they_come(request, given)
+    elif measure:
+        if model is not None:
+            curve = measured_curve(request.target, [depth], max(drafted) + 1, REPEATS, threads, gguf, PyTorch())
+        elif server is not None:
+            curve = _served_curve(server, key, served_model, depth, tokens, max(drafted) + 1)
+        else:
+            curve = _stored_curve(target_curve, batched_bench)
+        small_curve = None if draft_curve is None else load_cost_curve(draft_curve)
+        cases.append(curve_case(curve, small_curve, request, model is not None))
+    run: list[PlannedStage] = []
+    described = None if hardware is None else read_hardware(hardware)
+    if described is not None:
+        cases.append(estimated_case(described, request))
+        run = [] if recipe is None else planned_stages(recipe, described)
+    settings: list[str] = []
+    if curve is not None and given and curve.backend != "vllm":
+        costs = cases[0].timings[0]
+        rates = by_position(next(iter(given.values())), max(drafted))
+        settings = llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)
+    found = Plan(command_line(sys.argv), machine(), [outlook(one, given) for one in cases], settings)
+    found = replace(found, run=run, run_on="" if described is None else described.name)
+    shared.print_blocks(plan_blocks(found), found, output)
+
+
+def _told_as_they_come(request: PlanRequest, given: Mapping[str, Sequence[float]]) -> Iterator[Case]:
+    """The measured cases; what each says is a line of progress where another, of minutes, follows."""
+    from distill.planning.cases import measured_cases
+    from distill.planning.plan import outlook
+
+    backends = 1 if request.recipe is None else len(request.recipe.speedup.backends)
+    for place, case in enumerate(measured_cases(request), 1):
+        if place < backends:
+            note("\n  ".join([f"{case.title}:", *outlook(case, given).sentences]))
+        yield case
+
+
+def _require_one_source(
+    model: str | None, curves: Sequence[object], drafts: Sequence[object], of_server: Sequence[object]
+) -> None:
+    """Refuse no target or several, several drafts, and a server's options without a server, the last of `curves`."""
+    if [model, *curves].count(None) != len(curves):
+        raise RecipeError("expected a target, a recipe, --target-curve, --batched-bench or --server")
+    if drafts.count(None) < len(drafts) - 1:
+        raise RecipeError("--draft, --draft-cost and --draft-curve were given together", "give one of them")
+    if curves[-1] is None and of_server.count(None) < len(of_server):
+        raise RecipeError("--key and --model are for --server", "leave them out, or give the server's address")
+
+
+def _require_curve_alone(draft: str | None, hardware: Path | None, measure: bool) -> None:
+    """Refuse what needs the target's model where a curve stands for it."""
+    if draft is not None:
+        raise RecipeError("--draft is measured beside its target, and a curve stands for that", "give --draft-curve")
+    if hardware is not None:
+        raise RecipeError("--hardware needs the model's sizes, and a curve has none", "give the target or a recipe")
+    if not measure:
+        raise RecipeError("--no-measure leaves nothing but an estimate", "give the model and --hardware FILE")
+
+
+def _stored_curve(saved: Path | None, log: Path | None) -> CostCurve:
+    """The curve of a file of `distill profile`, or of a log of llama-batched-bench."""
+    from distill.decoding.costs import load_cost_curve
+    from distill.planning.batched_bench import import_curve
+
+    if log is not None:
+        return import_curve(log)
+    assert saved is not None
+    return load_cost_curve(saved)
+
+
+def _served_curve(url: str, key: str | None, name: str | None, depth: int, tokens: int, limit: int) -> CostCurve:
+    """The curve of a server that runs, at requests of `depth` and `tokens`."""
+    from contextlib import closing
+
+    from distill.serving.clients import client_of
+    from distill.serving.http import Http
+    from distill.serving.load import served_curve
+
+    with closing(Http(url, REPLY_SECONDS, key)) as http:
+        return served_curve(client_of(http, model=name), depth, tokens, limit)
+
+
+def _given(acceptance: str | None, sister: Path | None) -> dict[str, list[float]]:
+    """The acceptance by position that the options name, each with its title."""
+    found = {}
+    if acceptance is not None:
+        found["--acceptance"] = shared.rates(acceptance, "--acceptance")
+    if sister is not None:
+        from distill.measuring.evaluation_results import EvaluationReport
+
+        if not (sister / "eval.json").is_file():
+            raise DataError(f"{sister} holds no eval.json", "give the folder of a run that stage eval has measured")
+        counted = read_result(sister / "eval.json", EvaluationReport).positions.get("after")
+        if not counted:
+            raise DataError(f"{sister}/eval.json holds no acceptance by position", "give a run that decoded rounds")
+        found[f"--sister {sister.name}"] = [one.rate.mean for one in counted]
+    return found
+
+
+def _recipe(model: str | None, overrides: Sequence[str], given_otherwise: tuple[object, ...]) -> Recipe | None:
+    """The recipe that was named, None where a model was; options of what it decides itself are refused."""
+    if model is None or not model.endswith((".yaml", ".yml")):
+        if overrides:
+            raise RecipeError(f"`{overrides[0]}` overrides a recipe's key, and no recipe was named", "leave it out")
+        return None
+    if any(one not in (None, "float32") for one in given_otherwise):
+        raise RecipeError("a recipe names its draft, types and options itself", "override its keys: cut.layers=8")
+    return shared.read_recipe(Path(model), overrides)

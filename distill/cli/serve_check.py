@@ -1,0 +1,369 @@
+"""`distill serve-check`: a pair on the user's own server."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distill.cli import shared
+from distill.cli.shared import takes_gguf_options
+from distill.errors import DataError, RecipeError, RunError
+from distill.files import read_result, write_result
+from distill.machine import thread_count
+from distill.progress import command_line
+from distill.recipe import Chat, Corpus, Gguf, SamplerSettings
+from distill.run import Run
+from distill.serving.results import ServeReport
+
+# ── `distill serve-check`: the files and prompts that are served, of a run or of any pair ──
+
+if TYPE_CHECKING:
+    from distill.data.chat_template import ChatTemplate
+    from distill.data.texts import Prompt
+
+LEAST = 2  # prompts
+
+
+@dataclass(frozen=True)
+class PairFiles:
+    """What is served; of a run also its own files (`made`)."""
+
+    target: Path | None
+    draft: Path | None
+    made: tuple[Path, Path] | None = None
+    run: Run | None = None
+
+
+def pair_files(
+    name: str | None, runs: Path, target: Path | None, draft: Path | None, outtype: str | None, required: bool
+) -> PairFiles:
+    """The files of the pair; a run's own where none are named. RunError for a run without GGUF files."""
+    given = [None if one is None else Path(_gguf(one)) for one in (target, draft)]
+    if name is None and given[0] is not None and given[1] is not None:
+        return PairFiles(given[0], given[1])
+    from distill.export.results import ExportReport
+
+    _, run = shared.find_run(name, runs)
+    path = run.path("gguf", "export.json")
+    if run.outdated("export") and required:
+        state = "files of an earlier draft" if path.exists() else "no GGUF files yet"
+        raise RunError(f"{run.folder} has {state}", f"`{run.again('--until', 'export')}`")
+    files = [] if run.outdated("export") else read_result(path, ExportReport).files
+    own: dict[str, Path] = {}
+    for file in files:
+        if outtype in (None, file.outtype) or Path(file.path).is_absolute():  # a target that is its own file
+            own.setdefault(file.model, run.folder / file.path)
+    if outtype is not None and files and "draft" not in own:
+        kinds = ", ".join(dict.fromkeys(file.outtype for file in files))
+        raise RecipeError(f"the run has no files of type {outtype}, but of {kinds}", "correct --outtype")
+    files_of = {role: one or own.get(role) for role, one in zip(("target", "draft"), given, strict=True)}
+    for role, one in files_of.items():
+        if one is None and required:
+            hint = f"name one: --{role}, or write it with `distill export-gguf`"
+            raise RunError(f"{run.folder} holds no GGUF file of its {role}", hint)
+    made = (own["target"], own["draft"]) if {"target", "draft"} <= own.keys() else None
+    return PairFiles(files_of["target"], files_of["draft"], made, run)
+
+
+def _gguf(path: Path) -> str:
+    reference = shared.local_reference(str(path))
+    if not reference.endswith(".gguf"):
+        raise RecipeError(f"{path} is no GGUF file", "llama-server serves those: `distill export-gguf` writes them")
+    return reference
+
+
+def template_of(target: Path | None, stack: ExitStack) -> ChatTemplate | None:
+    """The target's own chat template; None without one."""
+    if target is None:
+        return None
+    from distill.data.chat_template import ChatTemplate
+    from distill.data.prompts import GgufTokenizer
+
+    tokenizer = GgufTokenizer(str(target), stack)
+    return ChatTemplate(tokenizer, Chat()) if tokenizer.chat_template else None
+
+
+def room_of(files: PairFiles, behind: int) -> int:
+    """The most tokens of a prompt that leave room for `behind` more in the context of both models."""
+    from distill.engines.loaded import context_of
+
+    contexts = [context_of(str(one)) for one in (files.target, files.draft) if one is not None]
+    room = min((context for context in contexts if context is not None), default=2**31) - behind
+    if room < LEAST:
+        raise RecipeError(f"--tokens leave {max(room, 0)} tokens of the context for a prompt", "give fewer --tokens")
+    return room
+
+
+Prompts = tuple["list[Prompt]", "list[Prompt]", dict[str, int]]  # measured, for choosing settings; left out, by reason
+
+
+def prompts_of_files(files: PairFiles, paths: list[Path], count: int, size: int, spare: int, room: int) -> Prompts:
+    """Up to `count` prompts of files; texts are cut into prompts of `size` tokens."""
+    from distill.data.prompts import read_user_prompts, sources_of
+
+    if files.target is None:
+        raise RecipeError("--prompts are encoded with the target's tokenizer", "give its GGUF file: --target")
+    read = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, spare, size, room)
+    return read.measured, read.others, read.dropped
+
+
+def prompts_of_run(files: PairFiles, count: int, spare: int, room: int) -> Prompts:
+    """Up to `count` of the run's test prompts, and `spare` of its validation prompts."""
+    from distill.data.texts import read_prompts
+
+    assert files.run is not None
+    fitting, left_out = {}, {}
+    for split in ("test", "validation"):
+        own = read_prompts(files.run, split)
+        fitting[split] = [prompt for prompt in own if 1 < len(prompt.ids) <= room]
+        if missing := len(own) - len(fitting[split]):
+            left_out[f"{split} prompts of more than {room} tokens, which the context has no room for"] = missing
+    measured, choosing = fitting["test"][:count], fitting["validation"][:spare]
+    if len(measured) < LEAST:
+        raise DataError(f"{len(measured)} of the run's test prompts fit into {room} tokens of the context")
+    if spare and len(choosing) < LEAST:
+        raise DataError(f"the run has {len(choosing)} validation prompts to choose settings on", "give --no-choose")
+    return measured, choosing, left_out
+
+
+def predicted_acceptance(run: Run | None, length: int | None) -> float:
+    """The acceptance that the run measured at this draft length, with its own target; NaN where it did not."""
+    if run is None or length is None or not run.path("speedup.json").exists():
+        return math.nan
+    from distill.measuring.speedup_results import SpeedupReport
+
+    found = {
+        one.backend: one.acceptance
+        for one in read_result(run.path("speedup.json"), SpeedupReport).measurements
+        if one.length == length and one.sampler is None and one.acceptance is not None
+    }
+    return found.get("gguf", found.get("pytorch", math.nan))
+
+
+# ── `distill serve-check`: a pair on the user's own server ──
+
+PAIR = "A pair without a run, or other files than the run's"
+SERVED = "A server that runs already"
+USUAL_LENGTH = 4
+ENDED_EARLY = "the check ended before its last measurement: what is missing here was not measured"
+MAX_CHOOSING = 12  # validation prompts, on which settings are chosen
+# Options of llama-server that are options of this command.
+RENAMED = {"--spec-draft-n-max": "--n-max", "--spec-draft-p-min": "--p-min", "--draft-p-min": "--p-min"}
+RENAMED |= {"--model": "--target", "-md": "--draft", "--spec-draft-model": "--draft", "--model-draft": "--draft"}
+RENAMED |= {"-m": "--target", "--spec-draft-sampling": "--draft-sampling", "-np": "--concurrency"}
+RENAMED |= {"--parallel": "--concurrency"}
+
+
+def pair_option(**settings: Any) -> Any:
+    """An option of the pair, in a group of its own in the help."""
+    return typer.Option(rich_help_panel=PAIR, **settings)
+
+
+def served_option(**settings: Any) -> Any:
+    """An option of servers that run already."""
+    return typer.Option(rich_help_panel=SERVED, **settings)
+
+
+@takes_gguf_options("target", "draft")
+def serve_check(
+    context: typer.Context,
+    run: shared.RunArgument = None,
+    server: Annotated[
+        Path | None,
+        typer.Option(help="Path of llama-server, started with the draft and without; its own arguments go after --."),
+    ] = None,
+    n_max: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Maximum tokens drafted per round; by default 4, or the server's."),
+    ] = None,
+    p_min: Annotated[
+        float | None, shared.number_option(min=0, max=1, help="Least probability of a drafted token.")
+    ] = None,
+    temperature: Annotated[float, shared.number_option(min=0, max=100, help="Of the requests; 0 is greedy.")] = 0.0,
+    top_k: Annotated[int, shared.number_option(min=0, help="Of the requests; 0 is off.")] = 0,
+    top_p: Annotated[float, shared.number_option(min=0.000001, max=1, help="Of the requests; 1 is off.")] = 1.0,
+    min_p: Annotated[float, shared.number_option(min=0, max=1, help="Of the requests; 0 is off.")] = 0.0,
+    draft_sampling: Annotated[
+        str | None,
+        typer.Option(
+            help="greedy: drafts are the draft's best tokens; probabilistic: drawn from it; by default probabilistic "
+            "with --temperature if the server can. With --url: how it was started."
+        ),
+    ] = None,
+    choose: Annotated[
+        bool,
+        typer.Option(
+            "--choose/--no-choose", help="Find the fastest settings of the draft on validation prompts (--server)."
+        ),
+    ] = True,
+    count: Annotated[int, shared.number_option(min=2, help="Maximum number of prompts.")] = 12,
+    tokens: Annotated[int, shared.number_option(min=8, help="Maximum new tokens after each prompt.")] = 96,
+    concurrency: Annotated[
+        str,
+        typer.Option(help="Requests at once, separated by commas; 1 is always measured, with `1` alone no load is."),
+    ] = "1,4,16",
+    load: Annotated[
+        str | None,
+        typer.Option(
+            help="Also requests that arrive at random (Poisson), this many a second on average, separated by commas; "
+            "or a trace file: JSON lines with `timestamp`, in seconds."
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, max=100, help="Replays of every prompt.")] = 3,
+    outtype: Annotated[str | None, typer.Option(help="Of a run's files; by default the first written.")] = None,
+    start_seconds: Annotated[float, shared.number_option(min=1, help="Longest wait for a healthy server.")] = 300.0,
+    reply_seconds: Annotated[float, shared.number_option(min=1, help="Longest wait for a reply.")] = 300.0,
+    target: Annotated[Path | None, pair_option(help="The target's GGUF file.")] = None,
+    draft: Annotated[Path | None, pair_option(help="The draft's GGUF file.")] = None,
+    prompts: Annotated[
+        list[Path] | None, pair_option(help="File or folder with prompts, as of `distill speedup`; may be repeated.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int, pair_option(min=2, callback=shared.finite, help="Tokens of a prompt that is cut from text.")
+    ] = 64,
+    url: Annotated[str | None, served_option(help="The server with the draft, such as http://127.0.0.1:8080.")] = None,
+    plain_url: Annotated[str | None, served_option(help="The same without the draft.")] = None,
+    kind: Annotated[str | None, served_option(help="llama-server or vllm; detected by default.")] = None,
+    key: Annotated[str | None, served_option(help="Environment variable that holds the servers' key.")] = None,
+    model: Annotated[str | None, served_option(help="vLLM: the model's name, if it serves several.")] = None,
+    to: Annotated[Path | None, typer.Option(help="Also write all figures to this file, as JSON.")] = None,
+    threads: shared.ThreadsOption = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    output: shared.FormatOption = "md",
+    gguf: Gguf | None = None,
+) -> None:
+    """Test a pair on your llama-server or vLLM: speed, acceptance by the server's counts, and causes of a shortfall."""
+    shared.require_format(output)
+    if (server is None) == (url is None):
+        raise RecipeError(
+            "serve-check needs a server: its program or its address", "give --server PATH or --url URL, one of them"
+        )
+    further = list(context.args)
+    if run is not None and run.startswith("-"):  # behind --, without a run
+        further, run = [run, *further], None
+    from distill.serving.load import arrivals
+
+    sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    shared.require_sampler_used(sampler)
+    _refuse_idle(context, context.params)
+    _check_options(context.params | {"run": run}, gguf, further)
+    shared.require_place(to)
+    counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16")})
+    if counts[0] < 1 or counts[-1] > 64:
+        raise RecipeError(f"--concurrency {concurrency}: from 1 to 64 requests", "for instance 1,4,16")
+    arriving = () if load is None else arrivals(load)
+    files = pair_files(run, runs, target, draft, outtype, required=server is not None)
+    length = n_max or USUAL_LENGTH
+    shared.prepare(threads)
+    from distill.engines.server_commands import SAMPLING
+    from distill.serving.check import check_addresses, check_started
+    from distill.serving.clients import Addresses
+    from distill.serving.findings import CheckSettings
+    from distill.serving.llama_server import LlamaServer, require_binary
+
+    with ExitStack() as stack, _kept(to, output) as kept:
+        room = room_of(files, tokens + 2 * length + 2)
+        spare = MAX_CHOOSING if choose and url is None else 0
+        if prompts:
+            measured, choosing, left_out = prompts_of_files(files, prompts, count, prompt_tokens, spare, room)
+        else:
+            measured, choosing, left_out = prompts_of_run(files, count, spare, room)
+        settings = CheckSettings(
+            prompts=measured,
+            limit=tokens,
+            repeats=repeats,
+            sampler=sampler,
+            concurrency=tuple(counts),
+            arrivals=arriving,
+            choosing=[prompt.ids for prompt in choosing],
+            made=files.made,
+            predicted=predicted_acceptance(files.run, n_max if url is not None else length),
+            template=template_of(files.target, stack),
+            seconds=(start_seconds, reply_seconds),
+            left_out=left_out,
+            command=command_line(sys.argv),
+        )
+        if url is not None:
+            pair = None if files.target is None or files.draft is None else (files.target, files.draft)
+            drawn = draft_sampling == "probabilistic"
+            places = Addresses(url, plain_url, kind, key, model, pair, n_max, drawn, thread_count(threads))
+            report = check_addresses(settings, places, kept.append)
+        else:
+            assert server is not None and files.target is not None
+            longest = max(len(prompt.ids) for prompt in (*measured, *choosing))
+            started = LlamaServer(
+                binary=require_binary(server),
+                target=files.target,
+                draft=files.draft,
+                n_max=length,
+                p_min=p_min,
+                gguf=gguf or Gguf(),
+                threads=thread_count(threads),
+                context=-(-(longest + tokens + max(length, 8) + 2) // 256) * 256,
+                further=tuple(further),
+            )
+            if draft_sampling == "probabilistic" or (draft_sampling is None and temperature and started.has(SAMPLING)):
+                started = replace(started, probabilistic=True)
+            report = check_started(settings, started, kept.append)
+    _show(report, to, output)
+
+
+def _show(report: ServeReport, to: Path | None, output: str) -> None:
+    from distill.serving.findings import serving_blocks
+
+    if to is not None:
+        write_result(to, report)
+    shared.print_blocks(serving_blocks(report), report, output)
+
+
+@contextmanager
+def _kept(to: Path | None, output: str) -> Iterator[list[ServeReport]]:
+    """A list for the findings so far: the last of them are shown where Ctrl-C or a server's fault ends the check."""
+    kept: list[ServeReport] = []
+    try:
+        yield kept
+    except BaseException:
+        if kept:
+            _show(replace(kept[-1], notes=[ENDED_EARLY, *kept[-1].notes]), to, output)
+        raise
+
+
+def _refuse_idle(context: typer.Context, given: Mapping[str, Any]) -> None:
+    """Refuse options that the others leave nothing to do."""
+    of_a_start = ("p_min", "start_seconds")
+    idle: list[tuple[Any, tuple[str, ...], str]] = [
+        (given["url"], of_a_start, "is for a server that this command starts (--server)"),
+        (given["server"], ("plain_url", "kind", "key", "model"), "is for a server that runs already (--url)"),
+        (given["target"] and given["draft"], ("outtype",), "is of a run's files"),
+        (not given["prompts"], ("prompt_tokens",), "is for --prompts"),
+    ]
+    for condition, names, why in idle:
+        option = shared.first_given(context, names) if condition else None
+        if option is not None:
+            raise RecipeError(f"{option} {why}", "leave it out")
+
+
+def _check_options(given: Mapping[str, Any], gguf: Gguf | None, further: Sequence[str]) -> None:
+    """Refuse options that would do nothing, or contradict each other; `further` are llama-server's."""
+    for name, known in (("kind", ("llama-server", "vllm")), ("draft_sampling", ("greedy", "probabilistic"))):
+        if given[name] not in (None, *known):
+            raise RecipeError(f"--{name.replace('_', '-')} {given[name]} is unknown", " or ".join(known))
+    if given["url"] is not None and (gguf is not None or further):
+        raise RecipeError("options of llama-server were given for a server that runs already", "start it with them")
+    if given["draft_sampling"] == "probabilistic" and not given["temperature"]:
+        raise RecipeError("greedy requests have no drafts to draw", "give --temperature, or --draft-sampling greedy")
+    for one in further:
+        name = one.partition("=")[0]
+        if name in RENAMED:
+            raise RecipeError(f"{name} is {RENAMED[name]} of this command", f"give {RENAMED[name]} in its place")
+    if given["run"] is None and (given["target"] is None) != (given["draft"] is None):
+        raise RecipeError("a pair without a run is --target and --draft", "give both, or a run")
+    if given["run"] is None and given["target"] is not None and not given["prompts"]:
+        raise RecipeError("a pair without a run needs --prompts", "a file or a folder with prompts")

@@ -1,0 +1,268 @@
+"""`distill speedup`: plain against speculative decoding, of a run or of any two models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distill.cli import shared
+from distill.cli.shared import merged, require_used, takes_gguf_options
+from distill.errors import RecipeError
+from distill.files import read_result, write_result
+from distill.progress import command_line
+from distill.recipe import Configuration, Gguf, PyTorch, Recipe, SamplerSettings, parse_section
+from distill.recipe.load import read_yaml
+from distill.run import Run
+
+PAIR = "Any pair, without a run"
+OF_FOLDERS = ["batch", "dtype", "static", "compile", "draft_device", "prepack"]  # options that PyTorch alone takes
+
+
+def pair_option(*names: str, **settings: Any) -> Any:
+    """An option of pairs without a run, in a group of its own in the help."""
+    return typer.Option(*names, rich_help_panel=PAIR, **settings)
+
+
+def pair_number(**settings: Any) -> Any:
+    """An option of pairs that takes a finite number."""
+    return shared.number_option(rich_help_panel=PAIR, **settings)
+
+
+@takes_gguf_options("target", "draft")
+def speedup(
+    context: typer.Context,
+    run: shared.RunArgument = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure again instead of showing the last measurement.")
+    ] = False,
+    allow_lossy: Annotated[
+        bool,
+        typer.Option("--allow-lossy", help="Run configurations that change the target's distribution too (LOSSY)."),
+    ] = False,
+    target: Annotated[str | None, pair_option(help="Target: Hugging Face folder, hub name or GGUF file.")] = None,
+    draft: Annotated[str | None, pair_option(help="Draft: of the same kind as the target.")] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        pair_option(
+            help="File or folder with prompts; may be repeated. jsonl, csv and parquet: records with text, or with a "
+            "prompt or messages, which go through the target's chat template; other files: text, cut into prompts."
+        ),
+    ] = None,
+    count: Annotated[int, pair_number(min=2, help="Maximum number of prompts.")] = 12,
+    prompt_tokens: Annotated[int, pair_number(min=2, help="Tokens of a prompt that is cut from text.")] = 64,
+    tokens: Annotated[int, pair_number(min=8, help="Maximum new tokens after each prompt.")] = 96,
+    lengths: Annotated[str, pair_option(help="Fixed draft lengths, separated by commas; 0: none.")] = "1,2,4,8",
+    drafter: Annotated[
+        str,
+        pair_option(
+            help="For the fixed lengths: draft, lookup, lookup+draft; of another vocabulary: intersection, string."
+        ),
+    ] = "draft",
+    verifier: Annotated[
+        str | None, pair_option(help="For the fixed lengths: greedy; with --temperature match, token or block.")
+    ] = None,
+    configuration: Annotated[
+        list[str] | None,
+        pair_option(
+            help="Another configuration, in the words of a recipe (docs/recipes.md), such as "
+            "'{rule: expected-value, length: 8}' or '{drafter: tree, nodes: 12, calibration: none}'; may be repeated."
+        ),
+    ] = None,
+    temperature: Annotated[float, pair_number(min=0, max=100, help="Above 0: the fixed lengths are sampled.")] = 0.0,
+    top_k: Annotated[int, pair_number(min=0, help="0: off.")] = 0,
+    top_p: Annotated[float, pair_number(min=0.0001, max=1, help="1: off.")] = 1.0,
+    min_p: Annotated[float, pair_number(min=0, max=0.9999, help="0: off.")] = 0.0,
+    batch: Annotated[
+        str | None, pair_option(help="Also decode this many texts at once, separated by commas; folders only.")
+    ] = None,
+    dtype: Annotated[str, pair_option(help=shared.DTYPE_HELP)] = "float32",
+    static: Annotated[bool | None, pair_option(help=shared.STATIC_HELP)] = None,
+    compile: Annotated[bool | None, pair_option(help=shared.COMPILE_HELP)] = None,
+    draft_device: Annotated[str | None, pair_option(help=shared.DRAFT_DEVICE_HELP)] = None,
+    prepack: Annotated[bool | None, pair_option(help=shared.PREPACK_HELP)] = None,
+    seed: Annotated[int, pair_number(min=0, help="Seed of all draws.")] = 0,
+    to: Annotated[
+        Path | None, pair_option(help="Also write everything that was measured to this file, as JSON.")
+    ] = None,
+    threads: shared.ThreadsOption = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    output: shared.FormatOption = "md",
+    gguf: Gguf | None = None,
+) -> None:
+    """Plain against speculative decoding, end to end: of a run on its test prompts (RUN), of a run on your prompts (RUN
+    --prompts FILE), or of any pair (--target, --draft, --prompts)."""
+    of_run = run is not None and target is None and draft is None
+    pair = target is not None or draft is not None or bool(prompts)
+    _refuse_other_options(context, pair, of_run)
+    if not pair:
+        _of_run(run, runs, again, allow_lossy, threads, gguf, output)
+        return
+    shared.require_format(output)
+    own: Recipe | None = None  # of a run, whose settings hold where no option says otherwise
+    if of_run:
+        given_type = dtype if shared.first_given(context, ["dtype"]) else None
+        folders = shared.first_given(context, OF_FOLDERS) is not None
+        own, target, draft, dtype = _pair_of(run, runs, gguf, given_type, folders)
+        if draft.endswith(".gguf"):
+            gguf = own.gguf if gguf is None else merged(own.gguf, gguf)
+        threads = threads or own.threads
+    if target is None or not prompts:
+        missing = [name for name, given in (("--target", target), ("--prompts", prompts)) if not given]
+        hint = "and --draft, where a draft is used" if draft is None else None
+        raise RecipeError(f"a pair without a run needs {' and '.join(missing)}", hint)
+    from distill.engines.pairs import pair_references
+
+    sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    shared.require_sampler_used(sampler)
+    sweep, others = _configurations(lengths, drafter, verifier, configuration or (), temperature > 0)
+    every = (*sweep, *others)
+    big, small = pair_references(
+        shared.local_reference(target), None if draft is None else shared.local_reference(draft), every
+    )
+    require_used(gguf, big, small)
+    shared.require_place(to)
+    shared.require_dtype_used(dtype, big)
+    batches = _batch_sizes(batch, big)
+    shared.prepare(threads)
+    from distill.decoding.configured import check_configurations
+    from distill.measuring.speedup import measure_any_pair, pair_settings
+    from distill.measuring.speedup_tables import pair_blocks
+
+    given = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
+    engine = PyTorch() if own is None or big.endswith(".gguf") else own.pytorch
+    recipe = pair_settings(
+        big,
+        prompts,
+        sampler,
+        dtype,
+        count=count,
+        tokens=tokens,
+        seed=seed,
+        threads=threads,
+        gguf=gguf,
+        pytorch=shared.pytorch_settings(engine, big, **given),
+        allow_lossy=allow_lossy,
+        of_run=own,
+    )
+    for line in check_configurations(recipe, [one for one in every if not one.other_vocabulary], "the options"):
+        print(line, file=sys.stderr)
+    report = measure_any_pair(
+        recipe,
+        (target, draft),
+        small,
+        sweep,
+        others,
+        prompt_tokens=prompt_tokens,
+        batches=batches,
+        command=command_line(sys.argv),
+    )
+    if to is not None:
+        write_result(to, report)
+    shared.print_blocks(pair_blocks(report), report, output)
+
+
+def _configurations(
+    lengths: str, drafter: str, verifier: str | None, texts: Sequence[str], sampled: bool
+) -> tuple[tuple[Configuration, ...], tuple[Configuration, ...]]:
+    """The sweep of lengths and all other configurations, to which the sweep belongs under a sampler.
+
+    RecipeError for configurations that are not possible, or that would not be measured.
+    """
+    fixed = {"drafter": drafter, "verifier": verifier, "sampler": "recipe" if sampled else "greedy"}
+    swept = sorted({length for length in shared.numbers(lengths, "--lengths", int, "1,2,4") if length})
+    sweep = tuple(parse_section(Configuration, fixed | {"length": length}, "--lengths") for length in swept)
+    others = []
+    for text in texts:
+        raw, where = read_yaml(text, "--configuration"), f"--configuration {text[:60]}"
+        if not isinstance(raw, dict):
+            raise RecipeError(f"{where}: not a mapping", "such as '{rule: p_min, length: 8}'")
+        others.append(parse_section(Configuration, raw, where))
+    every = (*sweep, *others)
+    titles = [one.title for one in every]
+    for one in every:
+        if titles.count(one.title) > 1:
+            raise RecipeError(f"the configuration `{one.title}` is asked for twice", "leave one of them out")
+        if one.sampler == "recipe" and not sampled:
+            raise RecipeError(f"`{one.title}` is sampled", "give the sampler's --temperature")
+        if not one.drafts:
+            raise RecipeError(f"`{one.title}` is always measured", "leave it out")
+    if not titles:
+        raise RecipeError("nothing is to be measured but plain decoding", "give --lengths or --configuration")
+    return ((), every) if sampled else (sweep, tuple(others))
+
+
+def _batch_sizes(text: str | None, target: str) -> tuple[int, ...]:
+    """The sizes of --batch in ascending order; RecipeError for sizes that are not possible."""
+    if text is None:
+        return ()
+    sizes = sorted(set(shared.numbers(text, "--batch", int, "1,4,16")))
+    if sizes[0] < 1:
+        raise RecipeError(f"--batch {text}: at least 1 text", "for instance --batch 1,4")
+    if target.endswith(".gguf"):
+        raise RecipeError("GGUF files are decoded text by text: --batch is for folders", "leave --batch out")
+    return tuple(sizes)
+
+
+def _pair_of(
+    name: str | None, runs: Path, gguf: Gguf | None, dtype: str | None, folders: bool
+) -> tuple[Recipe, str, str, str]:
+    """A run's recipe, target and trained draft, and the type to load them in (None: the run's): its GGUF files where
+    llama.cpp's options are given, or where they are measured in it and its target is one, or PyTorch is not; else, and
+    where options of `folders` are given, its folders. RunError for a run that lacks them.
+    """
+    recipe, found = shared.find_run(name, runs)
+    shared.require_draft(found)
+    measured = set(recipe.speedup.backends)
+    served = recipe.target.model.endswith(".gguf") and "gguf" in measured and not found.outdated("export")
+    if gguf is None and recipe.target.load and "pytorch" in measured and (folders or not served):
+        return recipe, recipe.target.model, str(found.path("draft")), dtype or recipe.target.dtype
+    from distill.cli.serve_check import pair_files
+
+    timed = recipe.speedup.outtype if recipe.target.load and "gguf" in measured else None
+    files = pair_files(str(found.folder), runs, None, None, timed, required=True)
+    return recipe, str(files.target), str(files.draft), dtype or "float32"
+
+
+def _refuse_other_options(context: typer.Context, pair: bool, of_run: bool) -> None:
+    """Raise RecipeError where options of runs were given for a pair, or those of pairs for a run; `of_run`: the pair
+    would be a run's."""
+    of_pair = [str(one.name) for one in context.command.params if getattr(one, "rich_help_panel", None) == PAIR]
+    refused = ["again"] + ([] if of_run else ["run", "runs"]) if pair else of_pair
+    given = shared.first_given(context, refused)
+    if given is not None:
+        raise RecipeError(
+            f"{'a run' if given == '--run' else given} was given {'for' if pair else 'without'} a pair of models",
+            "a pair is --target, --draft and --prompts, or a run's with --prompts; without them a run is measured",
+        )
+
+
+def _of_run(
+    name: str | None,
+    runs: Path,
+    again: bool,
+    allow_lossy: bool,
+    threads: int | None,
+    gguf: Gguf | None,
+    output: str,
+) -> None:
+    from distill.measuring.speedup_results import SpeedupReport
+
+    recipe, found = shared.find_run(name, runs)
+    if gguf is not None and "gguf" not in recipe.speedup.backends:
+        raise RecipeError("this run measures no GGUF files (speedup.backends)", "leave llama.cpp's options out")
+    changes = {
+        "speedup": recipe.speedup.model_copy(update={"allow_lossy": allow_lossy or recipe.speedup.allow_lossy}),
+        "threads": threads or recipe.threads,
+        "gguf": recipe.gguf if gguf is None else merged(recipe.gguf, gguf),
+    }
+    recipe = recipe.model_copy(update=changes)
+    found = Run(found.folder, recipe)
+    shared.run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
+    report = read_result(found.path("speedup.json"), SpeedupReport)
+    from distill.measuring.speedup_tables import run_blocks
+
+    shared.print_blocks(run_blocks(report), report, output)

@@ -1,0 +1,154 @@
+"""`distill cut`: makes a model smaller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distill.cli.shared import local_reference, number_option, read_texts
+from distill.errors import DataError, RecipeError
+from distill.files import require_new_folder
+from distill.progress import announce, is_verbose
+
+# ── `distill cut`: makes a model smaller ──
+
+
+def cut(
+    source: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub name.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Text file or folder of text files to score the cuts on.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="Model to measure KL to; by default the uncut model.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of layers to keep.")] = None,
+    layer_rule: Annotated[str, typer.Option(help="Which layers go: auto, greedy, influence or last-but-one.")] = "auto",
+    drop_layers: Annotated[str | None, typer.Option(help="Layers to drop, by number: 14-21 or 3,7.")] = None,
+    mlp_width: Annotated[int | None, typer.Option(help="MLP neurons to keep per layer.")] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair/--no-repair", help="Make up for dropped layers by least squares.")
+    ] = True,
+) -> None:
+    """Remove layers or MLP neurons from a model.
+
+    The parts to remove are chosen by scores on text.
+    """
+    settings = {
+        "layers": layers,
+        "layer_rule": layer_rule,
+        "drop_layers": drop_layers,
+        "mlp_width": mlp_width,
+        "layer_repair": repair,
+    }
+    if all(size is None for size in (layers, drop_layers, mlp_width)):
+        raise RecipeError("nothing to cut", "give --layers, --drop-layers or --mlp-width")
+    if not text:
+        raise RecipeError("cuts are scored on text", "give --text FILE or --text FOLDER")
+    texts = read_texts(text)
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    if is_verbose():
+        transformers.utils.logging.set_verbosity_info()
+    from distill import api
+
+    announce(out)
+    for change in api.cut(source, out, texts, target=target, **settings):
+        print(change.sentence())
+    print(f"written: {out}")
+
+
+# ── `distill transplant`: give a model the vocabulary of another ──
+
+
+def transplant(
+    donor: Annotated[str, typer.Argument(metavar="DONOR", help="Model folder or hub name that gives the weights.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Model or tokenizer folder with the vocabulary.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
+    override: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TOKEN=TEXT", help="Make a target token's row from the donor tokens of TEXT."),
+    ] = None,
+    decay: Annotated[
+        float, number_option(help="In the head: weight of each subtoken relative to the one before; 1: their mean.")
+    ] = 1.0,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default as stored.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Embedding rows, for a TARGET without config.json.")] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text written by the target: reports the share that DONOR cannot draft without a transplant."
+        ),
+    ] = None,
+) -> None:
+    """Give a model the vocabulary of another, byte for byte, so that it can draft for it."""
+    overrides: dict[str, str] = {}
+    for pair in override or []:
+        token, equals, words = pair.partition("=")
+        if not equals or not token:
+            raise RecipeError(
+                f"--override {pair}: there is no `=` between token and text", "write --override '<|user|>=User:'"
+            )
+        overrides[token] = words
+    from distill.engines.torch.hugging_face import local_folder, text_folder
+    from distill.surgery.transplant import transplant as write
+
+    require_new_folder(out)
+    texts = read_texts(text or [])
+    folders = [local_folder(local_reference(donor)), text_folder(local_reference(target))]
+    announce(out)
+    change = write(
+        folders[0],
+        folders[1],
+        out,
+        rows=rows,
+        overrides=overrides,
+        decay=decay,
+        dtype=dtype,
+    )
+    print(change.sentence())
+    print("\n".join(report_lines(change.details)))
+    if texts:
+        print(gain_line(texts, *folders))
+    print(f"written: {out}")
+
+
+def gain_line(texts: list[str], donor: Path, target: Path) -> str:
+    """The gain of the transplant: the share of the texts' target tokens that the donor's vocabulary lacks."""
+    from collections import Counter
+
+    from distill.decoding.other_vocabulary import transplant_gain
+    from distill.engines.torch.hugging_face import encode, load_tokenizer
+    from distill.vocabulary import Vocabulary
+
+    tokenizer = load_tokenizer(str(target))
+    counts = Counter(token for text in texts for token in encode(tokenizer, text))
+    if not counts:
+        raise DataError("--text holds no text", "give text that the target wrote, or leave it out")
+    found = transplant_gain(counts, Vocabulary.read(target), Vocabulary.read(donor), worst=5)
+    missing = ", ".join(f"{token!r} {share:.1%}" for token, share in found["missing"])
+    return (
+        f"of {counts.total()} tokens of the text, {found['gain']:.1%} are not in the donor's vocabulary: without a "
+        f"transplant it cannot draft them{f' ({missing})' if missing else ''}"
+    )
+
+
+def report_lines(details: dict[str, Any]) -> list[str]:
+    """The rows of a transplant by origin, its special tokens and its longest rows, as lines of text."""
+    lines = [
+        f"rows: {details['rows']}, of them {details['copies']} exact copies ({details['copy_share']:.1%}), "
+        f"{details['means']} of {details['subtokens_per_mean']:.2f} subtokens on average, {details['unused']} unused, "
+        f"{details['padding_rows']} padding, {details['zeros']} zero",
+        f"special tokens: {details['overrides']} by override, {details['roles']} by role, {details['same_special']} by "
+        f"name, {details['special_as_text']} from their text",
+        f"tokens with the bytes of another: {details['duplicates']}; invalid UTF-8 alone: {details['not_utf8_alone']}",
+    ]
+    for row in details["special_tokens"][:20]:
+        lines.append(f"  {row['token']!r} <- {' '.join(map(repr, row['subtokens']))} ({row['how']})")
+    if len(details["special_tokens"]) > 20:
+        lines.append(f"  and {len(details['special_tokens']) - 20} more, in surgery.json")
+    if details["worst"]:
+        lines.append("most subtokens:")
+    lines += [f"  {row['token']!r} <- {' '.join(map(repr, row['subtokens']))}" for row in details["worst"][:5]]
+    return lines

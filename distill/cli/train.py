@@ -1,0 +1,197 @@
+"""`distill train`: runs every stage of a recipe."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distill.cli.shared import DEFAULT_RUNS, RunsOption, number_option, prepare, read_recipe
+from distill.errors import DataError, RecipeError, RunError, faults_explained
+from distill.files import read_result, read_utf8
+from distill.processes import is_main
+from distill.recipe import Recipe, load_recipe
+from distill.recipe.recipe import HELD_OUT
+from distill.run import Run
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
+    runs: RunsOption = DEFAULT_RUNS,
+    until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
+    redo: Annotated[
+        list[str] | None, typer.Option(help="Run this stage again, and the stages that depend on it.")
+    ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh", help="Start from the beginning; an old run of this name is moved aside, never deleted."
+        ),
+    ] = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Continue from a finished run's draft, on new lines of its served logs.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print which stages would run, and why; change nothing.")
+    ] = False,
+    rehearsal: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse",
+            help="Run every stage with the real models on 4 prompts and 3 steps, as the run NAME-rehearsal, and "
+            "estimate time, memory and disk.",
+        ),
+    ] = False,
+    must_pay: Annotated[
+        float | None,
+        number_option(
+            "--must-pay", min=0, max=1, help="First plan, a minute: refuse if a draft of this acceptance cannot pay."
+        ),
+    ] = None,
+) -> None:
+    """Run every stage of a recipe, from corpus to report.
+
+    Finished stages are skipped. After an interruption the same command resumes.
+    """
+    from distill.pipeline.refresh import finish_refresh, plan_refresh
+    from distill.pipeline.refresh import refresh as start_refresh
+    from distill.pipeline.running import follow_main, plan_run, require_allowed, run_pipeline
+    from distill.pipeline.stages import find_stage
+
+    begun = None if fresh else runs / load_recipe(recipe, overrides or []).name / "config.yaml"
+    found = whole = read_recipe(recipe, overrides or [], begun)
+    if rehearsal:
+        if fresh or redo or refresh or dry_run or until:
+            others = "--until, --redo, --fresh, --refresh or --dry-run"
+            raise RecipeError(f"--rehearse runs all stages and cannot be combined with {others}", "leave them out")
+        from distill.pipeline.rehearsal import shortened
+
+        found = shortened(whole, runs)
+    for name in [*([until] if until else []), *(redo or [])]:
+        find_stage(name)
+    folder = runs / found.name
+    if not is_main():  # one of several that `accelerate launch` started
+        if not dry_run:
+            prepare(found.threads)
+            follow_main(found, Run(folder, found, silent=True))
+        return
+    if rehearsal:
+        _rehearse(whole, found, Run(folder, found))
+        return
+    if refresh and (fresh or redo or dry_run):
+        raise RecipeError("--refresh starts a new run and cannot be combined with --fresh, --redo or --dry-run")
+    run = Run(folder, found)
+    finish_refresh(folder)  # one that was killed
+    parent = plan_refresh(found, run) if refresh else None
+    if dry_run:
+        # --fresh begins in an empty folder.
+        planned = Run(folder.with_name(f".{folder.name}.fresh"), found) if fresh else run
+        plan = plan_run(found, planned, until, redo or ())
+        for action in plan:
+            run.say(action.line())
+        require_allowed(plan)
+        return
+    if fresh:
+        _move_aside(run)
+    if parent is None:
+        require_allowed(plan_run(found, run, until, redo or ()))
+    # Before the run folder is touched: a cut that cannot be made must not cost the answers.
+    _check(found, run, until)
+    if must_pay is not None and run.done("train") is None:
+        _require_pay(found, must_pay)
+    if parent is not None:
+        print(f"the old run is now {start_refresh(run, parent)}", file=sys.stderr)
+    try:
+        run.open(read_utf8(recipe))
+        prepare(found.threads)
+        run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
+        say_outcome(run)
+        require_passed(run, until)
+    finally:
+        run.close()
+
+
+def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:
+    """Check the whole recipe, rehearse it and print what it will take."""
+    from distill.pipeline.rehearsal import rehearse
+
+    _check(whole, run, None)
+    prepare(short.threads)
+    try:
+        table = rehearse(whole, short, run)
+    finally:
+        run.close()
+    print(table)
+    print(f"{run.folder} holds the rehearsal; `distill runs --delete {run.folder.name}` removes it", file=sys.stderr)
+
+
+def _move_aside(run: Run) -> None:
+    if not run.folder.exists():
+        return
+    aside = run.folder.with_name(f"{run.folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    with run.locked(), faults_explained(run.folder):
+        run.folder.rename(aside)
+    print(f"the old run is now {aside}", file=sys.stderr)
+
+
+def _check(recipe: Recipe, run: Run, until: str | None) -> None:
+    from distill.pipeline.preflight import preflight
+
+    stages = ["teacher", *(HELD_OUT if not recipe.target.load else [])]  # those that read the teacher's source
+    unread = any(run.done(name) is None for name in stages)
+    found = preflight(recipe, run.done("corpus") is None, until=until, teacher=unread, folder=run.folder)
+    for line in found.warnings:
+        print(line, file=sys.stderr)
+
+
+def _require_pay(recipe: Recipe, acceptance: float) -> None:
+    """Print the plan's verdicts; RunError where no backend is predicted to be faster at this acceptance."""
+    from distill.planning.cases import PlanRequest, measured_cases
+    from distill.planning.plan import outlook
+
+    prepare(recipe.threads)
+    found = [outlook(case, {"--must-pay": [acceptance]}) for case in measured_cases(PlanRequest.of(recipe))]
+    for one in found:
+        print(f"plan, {one.title}:", *one.sentences, sep="\n  ", file=sys.stderr)
+    if not any(one.scenarios[-1].best for one in found):
+        raise RunError(
+            f"a draft of this cut is predicted to be no faster than plain decoding at an acceptance of {acceptance:g}",
+            "cut it smaller (`distill plan RECIPE cut.layers=…` shows what pays), or leave --must-pay out",
+        )
+
+
+def say_outcome(run: Run) -> None:
+    """Write a line where the weights from before the first step are the draft."""
+    from distill.training.results import REMEDY, TrainingSummary
+
+    if run.done("train") is None:
+        return
+    training = read_result(run.path("training.json"), TrainingSummary)
+    if training.warning is not None:
+        run.say(f"{training.warning}\n  {REMEDY}", warning=True)
+
+
+def require_passed(run: Run, until: str | None) -> None:
+    """Raise DataError, once all stages are done, where a GGUF file of the run did not pass its check."""
+    from distill.export.results import ExportReport
+    from distill.pipeline.stages import NAMES
+
+    if run.done("export") is None or (until is not None and NAMES.index(until) < NAMES.index("export")):
+        return
+    faults = read_result(run.path("gguf", "export.json"), ExportReport).faults
+    if faults:
+        raise DataError("; ".join(faults), f"all stages are done; do not use what did not pass ({run.folder}/gguf)")
+
+
+def _print_stage(folder: Path, stage: str) -> None:
+    """Print the tables of a stage as soon as it is done, and after the last one where everything is."""
+    table = folder / f"{stage}.md"  # eval.md, speedup.md
+    if table.exists():
+        print(read_utf8(table), flush=True)
+    if stage == "report":
+        print(f"report: {folder / 'report.html'}\ndraft:  {folder / 'draft'}\ngguf:   {folder / 'gguf'}")

@@ -1,0 +1,188 @@
+"""The target's own chat template: conversations as prompts, and the tokens of an answer that a draft learns from.
+
+An answer is what the target writes after a prompt: its content, then the token that ends a turn. It is tokenised apart
+from the prompt, as it was generated. Templates that drop earlier thinking therefore give each turn a prompt of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+from distill.errors import DataError, RecipeError
+from distill.engines.torch.hugging_face import encode
+from distill.recipe import Chat
+
+
+Message = Mapping[str, Any]
+OPENING, CLOSING = "<think>", "</think>"
+MARKS = "MARKER of a message", "Other marker"  # in place of a user's message, to find what is written around it
+WORDS = "How", "What", "a", "1", "\u00e9", "\u4f60", "-", '"'  # beginnings of messages
+
+
+@dataclass(frozen=True)
+class UserHeader:
+    """What a template writes before a user's message, as text and as the token ids that every message leaves as they
+    are; and the text behind the message that ends it, None where that is an end token of the model."""
+
+    text: str
+    ids: list[int]
+    end: str | None
+
+
+class ChatTemplate:
+    """Renders conversations with a tokenizer's template and a recipe's section `chat`, whose tools it offers in each.
+
+    Raises DataError for a tokenizer without a template and RecipeError for arguments that its template never reads.
+    """
+
+    def __init__(self, tokenizer: Any, settings: Chat) -> None:
+        self.tokenizer, self.settings = tokenizer, settings
+        if not tokenizer.chat_template:
+            raise DataError(
+                "conversations need the target's chat template, and its tokenizer has none",
+                "take an instruct model, give its folder a chat_template.jinja, or use plain texts: text files, or "
+                "records with the field `text`",
+            )
+        names = [*settings.arguments, *([settings.thinking_argument] if settings.thinking is not None else [])]
+        source = str(tokenizer.chat_template)  # a mapping where it has several
+        if unread := [name for name in names if name not in source]:
+            raise RecipeError(
+                f"chat: the target's template does not read {', '.join(unread)}",
+                "correct chat.arguments or chat.thinking_argument, or leave chat.thinking out",
+            )
+
+    def arguments(self, thinking: bool | None) -> dict[str, Any]:
+        """The template's arguments with thinking on, off, or as it likes."""
+        switch = {} if thinking is None else {self.settings.thinking_argument: thinking}
+        return {**self.settings.arguments, **switch}
+
+    def text(self, messages: Sequence[Message], thinking: bool | None = None, generate: bool = True) -> str:
+        """The messages as text, with the beginning of an answer where one is to be generated.
+
+        Raises ValueError, with the template's own reason, for messages that it refuses.
+        """
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=generate,
+                tools=list(self.settings.tools) or None,
+                **self.arguments(thinking),
+            )
+        except Exception as error:  # templates are foreign programs and raise any exception
+            raise ValueError(f"the target's chat template refuses it ({' '.join(str(error).split())[:200]})") from error
+        return text
+
+    def prompt(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
+        """Token ids of the messages and of the beginning of an answer."""
+        return encode(self.tokenizer, self.text(messages, thinking))
+
+    @cached_property
+    def special(self) -> set[int]:
+        """The ids of special tokens, and of added ones that are more than white space."""
+        added = {number for text, number in self.tokenizer.get_added_vocab().items() if text.strip(" \t\r\n▁")}
+        return added | set(self.tokenizer.all_special_ids)
+
+    def user_header(
+        self, before: Sequence[Message], ends: Sequence[int], thinking: bool | None = None, opening: str = ""
+    ) -> UserHeader:
+        """The beginning of a user's message after these messages: a model that continues it writes a user's message.
+
+        `ends` are the model's end tokens; `opening` is what the message begins with. Raises ValueError, with the
+        reason, for a template that it cannot be found in.
+        """
+        surroundings = set()
+        for mark in MARKS:
+            text = self.text([*before, {"role": "user", "content": mark}], thinking)
+            header, there, behind = text.partition(mark)
+            if not there:
+                raise ValueError("it does not write a user's message as it is")
+            surroundings.add((header, behind))
+        if len(surroundings) > 1:
+            raise ValueError("what it writes around a user's message depends on the message")
+        header, behind = surroundings.pop()
+        if not header.replace(self.tokenizer.bos_token or "", "").strip():
+            raise ValueError("it writes nothing before a user's message")
+        # A header may end within what the tokenizer writes as one token, such as a space and a word; an opening goes on
+        # as it stands, but for line ends, which some tokenizers write otherwise where a word follows.
+        texts = [header.rstrip(" "), *(header + word for word in WORDS)]
+        if opening:
+            header += opening
+            texts = [header + word for word in WORDS[:2]] if opening[-1].isspace() else [header]
+        columns = zip(*(encode(self.tokenizer, text) for text in texts), strict=False)
+        ids = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+        return UserHeader(header, ids, self._end_of_user(behind, ends))
+
+    def _end_of_user(self, behind: str, ends: Sequence[int]) -> str | None:
+        """The text that ends a user's message, from the text behind it: a special token, or the rest of the line."""
+        following = encode(self.tokenizer, behind.lstrip())[:1]
+        if not following or following[0] in ends:
+            return None
+        if following[0] in self.special:
+            return str(self.tokenizer.convert_ids_to_tokens(following)[0])
+        return behind.strip().splitlines()[0]
+
+    @cached_property
+    def end(self) -> list[int]:
+        """The token that ends an answer: the first after one as the template writes it; else the tokenizer's eos."""
+        question = {"role": "user", "content": "a"}
+        try:
+            before = self.text([question], generate=False)
+            whole = self.text([question, {"role": "assistant", "content": "MARK"}], generate=False)
+        except ValueError:
+            before = whole = ""
+        tail = whole[len(before) :].rpartition("MARK")[2] if "MARK" in whole else ""
+        ids = encode(self.tokenizer, tail.lstrip())[:1] if tail.strip() else []
+        if ids and ids[0] in self.special:
+            return ids
+        eos = self.tokenizer.eos_token_id
+        return [] if eos is None else [eos]
+
+    def answered(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[list[int], list[int]]:
+        """Token ids of the prompt before the last message, the assistant's, and of that answer, its end included.
+
+        Raises ValueError where the template does not say how the answer was written.
+        """
+        *before, last = messages
+        prompt = self.text(before, thinking)
+        answer = self._written(prompt, before, last, thinking)
+        return encode(self.tokenizer, prompt), encode(self.tokenizer, answer) + self.end
+
+    def _written(self, prompt: str, before: Sequence[Message], last: Message, thinking: bool | None) -> str:
+        """The text of an answer after its prompt, without its end."""
+        content = str(last["content"])
+        opened = prompt.rstrip().endswith(OPENING)
+        if not last.get("tool_calls") and not last.get("reasoning_content"):
+            # The prompt may begin the thinking that the content repeats.
+            beginning = content.lstrip()
+            if opened and beginning.startswith(OPENING):
+                return beginning.removeprefix(OPENING).lstrip("\n")
+            return content
+        if not last.get("tool_calls") and opened:
+            return f"{str(last['reasoning_content']).strip()}\n{CLOSING}\n\n{content}"
+        whole = self.text([*before, last], thinking, generate=False)
+        if not whole.startswith(prompt):
+            raise ValueError("the template writes this answer otherwise than it begins one")
+        end = self.tokenizer.decode(self.end) if self.end else ""
+        written = whole[len(prompt) :]
+        return written.rpartition(end)[0] if end and end in written else written
+
+
+def messages_after(chat: Mapping[str, Any], answers: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages up to the question that follows so many answers; `chat` is a Prompt's: messages up to the first
+    question, further `turns` of the user, and `thinking`."""
+    messages = list(chat["messages"])
+    for answer, turn in zip(answers, chat.get("turns") or [], strict=False):
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    return messages
+
+
+def next_prompt(template: ChatTemplate, chat: Mapping[str, Any], answers: Sequence[str]) -> list[int] | None:
+    """The prompt of the next turn after so many answers; None after the last. ValueError for messages that the template
+    refuses."""
+    if len(answers) > len(chat["turns"]):
+        return None
+    return template.prompt(messages_after(chat, answers), chat.get("thinking"))

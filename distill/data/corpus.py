@@ -1,0 +1,237 @@
+"""Stage `corpus`: read the sources, split them, pack their text, cut prompts; and checks of the sources before it."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from distill.data.chat_template import ChatTemplate
+from distill.data.prompts import ChatPrompts, cut_prompts
+from distill.data.sources import SPLITS, UNREAD, Document, Split, read_documents, require_splits, with_questions
+from distill.errors import DataError
+from distill.files import write_atomically, write_json
+from distill.engines.torch.hugging_face import encode, end_ids, load_tokenizer
+from distill.data.packing import Packed, concatenate, pack
+from distill.progress import Caution
+from distill.recipe import Corpus, Recipe
+from distill.run import Run
+from distill.data.texts import Prompt, count_texts, write_lines
+
+
+TOO_LONG = "given answers whose prompts fill corpus.block"
+MOST_DOCUMENTS, MOST_RECORDS = 1000, 20  # that a check reads of a local source and of a hub data set
+SCORED = "⟦", "⟧"  # around the tokens that a draft learns from
+FEW_DOCUMENTS = 8  # an interval over fewer is too narrow
+
+
+def corpus(recipe: Recipe, run: Run) -> list[Path]:
+    """Write text-SPLIT.safetensors (packed blocks), prompts-SPLIT.jsonl and summary.json to corpus/."""
+    folder = run.path("corpus")
+    tokenizer = load_tokenizer(recipe.target.model)
+    ends = end_ids(recipe.target.model, tokenizer)
+    sources = with_questions(recipe.corpus, run.path("questions"))
+    documents, dropped = read_documents(sources)
+    to_ids = functools.partial(encode, tokenizer)
+    chat = chat_prompts(recipe, tokenizer, documents)
+    weights = weights_of(sources)
+    # Text is capped: train by corpus.tokens, the other splits by the most that scoring and evaluation use.
+    limits = {
+        "train": recipe.corpus.tokens,
+        "validation": recipe.cut.score_blocks * recipe.corpus.block,
+        "test": recipe.eval.file_blocks * recipe.corpus.block,
+    }
+    train = recipe.train
+    counts = {
+        "train": recipe.answers.prompts,
+        "validation": train.acceptance.prompts if train.acceptance else 0,  # for the choice of weights
+        "test": max(recipe.eval.prompts, recipe.speedup.prompts),
+    }
+    summary: dict[str, Any] = {}
+    for split in SPLITS:
+        own = [document for document in documents if document.split == split]
+        random.Random(recipe.seed).shuffle(own)
+        packed, given = pack_given(own, recipe.corpus.block, limits[split], to_ids, ends[:1], chat, dropped)
+        # Intervals are by document, so the reported text numbers its documents across blocks.
+        save = functools.partial(packed.save, numbered=split == "test")
+        write_atomically(folder / f"text-{split}.safetensors", save)
+        stride = 4 * (recipe.answers.prompt_tokens + recipe.answers.new_tokens)
+        length = recipe.answers.prompt_tokens
+        prompts = cut_prompts(own, to_ids, counts[split], length, stride, recipe.seed, chat, weights)
+        _require_prompts(recipe, split, prompts, counts[split])
+        write_lines(folder / f"prompts-{split}.jsonl", (prompt.line() for prompt in prompts))
+        total = sum(tokens.total() for tokens in given.values())
+        summary[split] = {
+            "documents": len(own),
+            "tokens": total,
+            "blocks": len(packed),
+            "prompts": len(prompts),
+            "given": {name: dict(tokens) for name, tokens in given.items()},
+            "asked": count_texts((prompt.label, prompt.mode, len(prompt.ids)) for prompt in prompts),
+        }
+        short = f" of {counts[split]} asked for" if len(prompts) < counts[split] else ""
+        run.say(f"  {split}: {len(own)} documents, {total} tokens kept, {len(prompts)} prompts{short}")
+    write_lines(
+        folder / "documents-test.jsonl",
+        ({"name": one.name, "text": one.plain_text} for one in documents if one.split == "test"),
+    )
+    if chat is not None:
+        dropped += chat.dropped
+    if dropped:
+        run.say("  dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.items()))
+    write_json(folder / "summary.json", {"dropped": dict(dropped), **summary})
+    return [folder]
+
+
+def chat_prompts(recipe: Recipe, tokenizer: Any, documents: list[Document]) -> ChatPrompts | None:
+    """The renderer of conversations as prompts; None where the documents hold none."""
+    if all(document.messages is None for document in documents):
+        return None
+    longest = recipe.corpus.block - recipe.answers.new_tokens
+    return ChatPrompts(ChatTemplate(tokenizer, recipe.chat), longest, recipe.seed)
+
+
+def weights_of(corpus: Corpus) -> dict[str, float] | None:
+    """The sources' shares of the prompts by name; None where none has a weight."""
+    weights: dict[str, float] = {}
+    for source in corpus.sources:
+        if source.weight is None:
+            return None
+        name = Path(source.path).name
+        weights[name] = weights.get(name, 0) + source.weight
+    return weights
+
+
+def _require_prompts(recipe: Recipe, split: Split, prompts: list[Prompt], count: int) -> None:
+    """Raise for too few prompts of a split, before the expensive stages."""
+    if len(prompts) < min(count, 2):
+        raise DataError(
+            f"the {split} split gives {len(prompts)} prompts of {recipe.answers.prompt_tokens} tokens",
+            "add documents, or lower answers.prompt_tokens"
+            + (", or train without: train.acceptance=null" if split == "validation" else ""),
+        )
+
+
+def pack_given(
+    documents: list[Document],
+    block: int,
+    limit: int,
+    encode: Callable[[str], list[int]],
+    ends: list[int],
+    chat: ChatPrompts | None,
+    dropped: Counter[str],
+) -> tuple[Packed, dict[str, Counter[str]]]:
+    """The given text in blocks of `block`, up to `limit` tokens in the order of the documents; the tokens by class.
+
+    A text is scored whole. Of a conversation each answer is a sample of its own, which alone is scored, after its
+    prompt as the template writes it. The counts are of all tokens, by label and by `text`, `prompt` and `answer`.
+    """
+    texts: list[tuple[list[int], int]] = []
+    samples: list[tuple[list[int], int]] = []
+    counts: dict[str, Counter[str]] = {}
+    for document in documents:
+        total = sum(count.total() for count in counts.values())
+        if total >= limit:
+            break
+        count = counts.setdefault(document.label, Counter())
+        if document.messages is None:
+            ids = (encode(document.text) + ends)[: limit - total]
+            texts.append((ids, 1))
+            count["text"] += len(ids)
+            continue
+        assert chat is not None
+        for prompt, answer in chat.given(document):
+            if len(prompt) > block - 2:
+                dropped[TOO_LONG] += 1
+                continue
+            answer = answer[: block - len(prompt)]
+            samples.append((prompt + answer, len(prompt)))
+            count["prompt"] += len(prompt)
+            count["answer"] += len(answer)
+    parts = [pack(texts, block, split_long=True), pack(samples, block, split_long=False)]
+    return concatenate([part for part in parts if len(part)] or parts[:1]), {k: v for k, v in counts.items() if v}
+
+
+# ── before the first stage ──
+
+
+def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], list[Document]]:
+    """Read the beginning of each source of the corpus; lines to print, the names of sources that were not read, and
+    the documents.
+
+    Raises DataError for a source that is missing, empty or without the field that it names, and, once all sources were
+    read completely, for a corpus that lacks a split.
+    """
+    corpus, lines, unread = recipe.corpus, [], []
+    documents: list[Document] = []
+    dropped: Counter[str] = Counter()
+    for source in corpus.sources:
+        if source.kind == "target":
+            continue  # see target/questions/asking.py
+        if source.kind == "hub" and offline:
+            unread.append(f"data set {source.path}")
+            continue
+        limit = min(corpus.max_documents, MOST_RECORDS if source.kind == "hub" else MOST_DOCUMENTS)
+        found, left_out = read_documents(corpus.model_copy(update={"sources": (source,), "max_documents": limit}), ())
+        whole = not left_out.pop(UNREAD, 0) or limit == corpus.max_documents
+        if not whole:
+            unread.append(f"{source.path} beyond its first {limit} documents")
+        documents += found
+        dropped += left_out
+        rest = "".join(f", {count} dropped: {reason}" for reason, count in left_out.items())
+        lines.append(f"corpus source {source.path}: {len(found)} documents{'' if whole else ' and more'}{rest}")
+    if not unread and not corpus.asked:
+        require_splits(documents, dropped)
+    if recipe.answers.traffic is None and (corpus.asked or not unread):
+        lines += _few_documents(recipe, documents)
+    return lines, unread, documents
+
+
+def _few_documents(recipe: Recipe, documents: list[Document]) -> list[str]:
+    """A warning for each split with too few documents; those from the target's questions, which a hash divides, are
+    estimated."""
+    corpus = recipe.corpus
+    shares = {"train": 1 - corpus.validation - corpus.test, "validation": corpus.validation, "test": corpus.test}
+    counts = {split: float(sum(document.split == split for document in documents)) for split in shares}
+    if not corpus.asked:
+        few = f"warning: the test split has {counts['test']:.0f} documents; intervals over fewer than {FEW_DOCUMENTS}"
+        return [] if counts["test"] >= FEW_DOCUMENTS else [Caution(f"{few} are too narrow to be believed")]
+    for source in corpus.asked:
+        for split in source.keep:
+            share = shares[split] if source.split == "by-name" else source.split == split
+            counts[split] += (source.questions or 0) * share
+    return [
+        Caution(
+            f"warning: about {counts[split]:.1f} documents go to the {split} split; raise questions"
+            + (f", or corpus.{split}" if split != "train" else "")
+        )
+        for split in shares
+        if counts[split] < FEW_DOCUMENTS
+    ]
+
+
+def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
+    """The target's template takes the conversations; the first one as it is rendered, its scored answer marked.
+
+    Raises DataError or RecipeError where it takes none of them.
+    """
+    chat = chat_prompts(recipe, load_tokenizer(recipe.target.model), documents)
+    if chat is None:
+        return []
+    for document in documents:
+        prompt = None if document.messages is None else chat.prompt(document)
+        if prompt is None:
+            continue
+        decode = chat.template.tokenizer.decode
+        lines = [f"a prompt, as the target's template writes it ({len(prompt.ids)} tokens):", decode(prompt.ids)]
+        given = next(chat.given(document), None)
+        if given is not None:
+            lines += [
+                f"its last given answer, {len(given[1])} tokens that are scored between ⟦ and ⟧:",
+                f"{decode(given[0])}{SCORED[0]}{decode(given[1])}{SCORED[1]}",
+            ]
+        return lines
+    reasons = ", ".join(f"{count} {reason}" for reason, count in chat.dropped.items())
+    raise DataError(f"no conversation of the corpus can be asked: {reasons}", "correct the sources, or section chat")

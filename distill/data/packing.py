@@ -1,0 +1,356 @@
+"""Token sequences packed into blocks, with document borders that attention and losses respect.
+
+Legend: n blocks, S positions per block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+import torch
+from torch import Tensor
+from distill.errors import DataError
+from functools import cache
+from typing import Any
+from torch.nn.functional import scaled_dot_product_attention
+
+
+# ── Token sequences packed into blocks, with document borders that attention and losses respect ──
+
+PADDING = -1  # document number of positions that hold no token
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Blocks of documents.
+
+    ids [n, S]; documents [n, S], numbered within the block, -1 at padding; positions [n, S], from 0 in each
+    document; mask [n, S], true where the distribution of the *next* token counts; that token is at the next
+    position. first [n] is the number of each block's first document among all documents: document d of block b has
+    number first[b] + d, also where it continues in the next block. None where nobody needs it.
+    """
+
+    ids: Tensor
+    documents: Tensor
+    positions: Tensor
+    mask: Tensor
+    first: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    def take(self, index: Tensor | slice) -> Packed:
+        """The blocks at `index`."""
+        first = None if self.first is None else self.first[index]
+        return Packed(self.ids[index], self.documents[index], self.positions[index], self.mask[index], first)
+
+    def labels(self) -> Tensor:
+        """The next token [n, S]; meaningless where `mask` is false."""
+        return torch.roll(self.ids, -1, dims=1)
+
+    def number(self, block: int, document: int) -> int:
+        """The number of a block's document among all; DataError for blocks that do not number their documents."""
+        if self.first is None:
+            raise DataError("these blocks do not number their documents", "make them again: `--redo corpus`")
+        return int(self.first[block]) + document
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As named tensors, for safetensors files; without `first`, which training does not read."""
+        return {"ids": self.ids, "documents": self.documents, "positions": self.positions, "mask": self.mask}
+
+    def save(self, path: Path, numbered: bool = False) -> None:
+        """Write a safetensors file; `numbered`: with `first`."""
+        from safetensors.torch import save_file
+
+        more = {"first": self.first} if numbered and self.first is not None else {}
+        save_file({name: value.contiguous() for name, value in {**self.tensors(), **more}.items()}, str(path))
+
+    @classmethod
+    def load(cls, path: Path) -> Packed:
+        """Read what `save` wrote."""
+        from safetensors.torch import load_file
+
+        found = load_file(str(path))
+        return cls(found["ids"], found["documents"], found["positions"], found["mask"], found.get("first"))
+
+
+def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: bool) -> Packed:
+    """Pack sequences, in the order given, into blocks of `block` positions.
+
+    Each sequence is (ids, first): its tokens from index `first` on (at least 1) are scored. With `split_long` a
+    sequence that does not fit continues in the next block as a new document; otherwise it moves there whole, and must
+    be no longer than a block.
+    """
+    rows: list[list[tuple[list[int], int]]] = []
+    begun = []  # the number of each row's first document
+    room = 0
+    for number, (ids, first) in enumerate(sequence for sequence in sequences if sequence[0]):
+        start = 0
+        while start < len(ids):
+            left = len(ids) - start
+            if room < 2 or (left > room and not split_long):
+                assert split_long or left <= block, "a sequence is longer than a block"
+                rows.append([])
+                begun.append(number)
+                room = block
+            piece = ids[start : start + room]
+            rows[-1].append((piece, max(1, first - start)))
+            room -= len(piece)
+            start += len(piece)
+    n = len(rows)
+    packed = Packed(
+        torch.zeros(n, block, dtype=torch.int32),
+        torch.full((n, block), PADDING, dtype=torch.int32),
+        torch.zeros(n, block, dtype=torch.int32),
+        torch.zeros(n, block, dtype=torch.bool),
+        torch.tensor(begun, dtype=torch.int64),
+    )
+    for index, row in enumerate(rows):
+        at = 0
+        for document, (piece, first) in enumerate(row):
+            end = at + len(piece)
+            packed.ids[index, at:end] = torch.tensor(piece, dtype=torch.int32)
+            packed.documents[index, at:end] = document
+            packed.positions[index, at:end] = torch.arange(len(piece), dtype=torch.int32)
+            packed.mask[index, at + first - 1 : end - 1] = True
+            at = end
+    return packed
+
+
+def scored_documents(blocks: Packed) -> Iterator[tuple[int, int, Tensor]]:
+    """Each document that has scored positions: its block's index, its number there and those positions [S], boolean."""
+    for block in range(len(blocks)):
+        for number in blocks.documents[block][blocks.mask[block]].unique().tolist():
+            yield block, number, blocks.mask[block] & (blocks.documents[block] == number)
+
+
+def fitted_order(lengths: Sequence[int], block: int) -> list[int]:
+    """The order of whole sequences in which `pack` fills blocks nearly whole: the longest first, each into the fullest
+    block that still has room (best fit decreasing)."""
+    rooms: list[tuple[int, int]] = []  # of the blocks begun: positions left, number; ascending
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        at = bisect_left(rooms, (lengths[index], 0))
+        room, row = rooms.pop(at) if at < len(rooms) else (block, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(index)
+        insort(rooms, (room - lengths[index], row))
+    return [index for row in rows for index in row]
+
+
+def concatenate(parts: list[Packed]) -> Packed:
+    """The blocks of several packs of the same width, in order; numbered on from pack to pack where all are."""
+    columns = zip(*(part.tensors().values() for part in parts), strict=True)
+    joined = Packed(*map(torch.cat, columns))
+    first: list[Tensor] = []
+    start = 0
+    for part in parts:
+        if part.first is None:
+            return joined
+        first.append(part.first + start)
+        if len(part):
+            start += int(part.first[-1]) + int(part.documents[-1].max()) + 1
+    return replace(joined, first=torch.cat(first))
+
+
+def attention_mask(documents: Tensor) -> Tensor:
+    """Boolean [n, 1, S, S], true where a position may attend: to itself and earlier ones of the same document.
+
+    Explicit, because packed position ids alone isolate documents only on some paths of transformers. Padding positions
+    attend to themselves, so that no softmax is empty.
+    """
+    width = documents.shape[1]
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)
+    causal = torch.ones(width, width, dtype=torch.bool, device=documents.device).tril()
+    return (same & causal).unsqueeze(1)
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
+    """The order [count] in which an epoch visits the blocks: a pure function, so that a resume can seek."""
+    mixed = int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:7], "big")
+    return torch.randperm(count, generator=torch.Generator().manual_seed(mixed))
+
+
+# ── The forward pass of a model over packed blocks, in which no document attends to another ──
+# A mask costs S × S cells, and torch keeps a copy in fp32 per layer for the backward pass. On a CPU, and in long
+# blocks elsewhere, the place of the mask is taken by a list of segments, and each document attends to itself alone:
+# memory and work grow with S. transformers hands the list to its attention function as it hands over a mask; under
+# the name `sdpa` stands ours, which takes both. Any other attention function refuses a mask of integers, so that no
+# model can read it as a mask by mistake.
+# Legend: n blocks, S positions per block, H hidden, h heads, d their size, W positions of a window.
+
+LONG = 2048  # positions of a block from which on documents attend one by one on an accelerator
+
+
+def packed_inputs(model: Any, blocks: Packed) -> dict[str, Any]:
+    """The keyword arguments of a forward pass over blocks, on the model's device; positions start at 0 in each
+    document. Raises DataError as document_masks does."""
+    device = model.get_input_embeddings().weight.device
+    return {
+        "input_ids": blocks.ids.long().to(device),
+        "position_ids": blocks.positions.long().to(device),
+        "attention_mask": separation(model, blocks.documents, device),
+        "use_cache": False,
+    }
+
+
+def separation(model: Any, documents: Tensor, device: torch.device) -> Any:
+    """What keeps the documents [n, S] apart, in the place of an attention mask: masks, or in long blocks lists of
+    segments; a dict where kinds of layers differ."""
+    config = model.config.get_text_config()
+    kinds = _kinds(config)
+    compiled = getattr(model.base_model, "_compiled_call_impl", None) is not None  # lists of segments break its graphs
+    plain = config._attn_implementation == "sdpa" and kinds <= {"full_attention", "sliding_attention"} and not compiled
+    if documents.shape[1] < masked_below(device) or not plain:
+        return document_masks(model, documents.to(device))
+    register()
+    segments = {
+        kind: document_segments(documents, config.sliding_window if kind == "sliding_attention" else None)
+        for kind in sorted(kinds)
+    }
+    return segments if len(segments) > 1 else next(iter(segments.values()))
+
+
+def masked_below(device: torch.device) -> int:
+    """The positions of a block below which one product with a mask is quicker than documents one by one; on a CPU it
+    never is."""
+    return 0 if device.type == "cpu" else LONG
+
+
+def _kinds(config: Any) -> set[str]:
+    """The kinds of a model's attention layers, as transformers names them."""
+    window = getattr(config, "sliding_window", None)
+    return set(getattr(config, "layer_types", None) or []) or {"sliding_attention" if window else "full_attention"}
+
+
+def hidden_states(model: Any, blocks: Packed) -> Tensor:
+    """The hidden states [n, S, H] after the final norm, on the device of the model's last layer."""
+    states: Tensor = model.base_model(**packed_inputs(model, blocks)).last_hidden_state
+    return states
+
+
+def document_masks(model: Any, documents: Tensor) -> Any:
+    """The attention mask [n, 1, S, S] that keeps documents apart; a dict of masks where kinds of layers differ.
+
+    `documents` [n, S] as in Packed. transformers applies an explicit mask as it is, so the configuration's sliding
+    windows are put into the mask here. The mask is boolean, true where a position may attend; for eager attention,
+    which adds the mask to its scores, it is 0 there. Raises DataError for layers that no mask keeps apart (recurrent
+    ones, chunks shorter than a block).
+    """
+    config = model.config.get_text_config()
+    mask = attention_mask(documents)
+    masks = {kind: _shaped(model, _mask_of(kind, config, mask)) for kind in sorted(_kinds(config))}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _mask_of(kind: str, config: Any, mask: Tensor) -> Tensor:
+    width = mask.shape[-1]
+    if kind == "full_attention":
+        return mask
+    if kind == "sliding_attention":
+        near = torch.ones(width, width, dtype=torch.bool, device=mask.device).triu(1 - config.sliding_window)
+        return mask & near
+    if kind == "chunked_attention" and width <= config.attention_chunk_size:
+        return mask
+    raise DataError(
+        f"documents packed into one block cannot be kept apart in the {kind} layers of {config.model_type}",
+        "lower corpus.block to the layers' chunk" if kind == "chunked_attention" else "choose another target",
+    )
+
+
+def _shaped(model: Any, mask: Tensor) -> Tensor:
+    if model.config._attn_implementation != "eager":
+        return mask
+    added = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device)
+    return added.masked_fill_(~mask, torch.finfo(model.dtype).min)
+
+
+def document_segments(documents: Tensor, window: int | None) -> Tensor:
+    """The documents of blocks [n, S] in the place of a mask: int32 [1, 1, K, 4] of block, first position, end, window.
+
+    A window of 0 is none; otherwise a position attends to that many, itself included. Padding is in no segment.
+    """
+    rows = []
+    for block, row in enumerate(documents.tolist()):
+        start = 0
+        for end in range(1, len(row) + 1):
+            if end == len(row) or row[end] != row[start]:
+                if row[start] >= 0:
+                    rows.append([block, start, end, window or 0])
+                start = end
+    return torch.tensor(rows, dtype=torch.int32).view(1, 1, -1, 4)
+
+
+@cache
+def register() -> None:
+    """Let the attention function that transformers calls `sdpa` take segments in the place of a mask."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
+        if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32:
+            scaling, dropout = options.get("scaling"), options.get("dropout", 0.0)
+            return attend_within(query, key, value, attention_mask, scaling, dropout), None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+    AttentionInterface.register("sdpa", attention)
+
+
+def attend_within(
+    query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scaling: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Causal attention [n, S, h, d] within each segment; query [n, h, S, d], key and value [n, fewer heads, S, d].
+
+    Zeros outside all segments. A CPU computes in fp32, in which its kernels are quicker than in narrower types.
+    """
+    shared, kind = query.shape[1] // key.shape[1], value.dtype
+    cpu = query.device.type == "cpu"
+    if cpu:
+        query, key, value = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
+    elif shared > 1:
+        # Not on every device and for every type has torch a kernel for fewer key heads that needs no S × S scores.
+        key, value, shared = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1), 1
+    options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": shared > 1}
+    spans = _spans(segments.flatten(0, 2).tolist(), len(query), query.shape[2])
+    # Split once: the gradient of each of many slices would be a tensor of the whole batch's size.
+    pieces = [x.transpose(1, 2).flatten(0, 1).split([length for length, _ in spans]) for x in (query, key, value)]
+    outputs: list[Tensor] = []
+    with torch.autocast(query.device.type, enabled=not cpu and torch.is_autocast_enabled(query.device.type)):
+        for (length, window), *document in zip(spans, *pieces, strict=True):
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in document)
+            if window is None:
+                output = q.new_zeros(1, q.shape[1], length, v.shape[-1])
+            elif window == 0 or length <= window:
+                output = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+            else:
+                output = _windowed(q, k, v, window, options)
+            outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs).to(kind).unflatten(0, (len(query), -1))
+
+
+def _spans(segments: list[list[int]], blocks: int, size: int) -> list[tuple[int, int | None]]:
+    """The length and the window of every document of n blocks of S positions, and of the padding (None) behind it."""
+    spans: list[tuple[int, int | None]] = []
+    last = 0
+    for block, start, end, window in segments:
+        if block * size + start > last:
+            spans.append((block * size + start - last, None))
+        spans.append((end - start, window))
+        last = block * size + end
+    return [*spans, (blocks * size - last, None)] if last < blocks * size else spans
+
+
+def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, options: dict[str, Any]) -> Tensor:
+    """A document [1, h, S, d] longer than the window, W queries at a time, through masks of W × 2 W cells."""
+    outputs = []
+    for start in range(0, query.shape[2], window):
+        end, first = min(start + window, query.shape[2]), max(0, start - window + 1)
+        at, of = torch.arange(start, end).unsqueeze(1), torch.arange(first, end).unsqueeze(0)
+        near = ((of <= at) & (of > at - window)).to(query.device)
+        part, seen = query[:, :, start:end], (slice(None), slice(None), slice(first, end))
+        outputs.append(scaled_dot_product_attention(part, key[seen], value[seen], attn_mask=near, **options))
+    return torch.cat(outputs, 2)

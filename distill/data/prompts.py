@@ -1,0 +1,339 @@
+"""Prompts as token ids: beginnings and later parts of documents, and first questions of conversations."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+from distill.data.chat_template import CLOSING, ChatTemplate
+from distill.data.sources import Document
+from distill.data.texts import Prompt
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from distill.data.chat_template import ChatTemplate
+from distill.data.sources import LISTS, PROMPTS
+from distill.data.sources import read_documents
+from distill.errors import DataError
+from distill.files import require_path
+from distill.gguf.importing import is_gguf
+from distill.gguf.library import GgufFile
+from distill.gguf.head import open_head
+from distill.engines.torch.hugging_face import encode, load_tokenizer
+from distill.recipe import Chat, Corpus, Source
+
+
+# ── Prompts as token ids: beginnings and later parts of documents, and first questions of conversations ──
+
+Candidate = tuple[int, bytes, Document, int]  # number of the part, its rank by the seed, its document and offset
+
+CHARACTERS_PER_TOKEN = 8  # more than any prompt needs; it bounds the text that is encoded for a prompt
+
+
+def _rank(seed: int, *parts: object) -> bytes:
+    return hashlib.sha256("/".join(str(part) for part in (seed, *parts)).encode()).digest()
+
+
+def _share(seed: int, *parts: object) -> float:
+    """A number from 0 to 1, drawn by the seed for these parts alone."""
+    return int.from_bytes(_rank(seed, *parts)[:8], "big") / 2**64
+
+
+class ChatPrompts:
+    """Conversations as prompts, by the target's template and the recipe's section `chat`.
+
+    A prompt of more than `longest` tokens is left out; `dropped` counts those and what the template refuses.
+    """
+
+    def __init__(self, template: ChatTemplate, longest: int, seed: int) -> None:
+        self.template, self.longest, self.seed = template, longest, seed
+        self.dropped: Counter[str] = Counter()
+
+    def prompt(self, document: Document) -> Prompt | None:
+        """The prompt of a conversation's first question, with the user's further turns; None for one left out."""
+        chat = self.describe(document)
+        try:
+            ids = self.template.prompt(chat["messages"], chat["thinking"])
+        except ValueError as error:
+            self.dropped[str(error)] += 1
+            return None
+        if len(ids) > self.longest:
+            self.dropped["prompts too long for corpus.block"] += 1
+            return None
+        return Prompt(document.name, ids, document.source, chat, document.label)
+
+    def given(self, document: Document) -> Iterator[tuple[list[int], list[int]]]:
+        """Prompt and answer of each of a conversation's answers, as token ids; of held-out text the last one alone,
+        because intervals take samples for independent."""
+        assert document.messages is not None
+        places = [at for at, one in enumerate(document.messages) if one["role"] == "assistant"]
+        for at in places if document.split == "train" else places[-1:]:
+            messages = document.messages[: at + 1]
+            try:
+                prompt, answer = self.template.answered(messages, self._thought(messages[-1]))
+            except ValueError as error:
+                self.dropped[str(error)] += 1
+                continue
+            if len(answer) > 1:
+                yield prompt, answer
+
+    def _thought(self, answer: Mapping[str, Any]) -> bool | None:
+        """Whether an answer was written with thinking on; None where the recipe does not say that it matters."""
+        if self.template.settings.thinking is None:
+            return None
+        return bool(answer.get("reasoning_content")) or CLOSING in str(answer["content"])
+
+    def system(self, name: str) -> list[dict[str, Any]]:
+        """The system prompt of the recipe that the seed draws for a name, as messages: one, or none."""
+        prompts = self.template.settings.system
+        if not prompts:
+            return []
+        return [{"role": "system", "content": self.draw(name, "system", prompts)}]
+
+    def draw(self, name: str, what: str, choices: Sequence[str]) -> str:
+        """One of the texts, as the seed draws it for a name and a purpose."""
+        return choices[int(_share(self.seed, name, what) * len(choices))]
+
+    def thinking(self, name: str) -> bool | None:
+        """Whether the seed draws thinking for a name; None where the recipe leaves it to the template."""
+        share = self.template.settings.thinking
+        return None if share is None else _share(self.seed, name, "thinking") < share
+
+    def describe(self, document: Document) -> dict[str, Any]:
+        """The parts of a conversation: messages up to the first question, further turns, arguments of the template."""
+        assert document.messages is not None
+        settings = self.template.settings
+        roles = [one["role"] for one in document.messages]
+        # Where the target wrote the answers itself, its last question is asked behind them; else it answers each.
+        first = len(roles) - 1 - roles[::-1].index("user") if document.own else roles.index("user")
+        head = list(document.messages[: first + 1])
+        if "system" not in roles:
+            head = [*self.system(document.name), *head]
+        rest = document.messages[first + 1 :]
+        # What a tool returned answers a call that this target may not make: the conversation ends before it.
+        before_tools = takewhile(lambda message: message["role"] != "tool", rest)
+        turns = [one["content"] for one in before_tools if one["role"] == "user"][: settings.turns - 1]
+        thinking = self.thinking(document.name)
+        return {
+            "messages": head,
+            "turns": turns,
+            "thinking": thinking,
+            "arguments": self.template.arguments(thinking),
+        }
+
+
+def cut_prompts(
+    documents: list[Document],
+    encode: Callable[[str], list[int]],
+    count: int,
+    tokens: int,
+    stride: int,
+    seed: int,
+    chat: ChatPrompts | None = None,
+    weights: Mapping[str, float] | None = None,
+) -> list[Prompt]:
+    """At most `count` prompts: of exactly `tokens` ids each from texts, of any length from conversations.
+
+    All beginnings come before all second parts, and so on, each round in an order drawn from the seed, so that few
+    prompts already cover many documents. A later part starts at a line, at least `stride` characters after the last.
+    With `weights`, sources take turns in these proportions as long as each has some left.
+    """
+    candidates: list[Candidate] = []
+    for document in documents:
+        if document.messages is not None:
+            candidates.append((0, _rank(seed, document.name, 0), document, 0))
+            continue
+        offset, piece = 0, 0
+        while offset < len(document.text):
+            candidates.append((piece, _rank(seed, document.name, piece), document, offset))
+            line = document.text.find("\n", offset + stride)
+            if line < 0:
+                break
+            offset, piece = line + 1, piece + 1
+    candidates.sort(key=lambda candidate: candidate[:2])
+    if weights is not None:
+        candidates = _mixed(candidates, weights)
+    prompts: list[Prompt] = []
+    for _, _, document, offset in candidates:
+        if len(prompts) == count:
+            break
+        if document.messages is not None:
+            prompt = chat.prompt(document) if chat is not None else None
+            prompts += [prompt] if prompt is not None else []
+            continue
+        ids = encode(document.text[offset : offset + tokens * CHARACTERS_PER_TOKEN])[:tokens]
+        if len(ids) == tokens:
+            prompts.append(Prompt(f"{document.name}@{offset}", ids, document.source, label=document.label))
+    return prompts
+
+
+def _mixed(candidates: list[Candidate], weights: Mapping[str, float]) -> list[Candidate]:
+    """Candidates in an order in which each source has its share of every beginning; weight 0 leaves a source out."""
+    waiting: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        if weights[candidate[2].source] > 0:
+            waiting.setdefault(candidate[2].source, []).append(candidate)
+    found = []
+    taken = dict.fromkeys(waiting, 0)
+    while waiting:
+        name = min(waiting, key=lambda source: (taken[source] + 1) / weights[source])
+        found.append(waiting[name][taken[name]])
+        taken[name] += 1
+        if taken[name] == len(waiting[name]):
+            del waiting[name]
+    return found
+
+
+# ── The prompts that a user gives for a pair: records, conversations through the target's template, or plain text
+# ──
+
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}  # anything else is text
+FIELDS = ", ".join(("text", *PROMPTS)) + f" or {', '.join(LISTS)} (lists)"  # that are read
+SEED = 0  # of the order in which pieces of texts are taken
+
+
+@dataclass(frozen=True)
+class UserPrompts:
+    """Prompts that are measured, others of the same files for what has to be fitted, what was left out and why, and the
+    plain texts of the files."""
+
+    measured: list[Prompt]
+    others: list[Prompt]
+    dropped: dict[str, int]
+    texts: list[str]
+
+    def classes(self) -> list[str]:
+        """The class of each measured prompt: its label, else the file that it came from."""
+        return [prompt.label or prompt.source or "prompts" for prompt in self.measured]
+
+
+def sources_of(paths: Sequence[Path], option: str = "--prompts") -> tuple[Source, ...]:
+    """Files and folders as sources of the corpus, by their endings; DataError for one that is missing or empty."""
+    sources = []
+    for path in paths:
+        require_path(path, option)
+        if not path.exists():
+            raise DataError(f"there is no file {path}", f"correct {option}")
+        if path.is_dir():
+            sources.append(Source(kind="tree", path=str(path.resolve()), pattern="**/*", split="test"))
+            continue
+        if not path.stat().st_size:
+            raise DataError(f"{path} is empty", "give a file with prompts: text, or jsonl, csv or parquet records")
+        kind: Any = KINDS.get(path.suffix.lower(), "text")
+        sources.append(Source(kind=kind, path=str(path.resolve()), split="test"))
+    return tuple(sources)
+
+
+def read_user_prompts(
+    target: str,
+    corpus: Corpus,
+    chat: Chat,
+    count: int,
+    others: int,
+    tokens: int,
+    room: int,
+    *,
+    answer: int = 0,
+    least: int = 2,
+) -> UserPrompts:
+    """Up to `count` prompts, and `others` more of the same files where something has to be fitted.
+
+    Conversations go through the target's chat template, up to the first question; plain texts are cut into prompts of
+    `tokens` tokens, with room for `answer` tokens between them. `room` is the most tokens of a prompt. Loads no
+    weights. Raises DataError for fewer than `least` prompts, or too few others.
+    """
+    try:
+        documents, dropped = read_documents(corpus, needed=("test",))
+    except DataError as error:
+        what = error.what.replace("corpus source ", "")
+        raise DataError(what, f"records need a field {FIELDS}; rename theirs, or correct the file") from error
+    with open_tokenizer(target) as tokenizer:
+        plain = isinstance(tokenizer, GgufTokenizer)
+        to_ids: Callable[[str], list[int]] = tokenizer.file.tokenize if plain else functools.partial(encode, tokenizer)
+        chats = None
+        if any(document.messages is not None for document in documents):
+            chats = ChatPrompts(ChatTemplate(tokenizer, chat), room, SEED)
+        size = min(tokens, room)
+        prompts = cut_prompts(documents, to_ids, count + others, size, 4 * (size + answer), SEED, chats)
+    for reason, number in Counter({} if chats is None else chats.dropped).items():
+        dropped[reason.replace("prompts too long for corpus.block", f"prompts of more than {room} tokens")] += number
+    least += min(others, 2)
+    if len(prompts) < least:
+        left = "".join(f"; {number} left out: {reason}" for reason, number in dropped.items())
+        raise DataError(
+            f"the files give {len(prompts)} prompts{left}",
+            f"give more or longer ones, {least} at least; plain texts are cut into prompts of {size} tokens "
+            "(--prompt-tokens, where the command has it)",
+        )
+    spare = min(others, max(len(prompts) - count, len(prompts) // 2))
+    measured, rest = prompts[: min(count, len(prompts) - spare)], prompts[len(prompts) - spare :]
+    return UserPrompts(measured, rest, dict(dropped), [one.text for one in documents if one.messages is None])
+
+
+@contextmanager
+def open_tokenizer(target: str) -> Iterator[Any]:
+    """The tokenizer of a folder or a GGUF file, as `ChatTemplate` uses it; loads no weights."""
+    with ExitStack() as stack:
+        yield GgufTokenizer(target, stack) if is_gguf(target) else load_tokenizer(target)
+
+
+def user_message(target: str, text: str, chat: Chat, required: bool) -> list[int] | None:
+    """Token ids of a text as a user's message behind the first system prompt of `chat`, up to where the answer begins.
+
+    None for a target without a chat template, DataError where one is `required`, or refuses the message.
+    """
+    with open_tokenizer(target) as tokenizer:
+        if not tokenizer.chat_template:
+            if required:
+                raise DataError(f"{target} has no chat template", "continue the text as it is: --no-chat")
+            return None
+        system = [{"role": "system", "content": one} for one in chat.system[:1]]
+        try:
+            return ChatTemplate(tokenizer, chat).prompt([*system, {"role": "user", "content": text}])
+        except ValueError as error:
+            raise DataError(str(error), "continue the text as it is: --no-chat") from error
+
+
+class GgufTokenizer:
+    """A GGUF file's own tokenizer and chat template, as `ChatTemplate` and `encode` use those of transformers."""
+
+    def __init__(self, reference: str, stack: ExitStack) -> None:
+        values = open_head(Path(reference)).values
+        template = values.get("tokenizer.chat_template")
+        self.chat_template = template.decode("utf-8", "replace") if isinstance(template, bytes) else ""
+        self.file = GgufFile(Path(reference), vocabulary_only=True)
+        stack.callback(self.file.close)
+        self._special = {name: self._piece(values.get(f"tokenizer.ggml.{name}_token_id")) for name in ("bos", "eos")}
+
+    def _piece(self, token: Any) -> str:
+        return self.decode([token]) if isinstance(token, int) and 0 <= token < self.file.head_rows else ""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return self.file.detokenize(list(ids)).decode("utf-8", "replace")
+
+    def apply_chat_template(
+        self, messages: list[Any], *, tokenize: bool, add_generation_prompt: bool, tools: Any, **arguments: Any
+    ) -> str:
+        """The messages as text, rendered as transformers renders templates."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        special = {f"{name}_token": text for name, text in self._special.items()}
+        rendered: Any = render_jinja_template(
+            [messages],
+            tools=tools,
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **special,
+            **arguments,
+        )
+        texts = rendered[0] if isinstance(rendered, tuple) else rendered
+        return str(texts if isinstance(texts, str) else texts[0])
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        """Token ids of a rendered template, its control tokens read as such."""
+        return {"input_ids": self.file.tokenize(text, parse_special=True)}

@@ -1,0 +1,330 @@
+"""Prompts and answers as stages write them into the run directory, and the random seed of each prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, TypeVar
+from distill.errors import DataError
+from distill.files import has_form, parse_object, write_text
+from distill.run import Run
+from dataclasses import dataclass, field
+
+
+# ── Prompts and answers as stages write them into the run directory, and the random seed of each prompt ──
+
+LARGEST_ID = 2**31 - 1  # token ids are stored as int32
+# The forms of the lines of prompts-SPLIT.jsonl and of answers.
+PROMPT = {"id": str, "ids": [int]}
+CHAT = {"messages": [{"role": str, "content": str}], "turns": [str]}  # of a prompt that has a conversation
+LACKING = 0.25  # see lacking_classes
+ANSWER = {"id": str, "prompt": [int], "answer": [int], "looping": bool}
+# Fields that a line may lack, as those of older versions do.
+FURTHER = {**dict.fromkeys(("source", "label", "mode", "dropped"), str), "ended": bool, "number": int | None}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The origin of a prompt (`name@character`, and the corpus source) and its token ids.
+
+    Of a conversation, `chat` has what renders its further turns (see documents/chat_template.py). `label` is the
+    class of text that reports show.
+    """
+
+    id: str
+    ids: list[int]
+    source: str = ""
+    chat: dict[str, Any] | None = None
+    label: str = ""
+
+    @property
+    def mode(self) -> str:
+        """`thinking` or `no thinking` where the template was told; else empty."""
+        thinking = None if self.chat is None else self.chat.get("thinking")
+        return "" if thinking is None else "thinking" if thinking else "no thinking"
+
+    @property
+    def kind(self) -> str:
+        """Label and mode, for tables; empty where it has neither."""
+        return ", ".join(part for part in (self.label, self.mode) if part)
+
+    def line(self) -> dict[str, Any]:
+        """The line of a prompts file; fields that say nothing are left out."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, "") or name == "source"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The target's text after a prompt; `looping` marks a text whose end repeats itself.
+
+    `ended`: the target ended it, by an end token or a stop string; else it was cut short. `label` is the class of text,
+    `mode` the prompt's (see Prompt), `number` its place in the list of prompts, None for served ones. `dropped` is the
+    reason for which the writer's answer is not learnt from.
+    """
+
+    id: str
+    prompt: list[int]
+    answer: list[int]
+    looping: bool
+    source: str = ""
+    ended: bool = True
+    label: str = ""
+    number: int | None = None
+    dropped: str = ""
+    mode: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue: its token ids, the seed of its random numbers, and the most new tokens.
+
+    `messages` are those that the prompt was rendered from, with the template's further `arguments` (such as
+    enable_thinking); None where it is no chat.
+    """
+
+    id: str
+    ids: list[int]
+    seed: int
+    limit: int
+    messages: list[dict[str, Any]] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+Text = TypeVar("Text", Prompt, Answer)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """New ids after a request's prompt, an end token included where the target gave one (`ended`: or a stop string).
+
+    `dropped` is a reason why there is no answer, `detail` what a server said about it, `lasting` false where another
+    attempt may bring one. `prompt` are the ids that the target read where they are not those of the request.
+    """
+
+    id: str
+    ids: list[int]
+    ended: bool
+    dropped: str = ""
+    detail: str = ""
+    lasting: bool = True
+    prompt: list[int] | None = None
+
+
+def drop_reason(answer: Answer) -> str:
+    """The reason why an answer is not learnt from; empty for one that is."""
+    if answer.dropped:
+        return answer.dropped
+    return "looping" if answer.looping else "empty" if len(answer.answer) < 2 else ""
+
+
+def is_looping(ids: Sequence[int], longest_period: int = 16, repeats: int = 6) -> bool:
+    """Whether a text ends in `repeats` copies of the same at most `longest_period` tokens."""
+    for period in range(1, longest_period + 1):
+        tail = ids[-period * repeats :]
+        if len(tail) == period * repeats and all(tail[i] == tail[i - period] for i in range(period, len(tail))):
+            return True
+    return False
+
+
+def count_texts(texts: Iterable[tuple[str, str, int]]) -> list[dict[str, Any]]:
+    """Texts and their tokens by label and mode, from (label, mode, tokens) of each, in the order of their first."""
+    counts: Counter[tuple[str, str]] = Counter()
+    sums: Counter[tuple[str, str]] = Counter()
+    for label, mode, tokens in texts:
+        counts[label, mode] += 1
+        sums[label, mode] += tokens
+    return [
+        {"label": label, "mode": mode, "texts": count, "tokens": sums[label, mode]}
+        for (label, mode), count in counts.items()
+    ]
+
+
+def lacking_classes(learnt: Mapping[str, int], asked: Mapping[str, int]) -> list[str]:
+    """Classes of the prompts that are `asked` whose share of what is `learnt` is below LACKING of their share there.
+
+    Counts by label, of whatever unit. What has no label says nothing of any class: without labels on one of the sides,
+    none is lacking.
+    """
+    total, wanted = sum(learnt.values()), {label: count for label, count in asked.items() if label and count}
+    if not any(label and count for label, count in learnt.items()):
+        return []
+    every = sum(wanted.values())
+    return [label for label, count in wanted.items() if learnt.get(label, 0) / total < LACKING * count / every]
+
+
+def listed(counts: Mapping[str, int], sign: str = " ") -> str:
+    """Counts and what they count, for a message."""
+    return ", ".join(f"{count}{sign}{name}" for name, count in sorted(counts.items()))
+
+
+def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of token ids as it stands, special tokens included."""
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def prompt_seed(seed: int, prompt_id: str) -> int:
+    """The seed of one prompt's own random numbers."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()[:7], "big")
+
+
+def _fits(record: dict[str, Any], form: dict[str, Any]) -> bool:
+    """Whether a line has the fields of its form, those of FURTHER that it has, and ids that a tensor can hold."""
+    if not has_form(record, form) or not has_form(record, {name: FURTHER[name] for name in FURTHER if name in record}):
+        return False
+    ids = [record[name] for name, kind in form.items() if kind == [int]]
+    return all(min(one) >= 0 and max(one) <= LARGEST_ID for one in ids if one)
+
+
+def _read_lines(path: Path, stage: str, form: dict[str, Any]) -> list[dict[str, Any]]:
+    again = f"make it again with `distill train RECIPE --redo {stage}`"
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", again) from None
+    records = []
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
+        record = parse_object(line)
+        if isinstance(record, str) or not _fits(record, form):
+            fault = record if isinstance(record, str) else "fields are missing or of another kind"
+            raise DataError(f"{path} is damaged: line {number}: {fault}", again)
+        records.append(record)
+    return records
+
+
+def _from_line(kind: type[Text], line: Mapping[str, Any]) -> Text:
+    """The prompt or answer of a line, whose unknown fields do not count."""
+    return kind(**{one.name: line[one.name] for one in fields(kind) if one.name in line})
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write a jsonl file, atomically."""
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def read_prompts(run: Run, split: str) -> list[Prompt]:
+    """The prompts of a split: held-out ones of served traffic first, then those of stage `corpus`.
+
+    Raises DataError when a file is damaged.
+    """
+    lines = []
+    for stage in ("answers", "corpus"):
+        path = run.path(stage, f"prompts-{split}.jsonl")
+        if stage == "answers" and not path.exists():
+            continue
+        own = _read_lines(path, stage, PROMPT)
+        if not all(has_form(line["chat"], CHAT) for line in own if line.get("chat") is not None):
+            raise DataError(f"{path}: a conversation is damaged", f"`--redo {stage}` makes it again")
+        lines += own
+    return [_from_line(Prompt, line) for line in lines]
+
+
+def read_answers(run: Run, name: str, stage: str = "answers") -> list[Answer]:
+    """All answers that a stage wrote into files called `name`, in prompt order, served ones last.
+
+    Stage `answers` has those to `train` prompts. Raises DataError when a file is damaged.
+    """
+    paths = sorted(run.path(stage).glob(f"{name}-*.jsonl"))
+    answers = [_from_line(Answer, line) for path in paths for line in _read_lines(path, stage, ANSWER)]
+    return sorted(answers, key=lambda answer: (answer.number is None, answer.number or 0))
+
+
+def read_documents_of(run: Run, split: str) -> list[str]:
+    """The raw texts of a held-out split from stage `corpus`."""
+    return [
+        line["text"] for line in _read_lines(run.path("corpus", f"documents-{split}.jsonl"), "corpus", {"text": str})
+    ]
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """The first position where two texts differ, a shorter one ending early included; None when equal."""
+    return next((at for at, (a, b) in enumerate(zip_longest(left, right)) if a != b), None)
+
+
+# ── The texts of a run: the summaries of stages questions, corpus and answers as dataclasses ──
+
+@dataclass(frozen=True)
+class TextCount:
+    """Texts of one class and mode, and their tokens."""
+
+    label: str
+    mode: str
+    texts: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class SplitTexts:
+    """A split of the corpus: documents, tokens of given text kept (by class and by text, prompt or answer), prompts."""
+
+    documents: int
+    tokens: int
+    blocks: int
+    prompts: int
+    given: dict[str, dict[str, int]] = field(default_factory=dict)
+    asked: list[TextCount] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CorpusTexts:
+    """corpus/summary.json; `dropped` counts documents and conversations by reason."""
+
+    dropped: dict[str, int]
+    train: SplitTexts
+    validation: SplitTexts
+    test: SplitTexts
+
+
+@dataclass(frozen=True)
+class AskedQuestions:
+    """The questions that the target wrote for one source of kind target.
+
+    Of `asked` texts `usable` passed the filters, and the first `kept` of them are used; `wanted` were requested.
+    `dropped` counts the others by reason, `turns` conversations by their user's turns, `dropped_turns` further turns by
+    reason.
+    `median_tokens` and `most_tokens` are the lengths that half and nine tenths of the questions do not exceed,
+    `distinct` the shares of different 1-, 2- and 3-grams of words among all, `repeated` the share of texts asked for
+    that repeat others or nearly do.
+    """
+
+    file: str
+    header: str
+    temperature: float
+    top_p: float
+    tokens: int
+    wanted: int
+    asked: int
+    usable: int
+    kept: int
+    dropped: dict[str, int]
+    turns: dict[str, int]
+    dropped_turns: dict[str, int]
+    median_tokens: float
+    most_tokens: float
+    distinct: list[float]
+    repeated: float
+    examples: list[str]
+
+
+@dataclass(frozen=True)
+class QuestionTexts:
+    """questions/summary.json: what wrote the questions, and those of each source of kind target."""
+
+    writer: str
+    sources: list[AskedQuestions] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class AnswerTexts:
+    """What answers/manifest.json says of the target's own answers to train prompts."""
+
+    answers: int = 0
+    answer_tokens: int = 0
+    not_ended: int = 0
+    writer: str = ""
+    dropped: dict[str, int] = field(default_factory=dict)
+    by_class: list[TextCount] = field(default_factory=list)

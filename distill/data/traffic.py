@@ -1,0 +1,345 @@
+"""Served logs as the target's own text: the pinned part of a growing jsonl file, or of a folder's, split and encoded.
+
+A run reads the whole lines that were there when the run's answers stage began, and never others: later lines are for
+the next refresh. No torch here, so that a command can read a file without delay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from distill.data.sources import split_of
+from distill.errors import DataError
+from distill.files import has_form, names_of, parse_object, read_json, write_json
+from distill.run import Run
+from distill.data.texts import Answer, Prompt, is_looping, write_lines
+
+
+if TYPE_CHECKING:
+    from distill.recipe import Chat, Recipe
+
+PIN = "traffic (content)"  # the entry in the answers stage's key that identifies the lines read
+SOURCE = "traffic"
+PINNED = {"path": str, "bytes": int, "lines": int, "sha256": str, "start": int, "start_line": int}  # form of a pin
+LINES_PER_FILE = 2048
+MOST_LINES = 1000  # that a check reads
+
+
+@dataclass(frozen=True)
+class Line:
+    """One served answer: its line number (of a folder, counted through its files), the prompt as text or messages,
+    whether the target ended it itself, and the arguments that its request gave the chat template."""
+
+    number: int
+    prompt: str | list[dict[str, Any]]
+    answer: str
+    ended: bool
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The prompt's name, by content: equal prompts have equal names, on whatever lines they stand."""
+        text = self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, sort_keys=True)
+        return f"{SOURCE}#{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+
+
+def pin_traffic(recipe: Recipe, run: Run) -> dict[str, Any] | None:
+    """The part of the traffic that a run reads: the whole lines so far after those of its parent; else None.
+
+    See pin_of.
+    """
+    if recipe.answers.traffic is None:
+        return None
+    return pin_of(Path(recipe.answers.traffic.path), (run.parent() or {}).get("traffic"))
+
+
+def pin_of(path: Path, read: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The whole lines so far of a file, or of the *.jsonl files of a folder in the order of their names.
+
+    `bytes`, `lines` and `sha256` describe them, `start` and `start_line` the part to skip, which an earlier pin
+    has read. The pin of a folder has those of its files as `parts`.
+    """
+    known = {part["path"]: part for part in parts_of(read)} if read else {}
+    parts = []
+    for file in _files_of(path):
+        start = known.get(str(file), {"bytes": 0, "lines": 0})
+        parts.append({"path": str(file), **measure(file), "start": start["bytes"], "start_line": start["lines"]})
+    if not path.is_dir():
+        return parts[0]
+    sums = {name: sum(part[name] for part in parts) for name in ("bytes", "lines", "start", "start_line")}
+    joined = hashlib.sha256("".join(part["sha256"] for part in parts).encode()).hexdigest()
+    return {"path": str(path), **sums, "sha256": joined, "parts": parts}
+
+
+def parts_of(pin: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pins of single files that a pin consists of."""
+    return pin.get("parts") or [pin]
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The file, or those of a folder; raises DataError for a folder without any."""
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"traffic folder {path} has no *.jsonl file", "correct answers.traffic.path")
+    return files
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file but a last one without its newline; raises DataError when it cannot be read."""
+    try:
+        with open(path, "rb") as handle:
+            yield from (line for line in handle if line.endswith(b"\n"))
+    except OSError as error:
+        raise DataError(f"traffic file {path} cannot be read: {error.strerror}") from error
+
+
+def measure(path: Path, limit: float = math.inf) -> dict[str, Any]:
+    """Bytes, lines and sha256 of the whole lines within the first `limit` bytes of a file; a last line without its
+    newline does not count."""
+    total, lines, hashed = 0, 0, hashlib.sha256()
+    for line in _whole_lines(path):
+        if total + len(line) > limit:
+            break
+        hashed.update(line)
+        total, lines = total + len(line), lines + 1
+    return {"bytes": total, "lines": lines, "sha256": hashed.hexdigest()}
+
+
+def begins_with(path: Path, pin: dict[str, Any]) -> bool:
+    """Whether a file still begins with its pinned part."""
+    return bool(measure(path, pin["bytes"])["sha256"] == pin["sha256"])
+
+
+def unfinished_line(pin: dict[str, Any]) -> str | None:
+    """A sentence on text after the pinned lines that has no newline yet and is not read; None where there is none."""
+    pin = parts_of(pin)[-1]  # of a folder, the file that grows
+    try:
+        with open(pin["path"], "rb") as handle:
+            handle.seek(pin["bytes"])
+            rest = handle.readline()
+    except OSError:
+        return None
+    if rest.endswith(b"\n") or not rest.strip():
+        return None
+    return (
+        f"line {pin['lines'] + 1} of {pin['path']} has no newline at its end and was not read: end it, then --refresh "
+        "reads it"
+    )
+
+
+def first_lines(path: Path, count: int) -> bytes:
+    """The first `count` lines of a file or folder as they stand; raises DataError when it cannot be read."""
+    return b"".join(islice((line for file in _files_of(path) for line in _whole_lines(file)), count))
+
+
+def read_lines(pin: dict[str, Any]) -> Iterator[Line | str]:
+    """Every pinned line that is not blank, in order: its content, or its fault with the line number."""
+    before = 0
+    for part in parts_of(pin):
+        path, number = Path(part["path"]), part["start_line"]
+        place = f"{path.name}, line" if "parts" in pin else "line"
+        with open(path, "rb") as handle:
+            handle.seek(part["start"])
+            while handle.tell() < part["bytes"]:
+                number += 1
+                raw = handle.readline()
+                if not raw.strip():
+                    continue
+                found = parse_line(raw, before + number)
+                yield f"{place} {number}: {found}" if isinstance(found, str) else found
+        before += part["lines"]
+
+
+def parse_line(raw: bytes, number: int) -> Line | str:
+    """A line's content, or its fault."""
+    record: Any = parse_object(raw)
+    if isinstance(record, str):
+        return record
+    ended = record.get("finish_reason") in (None, "stop")
+    if "messages" in record:
+        messages = record["messages"]
+        if not has_form(messages, [{"role": str, "content": str}]) or len(messages) < 2:
+            return (
+                "`messages` must be a list of at least a question and an answer, with `role` and `content`, both text"
+            )
+        if messages[-1]["role"] != "assistant":
+            return f"the last message is the {messages[-1]['role']}'s, not the assistant's"
+        prompt, answer = messages[:-1], messages[-1]["content"]
+    else:
+        prompt, answer = record.get("prompt"), record.get("answer")
+        for name, value in (("prompt", prompt), ("answer", answer)):
+            if not isinstance(value, str):
+                return f"no text in field `{name}` (it has: {names_of(record)})"
+    if not prompt or not answer:
+        return "an empty prompt" if not prompt else "an empty answer"
+    arguments = record.get("chat_template_kwargs")
+    return Line(number, prompt, answer, ended, arguments if isinstance(arguments, dict) else {})
+
+
+def encode_line(line: Line, tokenizer: Any, chat: Chat) -> tuple[list[int], list[int]]:
+    """Token ids of prompt and answer, encoded separately as they were when served; ValueError with the line's fault."""
+    from distill.data.chat_template import ChatTemplate
+    from distill.engines.torch.hugging_face import encode
+
+    if isinstance(line.prompt, str):
+        end = tokenizer.eos_token_id
+        ids, ends = encode(tokenizer, line.prompt), [] if end is None else [end]
+    elif not tokenizer.chat_template:
+        raise ValueError("messages, but the target's tokenizer has no chat template")
+    else:
+        known = {name: value for name, value in line.arguments.items() if name in str(tokenizer.chat_template)}
+        template = ChatTemplate(tokenizer, chat.model_copy(update={"arguments": {**chat.arguments, **known}}))
+        ids, ends = template.prompt(line.prompt), template.end
+    answer = encode(tokenizer, line.answer) + (ends if line.ended else [])
+    if not ids or not answer:
+        raise ValueError("it gives no token")
+    return ids, answer
+
+
+HeldOut = dict[str, tuple[Prompt, Answer]]  # by the prompt's name, with the first answer to it
+
+
+@dataclass
+class Sorted:
+    """The lines of a file, sorted: answers to learn from, held-out prompts, faults, and counts of cut lines."""
+
+    train: list[Answer] = field(default_factory=list)
+    held_out: dict[str, HeldOut] = field(default_factory=lambda: {"validation": {}, "test": {}})  # by split
+    bad: list[str] = field(default_factory=list)
+    too_long: int = 0
+    cut: int = 0
+
+    @property
+    def first_fault(self) -> str:
+        """The first bad line, for messages that count them."""
+        return f", first {self.bad[0]}" if self.bad else ""
+
+
+def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> Sorted:
+    """Encode lines and divide them among the splits by the names of their prompts.
+
+    Answers are cut where the block ends. A prompt that leaves them no room is left out, and so is a held-out prompt
+    that leaves less than answers.new_tokens.
+    """
+    found = Sorted()
+    for line in lines:
+        if isinstance(line, str):
+            found.bad.append(line)
+            continue
+        try:
+            prompt, answer = encode_line(line, tokenizer, recipe.chat)
+        except ValueError as error:
+            found.bad.append(f"line {line.number}: {error}")
+            continue
+        split = split_of(line.name, recipe.corpus.validation, recipe.corpus.test)
+        room = recipe.corpus.block - len(prompt)
+        if room < (2 if split == "train" else recipe.answers.new_tokens):
+            found.too_long += 1
+            continue
+        fits, answer = len(answer) <= room, answer[:room]
+        ended = line.ended and fits
+        if split == "train":
+            found.cut += not fits
+            found.train.append(Answer(f"{line.name}@{line.number}", prompt, answer, is_looping(answer), SOURCE, ended))
+        else:  # a prompt that is served often is measured once
+            first = Answer(line.name, prompt, answer, is_looping(answer), SOURCE, ended)
+            found.held_out[split].setdefault(line.name, (Prompt(line.name, prompt, SOURCE), first))
+    return found
+
+
+def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
+    """Write answers/train-traffic-NNNNN.jsonl, prompts-validation.jsonl, prompts-test.jsonl and traffic.json.
+
+    Does nothing where they exist. Raises DataError when the file no longer begins with the pinned part, or when no line
+    of it can be learnt from; the pin is then deleted, so that the next command reads the file as it is then.
+    """
+    settings = recipe.answers.traffic
+    assert settings is not None
+    folder = run.path("answers")
+    path = folder / "traffic.json"
+    if path.exists() and all((folder / name).exists() for name in read_json(path, {"files": [str]})["files"]):
+        return
+    begun = run.path("stages", "answers.begun.json")
+    pin = read_json(begun, {PIN: PINNED})[PIN]
+    if not has_form(pin.get("parts", []), [PINNED]):
+        raise DataError(f"{begun} is damaged: {PIN} is of another kind", "delete it and run `distill train` again")
+    if not all(Path(part["path"]).exists() and begins_with(Path(part["path"]), part) for part in parts_of(pin)):
+        again = _unpin(run)
+        raise DataError(
+            f"{pin['path']} no longer begins with the {pin['lines']} lines that this run pinned; was it rotated?",
+            f"{again} reads it as it is then",
+        )
+    found = sort_lines(recipe, read_lines(pin), tokenizer)
+    if not found.train:  # only then is the pin deleted
+        require_answers(found, pin, _unpin(run))
+    files: dict[str, Sequence[Answer | Prompt]] = {
+        f"prompts-{split}.jsonl": [prompt for prompt, _ in own.values()] for split, own in found.held_out.items()
+    }
+    for number, start in enumerate(range(0, len(found.train), LINES_PER_FILE)):
+        files[f"train-traffic-{number:05d}.jsonl"] = found.train[start : start + LINES_PER_FILE]
+    if not recipe.target.load:  # what the target has answered need not be asked again
+        for split, own in found.held_out.items():
+            files[f"traffic-{split}-00000.jsonl"] = [answer for _, answer in own.values()]
+    for name, rows in files.items():
+        write_lines(folder / name, map(asdict, rows))
+    counts = {"train": len(found.train), **{split: len(own) for split, own in found.held_out.items()}}
+    counts |= {"bad": len(found.bad), "too_long": found.too_long, "cut": found.cut}
+    write_json(path, {**pin, **counts, "files": list(files)})
+    run.say(
+        f"  traffic, lines {pin['start_line'] + 1} to {pin['lines']}: {len(found.train)} answers to learn from, "
+        f"{counts['validation']} validation and {counts['test']} test prompts"
+    )
+    if found.too_long or found.cut:
+        run.say(f"  traffic: {found.too_long} prompts left out and {found.cut} answers cut to fit corpus.block")
+    if found.bad:
+        run.say(f"  traffic: {len(found.bad)} bad lines left out{found.first_fault}")
+    if unfinished := unfinished_line(pin):
+        run.say(f"  traffic: {unfinished}")
+
+
+def require_answers(found: Sorted, pin: dict[str, Any], again: str) -> None:
+    """Raise DataError where none of the pinned lines can be learnt from; the command `again` reads the file again."""
+    if found.train:
+        return
+    unfinished = "; the last line has no newline at its end and was not read" if unfinished_line(pin) else ""
+    if pin["lines"] == 0 and not unfinished:
+        empty = "its *.jsonl files are" if Path(pin["path"]).is_dir() else "the file is"
+        raise DataError(f"{pin['path']}: {empty} empty", f"correct answers.traffic.path; then {again} reads it again")
+    raise DataError(
+        f"{pin['path']} has no answer in lines {pin['start_line'] + 1} to {pin['lines']}: {len(found.bad)} bad "
+        f"lines{found.first_fault}; {found.too_long} too long for corpus.block; "
+        f"{sum(map(len, found.held_out.values()))} prompts of other splits{unfinished}",
+        f"correct the file; then {again} reads it again",
+    )
+
+
+def _unpin(run: Run) -> str:
+    """Delete the pin, unless generated answers would be lost with it; the command that reads the file again."""
+    if any(run.path("answers").glob("train-[0-9]*.jsonl")):
+        return "`distill train RECIPE --redo answers`"
+    run.path("stages", "answers.begun.json").unlink()
+    return "the same command"
+
+
+def check_traffic(recipe: Recipe) -> list[str]:
+    """Sort the first lines of the traffic file; raises DataError where none of a whole file can be learnt from."""
+    from distill.engines.torch.hugging_face import load_tokenizer
+
+    settings = recipe.answers.traffic
+    if settings is None:
+        return []
+    pin = pin_of(Path(settings.path))
+    found = sort_lines(recipe, islice(read_lines(pin), MOST_LINES), load_tokenizer(recipe.target.model))
+    if pin["lines"] <= MOST_LINES:
+        require_answers(found, pin, "the same command")
+    return [
+        f"traffic {settings.path}: {pin['lines']} lines; of the first {min(MOST_LINES, pin['lines'])}, "
+        f"{len(found.train)} answers to learn from, {len(found.bad)} bad lines{found.first_fault}, "
+        f"{found.too_long} too long"
+    ]

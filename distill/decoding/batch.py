@@ -1,0 +1,449 @@
+"""Many texts at once: one call of a model serves all rows, and each row gets the text that it would get alone.
+
+Both loops are those of `decode.py`, with a list of rows instead of one. Legend: B prompts, γ drafted tokens of a
+round, N distributions of a call (row by row, in the order of the rows), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.data.texts import Reply, Request
+from distill.decoding.decode import Decoded, Round, add_tokens
+from distill.decoding.drafters import NONE, ChainDraft, ModelDrafter, distribution_sampler, largest_logit_decides
+from distill.decoding.lengths import Fixed, LengthRule, NGramIndex, Proposal
+from distill.decoding.on_device import DeviceRounds, RowRound, rounds_on_device
+from distill.decoding.rules import Rules, Stop, require_lossless
+from distill.decoding.verify import Random, draw_chain, draw_token, unchecked_transform, verify_greedy
+from distill.engines.model import Logits, Model
+from distill.engines.torch.model import TorchLogits, model_name
+from distill.sampler import Sampler, place_of
+
+# ── Many texts at once: one call of a model serves all rows, and each row gets the text that it would get alone ──
+
+CHUNK = 256  # tokens of a prompt that one call reads
+
+
+@dataclass
+class _Row:
+    """One text of the batch, with its own random numbers, length rule and index, and its proposal of this round."""
+
+    number: int
+    context: list[int]
+    random: Random
+    rule: LengthRule
+    result: Decoded = field(default_factory=Decoded)
+    ended: bool = False
+    proposal: Proposal = field(default_factory=lambda: Proposal.chain([]))
+    index: NGramIndex = field(default_factory=NGramIndex)
+
+    def add(self, new: list[int], accepted: int, rules: Rules) -> None:
+        """Add a round's new tokens, of which `accepted` come from the draft, up to where the text ends."""
+        _, self.ended = add_tokens(self.result, new, accepted, rules)
+        self.context += new
+
+
+def plain_batch(
+    target: Model, prompts: Sequence[Sequence[int]], limit: int, rules: Rules, randoms: Sequence[Random] | None = None
+) -> list[Decoded]:
+    """Plain decoding of B prompts at once from a cold cache, each as `plain` would decode it alone.
+
+    Row b draws from randoms[b] instead of `rules.random`; they may be left out at temperature 0. Each row's `seconds`
+    run until that row ended, so the largest of them is the time of the batch.
+    """
+    rows = _rows([target], prompts, rules, randoms, lambda: Fixed(0))
+    _prefill(rows, rules, target)
+    prefilled = time.perf_counter()
+    rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
+    while live := _unfinished(rows, target, limit):
+        if rounds is not None:
+            played = rounds.run([RowRound(row.number, row.context[-1:], row.random) for row in live])
+            tokens = [outcome.token for outcome in played]
+        else:
+            tokens = _next_tokens(extend_rows(target, {row.number: row.context[-1:] for row in live}), live, rules)
+        seconds = time.perf_counter() - prefilled
+        for row, token in zip(live, tokens, strict=True):
+            row.add([token], 0, rules)
+            row.result.seconds = seconds
+    return [row.result for row in rows]
+
+
+def decode_batch(
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    limit: int,
+    rules: Rules,
+    length: int | Callable[[], LengthRule],
+    randoms: Sequence[Random] | None = None,
+    argmax: bool = False,
+) -> list[Decoded]:
+    """Speculative decoding of B prompts at once from cold caches, each as `decode` with a ModelDrafter would alone.
+
+    All rows go through a round together: drafts grow in step, one target call verifies them all, and each row keeps
+    its accepted tokens; a row that has ended takes no part. `length` is γ, or makes a length rule for each row. Row b
+    draws from randoms[b] (draft and verifier, in the order of `decode`) instead of `rules.random`; they may be left out
+    at temperature 0. `argmax` drafts the best tokens at any temperature.
+
+    The seconds of a round, and of the prefill, are those of the whole batch, the same in each row that took part. Each
+    row's `seconds` run until that row ended, so the largest of them is the time of the batch. DataError for a verifier
+    and rule that would change the target's distribution.
+    """
+    new_rule = length if callable(length) else lambda: Fixed(length)
+    drafter = ModelDrafter(draft, new_rule(), rules.sampler, rules.random, argmax)
+    require_lossless(drafter, rules)
+    rows = _rows([target, draft], prompts, rules, randoms, new_rule)
+    _prefill(rows, rules, target, draft)
+    rounds = rounds_on_device(target, rules, draft, drafter.argmax, [row.rule for row in rows])
+    while live := _unfinished(rows, target, limit):
+        round_started = time.perf_counter()
+        depths = target.lengths
+        limits = _draft_limits(target, draft, live, limit)
+        if rounds is not None:
+            verdicts = _play(rounds, live, limits, rules, drafter.argmax)
+        else:
+            _draft(draft, live, limits, rules, drafter.argmax)
+            verdicts = _verify(target, live, rules)
+        for row, (accepted, token) in zip(live, verdicts, strict=True):
+            row.add([*row.proposal.tokens[:accepted], token], accepted, rules)
+        # Forget the rejected tokens; the last drafted token was never read.
+        _rollback(draft, {row.number: len(row.context) - 1 for row in live})
+        seconds = time.perf_counter() - round_started
+        for row, (accepted, _) in zip(live, verdicts, strict=True):
+            drafted = len(row.proposal.tokens)
+            row.rule.observe(drafted, accepted, row.proposal.features, seconds)
+            row.result.seconds += seconds
+            row.result.rounds.append(Round(depths[row.number], drafted, accepted, seconds))
+    return [row.result for row in rows]
+
+
+def _rows(
+    models: Sequence[Model],
+    prompts: Sequence[Sequence[int]],
+    rules: Rules,
+    randoms: Sequence[Random] | None,
+    new_rule: Callable[[], LengthRule],
+) -> list[_Row]:
+    """A row for each prompt; the caches of the models are emptied."""
+    assert rules.constraint is None, "a grammar constrains one text at a time"
+    assert all(map(len, prompts)), "a prompt is empty"
+    if randoms is None and rules.sampler.temperature == 0:
+        randoms = [rules.random] * len(prompts)
+    assert randoms is not None and len(randoms) == len(prompts), "each prompt needs random numbers of its own"
+    for model in models:
+        assert len(prompts) <= model.rows, f"{len(prompts)} prompts for a model of {model.rows} rows"
+        model.rollback([0] * model.rows)
+    return [
+        _Row(number, list(prompt), random, new_rule())
+        for number, (prompt, random) in enumerate(zip(prompts, randoms, strict=True))
+    ]
+
+
+def _unfinished(rows: Sequence[_Row], target: Model, limit: int) -> list[_Row]:
+    lengths = target.lengths
+    return [
+        row
+        for row in rows
+        if not row.ended and len(row.result.tokens) < limit and lengths[row.number] < target.capacity
+    ]
+
+
+def extend_rows(model: Model, parts: Mapping[int, Sequence[int]], last: Collection[int] | None = None) -> Logits:
+    """Extend each row by its own tokens (rows in ascending order) in one call.
+
+    Returns the logits after the last token of each row in `last`; without `last`, those after every token.
+    """
+    counts = [len(parts.get(row, ())) for row in range(model.rows)]
+    tokens = [token for part in parts.values() for token in part]
+    ends = accumulate(len(part) for part in parts.values())
+    want = None if last is None else [end - 1 for row, end in zip(parts, ends, strict=True) if row in last]
+    # With one row, counts are left out: llama.cpp's short steps skip the bookkeeping then.
+    return model.extend(tokens, counts if model.rows > 1 else None, want=want)
+
+
+def _read(model: Model, texts: Mapping[int, Sequence[int]]) -> Iterator[tuple[list[int], Logits]]:
+    """Read each row's text in chunks; yields the rows that end with a chunk, and the logits after their last tokens.
+
+    With chunks short texts are not padded to the full length of long ones, and masks stay small.
+    """
+    for start in range(0, max(map(len, texts.values()), default=0), CHUNK):
+        parts = {row: text[start : start + CHUNK] for row, text in texts.items() if len(text) > start}
+        ended = [row for row in parts if len(texts[row]) <= start + CHUNK]
+        yield ended, extend_rows(model, parts, ended)
+
+
+def _prefill(rows: Sequence[_Row], rules: Rules, target: Model, draft: Model | None = None) -> None:
+    """Read the prompts, time that, and add the first new token of each row."""
+    firsts: dict[int, int] = {}
+    started = time.perf_counter()
+    for ended, logits in _read(target, {row.number: row.context for row in rows}):
+        if ended:
+            firsts |= zip(ended, _next_tokens(logits, [rows[number] for number in ended], rules), strict=True)
+    if draft is not None:
+        # The first step reads the last token of a prompt. A draft without room behind a prompt does not read it at all.
+        for _ in _read(draft, {row.number: row.context[:-1] for row in rows if len(row.context) < draft.capacity}):
+            pass
+    seconds = time.perf_counter() - started
+    for row in rows:
+        row.result.prefill_seconds = seconds
+        row.add([firsts[row.number]], 0, rules)
+
+
+def _rollback(model: Model, lengths: Mapping[int, int]) -> None:
+    """Forget the tokens of rows beyond `lengths`; rows that hold fewer, or are not named, stay as they are."""
+    model.rollback([min(held, lengths.get(row, held)) for row, held in enumerate(model.lengths)])
+
+
+def _next_tokens(logits: Logits, live: Sequence[_Row], rules: Rules) -> list[int]:
+    """The target's own next token of each row, from logits [B, V]."""
+    if rules.by_argmax:
+        return logits.argmax()
+    distributions = rules.sampler.distributions(logits, [row.context for row in live])
+    return [draw_token(distribution, row.random) for distribution, row in zip(distributions, live, strict=True)]
+
+
+def _draft_limits(target: Model, draft: Model, live: Sequence[_Row], limit: int) -> dict[int, int]:
+    """How many drafted tokens each row can still use: the round emits one token beyond those accepted."""
+    capacity, depths = min(target.capacity, draft.capacity), target.lengths
+    return {row.number: min(limit - len(row.result.tokens), capacity - depths[row.number]) - 1 for row in live}
+
+
+def _play(
+    rounds: DeviceRounds, live: Sequence[_Row], limits: Mapping[int, int], rules: Rules, argmax: bool
+) -> list[tuple[int, int]]:
+    """`_draft` and `_verify` on the device."""
+    rows = []
+    for row in live:
+        if rounds.draft is not None and rounds.draft.looks:
+            row.index.read(row.context)
+        chain = ChainDraft(row.rule, row.random, argmax, limits[row.number], rules.ends)
+        rows.append(RowRound(row.number, row.context, row.random, chain, index=row.index))
+    played = rounds.run(rows)
+    for row, outcome in zip(live, played, strict=True):
+        row.proposal = outcome.proposal
+    return [(outcome.accepted, outcome.token) for outcome in played]
+
+
+def _draft(draft: Model, live: Sequence[_Row], limits: Mapping[int, int], rules: Rules, argmax: bool) -> None:
+    """Draft for every row, one position of all rows a step; a row that has stopped takes no more tokens."""
+    read = draft.lengths
+    by_argmax = largest_logit_decides(argmax, rules.sampler, [row.rule for row in live])
+    if not by_argmax:
+        for row in live:
+            row.index.read(row.context)
+    chains = {row.number: ChainDraft(row.rule, row.random, argmax, limits[row.number], rules.ends) for row in live}
+    drafting = list(live)
+    while drafting := [row for row in drafting if chains[row.number].goes_on()]:
+        fresh = {row.number: chains[row.number].unread(row.context, read[row.number]) for row in drafting}
+        logits = extend_rows(draft, fresh, fresh)
+        if by_argmax:
+            for row, token in zip(drafting, logits.argmax(NONE), strict=True):
+                chains[row.number].add(token)
+        else:
+            histories = [[*row.context, *chains[row.number].tokens] for row in drafting]
+            distributions = distribution_sampler(rules.sampler).distributions(logits, histories, empty=True)
+            for row, distribution in zip(drafting, distributions, strict=True):
+                chains[row.number].add_from(distribution, row.index, row.context)
+    for row in live:
+        row.proposal = chains[row.number].proposal()
+
+
+def _verify(target: Model, live: Sequence[_Row], rules: Rules) -> list[tuple[int, int]]:
+    """One target call over all rows' last tokens and drafts: how many each row accepts, and the token after them.
+
+    The target is left with everything committed but those tokens.
+    """
+    depths = target.lengths
+    logits = extend_rows(target, {row.number: [row.context[-1], *row.proposal.tokens] for row in live})
+    ends = list(accumulate(len(row.proposal.tokens) + 1 for row in live))
+    places = [slice(end - len(row.proposal.tokens) - 1, end) for row, end in zip(live, ends, strict=True)]
+    verdicts: list[tuple[int, int]] = []
+    if rules.by_argmax:
+        choices = logits.argmax()
+        for row, place in zip(live, places, strict=True):
+            accepted = verify_greedy(choices[place], row.proposal.tokens)
+            verdicts.append((accepted, choices[place][accepted]))
+    else:
+        histories = None
+        if rules.sampler.repetition_penalty != 1:
+            histories = [history for row in live for history in row.proposal.histories(row.context)]
+        distributions = rules.sampler.distributions(logits, histories)  # [N, V]
+        for row, place in zip(live, places, strict=True):
+            verdicts.append(draw_chain(rules.verifier, distributions[place], row.proposal, row.random))
+    lengths = {row.number: depths[row.number] + 1 + count for row, (count, _) in zip(live, verdicts, strict=True)}
+    _rollback(target, lengths)
+    return verdicts
+
+
+# ── Plain sampling of many prompts, each with random numbers of its own: all at once, or as finished texts make
+# room ──
+# Legend: B prompts of a batch, R rows of a model, N rows of a call, V vocabulary.
+
+
+def uniform_numbers(seed: int, count: int) -> torch.Tensor:
+    """The first `count` uniform numbers [count], fp64, that a text with this seed is drawn with, one for each token."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@torch.inference_mode()
+def continue_prompts(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+    limit: int,
+    seeds: Sequence[int],
+    ends: Sequence[int],
+    vocabulary: int | None = None,
+) -> list[list[int]]:
+    """Continue B prompts (of any lengths) together, each with random numbers of its own.
+
+    Returns up to `limit` new ids per prompt; a text that ends keeps its end id as the last. Row b's draws depend on
+    seeds[b] and on its own distributions alone (the other rows affect it only through rounding). Ids from `vocabulary`
+    on are padding and never drawn.
+    """
+    from transformers import DynamicCache
+
+    device = next(model.parameters()).device
+    longest = max(len(prompt) for prompt in prompts)
+    rows = len(prompts)
+    ids = torch.zeros(rows, longest, dtype=torch.long)
+    mask = torch.zeros(rows, longest + limit, dtype=torch.long)
+    draws = torch.empty(rows, limit, dtype=torch.float64)
+    for row, prompt in enumerate(prompts):  # left-padded, so that every row's last token is in the last column
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+        draws[row] = uniform_numbers(seeds[row], limit)
+    mask, draws = mask.to(device), draws.to(device)
+    positions = (mask[:, :longest].cumsum(-1) - 1).clamp(min=0)
+    padded = bool((mask[:, :longest] == 0).any())
+    stop = torch.tensor(list(ends), device=device)
+    finished = torch.zeros(rows, dtype=torch.bool, device=device)
+    cache = DynamicCache()
+    step_ids, step_positions = ids.to(device), positions
+    chosen: list[torch.Tensor] = []
+    for step in range(limit):
+        logits = model(
+            input_ids=step_ids,
+            attention_mask=mask[:, : longest + step] if padded else None,
+            position_ids=step_positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1, :vocabulary]
+        place = place_of(model_name(model), [len(prompt) + step for prompt in prompts])
+        token = unchecked_transform(sampler.probabilities(logits, place=place), draws[:, step]).unsqueeze(-1)
+        chosen.append(token)
+        finished |= torch.isin(token.squeeze(-1), stop)
+        if bool(finished.all()):
+            break
+        step_ids, step_positions = token, step_positions[:, -1:] + 1
+    table = torch.cat(chosen, dim=1).tolist()
+    end_set = set(ends)
+    return [row[: next((i + 1 for i, token in enumerate(row) if token in end_set), len(row))] for row in table]
+
+
+@dataclass
+class _Row_sample:
+    """A text that is being written, with a random number for each of its tokens."""
+
+    request: Request
+    numbers: list[float]
+    tokens: list[int] = field(default_factory=list)
+    stopped: Reply | None = None
+
+    def add(self, token: int, ends: Collection[int], stop: Stop | None) -> None:
+        """Add a token; `stopped` is the reply where the text is over."""
+        seen = len(self.tokens)
+        self.tokens.append(token)
+        if token in ends:
+            self.stopped = Reply(self.request.id, self.tokens, True)
+            return
+        if stop is not None and (found := stop(self.tokens, seen)).ended:
+            self.stopped = Reply(self.request.id, self.tokens[: found.kept], True)
+        elif len(self.tokens) >= self.request.limit:
+            self.stopped = Reply(self.request.id, self.tokens, False)
+
+
+def refill(
+    model: Model,
+    waiting: deque[Request],
+    sampler: Sampler,
+    ends: Collection[int],
+    vocabulary: int | None = None,
+    stop: Stop | None = None,
+) -> Iterator[Reply]:
+    """Continue every request that waits, R at a time, and yield each reply when its text ends.
+
+    A text that ends keeps its end token as the last. Its draws depend on the request's seed and on its own
+    distributions alone; the other rows affect it only through rounding, and the order of requests decides which those
+    are. The caller may append to `waiting` between replies. Ids from `vocabulary` on are padding and never drawn.
+    ValueError for a request that the model's context cannot hold.
+    """
+    rows: list[_Row_sample | None] = [None] * model.rows
+    while True:
+        fresh = []
+        for place, row in enumerate(rows):
+            if row is None and waiting:
+                rows[place] = _seated(model, waiting.popleft())
+                fresh.append(place)
+        reading = fresh or [place for place, row in enumerate(rows) if row is not None]
+        if not reading:
+            return
+        live = [row for place in reading if (row := rows[place]) is not None]
+        if fresh:
+            logits = _read_prompts(model, reading, live)
+        else:
+            last = {place: row.tokens[-1:] for place, row in zip(reading, live, strict=True)}
+            logits = extend_rows(model, last, last)
+        for row, token in zip(live, _drawn(logits, live, sampler, vocabulary), strict=True):
+            row.add(token, ends, stop)
+        for place, row in zip(reading, live, strict=True):
+            if row.stopped is not None:
+                rows[place] = None
+                yield row.stopped
+
+
+def _seated(model: Model, request: Request) -> _Row_sample:
+    # The last token is never read.
+    if not request.ids or request.limit < 1 or len(request.ids) + request.limit - 1 > model.capacity:
+        raise ValueError(
+            f"{len(request.ids)} tokens of a prompt and {request.limit} more do not fit a context of {model.capacity}"
+        )
+    return _Row_sample(request, uniform_numbers(request.seed, request.limit).tolist())
+
+
+def _read_prompts(model: Model, places: Sequence[int], rows: Sequence[_Row_sample]) -> Logits:
+    """Read the prompts of fresh rows in chunks, all of which end in the last one."""
+    model.rollback([0 if place in places else length for place, length in enumerate(model.lengths)])
+    longest = max(len(row.request.ids) for row in rows)
+    left = -(-longest // CHUNK)
+    while True:
+        left -= 1
+        part: dict[int, Sequence[int]] = {}
+        for place, row in zip(places, rows, strict=True):
+            ids = row.request.ids
+            piece = ids[max(0, len(ids) - (left + 1) * CHUNK) : max(0, len(ids) - left * CHUNK)]
+            if piece:
+                part[place] = piece
+        logits = extend_rows(model, part, () if left else part)
+        if left == 0:
+            return logits
+
+
+@torch.inference_mode()
+def _drawn(logits: Logits, rows: Sequence[_Row_sample], sampler: Sampler, vocabulary: int | None) -> list[int]:
+    """The next token of each row, from logits [N, V]."""
+    values: Tensor = logits.values if isinstance(logits, TorchLogits) else logits.full()
+    histories = [row.request.ids + row.tokens for row in rows] if sampler.repetition_penalty != 1 else None
+    probabilities = sampler.probabilities(values[:, :vocabulary], histories, logits.place)
+    numbers = torch.tensor([row.numbers[len(row.tokens)] for row in rows], dtype=torch.float64, device=values.device)
+    tokens: list[int] = unchecked_transform(probabilities, numbers).tolist()
+    return tokens

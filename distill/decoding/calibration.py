@@ -1,0 +1,160 @@
+"""Calibrations: the probability that a drafted token is accepted, from features of the draft's distribution.
+
+A calibration is fitted on recorded rounds of validation text. Only positions that were drafted and reached count:
+positions behind the first rejection were never judged. Legend: N judged positions, F terms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from distill.decoding.lengths import Features, Fixed
+from distill.errors import DataError
+
+Array = NDArray[numpy.float64]
+LEAST = 1e-6  # no probability is closer than this to 0 or 1: a single surprise must not cost infinite log loss
+MOST_MARGIN = 20.0  # of the logit margin: the second best may have probability 0 after top-k or at temperature 0
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One round: features of the drafted positions, and how many of their tokens were accepted from the first on."""
+
+    features: Sequence[Features]
+    accepted: int
+
+    def judged(self) -> list[tuple[int, Features, bool]]:
+        """(position, features, accepted) of the positions that were drafted and reached."""
+        return [(j, self.features[j], j < self.accepted) for j in range(min(len(self.features), self.accepted + 1))]
+
+
+@dataclass
+class Recorder(Fixed):
+    """Drafts a fixed length and keeps what was seen of every round, and the text's new tokens."""
+
+    reads_features = True
+    rounds: list[Recorded] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
+        """Keep the round."""
+        self.rounds.append(Recorded(tuple(features[:drafted]), accepted))
+
+
+def clamp(probability: float) -> float:
+    """A probability kept away from 0 and 1 by LEAST."""
+    return min(max(probability, LEAST), 1 - LEAST)
+
+
+def sigmoid(x: float) -> float:
+    """1 / (1 + e^−x) without overflow."""
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def logit(probability: float) -> float:
+    """ln(p / (1 − p)) of a clamped probability."""
+    p = clamp(probability)
+    return math.log(p) - math.log1p(-p)
+
+
+def margin(features: Features) -> float:
+    """The two largest logits' distance, ln(top / second), at most MOST_MARGIN."""
+    top = max(features.top, 1e-30)
+    return min(math.log(top / features.second), MOST_MARGIN) if features.second > 0 else MOST_MARGIN
+
+
+TERMS: dict[str, Callable[[int, Features], float]] = {
+    "margin": lambda position, f: margin(f),
+    "logit_top": lambda position, f: logit(f.top),
+    "entropy": lambda position, f: f.entropy,
+    "first": lambda position, f: float(position == 0),
+    "log_position": lambda position, f: math.log1p(position),
+    "agrees": lambda position, f: float(f.match > 0),
+    "differs": lambda position, f: float(f.match < 0),
+    "agreed_length": lambda position, f: max(f.match, 0) / 6,
+    "differed_length": lambda position, f: max(-f.match, 0) / 6,
+}
+FEATURE_TERMS = ("margin", "logit_top", "entropy", "first", "log_position")  # of the distribution and its position
+CONTEXT_TERMS = ("agrees", "differs", "agreed_length", "differed_length")  # of the best token, from the text before it
+FITTED = {"features": FEATURE_TERMS, "context": FEATURE_TERMS + CONTEXT_TERMS}  # by a configuration's `calibration`
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """σ(bias + Σ weight·term) of terms of the features; unless fitted, the draft's own largest probability."""
+
+    bias: float = 0.0
+    weights: tuple[float, ...] = (1.0,)
+    terms: tuple[str, ...] = ("logit_top",)
+
+    def accept(self, position: int, features: Features) -> float:
+        """The probability that the token at `position` (from 0) is accepted, given that all before it are."""
+        total = sum(w * TERMS[name](position, features) for w, name in zip(self.weights, self.terms, strict=True))
+        return clamp(sigmoid(self.bias + total))
+
+
+def fit_calibration(
+    rounds: Sequence[Recorded], terms: Sequence[str], ridge: float = 1e-3, steps: int = 50
+) -> Calibration:
+    """Weights of greatest likelihood by Newton's method; raises DataError without both outcomes.
+
+    `ridge` times half the squared weights (the bias is free) is subtracted, so that separable rows have an optimum.
+    """
+    judged = _judged(rounds)
+    outcomes = {accepted for _, _, accepted in judged}
+    if len(outcomes) < 2:
+        what = (
+            "no judged position" if not judged else f"only {'accepted' if True in outcomes else 'rejected'} positions"
+        )
+        raise DataError(f"calibration: {what} in {len(rounds)} rounds", "record more rounds on the validation split")
+    x = numpy.array([[1.0, *(TERMS[name](j, f) for name in terms)] for j, f, _ in judged])  # [N, 1 + F]
+    y = numpy.array([float(hit) for _, _, hit in judged])  # [N]
+    penalty = numpy.diag([1e-9, *([ridge] * len(terms))])
+    weights = numpy.zeros(x.shape[1])
+
+    def loss(w: Array) -> float:
+        return float(numpy.logaddexp(0, x @ w).sum() - y @ (x @ w) + w @ penalty @ w / 2)
+
+    for _ in range(steps):
+        p = 1 / (1 + numpy.exp(-numpy.clip(x @ weights, -500, 500)))
+        slope = x.T @ (y - p) - penalty @ weights
+        step = numpy.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + penalty, slope)
+        size = 1.0
+        while loss(weights + size * step) > loss(weights) + 1e-12 and size > 1e-6:
+            size /= 2
+        weights = weights + size * step
+        if float(numpy.abs(step).max()) < 1e-9:
+            break
+    return Calibration(float(weights[0]), tuple(float(w) for w in weights[1:]), tuple(terms))
+
+
+def _judged(rounds: Sequence[Recorded]) -> list[tuple[int, Features, bool]]:
+    return [row for round_ in rounds for row in round_.judged()]
+
+
+def predicted(calibration: Calibration, rounds: Sequence[Recorded]) -> tuple[list[float], list[bool]]:
+    """The calibrated probability of every judged position, and whether its token was accepted."""
+    judged = _judged(rounds)
+    return [calibration.accept(j, f) for j, f, _ in judged], [accepted for _, _, accepted in judged]
+
+
+def log_loss(probabilities: Sequence[float] | Array, outcomes: Sequence[bool]) -> float:
+    """Mean −ln of the probability of the actual outcome, in nats."""
+    p = numpy.clip(numpy.asarray(probabilities), LEAST, 1 - LEAST)
+    return float(-numpy.where(numpy.asarray(outcomes), numpy.log(p), numpy.log1p(-p)).mean())
+
+
+def expected_calibration_error(
+    probabilities: Sequence[float] | Array, outcomes: Sequence[bool] | NDArray[Any], bins: int = 10
+) -> float:
+    """Mean |predicted − observed rate| over bins of equal width, weighted by their counts (Guo et al. 2017, eq. 3)."""
+    p, y = numpy.asarray(probabilities), numpy.asarray(outcomes, float)
+    index = numpy.minimum((p * bins).astype(int), bins - 1)
+    gaps = [abs(float((p[index == b] - y[index == b]).sum())) for b in range(bins)]
+    return sum(gaps) / len(p)

@@ -1,0 +1,196 @@
+"""Cost curves: the seconds a model takes for m tokens of one sequence at a depth; and the draft lengths they favour.
+
+Legend: m tokens of one step, T target, D draft, n or γ drafted tokens of a round.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from distill.engines.model import Model
+from distill.errors import DataError
+from distill.files import read_object, write_json
+from distill.machine import machine
+from distill.progress import Progress
+
+FORMAT = 1  # of saved curves
+MEASURE_IT = "write one with `distill profile MODEL --out FILE`"
+UNSTEADY = 1.5  # a median this many times the fastest repeat was disturbed by other programs
+
+
+def measure_steps(
+    model: Model, counts: Sequence[int], depth: int, repeats: int, vocabulary: int, progress: Progress | None = None
+) -> dict[int, tuple[float, float, float]]:
+    """Median, lowest and highest seconds of a step of m tokens, for each m, after a warm-up that does not count.
+
+    The counts take turns, round after round, so that a slow period of the machine affects all of them. The model is
+    left with `depth` tokens committed.
+    """
+    model.rollback([0])
+    model.extend([7 * i % vocabulary for i in range(depth)], want=[depth - 1])
+    tokens = [(11 * i + 3) % vocabulary for i in range(max(counts))]
+    seconds: dict[int, list[float]] = {m: [] for m in counts}
+    for repeat in range(repeats + 1):
+        for m in counts:
+            started = time.perf_counter()
+            model.extend(tokens[:m]).argmax()
+            elapsed = time.perf_counter() - started
+            model.rollback([depth])
+            if repeat:
+                seconds[m].append(elapsed)
+        if progress is not None:
+            progress.step()
+    return {m: (statistics.median(taken), min(taken), max(taken)) for m, taken in seconds.items()}
+
+
+def doubt(medians: Sequence[float], fastest: Sequence[float]) -> str:
+    """A warning for a curve of which a quarter or more was disturbed; empty for a steady one.
+
+    Other programs can make a step slower, never faster. So medians far above the fastest repeat show that something
+    else was running; where all repeats were slowed alike, nothing shows it.
+    """
+    disturbed = sum(median > UNSTEADY * low for median, low in zip(medians, fastest, strict=True))
+    if 4 * disturbed < len(medians):
+        return ""
+    return (
+        f"{disturbed} of {len(medians)} step sizes took more than {UNSTEADY:g} times their fastest repeat: other "
+        "programs were using this machine, so measure again when it is quiet"
+    )
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds at one depth: the target's T(1..), the draft's D(1) and D(2), and the overhead of a round."""
+
+    target: tuple[float, ...]
+    draft: float
+    draft_two: float
+    overhead: float = 0.0
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Medians as measured, never smoothed: seconds[i][m − 1] of a step of m tokens at depths[i], depths rising.
+
+    `fastest` and `slowest` are the extremes of the same repeats, empty where they were not recorded. `unit` is
+    "seconds", or "T(1)" for an imported curve of relative costs; `note` is a caveat for readers.
+    """
+
+    model: str
+    backend: str
+    depths: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    repeats: int = 0
+    unit: str = "seconds"
+    note: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
+    fastest: tuple[tuple[float, ...], ...] = ()
+    slowest: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.depths or len(self.depths) != len(self.seconds) or list(self.depths) != sorted(set(self.depths)):
+            raise DataError(f"cost curve of {self.model}: {len(self.seconds)} rows for depths {list(self.depths)}")
+        if not all(row and all(0 < value < math.inf for value in row) for row in self.seconds):
+            raise DataError(f"cost curve of {self.model}: a step took no positive time", "measure the curve again")
+
+    def at(self, depth: int) -> tuple[float, ...]:
+        """T(1..) of the deepest bucket that is not deeper than `depth`; of the first one where all are deeper."""
+        below = [i for i, bucket in enumerate(self.depths) if bucket <= depth]
+        return self.seconds[below[-1] if below else 0]
+
+    def relative(self, depth: int) -> list[float]:
+        """Per-token cost of m = 1.. relative to m = 1: T(m) / (m·T(1))."""
+        row = self.at(depth)
+        return [seconds / (m * row[0]) for m, seconds in enumerate(row, start=1)]
+
+
+def measure_curve(model: Model, title: str, backend: str, depths: Sequence[int], limit: int, repeats: int) -> CostCurve:
+    """Time steps of m = 1..`limit` tokens at each depth that the model's context leaves room for.
+
+    The first pass is a warm-up and does not count. Raises DataError when no depth fits.
+    """
+    fitting = sorted({depth for depth in depths if depth + limit <= model.capacity})
+    if not fitting:
+        raise DataError(f"{title}: a context of {model.capacity} has no room for {limit} tokens at depth {min(depths)}")
+    progress = Progress(f"{title}: passes over 1..{limit} tokens", len(fitting) * (repeats + 1))
+    sizes, vocabulary = range(1, limit + 1), model.vocabulary_size
+    steps = [measure_steps(model, sizes, depth, repeats, vocabulary, progress) for depth in fitting]
+    medians, fastest, slowest = (tuple(tuple(times[i] for times in row.values()) for row in steps) for i in range(3))
+    note, where = doubt([*chain(*medians)], [*chain(*fastest)]), tuple(fitting)
+    return CostCurve(title, backend, where, medians, repeats, "seconds", note, machine(), fastest, slowest)
+
+
+def save_cost_curve(curve: CostCurve, path: Path) -> None:
+    """Write a curve as JSON."""
+    write_json(path, {"format": FORMAT, **asdict(curve)})
+
+
+def load_cost_curve(path: Path) -> CostCurve:
+    """A curve that `save_cost_curve` wrote; raises DataError for any other file."""
+    if not path.is_file():
+        raise DataError(f"there is no curve {path}", MEASURE_IT)
+    saved = read_object(path, MEASURE_IT)
+    if saved.pop("format", None) != FORMAT:
+        raise DataError(f"{path} is no cost curve of format {FORMAT}", MEASURE_IT)
+    try:
+        return TypeAdapter(CostCurve).validate_python(saved)
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise DataError(f"{path}: `{where}` is missing or of another kind", MEASURE_IT) from None
+
+
+def tokens_per_round(accepted: Sequence[float]) -> float:
+    """τ = 1 + Σ_i Π_{j ≤ i} a_j, from the acceptance a_1..a_γ at each drafted position, given that it was reached."""
+    return sum(accumulate(accepted, operator.mul), start=1.0)
+
+
+def predicted_speedups(target: Sequence[float], draft: float, accepted: Sequence[float]) -> list[float]:
+    """Decoding speed relative to plain for each draft length γ = 0.., as far as T(1..) and the acceptance reach.
+
+    S(γ) = T(1)·τ / (T(γ + 1) + γ·D) (Leviathan et al. 2023, eq. 1, with measured times); `draft` is D(1), `accepted` is
+    a_1.. as of `tokens_per_round`. The best length is the first of the largest; at 0 plain decoding is faster.
+    """
+    lengths = range(min(len(target) - 1, len(accepted)) + 1)
+    return [target[0] * tokens_per_round(accepted[:n]) / (target[n] + n * draft) for n in lengths]
+
+
+def accepted_by_position(rounds: Sequence[tuple[int, int]]) -> list[float]:
+    """Acceptance at each position, given that it was reached, from rounds of (drafted, accepted) tokens.
+
+    It ends before the first position that no round reached.
+    """
+    rates: list[float] = []
+    while reached := [accepted for drafted, accepted in rounds if drafted > len(rates) <= accepted]:
+        rates.append(sum(accepted > len(rates) for accepted in reached) / len(reached))
+    return rates
+
+
+def shorter_rounds(rounds: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """The rounds (drafted, accepted) of `length` tokens of a text whose greedy rounds, which drafted more, are given.
+
+    A greedy draft continues an accepted text as it did before, so that a round which begins inside an accepted stretch
+    is known: it accepts what is left of the stretch. Acceptance by position is not the same for all lengths: short
+    rounds begin more often inside such stretches, long ones behind a token that the draft did not know. Where all that
+    was drafted is accepted, nothing is known of the token behind it: such a round is taken to have drafted no more,
+    which says nothing of later positions (see `accepted_by_position`).
+    """
+    left: list[tuple[int, bool]] = []  # by place in the text: tokens of the stretch after it; whether a miss ends it
+    for drafted, accepted in rounds:
+        left += [(accepted - passed, accepted < drafted) for passed in range(accepted + 1)]
+    shorter, place = [], 0
+    while place < len(left):
+        stretch, missed = left[place]
+        accepted = min(stretch, length)
+        shorter.append((length if missed or stretch >= length else stretch, accepted))
+        place += accepted + 1
+    return shorter

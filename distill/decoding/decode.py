@@ -1,0 +1,279 @@
+"""The decoder: plain, and speculative with any drafter, verifier and sampler. Read `decode` from top to bottom.
+
+A model needs `extend`, `rollback` and, for trees, `keep`. Legend: γ drafted tokens of a round, n nodes of a tree,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from distill.decoding.constrained import Constrained
+from distill.decoding.drafters import NOTHING, ONLY, Drafter, ModelDrafter
+from distill.decoding.lengths import ROOT, Fixed, LengthRule, Proposal
+from distill.decoding.on_device import RowRound, round_of_text, rounds_of_text, rounds_on_device
+from distill.decoding.rules import GREEDY, Rules, require_lossless
+from distill.decoding.verify import CHAINS, TREES, draw_chain, draw_token, verify_greedy, walk, walk_greedy
+from distill.engines.model import Logits, Model
+
+
+class Round(NamedTuple):
+    """One round: tokens in the target's context before it, drafted, accepted, and seconds."""
+
+    depth: int
+    drafted: int
+    accepted: int
+    seconds: float
+
+
+@dataclass
+class Decoded:
+    """Tokens after a prompt, with the rounds that made them.
+
+    An end token is the last of `tokens`. A text that a stop string ends keeps the whole tokens before that string; of a
+    token that holds more than the beginning of the string, `rest` keeps the bytes before it. The last tokens may still
+    be removed while decoding goes on. `from_draft[i]` is true where token i was drafted and accepted. `prefill_seconds`
+    (the prompt and the first token) and `seconds` (all later tokens) are apart, because speculation changes only the
+    second.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    seconds: float = 0.0
+    rest: bytes = b""
+
+    def tokens_per_second(self) -> float:
+        """Speed after the first token."""
+        return max(len(self.tokens) - 1, 0) / self.seconds if self.seconds else 0.0
+
+
+def room_for(target: Model, draft: Model, prompt: int, limit: int) -> int:
+    """How many new tokens fit both contexts, at most `limit`."""
+    return min(limit, target.capacity - prompt, draft.capacity - prompt)
+
+
+def constrained(target: Model, prompt: Sequence[int], rules: Rules) -> Model:
+    """The target at the start of a text, under the constraint where there is one."""
+    if rules.constraint is None:
+        return target
+    rules.constraint.begin(len(prompt), target.vocabulary_size)
+    return Constrained(target, rules.constraint)
+
+
+def next_token(logits: Logits, history: Sequence[int], rules: Rules) -> int:
+    """The target's own next token from logits [1, V]."""
+    if rules.by_argmax:
+        return logits.argmax()[0]
+    return draw_token(rules.sampler.distributions(logits, [history])[0], rules.random)
+
+
+def add_tokens(result: Decoded, new: Sequence[int], accepted: int, rules: Rules) -> tuple[int, bool]:
+    """Add a round's new tokens, of which `accepted` come from the draft, up to where the text ends.
+
+    Returns how many of all tokens no stop string can remove any more, and whether the text ends.
+    """
+    before = len(result.tokens)
+    count = next((i + 1 for i, token in enumerate(new) if token in rules.ends), None)
+    result.tokens += new[:count]
+    result.from_draft += [i < accepted for i in range(len(result.tokens) - before)]
+    if rules.stop is not None:
+        stopped = rules.stop(result.tokens, before)
+        if stopped.ended:
+            del result.tokens[stopped.kept :], result.from_draft[stopped.kept :]
+            result.rest = stopped.rest
+        if stopped.ended or count is None:
+            return stopped.kept, stopped.ended
+    return len(result.tokens), count is not None
+
+
+def plain(
+    target: Model, prompt: Sequence[int], limit: int, ends: Collection[int] = (), rules: Rules | None = None
+) -> Decoded:
+    """Plain decoding, one token a step, from a cold cache; up to `limit` tokens, the end token included.
+
+    Without `rules` it is greedy and stops at `ends`.
+    """
+    result = Decoded()
+    for _ in plain_steps(target, prompt, limit, rules or Rules(ends=ends), result):
+        pass
+    return result
+
+
+def plain_steps(target: Model, prompt: Sequence[int], limit: int, rules: Rules, result: Decoded) -> Iterator[list[int]]:
+    """`plain` into `result`, yielding after each step the tokens that became certain, as `decode`."""
+    target = constrained(target, prompt, rules)
+    target.rollback([0])
+    started = time.perf_counter()
+    context = list(prompt)
+    token = next_token(target.extend(prompt, want=[len(prompt) - 1]), context, rules)
+    prefilled = time.perf_counter()
+    result.prefill_seconds = prefilled - started
+    certain, ended = add_tokens(result, [token], 0, rules)
+    # The largest logit is read from the device as it is; a distribution would be copied whole.
+    rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
+    yielded, result.seconds = 0, time.perf_counter() - prefilled
+    while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
+        yield result.tokens[yielded:certain]
+        yielded, started = certain, time.perf_counter()
+        context.append(token)
+        if rounds is not None:
+            token = rounds.run([RowRound(0, context, rules.random)])[0].token
+        else:
+            token = next_token(target.extend([token], want=ONLY), context, rules)
+        certain, ended = add_tokens(result, [token], 0, rules)
+        result.seconds += time.perf_counter() - started
+    yield result.tokens[yielded:]
+
+
+def decode(
+    target: Model,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    limit: int,
+    rules: Rules,
+    result: Decoded,
+    lossy: bool = False,
+) -> Iterator[list[int]]:
+    """Speculative decoding from cold caches into `result`, yielding after each round the tokens that became certain.
+
+    They are the round's new tokens, except those that may begin a stop string: these wait for later rounds. All yielded
+    tokens together are `result.tokens`. A drafter without room behind the context proposes nothing.
+    The output follows the target's distribution under the sampler exactly (greedy: it is the target's own text, up to
+    rounding between batches of one and of several tokens). Raises DataError for pairs of drafter and verifier that
+    would change it, unless `lossy`.
+    """
+    if not lossy:
+        require_lossless(drafter, rules)
+    target = constrained(target, prompt, rules)
+    target.rollback([0])
+    started = time.perf_counter()
+    first = next_token(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)
+    drafter.begin(prompt)
+    result.prefill_seconds = time.perf_counter() - started
+    context = [*prompt, first]
+    certain, ended = add_tokens(result, [first], 0, rules)
+    yielded, rounds = 0, rounds_of_text(target, drafter, rules)
+    resting = drafter.rule if type(drafter) is ModelDrafter and rules.by_argmax and rounds is None else None
+    while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
+        yield result.tokens[yielded:certain]
+        yielded = certain
+        if resting is not None and resting.resting():
+            yielded, certain, ended = yield from _rest(target, resting, context, limit, rules, result, yielded)
+            continue
+        round_started = time.perf_counter()
+        depth = target.lengths[0]
+        # No more than can still be used: the round emits one token beyond those accepted.
+        room = min(limit - len(result.tokens) - 1, target.capacity - depth - 1, drafter.room(depth + 1))
+        if rounds is not None:
+            proposal, accepted, token = round_of_text(rounds, drafter, context, room, rules)
+        else:
+            proposal = drafter.propose(context, room, rules.ends) if room > 0 else NOTHING
+            accepted, token = _verify(target, context, proposal, rules)
+        new = [*(proposal.tokens[node] for node in accepted), token]
+        certain, ended = add_tokens(result, new, len(accepted), rules)
+        context += new
+        seconds = time.perf_counter() - round_started
+        drafter.accepted(proposal, len(accepted), len(context), seconds)
+        seconds = time.perf_counter() - round_started
+        result.seconds += seconds
+        result.rounds.append(Round(depth, len(proposal.tokens), len(accepted), seconds))
+    yield result.tokens[yielded:]
+
+
+def _rest(
+    target: Model, rule: LengthRule, context: list[int], limit: int, rules: Rules, result: Decoded, yielded: int
+) -> Generator[list[int], None, tuple[int, int, bool]]:
+    """Plain steps for as long as the rule rests or until the text ends; yields as `decode`, but for the last step.
+
+    The rule is told once, at the end: where steps are short, the bookkeeping of a round would take noticeable time.
+    Returns how many tokens were yielded, how many are certain, and whether the text ended.
+    """
+    left, depth, first = rule.resting(), target.lengths[0], len(result.rounds)
+    left = min(left, limit - len(result.tokens), target.capacity - depth)
+    try:
+        while True:
+            started = time.perf_counter()
+            token = target.extend(context[-1:], want=ONLY).argmax()[0]
+            certain, ended = add_tokens(result, [token], 0, rules)
+            context.append(token)
+            seconds = time.perf_counter() - started
+            result.seconds += seconds
+            result.rounds.append(Round(depth, 0, 0, seconds))
+            depth, left = depth + 1, left - 1
+            if ended or not left:
+                return yielded, certain, ended
+            yield result.tokens[yielded:certain]
+            yielded = certain
+    finally:
+        rested = result.rounds[first:]
+        rule.rested(len(rested), sum(round_.seconds for round_ in rested))
+
+
+def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Rules) -> tuple[list[int], int]:
+    """One target step over the last token and the proposal: the accepted nodes and the token after them.
+
+    The target is left with everything committed but that token.
+    """
+    if not proposal.tokens and rules.by_argmax:  # with small models, what follows takes a thirtieth of a step
+        return [], target.extend(context[-1:], want=ONLY).argmax()[0]
+    tokens = [context[-1], *proposal.tokens]
+    depth = target.lengths[0]
+    # Without siblings, distinct and token are the same.
+    verifier = "token" if rules.verifier == "distinct" else rules.verifier
+    if proposal.is_chain and verifier in CHAINS:
+        logits = target.extend(tokens)
+        if rules.by_argmax:
+            choices = logits.argmax()
+            count = verify_greedy(choices, proposal.tokens)
+            token = choices[count]
+        else:
+            p = _distributions(logits, context, proposal, rules)
+            count, token = draw_chain(verifier, p, proposal, rules.random)
+        if count < len(proposal.tokens):
+            target.rollback([depth + 1 + count])
+        return list(range(count)), token
+    # The last token is node 0 of the pending tree, and the parent of the proposal's roots.
+    logits = target.extend(tokens, parents=[ROOT, *(parent + 1 for parent in proposal.parents)])
+    if rules.by_argmax:
+        path, token = walk_greedy(logits.argmax(), proposal)
+    else:
+        path, token = walk(
+            TREES[rules.verifier], _distributions(logits, context, proposal, rules), proposal, rules.random
+        )
+    target.keep([[0, *(node + 1 for node in path)]])
+    return path, token
+
+
+def _distributions(logits: Logits, context: Sequence[int], proposal: Proposal, rules: Rules) -> Tensor:
+    """The target's distributions [n + 1, V] after the context and after each node, after the sampler."""
+    histories = None if rules.sampler.repetition_penalty == 1 else proposal.histories(context)
+    return rules.sampler.distributions(logits, histories)
+
+
+def decode_text(
+    target: Model, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules, lossy: bool = False
+) -> Decoded:
+    """The whole text that `decode` makes."""
+    result = Decoded()
+    for _ in decode(target, drafter, prompt, limit, rules, result, lossy):
+        pass
+    return result
+
+
+def speculative(
+    target: Model, draft: Model, prompt: Sequence[int], limit: int, length: int, ends: Collection[int] = ()
+) -> Decoded:
+    """Greedy speculative decoding from cold caches with up to `length` drafted tokens a round.
+
+    The tokens are those of `plain`, except where the target's two best logits lie within the rounding difference
+    between batches of one and of several tokens.
+    """
+    rules = Rules(ends=ends)
+    return decode_text(target, ModelDrafter(draft, Fixed(length), GREEDY, rules.random), prompt, limit, rules)

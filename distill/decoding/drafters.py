@@ -1,0 +1,273 @@
+"""Drafters of chains: a model (greedy or sampled), or a lookup in the same text before another drafter.
+
+A drafter is asked once a round. Afterwards it learns how much of the context is committed and forgets the rest.
+Legend: V vocabulary, n tokens of a chain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from distill.decoding.lengths import LONGEST, Features, LengthRule, LookupDrafter, NGramIndex, Proposal, features_of
+from distill.decoding.verify import Random, draw_token
+from distill.engines.model import Model
+from distill.sampler import Sampler
+
+NONE = -1  # no token: the draft's logits are −∞ everywhere
+ONLY = (0,)  # the logits of a lone token
+NOTHING = Proposal.chain([])  # shared by all rounds: nobody changes a proposal once it is made
+
+
+class Drafter(Protocol):
+    """Proposes chains, or trees, for a context that only grows between `begin`s."""
+
+    @property
+    def tree(self) -> bool:
+        """Whether its proposals branch."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """How its tokens are made: a key of verify.KINDS."""
+        ...
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a new context with this prompt; the time of reading it belongs to the prefill."""
+        ...
+
+    def room(self, length: int) -> int:
+        """How many tokens can be drafted after a context of `length`; below 1 `propose` is not called."""
+        ...
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """Tokens after `context`, at most `limit` on a path; an end token of a chain is the last one proposed."""
+        ...
+
+    def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
+        """End the round: `count` tokens of the proposal were accepted, the committed context is `length` long."""
+        ...
+
+
+def distribution_sampler(sampler: Sampler) -> Sampler:
+    """The sampler of a draft's distributions: the served one, or temperature 1 where the served one is greedy."""
+    return sampler if sampler.temperature else Sampler(1.0, repetition_penalty=sampler.repetition_penalty)
+
+
+def largest_logit_decides(argmax: bool, sampler: Sampler, rules: Iterable[LengthRule]) -> bool:
+    """Whether the draft's largest logit alone decides: nothing reads its distribution, which takes longer to make."""
+    return argmax and sampler.repetition_penalty == 1 and not any(rule.reads_features for rule in rules)
+
+
+class ChainDraft:
+    """The chain of one text in one round: when it stops, and which tokens it takes.
+
+    With `argmax` the best token is taken, else one is drawn. It has at most `limit` tokens and at most as many as the
+    rule allows; a token of `ends` is the last one.
+    """
+
+    def __init__(self, rule: LengthRule, random: Random, argmax: bool, limit: int, ends: Collection[int]) -> None:
+        self.random, self._rule, self._argmax, self._ends = random, rule, argmax, ends
+        self.limit = min(limit, rule.limit()) if limit > 0 else 0
+        self._stopped = False
+        self.tokens: list[int] = []
+        self._distributions: list[Tensor] = []  # [V] each; none where tokens are chosen without chance
+        self._features: list[Features] = []  # none where the largest logit alone decides
+
+    def goes_on(self) -> bool:
+        """Whether the draft takes another step, asked before each one."""
+        ended = self._stopped or (bool(self.tokens) and self.tokens[-1] in self._ends)
+        return not ended and len(self.tokens) < self.limit and self._rule.step_on(len(self.tokens))
+
+    def unread(self, context: Sequence[int], read: int) -> list[int]:
+        """The tokens that the draft takes in this step, of which it has read the first `read` of the context.
+
+        One token, or two in the first step after a round that was accepted whole.
+        """
+        return self.tokens[-1:] or list(context[read:])
+
+    def add(self, token: int) -> None:
+        """Take the token of largest logit, or stop where there is NONE."""
+        if token == NONE:
+            self._stopped = True
+        else:
+            self.tokens.append(token)
+
+    def add_from(self, distribution: Tensor, index: NGramIndex, context: Sequence[int]) -> None:
+        """Take a token of the draft's distribution [V] after `context` and this chain, or stop before the draw.
+
+        `index` has read `context`. An empty distribution stops the chain.
+        """
+        features, best = features_of(distribution), int(distribution.argmax())
+        if not self.decides(features, best, index, context):
+            return
+        if self._argmax:
+            self.tokens.append(best)
+        else:
+            self.tokens.append(draw_token(distribution, self.random))
+            self._distributions.append(distribution)
+
+    def decides(self, features: Features, best: int, index: NGramIndex, context: Sequence[int]) -> bool:
+        """Whether the next position gets a token, given its distribution's features and best token; if not, stop."""
+        if features.top:
+            tail = [*context[-LONGEST:], *self.tokens][-LONGEST:]
+            features = replace(features, match=index.match(tail, best))
+        if not features.top or not self._rule.go_on(len(self.tokens), features):
+            self._stopped = True
+            return False
+        self._features.append(features)
+        return True
+
+    def proposal(self) -> Proposal:
+        """The tokens, unless they are fewer than the rule's `n_min`: dropping drawn ones is lossy, and refused."""
+        if len(self.tokens) < max(self._rule.n_min, 1):
+            return NOTHING
+        distributions = torch.stack(self._distributions) if self._distributions else None
+        return Proposal.chain(self.tokens, distributions, self._features)
+
+
+def read_prompt(model: Model, prompt: Sequence[int], drafts: bool) -> None:
+    """Let a draft that `drafts` read a new prompt but for its last token, unless its context has no room for more."""
+    model.rollback([0])
+    if drafts and 1 < len(prompt) < model.capacity:
+        model.extend(prompt[:-1], want=[len(prompt) - 2])
+
+
+class ModelDrafter:
+    """A model that continues the context for as long as its length rule allows.
+
+    With `sampler` temperature 0, or with `argmax`, its best token is taken; else tokens are drawn from its distribution
+    after the sampler, which the proposal then holds. A repetition penalty reads the context as the target's does.
+    """
+
+    tree = False
+
+    def __init__(self, model: Model, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False) -> None:
+        self.model, self.rule, self.sampler, self.random = model, rule, sampler, random
+        self.argmax = argmax or sampler.temperature == 0
+        self.index = NGramIndex()
+        self._late = 0.0  # seconds of this round in which the draft read what was decoded without it
+
+    @property
+    def kind(self) -> str:
+        """Deterministic, sampled, or sampled and then cut by their number."""
+        if self.argmax:
+            return "deterministic"
+        return "cut" if self.rule.n_min > 1 else "sampled"
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Read the prompt but for its last token, which goes in with the first step; nothing where it has no room.
+
+        Where the rule would not draft now, the prompt is read when it does: never, if plain decoding stays faster.
+        """
+        self.index.begin()
+        read_prompt(self.model, prompt, self.rule.limit() > 0 and self.rule.step_on(0))
+
+    def room(self, length: int) -> int:
+        """The room left in the draft's context; the last drafted token is never read."""
+        return self.model.capacity - length
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """A chain, one step of the model for each token."""
+        if self.rule.limit() <= 0:
+            return NOTHING
+        if largest_logit_decides(self.argmax, self.sampler, [self.rule]):
+            return self._by_argmax(context, min(limit, self.rule.limit()), ends)
+        chain = ChainDraft(self.rule, self.random, self.argmax, limit, ends)
+        read = 0
+        while chain.goes_on():
+            if not chain.tokens:
+                self.index.read(context)
+                self.catch_up(context)
+                read = self.model.lengths[0]
+            fresh = chain.unread(context, read)
+            logits = self.model.extend(fresh, want=[len(fresh) - 1])
+            sampler, history = distribution_sampler(self.sampler), [*context, *chain.tokens]
+            chain.add_from(sampler.distributions(logits, [history], empty=True)[0], self.index, context)
+        return chain.proposal()
+
+    def _by_argmax(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """At most `limit` tokens of largest logit, up to where there is none: `propose` without a distribution.
+
+        A separate loop with few calls: after each step of a large model, their code is fetched from memory again.
+        """
+        extend, step_on, tokens = self.model.extend, self.rule.step_on, list[int]()
+        while len(tokens) < limit and step_on(len(tokens)):
+            if tokens:
+                logits = extend(tokens[-1:], want=ONLY)
+            else:
+                self.catch_up(context)
+                fresh = context[self.model.lengths[0] :]
+                logits = extend(fresh, want=[len(fresh) - 1])
+            token = logits.argmax(NONE)[0]
+            if token == NONE:
+                break
+            tokens.append(token)
+            if token in ends:
+                break
+        return Proposal.chain(tokens) if len(tokens) >= max(self.rule.n_min, 1) else NOTHING
+
+    def catch_up(self, context: Sequence[int]) -> None:
+        """Read all but the last token of the context, where more than two are not read: the rule has begun to draft."""
+        read = self.model.lengths[0]
+        if len(context) - read > 2:
+            started = time.perf_counter()
+            self.model.extend(context[read:-1], want=[len(context) - read - 2])
+            self._late = time.perf_counter() - started
+
+    def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
+        """Forget the rejected tokens (the last drafted one was never read) and let the rule learn."""
+        if proposal.tokens or self.model.lengths[0] >= length:  # tokens that were read may have been dropped
+            self.model.rollback([min(self.model.lengths[0], length - 1)])
+        if self._late:
+            self.rule.caught_up(self._late)
+        self.rule.observe(len(proposal.tokens), count, proposal.features, seconds - self._late)
+        self._late = 0.0
+
+
+class FallbackDrafter:
+    """A lookup's proposal, or the second drafter's where that is empty."""
+
+    def __init__(self, first: LookupDrafter, second: Drafter) -> None:
+        self.first, self.second = first, second
+        self._last: Drafter = second
+
+    @property
+    def tree(self) -> bool:
+        """Whether the second one's proposals branch."""
+        return self.second.tree
+
+    @property
+    def kind(self) -> str:
+        """That of the second drafter: a lookup has no distribution that a verifier would ask for."""
+        return self.second.kind
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Both read the prompt."""
+        self.first.begin(prompt)
+        self.second.begin(prompt)
+
+    def room(self, length: int) -> int:
+        """The larger of both."""
+        return max(self.first.room(length), self.second.room(length))
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """The first one's proposal unless it is empty."""
+        proposal = self.first.propose(context, min(limit, self.first.room(len(context))), ends)
+        self._last = self.first
+        if not proposal.tokens:
+            proposal = self.second.propose(context, min(limit, self.second.room(len(context))), ends)
+            self._last = self.second
+        return proposal
+
+    def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
+        """The drafter that proposed learns; the other reads the new tokens with its next proposal, and a lookup learns
+        what the second one's rounds give."""
+        self._last.accepted(proposal, count, length, seconds)
+        if self._last is self.second:
+            self.first.passed(count, seconds)

@@ -1,0 +1,453 @@
+"""How many tokens to draft: the length rules. Each is a small state that reads no clock and draws no numbers.
+
+A round calls `limit()`, then for each position `step_on(position)` before the draft's step is paid and
+`go_on(position, features)` after it, before the token is drawn; and at its end
+`observe(drafted, accepted, features, seconds)`. Positions count from 0 within a round.
+
+Whether a position is verified must be decided before its token is drawn, or the output no longer follows the target's
+distribution. `n_min` drops drafts after their draw, as llama.cpp does; a draft that samples under it is refused
+wherever that would change the output (`verify.refusal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from distill.decoding.costs import StepCosts
+
+# ── The proposal of a drafter in one round, the features that a length rule may read, and the n-grams of a text ──
+# Legend: n nodes, V vocabulary. A chain is the tree in which every node's parent is the node before it.
+
+ROOT = -1  # the committed end of the context, parent of the first nodes
+LONGEST = 6  # tokens of an n-gram that features look for
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of the draft's distribution at one position, after the sampler, before its token is drawn.
+
+    `top` and `second` are the two largest probabilities, `entropy` is in nats. `match` is the length of the longest
+    n-gram before the position that occurred earlier in the text: positive where the best token followed it there,
+    negative where another one did, 0 where none occurred or nobody searched (`NGramIndex.match`).
+    """
+
+    top: float
+    second: float
+    entropy: float
+    match: int = 0
+
+
+def features_of(distribution: Tensor) -> Features:
+    """Features of a distribution [V]."""
+    return features_from(distribution, best_tokens(distribution, 2)[1])
+
+
+def features_from(distribution: Tensor, best: Sequence[float]) -> Features:
+    """Features of a distribution [V] whose `best` probabilities, two or more, are known."""
+    entropy = entropies(distribution)
+    top, second = (*best[:2], 0.0, 0.0)[:2]  # none where an empty distribution is 0 everywhere
+    return Features(top, second, float(entropy))
+
+
+def entropies(distributions: Tensor) -> Tensor:
+    """−Σ p ln p [...] of distributions [..., V], in nats; special.entr takes twice the time."""
+    return -(distributions * distributions.clamp(min=torch.finfo(distributions.dtype).tiny).log()).sum(-1)
+
+
+def best_tokens(distribution: Tensor, count: int) -> tuple[list[int], list[float]]:
+    """Up to `count` possible tokens of a distribution [V] and their probabilities; best first, smaller ids on ties."""
+    values, ids = distribution.topk(min(count + 1, distribution.shape[-1]))
+    candidates = list(zip(values.tolist(), ids.tolist(), strict=True))
+    if len(candidates) > count and candidates[count][0] == candidates[count - 1][0] > 0:
+        # topk may take any of the tokens that tie for the last place: compare all of them.
+        ids = torch.nonzero(distribution >= values[-1]).flatten()
+        candidates = list(zip(distribution[ids].tolist(), ids.tolist(), strict=True))
+    candidates = sorted(((p, i) for p, i in candidates if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]
+    return [i for _, i in candidates], [p for p, _ in candidates]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Tokens [n] with parents before their children, `parents` [n] as indices (ROOT: the committed end).
+
+    `distributions` [n, V] are the distributions that the tokens were drawn from, after the sampler. None means that the
+    tokens were chosen without chance: each distribution is 1 at its token. `features` [n] are left empty by drafters
+    that do not compute them.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    distributions: Tensor | None = None
+    features: list[Features] = field(default_factory=list)
+
+    @classmethod
+    def chain(
+        cls, tokens: list[int], distributions: Tensor | None = None, features: list[Features] | None = None
+    ) -> Proposal:
+        """The chain of these tokens."""
+        return cls(tokens, list(range(ROOT, len(tokens) - 1)), distributions, features or [])
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node follows the one before it."""
+        return self.parents == list(range(ROOT, len(self.tokens) - 1))
+
+    def children(self) -> dict[int, list[int]]:
+        """The nodes below each node (and below ROOT), in the order in which they were proposed."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(node)
+        return children
+
+    def histories(self, context: Sequence[int]) -> list[list[int]]:
+        """The tokens [n + 1] before each next token: the context, then the context and the path down to each node."""
+        histories = [list(context)]
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            histories.append([*histories[parent + 1], token])
+        return histories
+
+
+class NGramIndex:
+    """The latest place of every n-gram of up to LONGEST tokens in a text that only grows."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the text."""
+        self._text: list[int] = []
+        self._places: dict[tuple[int, ...], int] = {}  # index of the token after the n-gram
+
+    def read(self, text: Sequence[int]) -> None:
+        """Index what `text` has beyond the part read before; later places replace older ones.
+
+        The n-grams that end the text are left out, because no token follows them yet.
+        """
+        known = len(self._text)
+        self._text += text[known:]
+        for place in range(max(known, 1), len(self._text)):
+            for size in range(1, min(LONGEST, place) + 1):
+                self._places[tuple(self._text[place - size : place])] = place
+
+    def match(self, tail: Sequence[int], token: int) -> int:
+        """Length of the longest indexed n-gram that ends `tail`: positive where `token` followed it, negative where
+        another token did; 0 where none is indexed."""
+        for size in range(min(LONGEST, len(tail)), 0, -1):
+            place = self._places.get(tuple(tail[-size:]))
+            if place is not None:
+                return size if self._text[place] == token else -size
+        return 0
+
+
+# ── How many tokens to draft: the length rules. Each is a small state that reads no clock and draws no numbers ──
+
+
+@dataclass(kw_only=True)
+class LengthRule:
+    """What every rule decides for the decoder: here without a limit of its own, drafting everything, learning nothing.
+
+    `n_min`: a draft of fewer tokens is dropped whole. `reads_features`: the rule reads features; making the
+    distribution that they come from takes time.
+    """
+
+    n_min: int = 0
+    reads_features: ClassVar[bool] = True
+
+    def limit(self) -> int:
+        """The most tokens to draft this round; 0 decodes plainly."""
+        raise NotImplementedError
+
+    def step_on(self, position: int) -> bool:
+        """Whether the draft's step for `position` is worth its time; callers may skip this question."""
+        return True
+
+    def go_on(self, position: int, features: Features) -> bool:
+        """Whether `position` is drafted, asked before its token is drawn."""
+        return True
+
+    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
+        """The round's end: tokens verified and accepted, the verified positions' features, the round's seconds."""
+
+    def caught_up(self, seconds: float) -> None:
+        """The draft has read text that was decoded without it; `observe` is not told of these seconds."""
+
+    def resting(self) -> int:
+        """How many tokens will be decoded plainly before the rule has anything to decide; 0 where it has now."""
+        return 0
+
+    def rested(self, tokens: int, seconds: float) -> None:
+        """That many tokens, at most `resting()`, were decoded plainly; in place of `observe` of each."""
+
+
+@dataclass
+class Fixed(LengthRule):
+    """Always the same length; 0 is plain decoding."""
+
+    length: int
+    reads_features = False
+
+    def limit(self) -> int:
+        """The length."""
+        return self.length
+
+
+@dataclass
+class ProbabilityFloor(Fixed):
+    """Draft while the draft's largest probability is at least a floor, read before the draw: lossless for every draft.
+
+    `later` is the floor behind the first position, where it is another than `p_min`.
+    """
+
+    p_min: float
+    later: float | None = None
+    reads_features = True
+
+    def go_on(self, position: int, features: Features) -> bool:
+        """Top probability ≥ the position's floor."""
+        return features.top >= (self.p_min if not position or self.later is None else self.later)
+
+
+@dataclass
+class AcceptedRatio(LengthRule):
+    """One longer while accepted ÷ drafted is at least a floor that rises with the length, else one shorter.
+
+    The ratio is over the last rounds: each new round multiplies the weight of those before by `keep`. The floor is
+    `base + rise·length`, at most 0.95.
+    """
+
+    length: int = 4
+    base: float = 0.4
+    rise: float = 0.03
+    keep: float = 0.9
+    shortest: int = 1
+    longest: int = 16
+    reads_features = False
+    _drafted: float = field(default=0.0, init=False)
+    _accepted: float = field(default=0.0, init=False)
+
+    def limit(self) -> int:
+        """The length as it stands."""
+        return self.length
+
+    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
+        """Update the ratio, then step the length within [shortest, longest]."""
+        if not drafted:
+            return
+        self._drafted = self.keep * self._drafted + drafted
+        self._accepted = self.keep * self._accepted + accepted
+        floor = min(self.base + self.rise * self.length, 0.95)
+        step = 1 if self._accepted >= floor * self._drafted else -1
+        self.length = min(max(self.length + step, self.shortest), self.longest)
+
+
+@dataclass
+class BetaFilter(Fixed):
+    """Acceptance counted per (position, confidence bin); draft while the product of its means is at least `floor`.
+
+    Drafting begins where the first position's mean is at least `start`; None: `floor`, too.
+
+    A cell starts as a Beta prior worth `weight` observations at the bin's middle. Each judged token multiplies the
+    cell's older counts by `keep`. Position j is judged only if it was drafted and reached.
+    """
+
+    floor: float = 0.3
+    bins: int = 8
+    weight: float = 4.0
+    keep: float = 0.98
+    start: float | None = None
+    reads_features = True
+    counts: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, init=False)  # accepted, judged
+    _survival: float = field(default=1.0, init=False)
+
+    def cell(self, position: int, features: Features) -> tuple[int, int]:
+        """Where a position with these features is counted."""
+        return position, min(int(features.top * self.bins), self.bins - 1)
+
+    def accept(self, position: int, features: Features) -> float:
+        """The cell's posterior mean."""
+        cell = self.cell(position, features)
+        accepted, judged = self.counts.get(cell, (0.0, 0.0))
+        return (accepted + self.weight * (cell[1] + 0.5) / self.bins) / (judged + self.weight)
+
+    def go_on(self, position: int, features: Features) -> bool:
+        """Whether this and all before it are expected to be accepted with probability ≥ the position's threshold."""
+        self._survival = (self._survival if position else 1.0) * self.accept(position, features)
+        return self._survival >= (self.floor if position or self.start is None else self.start)
+
+    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
+        """Count the judged positions."""
+        for position in range(min(drafted, accepted + 1)):
+            cell = self.cell(position, features[position])
+            old, judged = self.counts.get(cell, (0.0, 0.0))
+            self.counts[cell] = (self.keep * old + (position < accepted), self.keep * judged + 1)
+
+
+# ── Prompt lookup: the tokens that followed the context's last ones before in the same text; no model ──
+# Legend: m length of a match, E expected tokens of a round, T target, λ tokens per second in the long run.
+
+
+class SuffixIndex:
+    """The longest ending of a growing text that occurred before in it: a suffix automaton (Blumer et al. 1985).
+
+    `match` is its length, 0 where none did, and `place` the index of the token after it: of several places the one
+    where it was found last, or else the first. A token is read in O(1) amortised, whatever the text; the automaton has
+    at most two states a token.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the text."""
+        self.text: list[int] = []
+        self._next: list[dict[int, int]] = [{}]
+        self._link, self._length, self._end = [-1], [0], [0]  # _end: index of the token after the state's strings
+        self._last = self.match = self.place = 0
+
+    def read(self, text: Sequence[int]) -> None:
+        """Read what `text` has beyond the part read before."""
+        for token in text[len(self.text) :]:
+            self._add(token)
+
+    def _add(self, token: int) -> None:
+        self.text.append(token)
+        new = self._state({}, self._length[self._last] + 1, 0, len(self.text))
+        state = self._last
+        while state >= 0 and token not in self._next[state]:
+            self._next[state][token] = new
+            state = self._link[state]
+        if state >= 0:
+            found = self._next[state][token]
+            if self._length[found] > self._length[state] + 1:
+                # Its shorter strings end here too, the longer ones do not: they part.
+                found, whole = self._state(dict(self._next[found]), self._length[state] + 1, self._link[found]), found
+                self._end[found] = self._end[whole]
+                while state >= 0 and self._next[state].get(token) == whole:
+                    self._next[state][token] = found
+                    state = self._link[state]
+                self._link[whole] = found
+            self._link[new] = found
+        self._last, longest = new, self._link[new]
+        self.match, self.place = self._length[longest], self._end[longest]
+        self._end[longest] = len(self.text)
+
+    def _state(self, following: dict[int, int], length: int, link: int, end: int = 0) -> int:
+        self._next.append(following)
+        self._length.append(length)
+        self._link.append(link)
+        self._end.append(end)
+        return len(self._next) - 1
+
+    def continuation(self, count: int) -> list[int]:
+        """`count` tokens from `place` on; behind the text's end they repeat, as they would if all were right."""
+        following = self.text[self.place : self.place + count]
+        return [following[i % len(following)] for i in range(count)] if following else []
+
+
+# How often a looked-up token was right behind a match of m tokens, m = 1.. and longer: 583 answers of SmolLM2, sampled.
+USUAL = (0.20, 0.45, 0.56, 0.59, 0.65, 0.73, 0.81, 0.88)
+WEIGHT = 8.0  # tokens that USUAL counts for, beside those of the text
+KEEP = 0.995  # of earlier counts, with each new one
+MEMORY = 400.0  # tokens after which a token counts half in λ
+
+
+class LookupPrice:
+    """How many looked-up tokens are worth verifying: those of greatest E − λ·T(n + 1), from measured costs.
+
+    The token behind a match of m, if it is right, makes a match of m + 1. The probability of each length is counted in
+    this session, beginning with USUAL. `rival` is what the drafter gives in a mean round that is asked where this one
+    proposes nothing; plain decoding gives 1 − λ·T(1).
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.costs = costs
+        self.rival = float("-inf")
+        self._right = [WEIGHT * usual for usual in USUAL]
+        self._judged = [WEIGHT] * len(USUAL)
+        self._tokens, self._seconds = 16.0, 16.0 * costs.target[0]
+
+    @property
+    def rate(self) -> float:
+        """λ."""
+        return self._tokens / self._seconds
+
+    def chance(self, match: int) -> float:
+        """The probability that the token behind a match of this length is right."""
+        place = min(match, len(USUAL)) - 1
+        return self._right[place] / self._judged[place]
+
+    def best(self, match: int, limit: int) -> int:
+        """How many of `limit` tokens behind a match are verified; 0: none is worth it."""
+        target, rate = self.costs.target, self.rate
+        best, count = max(1 - rate * target[0], self.rival), 0
+        expected = survival = 1.0
+        for n in range(1, min(limit, len(target) - 1) + 1):
+            survival *= self.chance(match + n - 1)
+            expected += survival
+            if expected - rate * target[n] > best:
+                best, count = expected - rate * target[n], n
+        return count
+
+    def observe(self, match: int, drafted: int, accepted: int, seconds: float) -> None:
+        """A round of this drafter."""
+        for place in range(min(drafted, accepted + 1)):
+            row = min(match + place, len(USUAL)) - 1
+            self._right[row] = KEEP * self._right[row] + (place < accepted)
+            self._judged[row] = KEEP * self._judged[row] + 1
+        self._learn(accepted + 1, seconds)
+
+    def passed(self, accepted: int, seconds: float) -> None:
+        """A round of the other drafter."""
+        self._learn(accepted + 1, seconds)
+        value = accepted + 1 - self.rate * seconds
+        self.rival = value if self.rival == float("-inf") else self.rival + 0.05 * (value - self.rival)
+
+    def _learn(self, tokens: int, seconds: float) -> None:
+        keep = 0.5 ** (tokens / MEMORY)
+        self._tokens, self._seconds = keep * self._tokens + tokens, keep * self._seconds + seconds
+
+
+class LookupDrafter:
+    """What followed the longest match before (Saxena 2023), at most `length` tokens behind at least `shortest`; with a
+    `price` as many as pay."""
+
+    kind = "deterministic"
+    tree = False
+
+    def __init__(self, length: int = 8, shortest: int = 1, price: LookupPrice | None = None) -> None:
+        self.length, self.shortest, self.price = length, shortest, price
+        self._index = SuffixIndex()
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Forget the last context."""
+        self._index.begin()
+
+    def room(self, length: int) -> int:
+        """Always the full length: there is no context that could be full."""
+        return self.length
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """The tokens that followed last time, up to an end token."""
+        self._index.read(context)
+        match = self._index.match
+        count = min(limit, self.length) if match >= self.shortest else 0
+        if count > 0 and self.price is not None:
+            count = self.price.best(match, count)
+        tokens = self._index.continuation(count) if count > 0 else []
+        stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+        return Proposal.chain(tokens[:stop])
+
+    def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
+        """Learn what rounds pay; the index reads accepted tokens with the next proposal."""
+        if self.price is not None:
+            self.price.observe(self._index.match, len(proposal.tokens), count, seconds)
+
+    def passed(self, count: int, seconds: float) -> None:
+        """Learn what a round gave whose tokens another drafter proposed."""
+        if self.price is not None:
+            self.price.passed(count, seconds)

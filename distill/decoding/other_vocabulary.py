@@ -1,0 +1,437 @@
+"""Lossless drafting with a model of another vocabulary, without a transplant.
+
+Two methods of Timor et al. 2025 (arXiv 2502.05202). Token-level intersection proposes from the draft's distribution
+over the tokens that both vocabularies have; every verifier works as usual. String-level exact match proposes the text
+of the draft in the target's tokens; only the target's choice decides. With both, the draft reads the context's text in
+its own tokens, written anew every round. The tokens it reads affect speed, never the output's distribution.
+
+Legend: V ids of the target, S shared tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from itertools import groupby, islice
+from typing import Any
+
+import torch
+
+from distill.decoding.drafters import NOTHING, Drafter, ModelDrafter, distribution_sampler
+from distill.decoding.lengths import Fixed, LengthRule, Proposal
+from distill.decoding.verify import Random, draw_token
+from distill.engines.loaded import GROWING, torch_decoder
+from distill.engines.model import AroundModel, Logits, Model, check_lengths
+from distill.engines.torch.hugging_face import load_model, pick_device, text_folder
+from distill.engines.torch.model import TorchLogits
+from distill.errors import PairError
+from distill.recipe import Configuration, PyTorch, Target
+from distill.sampler import Sampler
+from distill.vocabulary import Vocabulary
+from distill.vocabulary.encoding import Encoder
+from distill.vocabulary.vocabulary import role_counterparts, stand_ins
+
+# ── Token ids of one vocabulary as ids of another: the tokens that both share, and text written anew ──
+# Bytes decide, never decoded text. A text longer than the window is cut only where its rest is written the same
+# with and without the text before it.
+
+WINDOW = 512  # target tokens at the context's end that are written anew every round, at most
+TRIES = 4  # places of each sort at which a text that outgrew the window may be cut
+
+
+def named_tokens(source: Vocabulary, destination: Vocabulary) -> dict[int, int]:
+    """Special and added tokens of the source, each with its counterpart: of the same role, else of the same name."""
+    by_name = (
+        (number, destination.index[token]) for token, number in source.index.items() if token in destination.index
+    )
+    by_role = role_counterparts(source.roles, destination.roles)
+    return {
+        number: twin for number, twin in [*by_name, *by_role] if source.is_named(number) and destination.is_named(twin)
+    }
+
+
+def shared_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
+    """Target ids to the draft ids that mean the same, one to one, by ascending target id.
+
+    `named_tokens` decides for special and added tokens. Others need the same bytes and kind; of several the same string
+    comes first, then the lowest ids. A <0xNN> token without a counterpart takes an ordinary token of that byte.
+    """
+    shared: dict[int, int] = {}
+    taken: set[int] = set()
+    for number, twin in named_tokens(target, draft).items():
+        if twin not in taken:
+            shared[number] = twin
+            taken.add(twin)
+    keys: tuple[Callable[[Vocabulary, int], Hashable], ...] = (
+        lambda vocabulary, i: (vocabulary.bytes_of[i], vocabulary.kinds[i], vocabulary.tokens[i]),
+        lambda vocabulary, i: (vocabulary.bytes_of[i], vocabulary.kinds[i]),
+        lambda vocabulary, i: (vocabulary.bytes_of[i], vocabulary.kinds[i] == "added"),
+    )
+    for key in keys:
+        free: dict[Hashable, list[int]] = {}
+        for number in range(draft.size - 1, -1, -1):
+            if number not in taken and draft.is_text(number):
+                free.setdefault(key(draft, number), []).append(number)
+        for number in range(target.size):
+            if number not in shared and target.is_text(number) and (twins := free.get(key(target, number))):
+                shared[number] = twins.pop()
+                taken.add(shared[number])
+    return dict(sorted(shared.items()))
+
+
+def transplant_gain(
+    counts: Mapping[int, int], target: Vocabulary, draft: Vocabulary, worst: int = 10
+) -> dict[str, Any]:
+    """The gain of a transplant, from the `counts` of the ids that the target wrote.
+
+    `mass` is the share of written tokens that intersection can draft, an upper bound of its acceptance rate; `gain` the
+    rest, which only a transplanted draft can propose; `missing` the `worst` most frequent of these with their shares.
+    """
+    shared, total = shared_tokens(target, draft), sum(counts.values())
+    left = sorted(((count, -i) for i, count in counts.items() if i not in shared and count), reverse=True)
+    gain = sum(count for count, _ in left) / total if total else 0.0
+    missing = [(target.shown(-i), count / total) for count, i in left[:worst]]
+    return {"shared": len(shared), "mass": 1 - gain if total else 0.0, "gain": gain, "missing": missing}
+
+
+def incomplete(data: bytes) -> bytes:
+    """The bytes at the end that begin a character and do not finish it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    decoder.decode(data)
+    return decoder.getstate()[0]
+
+
+def refit(data: bytes, source: Encoder, destination: Encoder, first: bool) -> bytes:
+    """A text after a named token, or the `first` text: without the space that the source's tokenizer puts before it,
+    with the one that the destination's tokenizer puts there."""
+    if source.leads(first):
+        data = data.removeprefix(b" ")
+    return b" " + data if destination.leads(first) and data else data
+
+
+class Translator:
+    """The text of the target's ids in the draft's tokens, named tokens by their counterparts.
+
+    A text that grew is written anew, because its last words may now be split differently. To bound this work, the part
+    more than half a window back is fixed once the text outgrows the window. The cut lies between two of the target's
+    tokens: where a line starts, else a word, else anywhere. It is taken where the rest alone gets the same ids as in
+    the whole text; later text does not reach so far back. Where no tried cut does, the draft reads one word in an
+    unusual split.
+    """
+
+    def __init__(self, source: Vocabulary, destination: Vocabulary, window: int = WINDOW) -> None:
+        self.same = source.same_as(destination)
+        self.source, self.destination, self.window = Encoder(source), Encoder(destination), window
+        self.named = stand_ins(source.roles, destination.roles) | named_tokens(source, destination)
+        self._done: list[int] = []  # target ids whose translation is fixed
+        self._written: list[int] = []  # their translation
+        self._last: tuple[list[int], list[int] | None] = ([], None)
+
+    def ids(self, context: Sequence[int]) -> list[int] | None:
+        """The draft's ids; None where the context ends inside a character that the draft has no byte tokens for."""
+        if self.same:  # padding ids of the target stand for no text
+            return [token for token in context if token < self.destination.vocabulary.size]
+        if self._last[0] != context:
+            self._last = list(context), self._translated(list(context))
+        return None if self._last[1] is None else list(self._last[1])
+
+    def _translated(self, context: list[int]) -> list[int] | None:
+        if context[: len(self._done)] != self._done:
+            self._done, self._written = [], []
+        if len(context) - len(self._done) > self.window:
+            self._keep(context)
+        known = self.destination.vocabulary.byte_ids
+        if any(byte not in known for byte in incomplete(self.source.vocabulary.text_bytes(context[-3:]))):
+            return None
+        ids, opening = self._written + self._write(context, len(self._done)), self.destination.opening
+        return ids if ids[: len(opening)] == opening else opening + ids
+
+    def _keep(self, context: list[int]) -> None:
+        """Fix the translation of all but about half a window."""
+        done, last = len(self._done), len(context) - self.window // 2
+        texts = [self.source.vocabulary.text_bytes([number]) for number in context]
+        places = range(last, done, -1)
+        lines = (i for i in places if texts[i - 1].endswith(b"\n") and not texts[i][:1].isspace())
+        words = (i for i in places if texts[i].startswith(b" ") and not texts[i - 1][-1:].isspace())
+        whole = self._write(context, done)
+        for place in [*islice(lines, TRIES), *islice(words, TRIES), *islice(places, TRIES)]:
+            rest = self._write(context, place)
+            if whole[len(whole) - len(rest) :] == rest:
+                kept = whole[: len(whole) - len(rest)]
+                break
+        else:
+            place, kept = last, self._write(context[:last], done)
+        self._done, self._written = context[:place], self._written + kept
+
+    def _write(self, context: Sequence[int], start: int) -> list[int]:
+        """The draft's ids for the ids of a context from `start` on."""
+        ids: list[int] = []
+        before = context[start - 1] if start else None
+        for is_named, group in groupby(context[start:], key=self.named.__contains__):
+            numbers = list(group)
+            if is_named:
+                ids += [self.named[number] for number in numbers]
+            else:
+                data = self.source.vocabulary.text_bytes(numbers)
+                if before is None or before in self.named:
+                    data = refit(data, self.source, self.destination, self.is_first(before))
+                ids += self.destination.text(data)
+            before = numbers[-1]
+        return ids
+
+    def is_first(self, before: int | None) -> bool:
+        """Whether a text after this token is the first one: only a bos may stand before it."""
+        return before is None or before == self.source.vocabulary.roles.get("bos")
+
+
+# ── Lossless drafting with a model of another vocabulary, without a transplant ──
+
+TAIL = 64  # target tokens before a drafted text that are encoded with it
+
+
+class Reader:
+    """A draft that reads target ids: its cache holds the translation of a context, and the tokens drafted after it.
+
+    `rows` is how many ids the target's logits cover, which may be fewer or more than its tokenizer has (None: as many).
+    Raises PairError for a draft whose tokenizer has more tokens than the model has rows.
+    """
+
+    def __init__(self, model: Model, target: Vocabulary, draft: Vocabulary, rows: int | None = None) -> None:
+        if draft.size > model.vocabulary_size:
+            raise PairError(
+                f"the tokenizer in {draft.folder} has {draft.size} tokens, the draft {model.vocabulary_size} rows"
+            )
+        self.model, self.translator = model, Translator(target, draft)
+        self.rows = target.size if rows is None else rows
+        self._ids: list[int] = []  # in the cache
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Forget everything and read a prompt, if it fits."""
+        self.model.rollback([0])
+        self._ids = []
+        if self.room(prompt) >= 0 and (own := self.translator.ids(prompt)):
+            self.read(own)
+
+    def room(self, context: Sequence[int]) -> int:
+        """How many own tokens fit after a context; below 0 where it does not fit or cannot be written."""
+        own = self.translator.ids(context)
+        return self.model.capacity - len(own) if own else -1
+
+    def read(self, own: Sequence[int]) -> Logits:
+        """The logits after these own ids: the cache goes back to their common beginning and reads the rest."""
+        keep = 0
+        while keep < min(len(self._ids), len(own) - 1) and self._ids[keep] == own[keep]:
+            keep += 1
+        self.model.rollback([keep])
+        del self._ids[keep:]
+        return self.append(own[keep:])
+
+    def append(self, own: Sequence[int]) -> Logits:
+        """The logits after these ids, read after those in the cache."""
+        logits = self.model.extend(own, want=[len(own) - 1])
+        self._ids += own
+        return logits
+
+
+class SharedModel(AroundModel):
+    """A draft as a model of the target's ids: its logits at shared tokens, −∞ elsewhere.
+
+    The first tokens after a rollback are read with the whole text. Those after them were drafted, so they are shared
+    and read one to one. Chains only, and only the logits after the last token. `capacity` counts the draft's own
+    tokens. PairError where no token is shared.
+    """
+
+    max_leaves = 0
+    vocabulary_size = 0
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__(reader.model)
+        translator = reader.translator
+        shared = shared_tokens(translator.source.vocabulary, translator.destination.vocabulary)
+        self.shared = {target: draft for target, draft in shared.items() if target < reader.rows}
+        if not self.shared:
+            raise PairError("target and draft share no token", "draft text (drafter string), or transplant")
+        self.reader, self.vocabulary_size = reader, reader.rows
+        self._target_ids = torch.tensor(list(self.shared.keys()))  # [S]
+        self._draft_ids = torch.tensor(list(self.shared.values()))
+        self._tokens: list[int] = []
+        self._drafting = False
+
+    @property
+    def lengths(self) -> list[int]:
+        """Target tokens read."""
+        return [len(self._tokens)]
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        counts: Sequence[int] | None = None,
+        parents: Sequence[int] | None = None,
+        want: Sequence[int] | None = None,
+    ) -> Logits:
+        """Logits [1, V] after the last of these ids, of a context that the draft can write (`Reader.room`)."""
+        assert parents is None and want is not None and list(want) == [len(tokens) - 1], "chains and last logits only"
+        if self._drafting and all(token in self.shared for token in tokens):
+            logits = self.reader.append([self.shared[token] for token in tokens])
+        else:
+            own = self.reader.translator.ids([*self._tokens, *tokens])
+            assert own, "the draft cannot write this context"
+            logits = self.reader.read(own)
+        self._tokens += tokens
+        self._drafting = True
+        values = logits.full()  # [1, the draft's ids]
+        mapped = values.new_full((1, self.vocabulary_size), -torch.inf)
+        mapped[:, self._target_ids] = values[:, self._draft_ids]
+        return TorchLogits(mapped, logits.place)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget the tokens beyond `lengths[0]`; the draft's own cache follows with the next ones."""
+        (length,) = check_lengths(lengths, [len(self._tokens)])
+        del self._tokens[length:]
+        self._drafting = False
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.rollback([0])
+
+
+class IntersectionDrafter(ModelDrafter):
+    """Token-level intersection: a ModelDrafter whose distribution is the draft's over shared tokens, in target ids.
+
+    The sampler works on that distribution (its logits are −∞ elsewhere). So tokens are drawn from the distributions in
+    the proposal, and every verifier stays lossless.
+    """
+
+    def __init__(
+        self, reader: Reader, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False
+    ) -> None:
+        self.reader, self.shared_model = reader, SharedModel(reader)
+        super().__init__(self.shared_model, rule, sampler, random, argmax)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Read the prompt's text, if it fits."""
+        self.shared_model.rollback([0])
+        self.index.begin()
+        self.reader.begin(prompt)
+
+    def room(self, length: int) -> int:
+        """An upper bound, the draft's context; `propose` counts the text in the draft's tokens."""
+        return self.shared_model.capacity
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """As ModelDrafter; nothing where the draft cannot write the context, or has no room after it."""
+        limit = min(limit, self.reader.room(context))
+        return super().propose(context, limit, ends) if limit > 0 else NOTHING
+
+
+class StringMatchDrafter:
+    """String-level exact match: the draft continues the text; the target's tokens of this text are proposed.
+
+    With `sampler` temperature 0, or with `argmax`, the draft's best tokens are taken, else they are drawn. In either
+    case a proposal has no distributions: given the drafted text it is fixed, so verifiers take q as 1 at each token.
+    The drafted text is independent of the verifier's randomness. So the output follows the target's distribution given
+    any drafted text, hence on average too; dropping drafted tokens, however chosen, changes nothing about that. The
+    kind is therefore `deterministic`, for every verifier. The verifiers token and block then accept no more than match
+    does: with p of the proposed token. The draft takes at most `length` tokens of its own in a round.
+    """
+
+    kind = "deterministic"
+    tree = False
+
+    def __init__(self, reader: Reader, length: int, sampler: Sampler, random: Random, argmax: bool = False) -> None:
+        self.reader, self.length, self.sampler, self.random = reader, length, sampler, random
+        self.argmax = argmax or sampler.temperature == 0
+        self._counterparts = named_tokens(reader.translator.destination.vocabulary, reader.translator.source.vocabulary)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Read the prompt's text, if it fits."""
+        self.reader.begin(prompt)
+
+    def room(self, length: int) -> int:
+        """An upper bound, the draft's context; `propose` counts the text in the draft's tokens."""
+        return self.reader.model.capacity
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """At most `limit` target tokens of the text that the draft continues with; an end token is the last."""
+        own = self._drafted(context, limit)
+        translator = self.reader.translator
+        text = [token for token in own if self._is_text(token)]
+        data = translator.destination.vocabulary.text_bytes(text)
+        if context[-1] in translator.named:
+            data = refit(data, translator.destination, translator.source, translator.is_first(context[-1]))
+        tokens = self._continued(context, data)
+        if len(text) < len(own) and translator.source.vocabulary.text_bytes(tokens) == data:
+            tokens += [end for end in [self._counterparts[own[-1]]] if end < self.reader.rows]
+        stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), limit)
+        return Proposal.chain(tokens[: min(stop, limit)])
+
+    def _drafted(self, context: Sequence[int], limit: int) -> list[int]:
+        """Own tokens, up to a named one."""
+        tokens: list[int] = []
+        history = self.reader.translator.ids(context) or []
+        sampler = distribution_sampler(self.sampler)
+        for _ in range(min(self.length, self.reader.room(context), limit)):
+            logits = self.reader.append(tokens[-1:]) if tokens else self.reader.read(history)
+            distribution = sampler.distributions(logits, [[*history, *tokens]], empty=True)[0]
+            if not distribution.any():
+                break
+            token = int(distribution.argmax()) if self.argmax else draw_token(distribution, self.random)
+            if not self._is_text(token) and token not in self._counterparts:
+                break
+            tokens.append(token)
+            if not self._is_text(token):
+                break
+        return tokens
+
+    def _is_text(self, token: int) -> bool:
+        draft = self.reader.translator.destination.vocabulary
+        return token < draft.size and draft.is_text(token) and token not in self._counterparts
+
+    def _continued(self, context: Sequence[int], data: bytes) -> list[int]:
+        """Target ids of `data` after the context: context and data are written together and split at the context's end.
+
+        Where a token would reach over that end, its rest is written alone. The ids stop where their bytes would differ
+        from `data`, and before a character that `data` does not finish.
+        """
+        encoder, named = self.reader.translator.source, self.reader.translator.named
+        first = next((i + 1 for i in range(len(context) - 1, -1, -1) if context[i] in named), 0)
+        before = encoder.vocabulary.text_bytes(context[max(first, len(context) - TAIL) :])
+        whole = before + data
+        whole = whole[: len(whole) - len(incomplete(whole))]
+        ids = encoder.text(whole) if len(whole) > len(before) else []
+        place = reached = 0
+        while place < len(ids) and reached < len(before):
+            reached += len(encoder.vocabulary.text_bytes(ids[place : place + 1]))
+            place += 1
+        rest = (encoder.text(whole[len(before) : reached]) if reached > len(before) else []) + ids[place:]
+        left, count = whole[len(before) :], 0
+        for number in rest:
+            own = encoder.vocabulary.text_bytes([number])
+            special = number >= self.reader.rows or encoder.vocabulary.kinds[number] == "special"
+            if not own or not left.startswith(own) or special:
+                break
+            left, count = left[len(own) :], count + 1
+        return rest[:count]
+
+    def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
+        """Nothing: the cache goes back when the next text is read."""
+
+
+def read_with(target: Target, draft: str, device: str, rows: int, pytorch: PyTorch = GROWING) -> Reader:
+    """Load a draft, in the target's type, to read the target's ids; `rows` are those of the target's logits.
+
+    `pytorch` says how it decodes.
+    """
+    both, own = (Vocabulary.read(text_folder(reference)) for reference in (target.model, draft))
+    model = torch_decoder(load_model(draft, target.dtype, pick_device(device)), own.size, pytorch)
+    return Reader(model, both, own, rows)
+
+
+def other_vocabulary_drafter(configuration: Configuration, reader: Reader, sampler: Sampler, random: Random) -> Drafter:
+    """The drafter that a configuration of OTHER_VOCABULARY names; ValueError for a rule beside fixed lengths."""
+    if configuration.length_rule != "fixed":
+        raise ValueError(f"drafter {configuration.drafter} drafts fixed lengths only")
+    argmax = configuration.verified_by == "match"
+    if configuration.drafter == "intersection":
+        return IntersectionDrafter(reader, Fixed(configuration.max_length), sampler, random, argmax)
+    return StringMatchDrafter(reader, configuration.max_length, sampler, random, argmax)

@@ -1,0 +1,345 @@
+"""Costs measured inside rounds: both models decode texts in turn, and every part of a round is timed.
+
+A curve of one model alone (curve.py) is measured with its weights in cache and without the calls around a step. In a
+round the other model has just run, distributions are read and caches rolled back: with small models that is half the
+time.
+
+Legend: n tokens drafted in a round, T target, D draft.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from distill.decoding.costs import StepCosts, measure_steps, tokens_per_round
+from distill.decoding.decode import Round, decode_text, plain, room_for
+from distill.decoding.drafters import ModelDrafter
+from distill.decoding.lengths import Features, LengthRule
+from distill.decoding.rules import GREEDY, Rules
+from distill.engines.model import Model
+from distill.errors import DataError
+from distill.progress import Progress
+
+PROMPTS = 4  # behind which rounds are timed
+TOKENS = 96  # decoded after a prompt, so that rounds are timed at the depths of requests
+WARM_UP = 8
+IN_A_ROW = 4  # rounds of a length, more of short ones, which take longer to settle
+FAR = 3  # times the median: what took longer was held up by something else
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The values that never fall and are nearest to these in squares (pool adjacent violators, Ayer et al. 1955)."""
+    pools: list[tuple[float, int]] = []  # means, and of how many values
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, many = pools.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The mean without what lies FAR above the median: of many rounds the sum is paid, not the median."""
+    limit = FAR * statistics.median(seconds)
+    return statistics.fmean(value for value in seconds if value <= limit)
+
+
+@dataclass(frozen=True)
+class DraftSteps:
+    """Seconds of a draft's steps: the first of a round, with one token and with two to read, and a later one."""
+
+    first: float
+    first_two: float
+    later: float
+
+
+NO_STEPS = DraftSteps(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class PaidCosts:
+    """Seconds of a pair's requests: of parts of rounds the medians, else means (see `typical`).
+
+    `token`: of plain decoding; `verify[n]`: of a round of n drafted tokens without its draft steps, where the round
+    before drafted another number. `by_argmax`: draft steps whose largest logit alone decides, as those of fixed
+    lengths; `by_distribution`: those whose distribution is made and read. `target_prompt`, `draft_prompt`: of reading a
+    token of the prompt. `settled[n]`: of whole rounds of n tokens drafted by argmax after two rounds of as many, the
+    last of which was not accepted whole, or was: steps of a size that a model has just taken are cheaper (llama.cpp has
+    their graph still), so that a fixed length costs other than its parts. Without n where no such round was timed.
+    """
+
+    token: float
+    verify: Mapping[int, float]
+    by_argmax: DraftSteps
+    by_distribution: DraftSteps
+    target_prompt: float
+    draft_prompt: float
+    settled: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+
+    def step_costs(self) -> StepCosts:
+        """The costs that length rules and trees use, up to the first length that was not timed.
+
+        What the first draft step costs beyond the others is the round's overhead. Rounds of more tokens are taken to
+        cost no less (a shorter one could always be padded), which few repeats show only up to noise: see `rising`.
+        """
+        steps = self.by_distribution
+        verified: list[float] = []
+        while len(verified) + 1 in self.verify:
+            verified.append(self.verify[len(verified) + 1])
+        two = steps.later + max(steps.first_two - steps.first, 0.0)
+        return StepCosts((self.token, *rising(verified)), steps.later, two, max(steps.first - steps.later, 0.0))
+
+    def round_seconds(self, length: int, whole: float) -> float:
+        """Seconds of a round of fixed `length` > 0; a share `whole` of rounds follow one that was accepted whole."""
+        if length in self.settled:
+            after_less, after_whole = self.settled[length]
+            return after_less + whole * (after_whole - after_less)
+        steps = self.by_argmax
+        first = steps.first + whole * (steps.first_two - steps.first)
+        return self.verify[length] + first + (length - 1) * steps.later
+
+    def predicted_speedup(self, length: int, accepted: Sequence[float], prompt: int, new: float) -> float:
+        """Speed of a fixed `length` > 0 over plain decoding, for `new` tokens after `prompt` tokens that both read.
+
+        accepted[i] is the acceptance at position i, given that it was reached.
+        """
+        seconds = self.round_seconds(length, math.prod(accepted[:length]))
+        return self.speedup_of_rounds(seconds, tokens_per_round(accepted[:length]), prompt, new)
+
+    def speedup_of_rounds(self, seconds: float, tokens: float, prompt: int, new: float) -> float:
+        """Speed of rounds of so many `seconds` and `tokens` over plain decoding: `new` tokens after `prompt` tokens.
+
+        Both models read the prompt.
+        """
+        plain_seconds = prompt * self.target_prompt + (new - 1) * self.token
+        reading = prompt * (self.target_prompt + self.draft_prompt)
+        return plain_seconds / (reading + (new - 1) / tokens * seconds)
+
+
+@dataclass
+class Timer(LengthRule):
+    """Drafts the lengths of `order` in turn, with or without reading distributions, and notes when each step begins.
+
+    A round is its length (−1 where the text's limit cut it short), whether distributions were read, the seconds of its
+    steps but the last, which ends unseen, and how many tokens the draft had read before (−1 where no step was seen, as
+    where a device drafts the whole chain).
+    """
+
+    draft: Model
+    order: Sequence[tuple[int, bool]]
+    rounds: list[tuple[int, bool, list[float], int]] = field(default_factory=list, init=False)
+    _marks: list[float] = field(default_factory=list, init=False)
+    _read: int = field(default=-1, init=False)
+    _turn: int = field(default=0, init=False)
+
+    @property
+    def reads_features(self) -> bool:  # type: ignore[override]
+        """Whether the round at hand makes the draft's distributions."""
+        return self.order[self._turn % len(self.order)][1]
+
+    def limit(self) -> int:
+        """The length of the round at hand."""
+        self._marks, self._read = [], -1
+        return self.order[self._turn % len(self.order)][0]
+
+    def step_on(self, position: int) -> bool:
+        """Note the time."""
+        if position == 0:
+            self._read = self.draft.lengths[0]
+        self._marks.append(time.perf_counter())
+        return True
+
+    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
+        """Keep the round."""
+        taken = [after - before for before, after in itertools.pairwise(self._marks)]
+        length, mode = self.order[self._turn % len(self.order)]
+        whole = drafted == length
+        self.rounds.append((drafted if whole else -1, mode, taken, self._read))
+        self._turn += whole  # the next text begins with a length that this one had no room for
+
+
+class PaidMeter:
+    """Times the parts of rounds on greedy texts, plain ones and ones with rounds of all lengths in mixed order.
+
+    Two rounds or more in a row have the same length; 3 is timed in any case, for the draft's steps. `modes` are the
+    ways to draft that are timed: without distributions, with them. Texts are of `tokens` new tokens, or of as many as
+    two rounds may make; they go on behind end tokens, and a prompt that leaves too little room is shortened. Raises
+    DataError for contexts that have no room for a round.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        draft: Model,
+        prompts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        modes: Sequence[bool] = (False, True),
+        tokens: int = TOKENS,
+    ) -> None:
+        timed = sorted({3, *lengths} - {0})
+        capacity, tokens = min(target.capacity, draft.capacity), max(tokens, 2 * timed[-1] + 2)
+        if capacity < timed[-1] + 4:
+            raise DataError(f"a context of {capacity} tokens has no room to time rounds of {timed[-1]} drafted tokens")
+        self._models, self._tokens = (target, draft), tokens
+        self._prompts = [prompt[: max(1, capacity - tokens)] for prompt in prompts]
+        draws = random.Random(0)  # in mixed order a slow spell of the machine hits all lengths
+        order = [(n, mode) for n in draws.sample(timed, len(timed)) for mode in draws.sample(modes, len(modes))]
+        # Where there is one way to draft, a length comes several times in a row, too.
+        in_a_row = IN_A_ROW if len(modes) == 1 else 0
+        self._order = [turn for turn in order for _ in range(max(in_a_row + in_a_row // turn[0], 1))]
+        self._rules = Rules(GREEDY, "greedy")
+        self._timer = Timer(draft, self._order)
+        self._drafter = ModelDrafter(draft, self._timer, GREEDY, self._rules.random)
+        # Seconds beside the steps seen, how its draft's steps were, and whether the round before had the same length.
+        self._rounds: dict[int, list[tuple[float, bool, str, bool]]] = {n: [] for n in timed}
+        # Seconds of those by argmax that follow two like them, by whether the last was accepted whole.
+        self._settled: dict[int, dict[bool, list[float]]] = {n: {False: [], True: []} for n in timed}
+        self._steps: dict[tuple[bool, str], list[float]] = {}
+        self._alone: list[float] = []
+        self._reading: list[float] = []
+        self._both: list[float] = []
+        self._passes = 0
+
+    @property
+    def least(self) -> int:
+        """How often the length that was timed least was timed."""
+        return min(map(len, self._rounds.values())) if self._alone else 0
+
+    def text(self) -> None:
+        """Time one text; the prompts are taken in turn."""
+        target, draft = self._models
+        prompt = self._prompts[self._passes % len(self._prompts)]
+        limit = room_for(target, draft, len(prompt), self._tokens)
+        if not self._passes:  # lazily made buffers and kernels are not to be timed
+            plain(target, prompt, min(limit, WARM_UP))
+            decode_text(target, self._drafter, prompt, min(limit, WARM_UP), self._rules)
+        self._passes += 1
+        # Both of one length, because the first steps after a prompt cost more, and in turn, because machines drift.
+        single = plain(target, prompt, limit)
+        self._alone.append(single.seconds / (len(single.tokens) - 1))
+        self._timer.rounds.clear()
+        result = decode_text(target, self._drafter, prompt, limit, self._rules)
+        self._reading.append(single.prefill_seconds / len(prompt))
+        self._both.append(result.prefill_seconds / len(prompt))
+        before = [Round(0, 0, 0, 0.0)] * 2
+        for (drafted, mode, taken, read), done in zip(self._timer.rounds, result.rounds, strict=False):
+            (first, last), before = before, [before[1], done]
+            if drafted < 1:
+                continue
+            if first.drafted == last.drafted == drafted and not mode:
+                self._settled[drafted][last.accepted == drafted].append(done.seconds)
+            kind = {1: "first", 2: "first_two"}.get(done.depth + 1 - read, "other") if read >= 0 else "nothing"
+            own_kind = kind if drafted == 1 else "later"
+            self._rounds[drafted].append((done.seconds - sum(taken), mode, own_kind, last.drafted == drafted))
+            if taken:
+                self._steps.setdefault((mode, kind), []).append(taken[0])
+                self._steps.setdefault((mode, "later"), []).extend(taken[1:])
+
+    def until(self, repeats: int) -> None:
+        """Time texts until each length was timed `repeats` times; DataError for a draft that proposes too little."""
+        progress = Progress("rounds, repeats of every length", repeats, done=self.least, brief=True)
+        while self.least < repeats:
+            if self._passes > 2 * repeats * len(self._order):  # each text has room for one round at least
+                raise DataError(
+                    "the draft proposes fewer tokens than it is asked for: rounds of "
+                    f"{self._timer.limit()} could not be timed",
+                )
+            self.text()
+            progress.step(min(self.least, repeats) - progress.done)
+
+    def costs(self) -> PaidCosts:
+        """The costs measured on all texts so far."""
+        own = typical(self._reading)
+        drafts = {mode: _steps(self._steps, mode) for mode in (False, True)}
+        verify = {}
+        for n, rounds in self._rounds.items():
+            beside: dict[bool, list[float]] = {False: [], True: []}
+            for seconds, mode, kind, same in rounds:
+                # Of a round's steps all but the last were seen; that one takes as long as the median of its kind.
+                last = {"nothing": 0.0, **asdict(drafts[mode])}.get(kind)
+                if last is not None:
+                    beside[same].append(seconds - last)
+            verify[n] = statistics.median(beside[False] or beside[True])
+        return PaidCosts(
+            token=typical(self._alone),
+            verify=verify,
+            by_argmax=drafts[False],
+            by_distribution=drafts[True],
+            target_prompt=own,
+            draft_prompt=max(typical(self._both) - own, 0.0),
+            settled=self._whole_rounds(drafts[False].first_two - drafts[False].first),
+        )
+
+    def _whole_rounds(self, two: float) -> dict[int, tuple[float, float]]:
+        """`PaidCosts.settled`; a kind not seen costs `two`, a second token of the draft's step, less or more."""
+        settled = {}
+        for n, seen in self._settled.items():
+            less, whole = (typical(seen[kind]) if seen[kind] else None for kind in (False, True))
+            if less is not None:
+                settled[n] = less, less + two if whole is None else whole
+            elif whole is not None:
+                settled[n] = whole - two, whole
+        return settled
+
+
+def prompts_as_long(others: Sequence[Sequence[int]], lengths: Sequence[int], count: int = PROMPTS) -> list[list[int]]:
+    """`count` prompts for a meter, as long as the quantiles of `lengths`, because deeper rounds cost more.
+
+    Each ends as one of `others` does, in turn; a short one stands behind the others before it.
+    """
+    ordered, prompts = sorted(lengths), list[list[int]]()
+    for index in range(count):
+        size, text = ordered[len(ordered) * (2 * index + 1) // (2 * count)], list[int]()
+        for back in itertools.count():
+            text = [*others[(index - back) % len(others)], *text]
+            if len(text) >= size:
+                break
+        prompts.append(text[-size:])
+    return prompts
+
+
+def measure_paid(
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    repeats: int,
+    tokens: int = TOKENS,
+) -> PaidCosts:
+    """The costs once each length, and 1, 2 and 3, were timed `repeats` times; raises as PaidMeter.
+
+    Of a target alone (`draft` is the target), the steps that verify what a lookup found; no cache holds two texts.
+    """
+    if draft is target:
+        reached = [length for length in lengths if length + 2 <= target.capacity]
+        depth = max(1, min(len(prompts[0]) + tokens // 2, target.capacity - max(reached, default=0) - 1))
+        counts = [1, *(length + 1 for length in reached)]
+        steps = measure_steps(target, counts, depth, repeats, target.vocabulary_size)
+        verified = {length: steps[length + 1][0] for length in reached}
+        return PaidCosts(steps[1][0], verified, NO_STEPS, NO_STEPS, 0.0, 0.0)
+    meter = PaidMeter(target, draft, prompts, sorted({1, 2, *lengths}), tokens=min(tokens, TOKENS))
+    meter.until(repeats)
+    return meter.costs()
+
+
+def _steps(taken: Mapping[tuple[bool, str], Sequence[float]], mode: bool) -> DraftSteps:
+    """The medians of one way to draft; all 0 where no step was seen, because steps are then part of the round.
+
+    A second token costs in both ways what it costs in the way that was seen with both kinds of first step.
+    """
+    medians = {key: statistics.median(seconds) for key, seconds in taken.items() if seconds}
+    extra = [
+        medians[way, "first_two"] - medians[way, "first"]
+        for way in (mode, not mode)
+        if {(way, "first"), (way, "first_two")} <= set(medians)
+    ]
+    later = medians.get((mode, "later"), 0.0)
+    first = medians.get((mode, "first"), later)
+    return DraftSteps(first, first + max(extra[0], 0.0) if extra else medians.get((mode, "first_two"), first), later)

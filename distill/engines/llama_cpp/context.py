@@ -1,0 +1,331 @@
+"""A llama.cpp context: the cells that cache decoded tokens, the batch of tokens to decode, and their logits.
+
+A cell belongs to one sequence or to several. Arguments are not checked here, and llama.cpp aborts the process on those
+out of range.
+
+Legend: m tokens of one call, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distill.engines.model import ROOT, SPARE_NODES, PendingTree
+from distill.errors import DataError
+from distill.gguf.library import ERRORS, GgufFile, fill_context, last_errors
+from distill.recipe import GgufOptions
+from distill.sampler import Place, finite_argmax, place_of
+
+# ── A llama.cpp context: the cells that cache decoded tokens, the batch of tokens to decode, and their logits ──
+
+FEW = 64  # most tokens of a step or verification; longer calls are prompts, where overhead does not matter
+
+
+class GgufContext:
+    """A cache of `capacity` tokens and `sequences` sequences over a file, of the types that `options` name.
+
+    `cells` is the size of the cache in tokens, `batch_size` the most tokens of one call, `generation` counts the calls
+    that overwrite logits returned before. For `pad_single` see `GgufModel`. Raises DataError
+    when there is no room.
+    """
+
+    def __init__(
+        self,
+        file: GgufFile,
+        capacity: int,
+        batch: int,
+        sequences: int,
+        pad_single: bool,
+        options: GgufOptions,
+    ) -> None:
+        self._batch: Any = None
+        self.path, self.generation = file.path, 0
+        self._file, self._library, self._pad_single = file, file.library, pad_single
+        llama = self._library
+        settings = llama.llama_context_default_params()
+        spare = SPARE_NODES if sequences > 1 else 0
+        # The dummy token of pad_single needs a cell of its own even when the row is full.
+        settings.n_ctx = capacity + int(pad_single) + spare
+        settings.n_batch = min(batch, capacity + spare)
+        settings.n_seq_max = sequences
+        settings.kv_unified = sequences > 1
+        fill_context(settings, options)
+        ERRORS.clear()
+        self._context: Any = llama.llama_init_from_model(file.model, settings)
+        if not self._context:
+            raise DataError(
+                f"{file.path}: no room for a context of {capacity} tokens: {last_errors()}",
+                hint="ask for a shorter context or free memory",
+            )
+        self._memory = llama.llama_get_memory(self._context)
+        self.batch_size = int(llama.llama_n_batch(self._context))
+        if pad_single:  # no lone token may be left for a micro-batch of its own
+            self.batch_size = min(self.batch_size, int(llama.llama_n_ubatch(self._context)))
+        self.cells = int(llama.llama_n_ctx(self._context))
+        self._batch = llama.llama_batch_init(self.batch_size, 0, sequences)
+        view, size = np.ctypeslib.as_array, (self.batch_size,)
+        self._token, self._position = view(self._batch.token, size), view(self._batch.pos, size)
+        self._output = view(self._batch.logits, size)
+        self._sequences = view(self._batch.n_seq_id, size)  # how many each token belongs to
+        self._sequences[:] = 1
+        for index in range(self.batch_size):
+            self._batch.seq_id[index][0] = 0
+        self._ascending = np.arange(capacity, dtype=np.int32)
+        self._view = np.empty((0, file.head_rows), dtype=np.float32)
+        self._view_address = 0
+
+    def decode_few(self, tokens: Sequence[int], start: int, last_only: bool) -> NDArray[np.float32]:
+        """Decode a short chain at `start` in sequence 0; view [m or 1, V] of llama.cpp's buffer.
+
+        The common case, a step or a verification, without the bookkeeping that costs a tenth of a small step.
+        """
+        count = len(tokens)
+        if count == 1:
+            self._token[0], self._position[0] = tokens[0], start
+        else:
+            self._token[:count] = tokens
+            self._position[:count] = self._ascending[start : start + count]
+            self._output[: count - 1] = not last_only
+        self._output[count - 1] = 1
+        self._run(count, count, start)
+        row_count = 1 if last_only else count
+        buffer = self._library.llama_get_logits(self._context)
+        address = ctypes.addressof(buffer.contents)
+        if address != self._view_address or row_count > len(self._view):
+            # llama.cpp moves or grows its buffer rarely, and making a view takes longer than all other lines here.
+            rows = np.ctypeslib.as_array(buffer, (row_count, self._file.head_rows))
+            self._view = rows[:, : self._file.vocabulary_size]
+            self._view_address = address
+        return self._view[:row_count]
+
+    def decode_chain(self, ids: NDArray[np.int64], mask: NDArray[np.int8], start: int) -> NDArray[np.float32]:
+        """Decode ids [m] one after the other from `start` in sequence 0; view [rows asked for by mask [m], V]."""
+        return self._decode(ids, mask, self._ascending[start : start + len(ids)], 0)
+
+    def decode_nodes(
+        self, ids: NDArray[np.int64], mask: NDArray[np.int8], positions: NDArray[np.int32], through: list[list[int]]
+    ) -> NDArray[np.float32]:
+        """Decode ids [m] at `positions` [m], each into all sequences of `through`; view as of `decode_chain`."""
+        for index, sequences in enumerate(through):
+            self._sequences[index] = len(sequences)
+            for place, sequence in enumerate(sequences):
+                self._batch.seq_id[index][place] = sequence
+        dummy = self._pad_single and len(ids) == 1
+        if dummy:
+            self._batch.seq_id[1][0] = through[0][0]
+        try:
+            return self._decode(ids, mask, positions, through[0][0])
+        finally:
+            self._sequences[: len(ids)] = 1
+            for index in range(len(ids) + dummy):
+                self._batch.seq_id[index][0] = 0
+
+    def _decode(
+        self, ids: NDArray[np.int64], mask: NDArray[np.int8], positions: NDArray[np.int32], sequence: int
+    ) -> NDArray[np.float32]:
+        """Decode one chunk whose sequences are set in the batch; the dummy of a lone token joins `sequence`."""
+        count, outputs, first = len(ids), int(mask.sum()), 0
+        dummy = self._pad_single and count == 1
+        size = count + dummy
+        self._token[:count] = ids
+        self._position[:count] = positions
+        self._output[:count] = mask
+        row_count = outputs
+        if dummy:
+            self._token[1] = ids[0]
+            self._position[1] = positions[0] + 1
+            self._output[1] = 1
+            row_count += 1
+        if self._pad_single and row_count == 1:
+            # A lone output would take the other kernel in the head: ask for a neighbour's too, and skip it.
+            only = int(np.flatnonzero(self._output[:size])[0])
+            extra = only - 1 if only else only + 1
+            self._output[extra] = 1
+            first, row_count = int(extra < only), 2
+            if dummy and not outputs:
+                first = 0
+        self._run(size, count, int(positions[0]))
+        if dummy:
+            self.remove(sequence, int(positions[0]) + 1)
+        if not outputs:
+            return np.empty((0, self._file.vocabulary_size), dtype=np.float32)
+        buffer = self._library.llama_get_logits(self._context)
+        logits = np.ctypeslib.as_array(buffer, (row_count, self._file.head_rows))
+        return logits[first : first + outputs, : self._file.vocabulary_size]
+
+    def _run(self, size: int, count: int, start: int) -> None:
+        """Decode the first `size` tokens of the batch; DataError, of `count` tokens at `start`, when that fails."""
+        self._batch.n_tokens = size
+        self.generation += 1
+        ERRORS.clear()
+        code = self._library.llama_decode(self._context, self._batch)
+        if code != 0:
+            raise DataError(
+                f"{self.path}: llama.cpp could not decode {count} tokens at {start} (code {code}): {last_errors()}",
+                hint="ask for a larger context, or free memory",
+            )
+
+    def share(self, source: int, sequence: int, begin: int, end: int) -> None:
+        """Add `sequence` to the owners of the cells of `source` at positions `begin`..`end` − 1."""
+        self._library.llama_memory_seq_cp(self._memory, source, sequence, begin, end)
+
+    def remove(self, sequence: int, begin: int) -> None:
+        """Remove `sequence` from its cells from position `begin` on; DataError for a cache that cannot do that."""
+        if not self.withdraw(sequence, begin):
+            raise DataError(f"{self.path}: this model's cache cannot be rolled back", hint="use a transformer")
+
+    def withdraw(self, sequence: int, begin: int) -> bool:
+        """As `remove`, but False instead of an error, for use after a failure that is the one to report."""
+        return bool(self._library.llama_memory_seq_rm(self._memory, sequence, begin, -1))
+
+    def close(self) -> None:
+        """Free the batch and the cache; safe to call twice."""
+        self.generation += 1
+        if self._batch is not None:
+            # The views point into the batch.
+            del self._token, self._position, self._output, self._sequences
+            self._library.llama_batch_free(self._batch)
+            self._batch = None
+        if self._context:
+            self._library.llama_free(self._context)
+        self._context = None
+
+
+class GgufLogits:
+    """Logits [n, V] as a view of llama.cpp's own buffer; see `distill.engines.model.Logits`."""
+
+    def __init__(self, context: GgufContext, rows: NDArray[np.float32], lengths: Sequence[int]) -> None:
+        self._context = context
+        self._generation = context.generation
+        self._array = rows
+        self._lengths = lengths  # of the texts that the rows follow
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    @property
+    def place(self) -> Place:
+        """The file and the position of each row; made when a message needs it."""
+        return place_of(str(self._context.path), self._lengths)
+
+    def _rows(self) -> NDArray[np.float32]:
+        if self._generation != self._context.generation:
+            raise ValueError("these logits were overwritten: read them before the next extend or close")
+        return self._array
+
+    def argmax(self, empty: int | None = None) -> list[int]:
+        """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
+        rows = self._array
+        if len(rows) == 1 and self._generation == self._context.generation:
+            # As few calls as can be: between the steps of a large model each is fetched from memory again.
+            best = int(rows.argmax())
+            if -math.inf < rows.item(best) < math.inf:
+                return [best]
+        rows = self._rows()
+        ids: list[int] = rows.argmax(axis=1).tolist()
+        return finite_argmax(ids, [rows.item(row, token) for row, token in enumerate(ids)], self.place, empty)
+
+    def full(self) -> torch.Tensor:
+        """All logits [n, V] as an fp32 copy."""
+        return torch.from_numpy(self._rows().copy())
+
+
+# ── A pending tree in the sequences of one llama.cpp cache ──
+# Sequence 0 is the committed row, the others are branches. A branch owns the cells of its path from the first token
+# to its leaf, and every node belongs to all branches through it.
+
+
+class Branches:
+    """The nodes of the pending tree, and up to `max_branches` sequences that they lie in, below a committed row.
+
+    `length` is always the number of committed tokens.
+    """
+
+    def __init__(self, context: GgufContext, max_branches: int) -> None:
+        self._context, self._max_branches = context, max_branches
+        self.tree = PendingTree()
+        self._through: list[list[int]] = []  # of each node: the sequences through it
+        self._shared = [0] * (max_branches + 1)  # of each sequence but 0: committed tokens that it owns too
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    @contextmanager
+    def growing(self, tree: PendingTree, length: int) -> Iterator[list[list[int]]]:
+        """In the block, `tree`'s new nodes are decoded, each into the sequences through it; then it is the pending one.
+
+        Where the block fails, everything is as it was before. ValueError for more than `max_branches` branches.
+        """
+        through, sources = self._grown(tree, length)
+        try:
+            for sequence, (source, end) in sources.items():
+                # It may own a beginning of the committed row already, from an earlier tree.
+                self._context.share(source, sequence, self._shared[sequence], end)
+            yield through[len(self.tree) :]
+        except BaseException:
+            for sequence in {sequence for sequences in through for sequence in sequences}:
+                pending = zip(self.tree.depths, self._through, strict=True)
+                decoded = max((depth for depth, sequences in pending if sequence in sequences), default=0)
+                end = self._shared[sequence] if sequence in sources else length + decoded
+                self._context.withdraw(sequence, end)
+            raise
+        self._shared = [length if sequence in sources else shared for sequence, shared in enumerate(self._shared)]
+        self.tree, self._through = tree, through
+
+    def _grown(self, tree: PendingTree, length: int) -> tuple[list[list[int]], dict[int, tuple[int, int]]]:
+        """The sequences through each node of `tree`, and the beginning that each new sequence copies.
+
+        A first child continues its parent's sequence, any other child starts a new one. A copy is (source, end): the
+        source's cells before position `end`, which hold the committed row and the decoded part of the path.
+        """
+        old, through = len(self.tree), [list(sequences) for sequences in self._through]
+        used = {sequence for sequences in through for sequence in sequences}
+        free = [sequence for sequence in range(1, self._max_branches + 1) if sequence not in used]
+        inner = {parent for parent in tree.parents[:old] if parent != ROOT}
+        sources: dict[int, tuple[int, int]] = {}
+        for node in range(old, len(tree)):
+            parent = tree.parents[node]
+            if parent != ROOT and parent not in inner:
+                inner.add(parent)
+                through.append([through[parent][0]])
+                continue
+            if not free:
+                raise ValueError(f"more than {self._max_branches} branches: open the model with a larger max_leaves")
+            sequence, source = free.pop(0), (0, length)
+            while parent != ROOT:
+                if parent < old and source[0] == 0:
+                    source = (through[parent][0], length + tree.depths[parent])
+                through[parent].append(sequence)
+                parent = tree.parents[parent]
+            through.append([sequence])
+            sources[sequence] = source
+        return through, sources
+
+    def commit(self, paths: Sequence[Sequence[int]], length: int) -> int:
+        """Give sequence 0 the one path in `paths` and drop the tree; the path's length. ValueError for no such path."""
+        path = self.tree.only_path(paths)
+        if path:
+            self._context.share(self._through[path[-1]][0], 0, length, length + len(path))
+        self.drop(length)
+        return len(path)
+
+    def drop(self, length: int) -> None:
+        """Cut every branch back to the committed tokens, which it still owns, so that the next tree copies less."""
+        for sequence in {sequence for sequences in self._through for sequence in sequences}:
+            self._context.remove(sequence, length)
+        self.tree, self._through = PendingTree(), []
+
+    def shorten(self, length: int) -> None:
+        """Remove every branch from committed tokens beyond `length`, which were rolled back."""
+        for sequence, shared in enumerate(self._shared):
+            if shared > length:
+                self._context.remove(sequence, length)
+                self._shared[sequence] = length

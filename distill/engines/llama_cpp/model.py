@@ -1,0 +1,299 @@
+"""GGUF models: one row of tokens, and trees of them, decoded by llama.cpp.
+
+llama.cpp aborts the process on arguments out of range, so ids, lengths and indices are checked here first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distill.engines.llama_cpp.context import FEW, Branches, GgufContext, GgufLogits
+from distill.engines.model import Ints, check_call, check_chain, check_lengths
+from distill.errors import DataError
+from distill.gguf.library import ERRORS, GgufFile
+from distill.recipe import GgufOptions
+from distill.recipe.measuring import ON_CPU
+
+# ── GGUF models: one row of tokens, and trees of them, decoded by llama.cpp ──
+
+MOST_LEAVES = 255  # llama.cpp has at most 256 sequences, and the committed row is one of them
+
+
+class GgufModel:
+    """A GGUF file with a cache of one row, and trees of up to `max_leaves` branches.
+
+    `context` is the capacity in tokens, `batch` the most tokens decoded at once; `options` are llama.cpp's (by default
+    no GPU, an f16 cache, flash attention off), `threads` those where the options name none. llama.cpp computes a lone
+    token, and a lone output, with other kernels than two or more. `pad_single` avoids both, so that logits do not
+    depend, bit for bit, on how a text was divided into calls (for f32, f16, bf16, q8_0, q4_0 files on a CPU, flash
+    attention off). After a tree that holds only up to rounding: a kept path may lie in the cache in another order.
+
+    Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind,
+    RecipeError for options that this build or this file does not allow.
+    """
+
+    rows = 1
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        context: int = 1024,
+        batch: int = 512,
+        threads: int | None = None,
+        pad_single: bool = False,
+        max_leaves: int = 0,
+        options: GgufOptions = ON_CPU,
+    ) -> None:
+        self.path = Path(path)
+        if context < 2 or batch < 2:
+            raise ValueError(f"context and batch must be at least 2, got {context} and {batch}")
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
+        if not 0 <= max_leaves <= MOST_LEAVES or (max_leaves and max_leaves >= min(batch, context)):
+            raise ValueError(f"max_leaves must lie in 0..{MOST_LEAVES} and below batch and context, got {max_leaves}")
+        self.capacity = context
+        pad_single = pad_single and options.ubatch_size != 1  # then every token is computed alone
+        self.pad_single = pad_single
+        self.max_leaves = max_leaves
+        self._length = 0
+        self._file = GgufFile(self.path, options=options)
+        self.head_rows, self.vocabulary_size = self._file.head_rows, self._file.vocabulary_size
+        try:
+            options = options.model_copy(update={"threads": options.threads or threads})
+            self._context = GgufContext(self._file, context, batch, max_leaves + 1, pad_single, options)
+        except BaseException:
+            self._file.close()
+            raise
+        self._branches = Branches(self._context, max_leaves)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of the one row."""
+        return [self._length]
+
+    def extend(
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
+    ) -> GgufLogits:
+        """Commit `tokens`, or add them to the tree below `parents`; logits [n, V] for those in `want` (None: all).
+
+        Raises ValueError, with nothing changed, for no tokens, ids outside [0, V), too many tokens for the capacity,
+        indices outside the tokens, a chain below a pending tree, more than `max_leaves` branches, or more nodes than
+        the cache has cells or a batch has tokens; DataError when llama.cpp fails.
+        """
+        self._file.require_open()
+        if parents is None and counts is None and self._is_short_step(tokens, want):
+            rows = self._decode_few(tokens, want is not None)
+            return GgufLogits(self._context, rows, range(self._length - len(rows) + 1, self._length + 1))
+        if parents is None:
+            return self._extend_chain(tokens, counts, want)
+        return self._extend_tree(tokens, counts, parents, want)
+
+    def _is_short_step(self, tokens: Ints, want: Ints | None) -> bool:
+        """Whether a chain is a valid step or verification, which can skip the bookkeeping of prompts and trees."""
+        return (
+            (want is None or (len(want) == 1 and want[0] == len(tokens) - 1))
+            and not self.pad_single
+            and not len(self._branches)
+            and 0 < len(tokens) <= min(FEW, self._context.batch_size, self.capacity - self._length)
+            and min(tokens) >= 0
+            and max(tokens) < self.vocabulary_size
+        )
+
+    def _extend_chain(self, tokens: Ints, counts: Ints | None, want: Ints | None) -> GgufLogits:
+        (count,) = check_chain(tokens, counts, want, [self._length], self.capacity, self.vocabulary_size)
+        if len(self._branches):
+            raise ValueError("a tree is pending: keep a path of it or roll back first")
+        try:
+            rows = self._decode_all(tokens, want)
+        except BaseException:
+            self._context.withdraw(0, self._length)
+            raise
+        lengths = range(self._length + 1, self._length + count + 1)
+        self._length += count
+        return GgufLogits(self._context, rows, lengths if want is None else [lengths[index] for index in want])
+
+    def _extend_tree(self, tokens: Ints, counts: Ints | None, parents: Ints, want: Ints | None) -> GgufLogits:
+        if not self.max_leaves:
+            raise ValueError("this model was opened without room for trees: give it max_leaves")
+        check_call(tokens, counts, parents, want, self.vocabulary_size)
+        old, count = len(self._branches), len(tokens)
+        tree = self._branches.tree.grown(parents, self._length, self.capacity)
+        free = min(self._context.cells - self._length - old, self._context.batch_size)
+        room = free - int(self.pad_single and count == 1)  # a lone node needs a cell for its dummy
+        if count > room:
+            raise ValueError(f"{count} more nodes do not fit: there is room for {room} in the cache and the batch")
+        lengths = [self._length + depth for depth in tree.depths[old:]]
+        mask, order = _outputs(count, want)
+        with self._branches.growing(tree, self._length) as through:
+            ids, positions = np.asarray(tokens, dtype=np.int64), np.asarray(lengths, dtype=np.int32) - 1
+            rows = self._context.decode_nodes(ids, mask, positions, through)
+        rows = rows if order is None else rows[order]
+        return GgufLogits(self._context, rows, lengths if want is None else [lengths[index] for index in want])
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root."""
+        self._file.require_open()
+        self._length += self._branches.commit(paths, self._length)
+
+    def _decode_few(self, tokens: Sequence[int], last_only: bool) -> NDArray[np.float32]:
+        try:
+            rows = self._context.decode_few(tokens, self._length, last_only)
+        except BaseException:
+            self._context.withdraw(0, self._length)
+            raise
+        self._length += len(tokens)
+        return rows
+
+    def _decode_all(self, tokens: Sequence[int], want: Sequence[int] | None) -> NDArray[np.float32]:
+        """Decode in chunks; logits [n, V], a view when one chunk holds them all in order."""
+        ids, (mask, order) = np.asarray(tokens, dtype=np.int64), _outputs(len(tokens), want)
+        parts: list[NDArray[np.float32]] = []
+        bounds = self._chunks(len(ids))
+        for begin, end in bounds:
+            rows = self._context.decode_chain(ids[begin:end], mask[begin:end], self._length + begin)
+            # The next chunk overwrites the buffer.
+            parts.append(rows if len(bounds) == 1 else rows.copy())
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return rows if order is None else rows[order]
+
+    def _chunks(self, count: int) -> list[tuple[int, int]]:
+        """Bounds of chunks of at most the batch size, with no lone token at the end where that can be avoided."""
+        size = self._context.batch_size
+        bounds = [*range(0, count, size), count]
+        if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1 and size > 2:
+            bounds[-2] -= 1
+        return list(itertools.pairwise(bounds))
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget a pending tree and the tokens beyond `lengths` (one number); ValueError outside 0..the committed."""
+        self._file.require_open()
+        (length,) = check_lengths(lengths, [self._length])
+        if len(self._branches):
+            self._branches.drop(self._length)
+        # A signal may have come between llama.cpp's step and our count of it: a new text begins in an empty cache.
+        if length < self._length or length == 0:
+            self._context.remove(0, length)
+            self._length = length
+            self._branches.shorten(length)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.rollback([0])
+
+    def tokenize(self, text: str, parse_special: bool = False) -> list[int]:
+        """The file's own ids for `text`, without added tokens; `parse_special` reads control tokens in the text."""
+        return self._file.tokenize(text, parse_special)
+
+    def detokenize(self, ids: Sequence[int]) -> bytes:
+        """The exact bytes of `ids`, special tokens as written; ValueError for ids outside the rows."""
+        return self._file.detokenize(ids)
+
+    def library_and_vocabulary(self) -> tuple[Any, Any]:
+        """llama_cpp and the vocabulary's handle, for llama.cpp's other functions on tokens; ValueError once closed."""
+        self._file.require_open()
+        return self._file.library, self._file.vocabulary
+
+    def close(self) -> None:
+        """Free the model; safe to call twice. Logits returned before become unreadable."""
+        self._context.close()
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _outputs(count: int, want: Sequence[int] | None) -> tuple[NDArray[np.int8], NDArray[np.intp] | None]:
+    """Which of `count` tokens need logits [count], and the row of each wanted one among them; None for all in order."""
+    wanted = np.arange(count) if want is None else np.asarray(want, dtype=np.int64)
+    needed, order = np.unique(wanted, return_inverse=True)
+    mask = np.zeros(count, dtype=np.int8)
+    mask[needed] = 1
+    return mask, None if np.array_equal(wanted, needed) else order
+
+
+# ── llama.cpp's own grammars (GBNF) over the vocabulary of an open GGUF model ──
+# llama.cpp aborts the process on a token that its grammar does not allow, so it is only ever given allowed ones.
+# Legend: V vocabulary.
+
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
+
+
+def token_bytes_and_ends(model: GgufModel) -> tuple[list[bytes], list[int]]:
+    """The bytes [V] of each token, empty for control tokens and unused ones, and the ids that end a text."""
+    llama, vocabulary = model.library_and_vocabulary()
+    silent = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNUSED | llama.LLAMA_TOKEN_ATTR_UNKNOWN
+    token_bytes = [
+        b"" if llama.llama_vocab_get_attr(vocabulary, token) & silent else model.detokenize([token])
+        for token in range(model.vocabulary_size)
+    ]
+    return token_bytes, ends_of(model)
+
+
+def ends_of(model: GgufModel) -> list[int]:
+    """The ids that end a text."""
+    llama, vocabulary = model.library_and_vocabulary()
+    return [token for token in range(model.vocabulary_size) if llama.llama_vocab_is_eog(vocabulary, token)]
+
+
+class GrammarPlace:
+    """A place in a grammar; it never changes. The model must stay open as long as it is used."""
+
+    def __init__(self, model: GgufModel, sampler: Any, candidates: NDArray[Any], end: int) -> None:
+        self._model, self._sampler, self._candidates, self._end = model, sampler, candidates, end
+        self._library, _ = model.library_and_vocabulary()
+        weakref.finalize(self, self._library.llama_sampler_free, sampler)
+
+    def allowed(self) -> NDArray[np.uint8]:
+        """One bit per token, the lowest id first: whether it may follow; one end token represents all."""
+        llama, _ = self._model.library_and_vocabulary()
+        candidates = self._candidates.copy()
+        data = candidates.ctypes.data_as(ctypes.POINTER(llama.llama_token_data))
+        array = llama.llama_token_data_array(data, len(candidates), -1, False)
+        llama.llama_sampler_apply(self._sampler, ctypes.byref(array))
+        mask = np.zeros(self._model.vocabulary_size, dtype=bool)
+        mask[candidates["id"][np.isfinite(candidates["logit"])]] = True
+        return np.packbits(mask, bitorder="little")
+
+    def accepting(self) -> bool:
+        """Whether the text may end here."""
+        return bool(self.allowed()[self._end >> 3] >> (self._end & 7) & 1)
+
+    def after(self, token: int) -> GrammarPlace:
+        """The place after one more token, which must be allowed and not an end."""
+        llama, _ = self._model.library_and_vocabulary()
+        sampler = llama.llama_sampler_clone(self._sampler)
+        llama.llama_sampler_accept(sampler, token)
+        return GrammarPlace(self._model, sampler, self._candidates, self._end)
+
+
+def open_grammar(model: GgufModel, text: str) -> GrammarPlace:
+    """The start of a GBNF grammar, whose first rule is `root`.
+
+    DataError for a grammar that llama.cpp refuses, or a model that has no token to end a text with.
+    """
+    llama, vocabulary = model.library_and_vocabulary()
+    token_bytes, ends = token_bytes_and_ends(model)
+    if not ends:
+        raise DataError(f"{model.path} has no token that ends a text", "export it with an eos token")
+    ERRORS.clear()
+    sampler = llama.llama_sampler_init_grammar(vocabulary, text.encode(), b"root")
+    if not sampler:
+        reason = "; ".join(ERRORS) or "it gave no reason"
+        raise DataError(f"llama.cpp refuses the grammar: {reason}", "see the grammars README of llama.cpp")
+    # Text tokens and one end; the names of control tokens would be matched as text.
+    ids = sorted({ends[0], *(token for token, data in enumerate(token_bytes) if data and token not in ends)})
+    candidates = np.zeros(len(ids), dtype=_CANDIDATE)
+    candidates["id"] = ids
+    return GrammarPlace(model, sampler, candidates, ends[0])

@@ -1,0 +1,210 @@
+"""A target and a draft loaded to decode together: Hugging Face folders in PyTorch, or GGUF files in llama.cpp."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from distill.engines.llama_cpp.model import GgufModel, ends_of
+from distill.engines.model import Model
+from distill.engines.pairs import VocabularyMetadata
+from distill.engines.torch.cpu_products import prepacked
+from distill.engines.torch.hugging_face import (
+    encode,
+    end_ids,
+    load_config,
+    load_model,
+    load_target,
+    load_tokenizer,
+    pick_device,
+    real_tokens,
+    text_folder,
+)
+from distill.engines.torch.model import TorchModel, model_name
+from distill.errors import DataError, RecipeError
+from distill.gguf.head import open_head
+from distill.gguf.importing import is_gguf, one_engine
+from distill.gguf.library import GgufFile, require_possible
+from distill.recipe import Gguf, GgufOptions, PyTorch, Target
+from distill.vocabulary import Vocabulary
+
+GROWING = PyTorch()  # a cache that grows, as transformers makes it
+BATCH = 512  # tokens that llama.cpp takes at once
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """Both models, ready to decode; the draft is the target itself where none was asked for.
+
+    `ends` are the ids that end a text. `tokenizer` and `hugging_face` (target, draft) are the objects of transformers,
+    None for GGUF files; `pytorch` says how they decode. Closes its models when used as a context.
+    """
+
+    backend: Literal["pytorch", "gguf"]
+    reference: str
+    target: Model
+    draft: Model
+    ends: list[int]
+    tokenizer: Any = None
+    hugging_face: tuple[Any, Any] | None = None
+    pytorch: PyTorch = GROWING
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The target's vocabulary, read from its Hugging Face folder."""
+        return Vocabulary.read(text_folder(self.reference))
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token; none for ids that stand for nothing."""
+        if isinstance(self.target, GgufModel):
+            return self.target.detokenize([token])
+        return (self.vocabulary.bytes_of[token] or b"") if token < self.vocabulary.size else b""
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without those that end it; bytes that are no UTF-8 become U+FFFD."""
+        kept = b"".join(self.token_bytes(token) for token in tokens if token not in self.ends)
+        return kept.decode("utf-8", errors="replace")
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that the target is to continue; DataError for an empty one."""
+        return encode_prompt(self.reference, text)
+
+    def close(self) -> None:
+        """Free both models."""
+        self.draft.close()
+        if self.target is not self.draft:
+            self.target.close()
+
+    def __enter__(self) -> LoadedPair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load_pair(
+    target: Target,
+    draft: str | None = None,
+    *,
+    device: str = "auto",
+    tokens: int | None = None,
+    nodes: int = 0,
+    threads: int | None = None,
+    gguf: Gguf | None = None,
+    pytorch: PyTorch = GROWING,
+) -> LoadedPair:
+    """Load two Hugging Face folders (or hub names), or two GGUF files; only the target where `draft` is None.
+
+    A GGUF file beside a folder is imported, and both decode in PyTorch. The draft of a folder is loaded in the target's
+    type. `pytorch` says how folders decode. `tokens` is the context wanted (None: the target's own for GGUF files,
+    unknown for a static cache), of which each gets no more than it was made for. For GGUF files, `nodes` are the most
+    nodes of a tree, `gguf` llama.cpp's options of each, and `threads` CPU threads where those name none. Raises
+    RecipeError for options that are not possible, DataError for a model that cannot be loaded, or cannot decode as
+    asked.
+    """
+    if draft is not None:
+        big_reference, draft = one_engine(target.model, draft)
+        target = target.model_copy(update={"model": big_reference})
+    if is_gguf(target.model):
+        if pytorch != GROWING:
+            raise RecipeError(
+                f"{target.model} runs in llama.cpp; static, compile, draft_device and prepack are settings of PyTorch"
+            )
+        return _load_files(target.model, draft, tokens, nodes, threads, gguf or Gguf())
+    place = pick_device(device)
+    small_place = place if pytorch.draft_device is None else pick_device(pytorch.draft_device)
+    big = load_target(target, place)
+    small = None if draft is None else load_model(draft, target.dtype, small_place)
+    return pair_of_models(target.model, big, small, load_tokenizer(target.model), pytorch, tokens)
+
+
+def torch_decoder(
+    model: Any, vocabulary: int | None = None, pytorch: PyTorch = GROWING, tokens: int | None = None
+) -> Model:
+    """A model of transformers ready to decode as `pytorch` says; DataError where it cannot.
+
+    Ids from `vocabulary` on are padding. `tokens` are those that a text is expected to hold.
+    """
+    if not pytorch.static:
+        return growing_decoder(model, vocabulary, pytorch.prepack)
+    from distill.engines.torch.static import StaticTorchModel
+
+    own = model if pytorch.compile else _packed(model, pytorch.prepack)  # compiled steps choose their own layouts
+    return StaticTorchModel(own, vocabulary, size=tokens, compiled=pytorch.compile)
+
+
+def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = True) -> TorchModel:
+    """`torch_decoder` with a growing cache, whatever the recipe says: to count or time steps, nothing is compiled."""
+    return TorchModel(_packed(model, prepack), vocabulary)
+
+
+def _packed(model: Any, prepack: bool) -> Any:
+    """The model with prepacked layers, or as it is, with a message where memory is short."""
+    own, reason = prepacked(model) if prepack else (model, "")
+    if reason:
+        print(f"{model_name(model)}: {reason}", file=sys.stderr)
+    return own
+
+
+def pair_of_models(
+    reference: str,
+    target: Any,
+    draft: Any,
+    tokenizer: Any,
+    pytorch: PyTorch = GROWING,
+    tokens: int | None = None,
+) -> LoadedPair:
+    """The pair of two models of transformers that are loaded already; `reference` names the vocabulary's folder."""
+    vocabulary = real_tokens(target.config, tokenizer)
+    big = torch_decoder(target, vocabulary, pytorch, tokens)
+    small = big if draft is None else torch_decoder(draft, vocabulary, pytorch, tokens)
+    ends = end_ids(reference, tokenizer)
+    return LoadedPair(
+        "pytorch", reference, big, small, ends, tokenizer, (target, target if draft is None else draft), pytorch
+    )
+
+
+def _load_files(
+    target: str, draft: str | None, tokens: int | None, nodes: int, threads: int | None, gguf: Gguf
+) -> LoadedPair:
+    context = tokens or context_of(target) or BATCH
+
+    def load(reference: str, options: GgufOptions) -> GgufModel:
+        size = max(min(context, context_of(reference) or context), nodes + 2)
+        batch = max(BATCH, nodes + 2)
+        return GgufModel(reference, context=size, batch=batch, threads=threads, max_leaves=nodes, options=options)
+
+    for reference, options in ((target, gguf.target), *([] if draft is None else [(draft, gguf.draft)])):
+        require_possible(open_head(Path(reference)), options)  # before the first one's weights
+    big = load(target, gguf.target)
+    try:
+        small = big if draft is None else load(draft, gguf.draft)
+    except BaseException:
+        big.close()
+        raise
+    return LoadedPair("gguf", target, big, small, ends_of(big))
+
+
+def context_of(reference: str) -> int | None:
+    """Tokens that a model was made for, read without its weights; None where its file does not say."""
+    if is_gguf(reference):
+        return VocabularyMetadata.read(reference).context
+    context = getattr(load_config(reference).get_text_config(), "max_position_embeddings", None)
+    return context if isinstance(context, int) and context > 0 else None
+
+
+def encode_prompt(reference: str, text: str) -> list[int]:
+    """Token ids of a text, read without the model's weights. Raises DataError for a text without any."""
+    if is_gguf(reference):
+        with contextlib.closing(GgufFile(Path(reference), vocabulary_only=True)) as file:
+            ids = file.tokenize(text, parse_special=True)  # as transformers does
+    else:
+        ids = encode(load_tokenizer(reference), text)
+    if not ids:
+        raise DataError("the prompt is empty", "give some text to continue")
+    return ids

@@ -1,0 +1,249 @@
+"""The interface of every backend of a model, and the bookkeeping of a tree of tokens that is not committed yet.
+
+Legend: n rows of logits (one per wanted token), V vocabulary, k candidates. Nodes are numbered in the order in which
+they were added since the last keep, rollback, reset or committing extend; ROOT is the committed end.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from distill.sampler import Place
+
+Ints = Sequence[int]
+
+
+class Logits(Protocol):
+    """Logits [n, V] where they were computed, rows in the order of `want`; valid until the model's next extend."""
+
+    def __len__(self) -> int:
+        """How many rows n there are."""
+        ...
+
+    @property
+    def place(self) -> Place | None:
+        """The model and the position of each row, for messages."""
+        ...
+
+    def argmax(self, empty: int | None = None) -> list[int]:
+        """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere.
+
+        DataError for NaN or +∞ and, without `empty`, for a row that is −∞ everywhere.
+        """
+        ...
+
+    def full(self) -> torch.Tensor:
+        """All logits [n, V] as a copy on the CPU, in fp32, or fp64 where they were computed so; not checked."""
+        ...
+
+
+class Model(Protocol):
+    """A language model with a cache that grows and rolls back, and that gives logits.
+
+    Tokens go in as a chain that is committed at once, or as nodes of a tree of which one path is committed later:
+
+        extend(prompt)                             commits
+        extend([5, 7], parents=[-1, -1])           nodes 0 and 1 after the prompt
+        extend([2, 3], parents=[0, 2])             node 2 below node 0, node 3 below node 2
+        keep([[0, 2]])                             commits 5, 2; nodes 1 and 3 are gone
+
+    Whatever calls came before, logits equal those of a fresh prefill of the same path up to rounding. A mistake of the
+    caller (ValueError) leaves everything as it was.
+    """
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many ids V the logits cover."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens a row can hold."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """How many sequences are kept at once."""
+        ...
+
+    @property
+    def max_leaves(self) -> int:
+        """The most branches (leaves) that a tree may have at once; 0: no trees."""
+        ...
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row; nodes of a pending tree are not among them."""
+        ...
+
+    def extend(
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
+    ) -> Logits:
+        """Take `tokens` (all rows flat, `counts` per row) and return the logits after those that `want` indexes.
+
+        `want` indexes the tokens of this call (None: all). Without `parents` the tokens of a row follow each other and
+        are committed. With `parents`, one node number (or ROOT) per token, they join the pending tree and nothing is
+        committed. ValueError, with nothing changed, for tokens that do not fit, and without `parents` while a tree is
+        pending.
+        """
+        ...
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Commit one path of the pending tree per row and drop its other nodes.
+
+        A path is the node numbers from a child of ROOT downwards, or empty to drop the whole tree.
+        """
+        ...
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget the pending tree and the tokens of each row beyond `lengths`."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        ...
+
+    def close(self) -> None:
+        """Free the model's memory; it cannot be used afterwards."""
+        ...
+
+
+class AroundModel:
+    """What a model of one row that drives another passes on; ValueError for one of several rows."""
+
+    rows = 1
+
+    def __init__(self, model: Model) -> None:
+        if model.rows != 1:
+            raise ValueError(f"{type(self).__name__} follows one text at a time, this model keeps {model.rows}")
+        self.model = model
+        self.vocabulary_size, self.capacity, self.max_leaves = model.vocabulary_size, model.capacity, model.max_leaves
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of the one row."""
+        return self.model.lengths
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """See `Model`."""
+        self.model.keep(paths)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """See `Model`."""
+        self.model.rollback(lengths)
+
+    def reset(self) -> None:
+        """See `Model`."""
+        self.model.reset()
+
+    def close(self) -> None:
+        """Close the model."""
+        self.model.close()
+
+
+ROOT = -1
+SPARE_NODES = 64  # nodes of a tree that any model with trees holds in addition to `capacity` tokens
+
+
+@dataclass(frozen=True)
+class PendingTree:
+    """Nodes that hang below the committed end of one row, each with its parent and its depth (1 for a child of ROOT).
+
+    `paths` are sets of nodes as bits: a node's path from the root, itself included.
+    """
+
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    paths: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def grown(self, parents: Sequence[int], committed: int = 0, capacity: int = sys.maxsize) -> PendingTree:
+        """This tree with nodes below `parents`.
+
+        ValueError for a parent that is neither ROOT nor an earlier node, and for a path that with the committed tokens
+        exceeds the capacity.
+        """
+        grown = PendingTree([*self.parents, *(int(parent) for parent in parents)], [*self.depths], [*self.paths])
+        for node in range(len(self), len(grown)):
+            parent = grown.parents[node]
+            if not ROOT <= parent < node:
+                raise ValueError(f"the parent of node {node} must be {ROOT} or an earlier node, got {parent}")
+            above, path = (0, 0) if parent == ROOT else (grown.depths[parent], grown.paths[parent])
+            grown.depths.append(above + 1)
+            grown.paths.append(path | 1 << node)
+        if committed + max(grown.depths) > capacity:
+            raise ValueError(f"{committed} + {max(grown.depths)} tokens do not fit a context of {capacity}")
+        return grown
+
+    def seen(self, first: int, width: int) -> list[list[int]]:
+        """Whether (0 or 1) each node from `first` on attends to each of `width` nodes: to its path and itself."""
+        return [[path >> node & 1 for node in range(width)] for path in self.paths[first:]]
+
+    def only_path(self, paths: Sequence[Sequence[int]]) -> list[int]:
+        """The path of the one row in `paths`; ValueError when it does not lead downwards from ROOT, node by node."""
+        if len(paths) != 1:
+            raise ValueError(f"one path for one row, got {len(paths)}")
+        above, path = ROOT, [int(node) for node in paths[0]]
+        for node in path:
+            if not 0 <= node < len(self) or self.parents[node] != above:
+                raise ValueError(f"{path} is no path from {ROOT} in a tree with parents {self.parents}")
+            above = node
+        return path
+
+
+def check_call(tokens: Ints, counts: Ints | None, parents: Ints, want: Ints | None, vocabulary: int) -> None:
+    """Raise ValueError unless one row takes all tokens, with a parent for each, as of `check_tokens`."""
+    if counts is not None and list(counts) != [len(tokens)]:
+        raise ValueError(f"this model keeps one row: counts must be [{len(tokens)}], got {list(counts)}")
+    if len(parents) != len(tokens):
+        raise ValueError(f"one parent for each token, got {len(parents)} for {len(tokens)}")
+    check_tokens(tokens, want, vocabulary)
+
+
+def check_tokens(tokens: Ints, want: Ints | None, vocabulary: int) -> None:
+    """Raise ValueError unless there are tokens, all in [0, V), and `want` indexes them."""
+    if not len(tokens):
+        raise ValueError("extend needs at least one token")
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise ValueError(f"token ids must lie in [0, {vocabulary}), got {min(tokens)}..{max(tokens)}")
+    if want is not None and len(want) and not (min(want) >= 0 and max(want) < len(tokens)):
+        raise ValueError(f"want must index the {len(tokens)} tokens, got {min(want)}..{max(want)}")
+
+
+def check_chain(
+    tokens: Ints, counts: Ints | None, want: Ints | None, lengths: Ints, capacity: int, vocabulary: int
+) -> list[int]:
+    """The number of tokens that each row takes, from `counts` or, for one row, all.
+
+    ValueError as `check_tokens`, for counts that do not add up, and beyond the capacity.
+    """
+    if counts is None:
+        counts = [len(tokens)] if len(lengths) == 1 else []
+    if len(counts) != len(lengths) or min(counts) < 0 or sum(counts) != len(tokens):
+        raise ValueError(f"counts must divide the {len(tokens)} tokens among {len(lengths)} rows, got {list(counts)}")
+    check_tokens(tokens, want, vocabulary)
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        if length + count > capacity:
+            raise ValueError(f"row {row}: {length} + {count} tokens do not fit a context of {capacity}")
+    return list(counts)
+
+
+def check_no_paths(paths: Sequence[Sequence[int]], rows: int) -> None:
+    """Raise ValueError unless there is an empty path for each row of a model without a tree."""
+    if len(paths) != rows or any(len(path) for path in paths):
+        raise ValueError(f"no tree is pending: paths must be {[[]] * rows}, got {list(paths)}")
+
+
+def check_lengths(lengths: Sequence[int], committed: Sequence[int]) -> list[int]:
+    """The lengths to which rows go back; ValueError unless there is one for each, within what it has committed."""
+    pairs = zip(lengths, committed, strict=False)
+    if len(lengths) != len(committed) or any(not 0 <= new <= old for new, old in pairs):
+        raise ValueError(f"lengths must lie within the committed {list(committed)}, got {list(lengths)}")
+    return [int(length) for length in lengths]

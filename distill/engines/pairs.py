@@ -1,0 +1,417 @@
+"""Whether a target and a draft fit each other: the rules of our decoder, llama.cpp and vLLM, from files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill.engines.torch.hugging_face import load_config, load_tokenizer, read_kept, text_folder
+from distill.errors import DataError, PairError, RecipeError
+from distill.files import is_utf8
+from distill.folders import read_config
+from distill.gguf.head import ALWAYS_ADDS_BOS, DEFAULTS, Defaults, FileHead, open_head, stated_ends, token_key
+from distill.vocabulary.files import added_around, open_tokenizer, tokenizer_settings
+from distill.vocabulary.vocabulary import SPACE, from_mapped, named_id
+
+# ── A model's vocabulary and context as the pair rules compare them, read from a folder or a GGUF file; no weights
+# ──
+# Legend: V rows of the model's vocabulary, padding included.
+
+
+@dataclass(frozen=True)
+class VocabularyMetadata:
+    """A model's vocabulary and context as llama.cpp and vLLM see them.
+
+    `tokens` [V] are the raw token strings, padding rows named [PAD<id>] as every converter does; `bos` and `eos` are
+    added to a text where `add_bos` and `add_eos` are true; `beyond` counts ids of the tokenizer that have no row, and
+    `kept` those of a trimmed head (None: the whole head); `context` is the training context in tokens.
+    """
+
+    reference: str
+    kind: str
+    tokens: list[str] = field(repr=False)
+    bos: int | None
+    eos: int | None
+    add_bos: bool
+    add_eos: bool
+    context: int | None
+    architecture: str
+    chat_template: bool
+    beyond: int = 0
+    kept: int | None = None
+
+    @classmethod
+    def read(cls, reference: str) -> VocabularyMetadata:
+        """The metadata of a Hugging Face folder, a hub name or a .gguf file; DataError where it cannot be read."""
+        return _from_gguf(Path(reference)) if reference.endswith(".gguf") else _from_folder(reference)
+
+    @property
+    def rows(self) -> int:
+        """V: Hugging Face's vocab_size."""
+        return len(self.tokens)
+
+    def real(self, index: int) -> str | None:
+        """The string of a token, None for a padding row."""
+        if index >= len(self.tokens) or self.tokens[index] == f"[PAD{index}]":
+            return None
+        return self.tokens[index]
+
+    def with_rows(self, rows: int) -> VocabularyMetadata:
+        """The same with padding rows appended, or rows at the end removed."""
+        padding = [f"[PAD{index}]" for index in range(len(self.tokens), rows)]
+        return replace(self, tokens=self.tokens[:rows] + padding)
+
+    @property
+    def real_tokens(self) -> int:
+        """Rows that hold tokens."""
+        return sum(self.real(index) is not None for index in range(self.rows))
+
+
+def _from_folder(reference: str) -> VocabularyMetadata:
+    place = str(text_folder(reference))
+    folder, config = Path(place), load_config(place).get_text_config()
+    rows = getattr(config, "vocab_size", None)
+    if not isinstance(rows, int) or rows < 1:
+        raise DataError(f"{folder}/config.json: vocab_size is {rows!r}", "correct config.json")
+    tokenizer, settings, raw = _tokenizer(place), tokenizer_settings(folder), read_config(folder)
+    ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    model = _gguf_model(place, tokenizer, config.model_type)
+    named = {role: named_id(role, settings, raw, ids, rows) for role in ("bos", "eos")}
+    ends = _text_ends(tokenizer, settings, named, DEFAULTS[model])
+    context = getattr(config, "max_position_embeddings", None)
+    kept = read_kept(folder)
+    return VocabularyMetadata(
+        reference=reference,
+        tokens=_padded_tokens(ids, rows),
+        **ends._replace(add_bos=ends.add_bos or model == ALWAYS_ADDS_BOS)._asdict(),
+        context=context if isinstance(context, int) and context > 0 else None,
+        architecture=config.model_type,
+        chat_template=_has_chat_template(folder, settings),
+        beyond=sum(index >= rows for index in ids.values()),
+        kept=None if kept is None else len(kept["kept"]),
+    )
+
+
+def _tokenizer(place: str) -> Any:
+    """The tokenizers.Tokenizer of a folder."""
+    path = Path(place) / "tokenizer.json"
+    if path.is_file():
+        return open_tokenizer(path)
+    backend = getattr(load_tokenizer(place), "backend_tokenizer", None)
+    if backend is None:
+        raise DataError(f"{place}: its tokenizer has no fast version to read", "save it with a tokenizer.json")
+    return backend
+
+
+def _padded_tokens(ids: Mapping[str, int], rows: int) -> list[str]:
+    """The token of each row; [PAD<id>], as converters name it, where there is none."""
+    tokens = [f"[PAD{index}]" for index in range(rows)]
+    for token, index in ids.items():
+        if index < rows:
+            tokens[index] = token
+    return tokens
+
+
+def _gguf_model(place: str, tokenizer: Any, architecture: str) -> str:
+    """The tokenizer.ggml.model that llama.cpp's converter would write."""
+    model = type(tokenizer.model).__name__
+    if architecture.startswith("gemma4"):
+        return "gemma4"
+    if model == "BPE":
+        return "llama" if tokenizer.model.byte_fallback else "gpt2"
+    if model == "WordPiece":
+        return "bert"
+    raise DataError(f"{place}: tokenizers of the kind {model} are not supported", "use another tokenizer")
+
+
+def _text_ends(
+    tokenizer: Any, settings: Mapping[str, Any], named: Mapping[str, int | None], defaults: Defaults
+) -> Defaults:
+    """The tokens that begin and end a text, and whether they are added to it, in the place of llama.cpp's `defaults`.
+
+    By the tokenizer's post-processor first, then by the ids that the files name. Whether they are added is a setting
+    (add_bos_token, add_eos_token) before it is the post-processor's.
+    """
+    before, after = added_around(tokenizer) or ([], [])
+    bos = next((number for number in (*before[:1], named["bos"]) if number is not None), defaults.bos)
+    eos = next((number for number in (*after[-1:], named["eos"]) if number is not None), defaults.eos)
+    add_bos, add_eos = (settings.get(f"add_{role}_token") for role in ("bos", "eos"))
+    return Defaults(
+        defaults.kind,
+        bos,
+        eos,
+        add_bos if isinstance(add_bos, bool) else bool(before) or defaults.add_bos,
+        add_eos if isinstance(add_eos, bool) else bool(after) or defaults.add_eos,
+    )
+
+
+def _has_chat_template(folder: Path, settings: Mapping[str, Any]) -> bool:
+    files = (folder / f"chat_template.{kind}" for kind in ("jinja", "json"))
+    return bool(settings.get("chat_template")) or any(file.is_file() for file in files)
+
+
+def _from_gguf(path: Path) -> VocabularyMetadata:
+    head = open_head(path)
+    model, tokens = head.text("tokenizer.ggml.model"), head.texts("tokenizer.ggml.tokens", "surrogateescape")
+    if model is None or "tokenizer.ggml.tokens" not in head.values:
+        raise DataError(f"{path} holds no tokenizer", "give a whole model file, of a split model the first part")
+    if model not in DEFAULTS:
+        raise DataError(f"{path}: tokenizer.ggml.model is {model!r}, which is unknown", f"known: {', '.join(DEFAULTS)}")
+    # One row per token, or llama.cpp does not load the file.
+    embedding = head.shapes.get("token_embd.weight", [0, len(tokens)])
+    if embedding[-1:] != [len(tokens)]:
+        embedded = embedding[-1] if embedding else "none"
+        raise DataError(f"{path} names {len(tokens)} tokens but embeds {embedded}", "export the model again")
+    ends = stated_ends(head)
+    bos, eos = (_token_id(head, role, len(tokens), getattr(ends, role)) for role in ("bos", "eos"))
+    return VocabularyMetadata(
+        reference=str(path),
+        tokens=tokens,
+        **ends._replace(bos=bos, eos=eos)._asdict(),
+        context=head.size("context_length", 1, 2**31 - 1),
+        architecture=head.architecture,
+        chat_template="tokenizer.chat_template" in head.values,
+    )
+
+
+def _token_id(head: FileHead, role: str, count: int, default: int | None) -> int | None:
+    """The id that a file names for a role; the default for one that is no id, as llama.cpp has it."""
+    number = head.values.get(token_key(role))
+    return number if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < count else default
+
+
+# ── Whether a target and a draft fit each other: the rules of our decoder, llama.cpp and vLLM, from files alone ──
+
+if TYPE_CHECKING:
+    from distill.recipe import Configuration
+
+LLAMA_CPP_SIZE_DIFFERENCE = 128  # llama.cpp's SPEC_VOCAB_MAX_SIZE_DIFFERENCE
+LLAMA_CPP_FIRST_ID = 5  # SPEC_VOCAB_CHECK_START_TOKEN_ID: token strings are compared from this id up
+BYTE_LEVEL = "BPE"  # the kind of a vocabulary, as metadata.py names it
+LONGEST_SHOWN = 40  # characters of a token in a message
+
+TRANSPLANT = "transplant the target's vocabulary into the draft: cut.transplant in a recipe, or `distill transplant`"
+OTHER_ROWS = f"give the draft {{}} rows too: {TRANSPLANT}"
+ANY_ROWS = '"use_heterogeneous_vocab": true, which drafts the draft\'s best tokens alone'  # in vLLM's configuration
+SAME_FILES = "copy the target's tokenizer files into the draft's folder and export the draft again"
+
+
+@dataclass(frozen=True)
+class PairReport:
+    """The verdict of each rule on a pair: None when it fits, else the reason against.
+
+    `distill` is the rule of our decoder, `context` only a warning. `remedies` names the next step for each rule that
+    fails.
+    """
+
+    distill: str | None
+    llama_cpp: str | None
+    vllm: str | None
+    context: str | None
+    remedies: dict[str, str]
+    target: VocabularyMetadata = field(repr=False)
+    draft: VocabularyMetadata = field(repr=False)
+
+    def verdicts(self) -> Iterator[tuple[str, bool, str]]:
+        """Of each rule: its line, whether the pair fits, and the next step or nothing."""
+        for key, name, trouble in (
+            ("distill", "pair rule of distill", "does not fit"),
+            ("llama_cpp", "pair rule of llama.cpp", "does not fit"),
+            ("vllm", "pair rule of vLLM", "does not fit"),
+            ("context", "context", "warning"),
+        ):
+            against: str | None = getattr(self, key)
+            line = f"{name}: fits" if against is None else f"{name}: {trouble}: {against}"
+            yield line, against is None, self.remedies.get(key, "")
+
+    def lines(self) -> list[str]:
+        """The report as lines of text: both models, then one line per rule and one per remedy."""
+        rules = [
+            text for line, _, remedy in self.verdicts() for text in (line, f"  {remedy}" if remedy else "") if text
+        ]
+        return [_described("target", self.target), _described("draft", self.draft), *rules]
+
+
+def _described(role: str, metadata: VocabularyMetadata) -> str:
+    """One line about a model."""
+    parts = [f"{metadata.architecture}, {metadata.kind}, {metadata.real_tokens} tokens in {metadata.rows} rows"]
+    parts.append("context unknown" if metadata.context is None else f"context {metadata.context}")
+    added = [f"bos {metadata.bos}"] * metadata.add_bos + [f"eos {metadata.eos}"] * metadata.add_eos
+    parts.append(f"adds {' and '.join(added)}" if added else "adds no bos or eos")
+    parts.append("chat template" if metadata.chat_template else "no chat template")
+    if metadata.kept is not None:
+        parts.append(f"trimmed to {metadata.kept} tokens")
+    if metadata.beyond:
+        parts.append(f"{metadata.beyond} tokens of the tokenizer have no row and were left out")
+    return f"{role} {metadata.reference}: {', '.join(parts)}"
+
+
+def _decoded(token: str, kind: str) -> str:
+    """The text that a token stands for, instead of the letters by which byte-level BPE writes bytes."""
+    if kind == BYTE_LEVEL and is_utf8(token):
+        data = from_mapped(token)
+    else:
+        data = token.replace(SPACE, " ").encode("utf-8", "surrogateescape")
+    return data.decode("utf-8", "backslashreplace")
+
+
+def _shown(token: str | None) -> str:
+    if token is None:
+        return "no token"
+    return repr(token) if len(token) <= LONGEST_SHOWN else repr(token[:LONGEST_SHOWN]) + "…"
+
+
+Tokens = Callable[[VocabularyMetadata, int], str | None]
+
+
+def _differences(first: int, last: int, target: VocabularyMetadata, draft: VocabularyMetadata, of: Tokens) -> str:
+    """The first id in [first, last) with different strings, and the number of differences; empty without any."""
+    different = [index for index in range(first, last) if of(target, index) != of(draft, index)]
+    if not different:
+        return ""
+    index = different[0]
+    more = f" (the first of {len(different)} differences)" if len(different) > 1 else ""
+    written = [of(side, index) for side in (target, draft)]
+    texts = [token and _decoded(token, side.kind) for token, side in zip(written, (target, draft), strict=True)]
+    ours, theirs = map(_shown, written if texts[0] == texts[1] else texts)  # the same text, written in two ways
+    return f"token {index} is {ours} in the target and {theirs} in the draft{more}"
+
+
+Verdict = tuple[str, str] | None  # the reason against, and the next step
+
+
+def distill_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
+    """Our decoder: every id that is a token and no padding in one model is the same string in both.
+
+    Files of converters write the spaces of some added tokens as they are, where folders have SentencePiece's.
+    """
+    byte_level = BYTE_LEVEL in (target.kind, draft.kind)
+
+    def spaced(side: VocabularyMetadata, index: int) -> str | None:
+        token = side.real(index)
+        return token if token is None or byte_level else token.replace(SPACE, " ")
+
+    different = _differences(0, max(target.rows, draft.rows), target, draft, spaced)
+    return (different, TRANSPLANT) if different else None
+
+
+def llama_cpp_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
+    """llama.cpp's common_speculative_are_compatible, in its order (common/speculative.cpp)."""
+    if target.kind != draft.kind:
+        return f"the target's vocabulary is of type {target.kind}, the draft's {draft.kind}", TRANSPLANT
+    sides = (
+        ("bos", target.add_bos, draft.add_bos, target.bos, draft.bos),
+        ("eos", target.add_eos, draft.add_eos, target.eos, draft.eos),
+    )
+    for name, ours, theirs, first, second in sides:
+        if ours != theirs:
+            with_it, without = ("target", "draft") if ours else ("draft", "target")
+            return f"the {with_it} adds its {name} token to a text, the {without} does not", SAME_FILES
+        if ours and first != second:
+            return f"the {name} token that is added is {first} in the target and {second} in the draft", SAME_FILES
+    if abs(target.rows - draft.rows) > LLAMA_CPP_SIZE_DIFFERENCE:
+        reason = f"vocabulary sizes {target.rows} and {draft.rows} differ by more than {LLAMA_CPP_SIZE_DIFFERENCE}"
+        return reason, OTHER_ROWS.format(target.rows)
+    last = min(target.rows, draft.rows)
+    different = _differences(LLAMA_CPP_FIRST_ID, last, target, draft, lambda side, index: side.tokens[index])
+    return (different, TRANSPLANT) if different else None
+
+
+def vllm_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
+    """vLLM: equal vocab_size, padding included, but with `use_heterogeneous_vocab`, which drafts greedily."""
+    if target.rows == draft.rows:
+        return None
+    reason = f"vocab_size is {target.rows} in the target and {draft.rows} in the draft"
+    return reason, f"{OTHER_ROWS.format(target.rows)}; or serve it with {ANY_ROWS}"
+
+
+def context_rule(draft: VocabularyMetadata, served: int | None) -> Verdict:
+    """The draft's training context is at least the served one; fits where the served one is unknown."""
+    if draft.context is None:
+        return "the draft names no context length", "set max_position_embeddings in its config.json, or export it again"
+    if served is None or draft.context >= served:
+        return None
+    reason = f"the draft was made for {draft.context} tokens, {served} are to be served"
+    shorter = f"serve at most {draft.context} tokens (llama.cpp --ctx-size, vLLM --max-model-len)"
+    return reason, f"{shorter}, or cut the draft from a donor with a longer context"
+
+
+def compare_pair(target: str, draft: str, context: int | None = None, same_rows: bool = False) -> PairReport:
+    """Compare two models by the rules of each decoder; loads no weights.
+
+    Each is a Hugging Face folder or hub name or a .gguf file; `context` is the served context in tokens, by default the
+    target's own. With `same_rows` the draft is a donor that will get the target's number of rows, if our own rule
+    allows it. Raises DataError where a model cannot be read.
+    """
+    ours = VocabularyMetadata.read(target)
+    theirs = ours if target == draft else VocabularyMetadata.read(draft)
+    if same_rows and distill_rule(ours, theirs) is None:
+        theirs = theirs.with_rows(ours.rows)
+    served = ours.context if context is None else context
+    verdicts = {
+        "distill": distill_rule(ours, theirs),
+        "llama_cpp": llama_cpp_rule(ours, theirs),
+        "vllm": vllm_rule(ours, theirs),
+        "context": context_rule(theirs, served),
+    }
+    reasons = {name: None if verdict is None else verdict[0] for name, verdict in verdicts.items()}
+    return PairReport(
+        remedies={name: verdict[1] for name, verdict in verdicts.items() if verdict is not None},
+        target=ours,
+        draft=theirs,
+        **reasons,
+    )
+
+
+def require_pair(target: str, draft: str) -> PairReport:
+    """`compare_pair`, raising PairError where our own decoder could not use the two together."""
+    report = compare_pair(target, draft)
+    if report.distill is not None:
+        raise PairError(
+            f"{draft} does not fit the target {target}: {report.distill}",
+            f"choose a donor with the target's tokenizer, or {report.remedies['distill']}",
+        )
+    return report
+
+
+def require_drafts(target: str, draft: str, foreign: bool) -> tuple[str, str]:
+    """The pair in one engine: a GGUF file beside a folder is imported. References are resolved.
+
+    Raises PairError for a draft that does not fit, unless it may have another vocabulary (`foreign`).
+    """
+    from distill.gguf.importing import one_engine
+
+    if foreign:
+        return one_engine(target, draft)
+    try:
+        require_pair(target, draft)
+    except PairError as error:
+        if target.endswith(".gguf"):
+            raise
+        hint = "draft text instead, which any tokenizer can: --drafter string; or transplant the vocabulary"
+        raise PairError(error.what, f"{hint} (`distill transplant`)") from None
+    return one_engine(target, draft)
+
+
+def pair_references(target: str, draft: str | None, configurations: Sequence[Configuration]) -> tuple[str, str | None]:
+    """Target and draft, references resolved before, as they are loaded; loads nothing.
+
+    RecipeError, DataError or PairError for a draft that is missing, unused or does not fit.
+    """
+    foreign = [configuration for configuration in configurations if configuration.other_vocabulary]
+    native = [configuration for configuration in configurations if configuration.asks_the_draft]
+    if foreign and native:
+        raise RecipeError(
+            f"`{native[0].title}` asks a draft of the target's vocabulary, `{foreign[0].title}` one of another"
+        )
+    if draft is None:
+        if foreign or native:
+            raise RecipeError(f"`{(foreign or native)[0].title}` needs a draft", "give --draft, or --drafter lookup")
+        return target, None
+    if not foreign and not native:
+        raise RecipeError("no configuration asks the draft", "leave --draft out")
+    if foreign and target.endswith(".gguf"):
+        raise DataError(f"drafter {foreign[0].drafter} reads both tokenizers from Hugging Face folders")
+    return require_drafts(target, draft, bool(foreign))

@@ -1,0 +1,133 @@
+"""The commands that serve a pair, for llama-server, vLLM and transformers: all that `distill` prints or runs.
+
+tests/engines/test_server_commands.py holds the options to real servers, and vLLM's to its sources.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+
+from distill.errors import RecipeError
+from distill.recipe.measuring import Gguf, GgufOptions
+
+LLAMA_SERVER = "the llama-server of llama-cpp-python 0.3.36's sources"  # the build on which these options were run
+VLLM = "0.32.0"  # the version on which these options were run, in its build for CPUs
+DRAFT_TYPE = "draft-simple"  # of --spec-type: a plain draft model; without it the server loads the draft for nothing
+
+# llama-server's option for each of GgufOptions; those of a draft where it has one.
+OF_TARGET = {
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        *("n_gpu_layers", "device", "tensor_split", "flash_attn", "cache_type_k", "cache_type_v"),
+        *("threads", "threads_batch", "ubatch_size"),
+    )
+}
+OF_DRAFT = {
+    "n_gpu_layers": "--spec-draft-ngl",
+    "device": "--spec-draft-device",
+    "cache_type_k": "--spec-draft-type-k",
+    "cache_type_v": "--spec-draft-type-v",
+    "threads": "--spec-draft-threads",
+    "threads_batch": "--spec-draft-threads-batch",
+}
+TAKEN = ("flash_attn", "ubatch_size", "tensor_split")  # by a draft from its target
+SPEC_TYPE, N_MAX, P_MIN = "--spec-type", "--spec-draft-n-max", "--spec-draft-p-min"
+DRAWN_AMONG = 10  # likeliest tokens of the draft, of probabilistic drafts (common/speculative.cpp, spec_retune)
+SAMPLING = "--spec-draft-sampling"  # greedy, its default, or probabilistic; older builds do not have it
+
+
+def pair_arguments(
+    target: str, draft: str | None, n_max: int, p_min: float | None = None, probabilistic: bool = False
+) -> list[str]:
+    """llama-server's arguments for a pair; `p_min` None leaves the server's own (0), `draft` None decodes plainly.
+
+    `probabilistic` drafts are drawn, which builds since October 2026 can.
+    """
+    if draft is None:
+        return ["-m", target]
+    floor = [] if p_min is None else [P_MIN, f"{p_min:g}"]
+    drawn = [SAMPLING, "probabilistic"] if probabilistic else []
+    return ["-m", target, "-md", draft, SPEC_TYPE, DRAFT_TYPE, N_MAX, str(n_max), *floor, *drawn]
+
+
+def option_arguments(gguf: Gguf, drafts: bool = True) -> list[str]:
+    """llama-server's arguments for llama.cpp's options of both models, without a draft the target's alone.
+
+    Raises RecipeError for those that the server has no option for.
+    """
+    arguments = _arguments("target", gguf.target, OF_TARGET)
+    if not drafts:
+        return arguments
+    # The server's draft takes these from its target, so that they are no options of its own where both are the same.
+    same = {name for name in TAKEN if getattr(gguf.draft, name) == getattr(gguf.target, name)}
+    own = gguf.draft.model_dump(exclude_defaults=True, exclude=same)
+    return arguments + _arguments("draft", gguf.draft.model_construct(**own), OF_DRAFT)
+
+
+def _arguments(role: str, options: GgufOptions, names: dict[str, str]) -> list[str]:
+    values = options.given()
+    unknown = [name for name in values if name not in names]
+    if unknown:
+        spelt = f"--{unknown[0].replace('_', '-')}-{role}"
+        raise RecipeError(f"llama-server has no {spelt}: its draft takes the target's", "leave it out")
+    arguments = []
+    for name, value in values.items():
+        parts = value if isinstance(value, list) else [value]
+        arguments += [names[name], ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in parts)]
+    return arguments
+
+
+def llama_server(
+    target: str,
+    draft: str | None,
+    n_max: int,
+    p_min: float | None = None,
+    further: Sequence[str] = (),
+    probabilistic: bool = False,
+) -> str:
+    """The command that serves two GGUF files."""
+    return shlex.join(["llama-server", *pair_arguments(target, draft, n_max, p_min, probabilistic), *further])
+
+
+def vllm(target: str, draft: str, length: int, probabilistic: bool = False, same_vocabulary: bool = True) -> str:
+    """The command that serves two Hugging Face folders.
+
+    `probabilistic` drafts are drawn from the draft; by default vLLM drafts its best tokens, and where the vocabularies
+    differ only those, of the tokens that both have.
+    """
+    config: dict[str, str | int | bool] = {"method": "draft_model", "model": draft, "num_speculative_tokens": length}
+    if not same_vocabulary:
+        config["use_heterogeneous_vocab"] = True
+    elif probabilistic:
+        config["draft_sample_method"] = "probabilistic"
+    return (
+        f"vllm serve {shlex.quote(target)} \\\n"
+        f"  --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}"
+    )
+
+
+def transformers(target: str, draft: str, length: int, same_vocabulary: bool) -> str:
+    """Python that continues a text with two Hugging Face folders."""
+    extra = "" if same_vocabulary else ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
+    lines = [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"tokenizer = AutoTokenizer.from_pretrained({target!r})",
+        f"target = AutoModelForCausalLM.from_pretrained({target!r})",
+        f"draft = AutoModelForCausalLM.from_pretrained({draft!r})",
+    ]
+    if not same_vocabulary:
+        lines += [
+            "# the two vocabularies differ in size, so transformers needs both tokenizers",
+            f"assistant_tokenizer = AutoTokenizer.from_pretrained({draft!r})",
+        ]
+    lines += [
+        f"draft.generation_config.num_assistant_tokens = {length}",
+        'draft.generation_config.num_assistant_tokens_schedule = "constant"',
+        'inputs = tokenizer("def fibonacci(n):", return_tensors="pt")',
+        f"output = target.generate(**inputs, assistant_model=draft{extra}, max_new_tokens=128)",
+        "print(tokenizer.decode(output[0], skip_special_tokens=True))",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,472 @@
+"""Models and tokenizers in the Hugging Face format: loading them, their files and sizes, and their devices.
+
+A GGUF file is such a model too: every function here that takes a reference reads it from the folder that it is imported
+to (distill/models/conversion).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.engines.torch.intact import (
+    is_quantised,
+    quiet,
+    require_language_model,
+    require_own_type,
+    require_possible,
+    require_whole,
+)
+from distill.errors import DataError, DistillError, RunError
+from distill.files import has_form, read_object, write_json
+from distill.folders import HINT, ModelSizes, read_config, stored_tensors, torch_type, weight_files
+from distill.gguf.importing import check_import, folder_of, is_gguf
+from distill.machine import has_instructions
+from distill.processes import process_count
+from distill.recipe import Recipe, Target, is_path
+from distill.vocabulary.files import refuse_tables, without_panic
+
+# ── Models and tokenizers in the Hugging Face format: loading them, their files and sizes, and their devices ──
+
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.md", "tokenizer.model"]  # of a model on the hub: all but its weights
+OTHER_WEIGHTS = ["original/*", "onnx/*", "consolidated*"]  # the same weights in formats that transformers does not read
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; `auto` is CUDA (or ROCm), else MPS, else the CPU."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise RunError(f"device `{name}` cannot be used: {str(error).splitlines()[0]}", "try device=auto") from error
+    return device
+
+
+def settled_type(dtype: str, device: torch.device) -> str:
+    """A type as recipes name it; for `auto`, bfloat16 where this device has instructions for it, else float32.
+
+    On CPUs without them, bfloat16 products take 10 to 50 times as long as those in float32.
+    """
+    if dtype != "auto":
+        return dtype
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = device.type == "cpu" and has_instructions("bfloat16") is True
+    return "bfloat16" if fast else "float32"
+
+
+def settle_types(recipe: Recipe, begun: Recipe | None = None) -> Recipe:
+    """The recipe with the types that `auto` stands for: those its run began with (`begun`), else this machine's."""
+    device, sections = pick_device(recipe.device), {}
+    for name in ("target", "train"):
+        section, earlier = getattr(recipe, name), getattr(begun, name, None)
+        if section.dtype == "auto":
+            dtype = settled_type("auto" if earlier is None else earlier.dtype, device)
+            sections[name] = section.model_copy(update={"dtype": dtype})
+    return recipe.model_copy(update=sections)
+
+
+def check_folder(reference: str) -> None:
+    """Raise DataError when a reference is a path without a model folder."""
+    if is_gguf(reference):
+        folder_of(reference, weights=False)
+        return
+    if is_path(reference) and not (Path(reference) / "config.json").is_file():
+        state = "has no config.json" if Path(reference).is_dir() else "does not exist"
+        raise DataError(f"model folder {reference} {state}", "give a Hugging Face model folder or a hub name")
+
+
+# Exceptions and messages of internal failures; the messages of all others are written for users.
+_MUTE = (TypeError, AttributeError, AssertionError, RecursionError, ArithmeticError, UnicodeError, MemoryError)
+_INSIDE = re.compile(r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't|not supported between")
+
+
+def _explained(reference: str, error: Exception) -> DataError:
+    lines = str(error).strip().splitlines() or [""]
+    first = lines[1].strip() if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    first = re.sub(r"^\w*Error: ", "", first)
+    if not first or _INSIDE.search(first) or isinstance(error, _MUTE):
+        first = f"a value in its files is missing or of another kind than the libraries expect ({type(error).__name__})"
+    hint = "check the folder" if is_path(reference) else "check the name and the network, or give a local folder"
+    return DataError(f"cannot load {reference}: {first}", hint)
+
+
+def quantisation(kind: str, dtype: str) -> Any:
+    """The bitsandbytes configuration with which transformers loads `int8` (LLM.int8) or `int4` (NF4, QLoRA) weights.
+
+    Products are computed in `dtype`; the head and the embeddings keep their own type.
+    """
+    from transformers import BitsAndBytesConfig
+
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[dtype],
+    )
+
+
+def check_placement(quantise: str | None, device: torch.device, shard: bool) -> str | dict[str, torch.device]:
+    """The device_map for transformers, `quantise` and `shard` as of `load_model`.
+
+    Raises RunError where this machine cannot hold a model as asked.
+    """
+    from transformers.utils import is_bitsandbytes_available
+
+    if quantise is not None and not is_bitsandbytes_available():
+        raise RunError(
+            f"{quantise} weights need the package bitsandbytes, which is not installed, or too old",
+            "pip install -U bitsandbytes, or leave the weights as they are (quantise: null)",
+        )
+    if not shard:
+        return {"": device}
+    if device.type == "cpu":
+        raise RunError("sharding needs accelerators, and this run is on the CPU", "set target.shard: false")
+    if process_count() > 1:
+        raise RunError(
+            f"{process_count()} processes would each spread the target over all accelerators",
+            "start one process, or set target.shard: false so that each holds the target on its own",
+        )
+    return "auto"
+
+
+def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
+    """A causal language model, loaded by transformers with these options. Every load of weights comes through here.
+
+    Raises DataError unless each of the model's tensors came from its files, in its shape, and the errors of
+    transformers as they are.
+    """
+    from transformers import AutoModelForCausalLM
+
+    reference = _place(reference, weights=True)
+    config = load_config(reference)
+    require_own_type(reference, config)
+    require_language_model(reference, config)
+    require_possible(reference, config)
+    with quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            reference, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    require_whole(reference, model, info)
+    return model
+
+
+def load_model(
+    reference: str,
+    dtype: str,
+    device: torch.device,
+    trimmed: bool = True,
+    quantise: str | None = None,
+    shard: bool = False,
+) -> Any:
+    """A causal language model in evaluation mode; raises DataError when it cannot be loaded.
+
+    With kept_tokens.json in its folder the model's head is trimmed to those tokens, unless `trimmed` is false. For
+    `quantise` see `quantisation`; with `shard` the layers are spread over all accelerators, and inputs go to the first
+    one. Raises RunError where either is impossible on this machine.
+    """
+
+    check_folder(reference)
+    options: dict[str, Any] = {}
+    if quantise is not None or shard:
+        options["device_map"] = check_placement(quantise, device, shard)
+    if quantise is not None:
+        options["quantization_config"] = quantisation(quantise, dtype)
+    try:
+        model = load_weights(reference, DTYPES[dtype], **options)
+    except DistillError:
+        raise
+    except Exception as error:  # transformers raises many kinds for faulty files
+        raise _explained(reference, error) from error
+    model = (model if options else model.to(device)).eval()
+    kept = read_kept(text_folder(reference)) if trimmed and not is_gguf(reference) else None
+    return model if kept is None else trim_head(model, kept["kept"])
+
+
+def load_target(target: Target, device: torch.device) -> Any:
+    """The target of a recipe, in its type, quantised or sharded as the recipe says.
+
+    Every load of a recipe's target comes through here. Raises RunError where the recipe says never to load it.
+    """
+    if not target.load:
+        raise RunError(
+            f"this would load the weights of {target.model}, and the recipe says never to (target.load: false)",
+            "set target.load: true where they fit this machine, or ask the servers or the GGUF file that hold them",
+        )
+    return load_model(target.model, target.dtype, device, quantise=target.quantise, shard=target.shard)
+
+
+def load_tokenizer(reference: str) -> Any:
+    """The tokenizer of a model; raises DataError when it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    reference = _place(reference)
+    refuse_tables(Path(reference) / "tokenizer.json")
+    try:
+        with without_panic(f"the tokenizer of {reference}"):
+            tokenizer = AutoTokenizer.from_pretrained(reference, trust_remote_code=False)
+            encode(tokenizer, "a")  # some settings of a wrong kind are noticed only in use
+    except DistillError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise many kinds for faulty files
+        raise _explained(reference, error) from error
+    return tokenizer
+
+
+def load_config(reference: str) -> Any:
+    """The configuration of a model; reads no weights."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    reference = _place(reference)
+    if is_path(reference):
+        read_config(Path(reference))
+    try:
+        config = AutoConfig.from_pretrained(reference, trust_remote_code=False)
+        inner = config.get_text_config()
+    except Exception as error:  # transformers and huggingface_hub raise many kinds; each means a faulty config.json
+        raise _explained(reference, error) from error
+    if not isinstance(inner, PretrainedConfig):
+        raise DataError(f"{reference}/config.json: text_config does not belong to a {config.model_type}", HINT)
+    return config
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of plain text, without the special tokens a tokenizer may add around it."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def end_ids(reference: str, tokenizer: Any) -> list[int]:
+    """Ids that end a text of a model: eos as config.json, the tokenizer and generation_config.json state it.
+
+    The last often names the end of a turn, which the others do not know.
+    """
+    path = text_folder(reference) / "generation_config.json"
+    stated = read_object(path).get("eos_token_id") if path.is_file() else None
+    if not (stated is None or has_form(stated, int) or has_form(stated, [int])):
+        raise DataError(
+            f"{path}: eos_token_id is {stated!r}", "an id, or a list of ids, is needed; copy the file again"
+        )
+    ids = {tokenizer.eos_token_id}
+    for eos in (load_config(reference).eos_token_id, stated):
+        ids |= set(eos) if isinstance(eos, list) else {eos}
+    return sorted(ids - {None})
+
+
+def real_tokens(config: Any, tokenizer: Any) -> int:
+    """How many ids stand for tokens; rows of the embeddings beyond them are padding and in no distribution."""
+    return min(int(config.get_text_config().vocab_size), max(tokenizer.get_vocab().values()) + 1)
+
+
+def describe_model(reference: str, model: Any) -> ModelSizes:
+    """Sizes of a loaded model, for tables: parameters, layers, widths, vocabulary, bytes."""
+    config = model.config.get_text_config()
+    return ModelSizes(
+        path=reference,
+        architecture=model.config.model_type,
+        parameters=sum(p.numel() for p in model.parameters()),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        mlp=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+    )
+
+
+def _place(reference: str, weights: bool = False) -> str:
+    """A reference as transformers takes it, checked: of a GGUF file, the folder that it is imported to."""
+    check_folder(reference)
+    return str(folder_of(reference, weights)) if is_gguf(reference) else reference
+
+
+def local_folder(reference: str, weights: bool = True) -> Path:
+    """The folder of a model: itself when it is a path, else its snapshot in the hub's cache (fetched if need be).
+
+    Of a GGUF file, the folder that it is imported to. Without `weights`, the folder may hold the other files alone.
+    """
+    reference = _place(reference, weights)
+    if Path(reference).is_dir():
+        return Path(reference)
+    if not weights:
+        return _snapshot(reference, allow_patterns=SMALL_FILES)
+    for kind in ("*.safetensors", "*.bin"):
+        folder = _snapshot(reference, allow_patterns=[*SMALL_FILES, kind], ignore_patterns=OTHER_WEIGHTS)
+        if any(folder.glob(kind)):
+            break
+    return folder
+
+
+def text_folder(reference: str) -> Path:
+    """The folder of a model's tokenizer and configuration; see `local_folder`."""
+    return local_folder(reference, weights=False)
+
+
+def local_snapshot(reference: str) -> Path | None:
+    """The folder of a model if it is on this machine, as a folder or with its weights in the hub's cache; else None.
+
+    Of a GGUF file, that of its small files, whether the weights are imported or not.
+    """
+    if is_gguf(reference):
+        return folder_of(reference, weights=False)
+    if Path(reference).is_dir():
+        return Path(reference)
+    check_folder(reference)
+    try:
+        folder = _snapshot(reference, local_files_only=True)
+    except DataError:
+        return None
+    return folder if all(path.is_file() for path in weight_files(folder)) else None
+
+
+def _snapshot(reference: str, **options: Any) -> Path:
+    """The folder in the hub's cache of a model; DataError where the files are not available."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(reference, **options))
+    except Exception as error:  # the hub client raises many kinds
+        raise _explained(reference, error) from error
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Within a `with` block the hub's libraries open no connection, as with HF_HUB_OFFLINE=1; they use their cache."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+# ── Trimmed heads: a draft proposes only the kept tokens; its folder still holds the full head and loads everywhere
+# ──
+# `kept_tokens.json` beside the weights lists the kept ids. Our loader computes only their logits and gives the
+# others −inf; plain transformers and llama.cpp ignore the file and use the full head. Legend: V vocabulary, K kept
+# tokens, H hidden.
+
+FILE = "kept_tokens.json"
+
+
+def write_kept(folder: Path, kept: list[int], vocabulary: int, metadata: dict[str, Any]) -> None:
+    """Write kept_tokens.json: `kept` ids, ascending, of `vocabulary` rows; `metadata` records how they were chosen."""
+    write_json(folder / FILE, {"format": 1, "vocabulary": vocabulary, "kept": kept, **metadata})
+
+
+def read_kept(folder: Path) -> dict[str, Any] | None:
+    """kept_tokens.json of a model folder, None where there is none; raises DataError when it is damaged."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    hint = f"delete it to use the full head, or trim {folder} again"
+    content = read_object(path, hint)
+    if not has_form(content, {"kept": [int], "vocabulary": int}):
+        raise DataError(f"{path} is damaged: `kept` must be a list of ids, `vocabulary` a number", hint)
+    kept, size = content["kept"], content["vocabulary"]
+    if not kept or not all(a < b for a, b in itertools.pairwise(kept)) or kept[0] < 0 or kept[-1] >= size:
+        raise DataError(f"{path} is damaged: the kept ids are not ascending ids of the vocabulary", hint)
+    return content
+
+
+class KeptHead(torch.nn.Module):
+    """A head that multiplies only the kept rows [K, H] and spreads the result over V columns, −inf elsewhere."""
+
+    kept: Tensor
+    weight: Tensor
+
+    def __init__(self, head: torch.nn.Linear, kept: Tensor) -> None:
+        super().__init__()
+        self.rows = head.weight.shape[0]
+        self.product: torch.nn.Module | None = None  # what multiplies instead of torch's own product
+        self.register_buffer("kept", kept.to(head.weight.device), persistent=False)
+        self.register_buffer("weight", head.weight.detach()[kept.to(head.weight.device)].clone(), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., H]."""
+        if self.product is not None:
+            kept_logits = self.product(hidden)
+        else:
+            kept_logits = torch.nn.functional.linear(hidden, self.weight)
+        logits = kept_logits.new_full((*kept_logits.shape[:-1], self.rows), -torch.inf)
+        return logits.index_copy_(-1, self.kept, kept_logits)
+
+
+def trim_head(model: Any, kept: list[int]) -> Any:
+    """Let a loaded model compute only the kept tokens' logits; for inference, since such a model cannot be saved."""
+    rows = model.lm_head.weight.shape[0]
+    if kept[-1] >= rows:
+        raise DataError(f"{FILE} keeps token {kept[-1]}, the head has {rows} rows", "trim this folder again")
+    model.lm_head = KeptHead(model.lm_head, torch.tensor(kept))
+    return model
+
+
+# ── Whether the tensors of a model folder are those that its config.json asks for, from safetensors headers alone
+# ──
+
+
+def check_weights(reference: str) -> str:
+    """A line about the tensors of a model, from the headers of its safetensors files; reads no weights.
+
+    The names and shapes go through transformers' own loader, on the meta device, so that renamed and fused layouts are
+    understood. Raises DataError as `require_whole` does; where headers prove nothing, the line says so.
+    """
+    if is_gguf(reference):
+        return check_import(reference)
+    folder = local_snapshot(reference)
+    unproven = f"tensors of {reference}: not checked before they are loaded,"
+    if folder is None:
+        return f"{unproven} because they are not on this machine yet"
+    config = load_config(str(folder))
+    require_own_type(reference, config)
+    if is_quantised(config):
+        return f"{unproven} because headers prove nothing about quantised weights"
+    if not any(folder.glob("*.safetensors*")):
+        if any(folder.glob("*.bin")):
+            return f"{unproven} because they are in .bin files, not safetensors"
+        raise DataError(f"{folder} has no weights: no model.safetensors", "give a whole Hugging Face model folder")
+    return _check_headers(reference, folder, config) or (
+        f"{unproven} because headers prove nothing about this {config.model_type} layout"
+    )
+
+
+def _check_headers(reference: str, folder: Path, config: Any) -> str | None:
+    """The line about a folder whose headers prove that its tensors are whole; None where they prove nothing."""
+    import torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    stored = stored_tensors(folder)
+    empty = {
+        name: torch.empty(tensor.shape, dtype=torch_type(tensor.dtype), device="meta")
+        for name, tensor in stored.items()
+    }
+    try:
+        with quiet():
+            model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+                None,
+                config=config,
+                state_dict=empty,
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception:  # whatever a layout makes transformers raise without values says nothing about the values
+        return None
+    require_whole(reference, model, info)
+    return f"tensors of {reference}: all {len(stored)} have the names and shapes that config.json asks for"

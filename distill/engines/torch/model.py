@@ -1,0 +1,435 @@
+"""Step-by-step decoding with a Hugging Face model, with rollback and trees of tokens.
+
+Legend: V vocabulary, n tokens of one call, C committed tokens, N nodes of a pending tree.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.engines.model import Ints, PendingTree, check_call, check_chain, check_lengths, check_no_paths
+from distill.errors import DataError
+from distill.sampler import Place, finite_argmax, place_of
+
+# ── Numbers between the host and a device: every answer that the host waits for comes through `fetch`, which counts
+# ──
+# A device works through its queue on its own; the host stops only where it needs a number from it. So one `fetch`
+# is one synchronisation, and `count` says how many there were. Tensors on the CPU take the same path and are
+# counted alike.
+
+
+class Count:
+    """How often the host waited for a device since the process started."""
+
+    def __init__(self) -> None:
+        self.fetches = 0
+
+
+count = Count()
+
+
+def fetch(*tensors: Tensor) -> list[Tensor]:
+    """These tensors on the CPU, of the same types and shapes, by one transfer; they must lie on one device."""
+    count.fetches += 1
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return list(tensors)
+    return unpacked(packed(tensors).cpu(), tensors)
+
+
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """All tensors in one buffer of bytes, because each transfer of its own would be one more wait."""
+    return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+
+
+def unpacked(together: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that `packed` put into a buffer, of the types and shapes of `like`."""
+    parts = together.split([tensor.numel() * tensor.element_size() for tensor in like])
+    # Copies, because a view of another type must begin at a multiple of its width.
+    return [
+        part.clone().view(original.dtype).reshape(original.shape) for part, original in zip(parts, like, strict=True)
+    ]
+
+
+def send(numbers: Sequence[Any], device: torch.device, kind: torch.dtype = torch.long) -> Tensor:
+    """A tensor of host numbers on a device; CUDA takes it without a wait, because it comes from pinned memory."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=kind, device=device)
+    return torch.tensor(numbers, dtype=kind, pin_memory=True).to(device, non_blocking=True)
+
+
+# ── Logits that torch computed: those of Hugging Face models, and of models that wrap another model ──
+# Legend: n rows, V vocabulary.
+
+
+class TorchLogits:
+    """Logits [n, V] where they were computed; see `distill.engines.model.Logits`."""
+
+    def __init__(self, values: Tensor, place: Place | None = None) -> None:
+        self.values, self.place = values, place
+
+    def __len__(self) -> int:
+        return self.values.shape[0]
+
+    def argmax(self, empty: int | None = None) -> list[int]:
+        """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
+        best = self.values.argmax(-1)
+        ids, largest = fetch(best, self.values.gather(-1, best.unsqueeze(-1)).squeeze(-1))
+        return finite_argmax(ids.tolist(), largest.tolist(), self.place, empty)
+
+    def full(self) -> Tensor:
+        """A copy [n, V] on the CPU, in fp64 where they were computed so, else in fp32."""
+        values = self.values if self.values.dtype == torch.float64 else self.values.float()
+        return fetch(values)[0].clone()
+
+
+# ── Step-by-step decoding with a Hugging Face model, with rollback and trees of tokens ──
+
+
+def shortest_window(config: Any) -> int:
+    """The attention window in tokens of the layer with the shortest one; sys.maxsize where no layer has one."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention", "chunked_attention"]
+    sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    windows = [getattr(config, sizes[kind], None) for kind in set(kinds) & set(sizes)]
+    return min((int(size) for size in windows if size), default=sys.maxsize)
+
+
+def state_refusal(kind: type, config: Any, empty: bool = True) -> str | None:
+    """The reason why the cache of such a model cannot be rolled back; None where all layers have keys and values, or,
+    with `empty`, nothing: those without attention, and those that read what another layer has stored."""
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+    if getattr(kind, "_is_stateful", False):
+        return "it has a recurrent state, which cannot be rolled back"
+    try:
+        layers = StaticCache(config=config, max_cache_len=1).layers
+    except KeyError as error:  # a kind of layer for which transformers has no cache of fixed size
+        kinds = {str(error.args[0])}
+    else:
+        kinds = {type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer)}
+    kinds -= {"DummyLayer"} if empty else set()
+    return f"it has layers whose state is no list of keys and values ({min(kinds)})" if kinds else None
+
+
+def model_name(model: Any) -> str:
+    """The folder or hub name that a model of transformers was loaded from, else its class."""
+    return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+
+
+class TorchModel:
+    """One sequence decoded by a Hugging Face model with a cache that can be rolled back, and trees of tokens.
+
+    See `Model`. Its logits equal those of a fresh prefill up to rounding; ids from `vocabulary` on
+    are padding and have no logits. The cache holds the N nodes of a pending tree behind the C committed tokens.
+    """
+
+    rows = 1
+
+    def __init__(self, model: Any, vocabulary: int | None = None) -> None:
+        from transformers import DynamicCache
+
+        if (reason := state_refusal(type(model), model.config)) is not None:
+            raise DataError(f"{model_name(model)} cannot be decoded here: {reason}", "name a model of attention layers")
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.vocabulary_size: int = min(model.config.vocab_size, vocabulary or model.config.vocab_size)
+        self.capacity: int = model.config.max_position_embeddings
+        self._new_cache = DynamicCache
+        self._cache = DynamicCache()
+        self._length = 0
+        self._tree = PendingTree()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of the one row."""
+        return [self._length]
+
+    @property
+    def max_leaves(self) -> int:
+        """No limit, or 0 where a tree's mask could not express the model's own attention."""
+        return sys.maxsize if self._refusal() is None else 0
+
+    def _refusal(self) -> str | None:
+        """The reason why this model takes no trees; None where it takes them."""
+        kind = self.model.config._attn_implementation
+        if kind not in ("sdpa", "eager"):
+            return f"trees need the attention implementation sdpa or eager, this model runs {kind}"
+        if (window := shortest_window(self.model.config)) < self.capacity:
+            return f"trees need layers that see the whole context of {self.capacity}, some see {window} tokens"
+        return None
+
+    @torch.inference_mode()
+    def extend(
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
+    ) -> TorchLogits:
+        """Append `tokens`, or add them to the tree below `parents`; logits for those in `want` (None: all).
+
+        Raises ValueError, with nothing changed, past the capacity, for more than one row, for `want` outside the
+        tokens, for a chain below a pending tree, and for a tree in a model that takes none.
+        """
+        tokens = list(tokens)
+        if parents is not None:
+            return self._extend_tree(tokens, counts, parents, want)
+        check_chain(tokens, counts, want, [self._length], self.capacity, self.model.config.vocab_size)
+        if self._tree.parents:
+            raise ValueError("a tree is pending: keep a path of it or roll back first")
+        logits = self._forward(tokens, want)
+        self._length += len(tokens)
+        return logits
+
+    def _extend_tree(self, tokens: list[int], counts: Ints | None, parents: Ints, want: Ints | None) -> TorchLogits:
+        if (refusal := self._refusal()) is not None:
+            raise ValueError(refusal)
+        check_call(tokens, counts, parents, want, self.vocabulary_size)
+        old, tree = len(self._tree), self._tree.grown(parents, self._length, self.capacity)
+        # Additive, because eager attention adds whatever mask it is given. [1, 1, n, C + N]
+        dtype = self.model.dtype
+        mask = torch.zeros(1, 1, len(tokens), self._length + len(tree), dtype=dtype)
+        hidden = torch.tensor(tree.seen(old, len(tree))) == 0
+        mask[..., self._length :].masked_fill_(hidden, torch.finfo(dtype).min)
+        lengths = [self._length + depth for depth in tree.depths[old:]]
+        positions = torch.tensor([lengths], device=self.device) - 1
+        logits = self._forward(tokens, want, lengths, attention_mask=mask.to(self.device), position_ids=positions)
+        self._tree = tree
+        return logits
+
+    def _forward(self, tokens: list[int], want: Ints | None, lengths: Ints | None = None, **inputs: Any) -> TorchLogits:
+        """Run the model on `tokens`; the cache stays unchanged when that fails.
+
+        `lengths` are those of the texts that the tokens end (None: the tokens are a chain).
+        """
+        ids = torch.tensor([tokens], device=self.device)
+        keep: int | Tensor = 0
+        if want is not None:
+            last = list(want) == [len(tokens) - 1]
+            keep = 1 if last else torch.tensor(list(want), dtype=torch.long, device=self.device)
+        try:
+            logits = self.model(
+                input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep, **inputs
+            ).logits[0]
+        except BaseException:
+            self._trim(self._length + len(self._tree))
+            raise
+        read = range(self._length + 1, self._length + len(tokens) + 1) if lengths is None else lengths
+        wanted = read if want is None else [read[index] for index in want]
+        return TorchLogits(logits[:, : self.vocabulary_size], place_of(model_name(self.model), wanted))
+
+    def _trim(self, size: int) -> None:
+        """Cut every layer to its first `size` entries; after a failed call only some layers have more."""
+        if size == 0:
+            self._cache = self._new_cache()
+            return
+        for layer in self._cache.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = layer.keys[..., :size, :], layer.values[..., :size, :]
+
+    @torch.inference_mode()
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root."""
+        path = self._tree.only_path(paths)
+        if path != list(range(len(path))):
+            start, end = self._length, self._length + len(path)
+            places = torch.tensor(path) + start
+            for layer in self._cache.layers:
+                index = places.to(layer.keys.device)  # the layers of a sharded model lie on several devices
+                # The path is read before it is written: index_select copies.
+                layer.keys[..., start:end, :] = layer.keys.index_select(-2, index)
+                layer.values[..., start:end, :] = layer.values.index_select(-2, index)
+        self._drop_tree(len(path))
+
+    def _drop_tree(self, kept: int) -> None:
+        """Commit the first `kept` entries behind the committed ones and forget the rest of the tree."""
+        self._length += kept
+        if len(self._tree) > kept:
+            self._trim(self._length)
+        self._tree = PendingTree()
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Drop a pending tree and the tokens after the first `lengths[0]`; ValueError outside 0..the committed."""
+        (length,) = check_lengths(lengths, [self._length])
+        if self._tree.parents:
+            self._drop_tree(0)
+        if length == 0:
+            self.reset()
+        elif length < self._length:
+            # A negative count means "drop that many" in every version we support; a positive one changed meaning.
+            self._cache.crop(length - self._length)
+            self._length = length
+
+    def reset(self) -> None:
+        """Forget everything; every timed prompt starts from such a cold cache."""
+        self._cache = self._new_cache()
+        self._length = 0
+        self._tree = PendingTree()
+
+    def close(self) -> None:
+        """Free the cache."""
+        self.reset()
+
+
+# ── Many sequences in one PyTorch model: rows of different lengths, each with the logits that it would get alone ──
+# Legend: R rows, A of them that take tokens in a call, n tokens of a call, q the most that one row takes, S slots
+# of the cache, H heads of keys and values, D their width, V vocabulary.
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The places of one call's tokens in the batch [A, q] that the model reads, and their slots in the cache."""
+
+    active: Tensor | None  # [A], None where all rows take tokens
+    entries: Tensor  # [n], which of the A
+    columns: Tensor  # [n]
+    rows: Tensor  # [n], which of the R
+    slots: Tensor  # [n]
+    size: int  # slots in use afterwards, in the longest of the A rows
+
+
+class _Layer:
+    """One layer's keys and values [R, H, S, D]: slot s of a row holds its token at position s.
+
+    It has the methods that `transformers.Cache` calls on a layer when mask and positions are given. Only the slots of
+    the step's tokens are written, so other rows stay as they are, and no mask ever shows the remains of a failed call.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.rows, self.capacity = rows, capacity
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.step: _Step
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store the step's part of keys and values [A, H, q, D]; returns all of the A rows' [A, H, size, D] so far."""
+        self.keys, self.values = self._stored(self.keys, keys), self._stored(self.values, values)
+        return self._read(self.keys), self._read(self.values)
+
+    def _stored(self, held: Tensor | None, new: Tensor) -> Tensor:
+        step, old = self.step, 0 if held is None else held.shape[2]
+        if held is None or old < step.size:
+            # Zeros, because a mask hides any number from the sum except NaN.
+            room = min(max(step.size, 2 * old, 64), self.capacity)
+            grown = new.new_zeros(self.rows, new.shape[1], room, new.shape[3])
+            if held is not None:
+                grown[:, :, :old] = held
+            held = grown
+        # The layers of a sharded model lie on several devices.
+        rows, slots, entries, columns = (x.to(held.device) for x in (step.rows, step.slots, step.entries, step.columns))
+        held[rows, :, slots] = new[entries, :, columns]  # [n, H, D]
+        return held
+
+    def _read(self, held: Tensor) -> Tensor:
+        used = held[:, :, : self.step.size]
+        return used if self.step.active is None else used.index_select(0, self.step.active.to(held.device))
+
+
+class BatchedTorchModel:
+    """R sequences of different lengths decoded together by a Hugging Face model; chains only.
+
+    See `Model`. A row that takes no token in a call is left out of it. ValueError for a model whose
+    layers do not accept an explicit mask: attention other than sdpa or eager, or windows shorter than the context.
+    """
+
+    max_leaves = 0
+
+    def __init__(self, model: Any, rows: int, vocabulary: int | None = None) -> None:
+        from transformers import Cache
+
+        if rows < 1:
+            raise ValueError(f"a batch has at least one row, got {rows}")
+        alone = TorchModel(model, vocabulary)
+        if not alone.max_leaves:  # masks of rows and masks of trees need the same kind of attention
+            config = model.config
+            raise ValueError(
+                f"rows of different lengths need the attention implementation sdpa or eager, in layers that see the "
+                f"whole context of {alone.capacity}; this model runs {config._attn_implementation} with a window of "
+                f"{getattr(config, 'sliding_window', None)}: decode its prompts one by one"
+            )
+        self.model, self.rows, self.device = model, rows, alone.device
+        self.vocabulary_size, self.capacity = alone.vocabulary_size, alone.capacity
+        self._layers = [_Layer(rows, self.capacity) for _ in range(model.config.num_hidden_layers)]
+        self._cache = Cache(layers=self._layers)
+        self._lengths = [0] * rows
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row."""
+        return list(self._lengths)
+
+    @torch.inference_mode()
+    def extend(
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
+    ) -> TorchLogits:
+        """Append `counts[r]` (0 allowed) of the flat `tokens` to each row; logits for those in `want` (None: all).
+
+        Raises ValueError, with nothing changed, past the capacity, for counts that do not add up, for no tokens, for
+        ids outside the vocabulary, for `want` outside the tokens, and for trees.
+        """
+        tokens = list(tokens)
+        if parents is not None:
+            raise ValueError("a batch of rows takes chains, not trees")
+        counts = check_chain(tokens, counts, want, self._lengths, self.capacity, self.model.config.vocab_size)
+        active = [row for row, count in enumerate(counts) if count]
+        longest = max(counts)
+        # Rows end in the same column, so that the logits after their last tokens are one column of the batch.
+        places = [
+            (entry, longest - counts[row] + i, row, self._lengths[row] + i)
+            for entry, row in enumerate(active)
+            for i in range(counts[row])
+        ]
+        entries, columns, rows, slots = self._tensor(list(zip(*places, strict=True)))
+        ids = torch.zeros(len(active), longest, dtype=torch.long, device=self.device)
+        ids[entries, columns] = self._tensor(tokens)
+        ends = self._tensor([self._lengths[row] + counts[row] for row in active])  # [A]
+        # Columns left of a row's tokens are padding whose output is never read. They attend to slot 0, because a
+        # softmax over no slot at all would give NaN.
+        positions = (ends[:, None] - longest + torch.arange(longest, device=self.device)).clamp(min=0)  # [A, q]
+        size = int(max(self._lengths[row] + counts[row] for row in active))
+        dtype = self.model.dtype
+        mask = torch.zeros(len(active), 1, longest, size, dtype=dtype, device=self.device)
+        hidden = torch.arange(size, device=self.device) > positions[:, None, :, None]
+        mask.masked_fill_(hidden, torch.finfo(dtype).min)  # additive, because eager attention adds what it is given
+        subset = None if len(active) == self.rows else self._tensor(active)
+        for layer in self._layers:
+            layer.step = _Step(subset, entries, columns, rows, slots, size)
+        read = [places[i] for i in (range(len(tokens)) if want is None else want)]
+        wanted = [(entry, column) for entry, column, _, _ in read]
+        kept = sorted({column for _, column in wanted})
+        logits = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1 if kept == [longest - 1] else self._tensor(kept),
+        ).logits[..., : self.vocabulary_size]
+        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        which = {column: index for index, column in enumerate(kept)}
+        return TorchLogits(
+            logits[self._tensor([e for e, _ in wanted]), self._tensor([which[c] for _, c in wanted])],
+            lambda index: f"{model_name(self.model)}, row {read[index][2]}, after {read[index][3] + 1} tokens",
+        )
+
+    def _tensor(self, numbers: Sequence[Any]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self.device)
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Do nothing, because no tree is ever pending; ValueError for a path that is not empty."""
+        check_no_paths(paths, self.rows)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget the tokens of each row beyond `lengths`; ValueError, with nothing changed, for more than a row has."""
+        self._lengths = check_lengths(lengths, self._lengths)
+
+    def reset(self) -> None:
+        """Forget everything and free the cache's memory."""
+        self._lengths = [0] * self.rows
+        for layer in self._layers:
+            layer.keys = layer.values = None
+
+    def close(self) -> None:
+        """Free the cache."""
+        self.reset()

@@ -1,0 +1,410 @@
+"""config.json from the metadata of a GGUF file: the inverse of model_fields.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distill.folders import Floats
+from distill.gguf.families import (
+    FAMILIES,
+    GELU,
+    GRANITE_SCALES,
+    LLAMA3_FACTORS,
+    LONG_FACTORS,
+    SHORT_FACTORS,
+    YARN_KEYS,
+    Family,
+    Sizes,
+)
+from distill.gguf.fields import DEFAULT_THETA, llama3_divisors
+from distill.gguf.head import (
+    CONTROL,
+    NO_TOKEN,
+    NORMAL,
+    TURN_ENDS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    FileHead,
+    shortest,
+    stated_ends,
+    token_key,
+)
+from distill.vocabulary.encoding import IGNORE_MERGES, PRE_STEPS, pre_tokenizer_of
+from distill.vocabulary.vocabulary import MARKERS, NAMED_ROLES, SPACE
+
+# ── config.json from the metadata of a GGUF file: the inverse of model_fields.py ──
+
+# model_type by llama.cpp's architecture: the first family that is written as it (mistral is written as llama).
+MODEL_TYPES = {family.architecture: kind for kind, family in reversed(list(FAMILIES.items()))}
+WITHOUT_HEAD_SIZE = ("phi3", "granite")  # hidden size over heads, in transformers too
+LLAMA3_CONTEXT = 8192  # original context of every Llama 3; any other gives the same factors with other low and high
+
+
+def family_of(head: FileHead) -> tuple[str, Family]:
+    """The model_type of a file and its family; DataError for an architecture that is not known, by its name."""
+    kind = MODEL_TYPES.get(head.architecture)
+    if kind is None:
+        head.refuse(
+            f"architecture {head.architecture!r} cannot be imported",
+            f"known: {', '.join(sorted(MODEL_TYPES))}; give the Hugging Face folder of this model",
+        )
+    if head.own("expert_count"):
+        head.refuse(f"a mixture of {head.own('expert_count')} experts cannot be imported", "give its folder")
+    if head.values.get("split.count", 0) not in (0, 1):
+        head.refuse(
+            f"it is one of {head.values['split.count']} parts of a model",
+            "join the parts first: llama-gguf-split --merge FIRST_PART OUT.gguf",
+        )
+    return kind, FAMILIES[kind]
+
+
+def sizes_of(config: Mapping[str, Any]) -> Sizes:
+    """The sizes of an imported model from its config.json."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    return Sizes(
+        family=FAMILIES[config["model_type"]],
+        hidden=hidden,
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config["num_key_value_heads"],
+        head_size=config.get("head_dim") or hidden // heads,
+        mlp=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        tied=config["tie_word_embeddings"],
+    )
+
+
+def configuration(head: FileHead, factors: Mapping[str, Floats]) -> dict[str, Any]:
+    """The values of config.json, without the ids of special tokens and the type of the weights.
+
+    `factors`: the tensors of rotary factors by name (rope_freqs, rope_factors_long, rope_factors_short).
+    Raises DataError for an architecture that is not known, and for values that transformers cannot hold.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    kind, family = family_of(head)
+    embedding = head.shapes.get("token_embd.weight")
+    if embedding is None or len(embedding) != 2:
+        head.refuse("it has no matrix token_embd.weight")
+    heads, hidden = head.count("attention.head_count"), head.count("embedding_length")
+    size = head.count("attention.key_length", hidden // heads)
+    if head.count("attention.value_length", size) != size:
+        head.refuse("its keys and values differ in width, which transformers cannot hold")
+    config: dict[str, Any] = {
+        "architectures": [CLASSES[kind]],
+        "model_type": kind,
+        "hidden_size": hidden,
+        "intermediate_size": head.count("feed_forward_length"),
+        "num_hidden_layers": head.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": head.count("attention.head_count_kv", heads),
+        "vocab_size": embedding[1],
+        "max_position_embeddings": head.count("context_length"),
+        "rms_norm_eps": head.real("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in head.shapes,
+        "use_cache": True,
+    }
+    activation = "hidden_activation" if family.activation == GELU else "hidden_act"
+    config[activation] = family.activation
+    if kind in WITHOUT_HEAD_SIZE:
+        if size * heads != hidden:
+            head.refuse(f"heads of {size} do not make up a hidden size of {hidden}, as {kind} has them in transformers")
+    elif family.states_head_size or size * heads != hidden:
+        config["head_dim"] = size
+    rope = _rope(head, family, config, size, factors)
+    return config | {"rope_parameters": rope} | _by_family(head, kind, config, rope)
+
+
+def _rope(
+    head: FileHead, family: Family, config: Mapping[str, Any], size: int, factors: Mapping[str, Floats]
+) -> dict[str, Any]:
+    """The parameters of the rotary embedding."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": head.real("rope.freq_base", DEFAULT_THETA)}
+    stated = head.text(f"{head.architecture}.rope.scaling.type")
+    scaled = next((key for key in ("rope.scaling.factor", "rope.scale_linear") if head.own(key)), None)
+    factor = 1.0 if scaled is None else head.real(scaled)
+    original = _original_context(head)
+    if stated in ("linear", "yarn") or (stated is None and factor != 1):
+        rope |= {"rope_type": stated or "linear", "factor": factor}
+    if rope["rope_type"] == "yarn":
+        rope["original_max_position_embeddings"] = original or config["max_position_embeddings"]
+        for name, key in YARN_KEYS.items():
+            for place in (f"rope.scaling.yarn_{key}", f"rope.scaling.{key}"):
+                if head.own(place) is not None:
+                    rope[name] = head.real(place)
+                    break
+    if LLAMA3_FACTORS in factors:
+        rope |= _llama3(head, factors[LLAMA3_FACTORS], rope["rope_theta"], size, original or LLAMA3_CONTEXT)
+    if LONG_FACTORS in factors:
+        rope["rope_type"] = "longrope"
+        for key, name in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS)):
+            if name not in factors:
+                head.refuse(f"it has no {name}")
+            rope[key] = [shortest(value) for value in factors[name]]
+        rope["original_max_position_embeddings"] = original or config["max_position_embeddings"]
+    if rope["rope_type"] not in family.ropes:
+        head.refuse(f"rope scaling {rope['rope_type']!r} on {head.architecture} cannot be imported")
+    rotated = head.count("rope.dimension_count", size)
+    if rotated != size:
+        if head.architecture != "phi3":
+            head.refuse(f"a rotary embedding of {rotated} of {size} dimensions on {head.architecture}")
+        rope["partial_rotary_factor"] = rotated / size
+    return rope
+
+
+def _original_context(head: FileHead) -> int | None:
+    """Positions that the embedding was made for before it was scaled; None where the file does not say."""
+    key = "rope.scaling.original_context_length"
+    return head.count(key) if head.own(key) else None
+
+
+def _llama3(head: FileHead, divisors: Floats, theta: float, size: int, original: int) -> dict[str, Any]:
+    """The settings of Llama 3's rope scaling that give these divisors [D/2] of the frequencies.
+
+    Between two wavelengths, 1 / divisor runs linearly in the frequency from 1 / factor to 1: two points give the line,
+    and with it low and high for a given original context. Raises DataError for divisors of another rule.
+    """
+    frequencies = theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
+    factor = shortest(float(divisors.max()))
+    expected = divisors.astype(np.float64)
+    between = (divisors > 1) & (divisors < divisors.max())
+    candidates = [(1.0, 4.0)]
+    if between.sum() >= 2 and len(divisors) == len(frequencies):
+        share = (1 / expected[between] - 1 / factor) / (1 - 1 / factor)
+        slope, start = np.polyfit(original * frequencies[between] / (2 * math.pi), share, 1)
+        candidates.append((round(-start / slope, 4), round((1 - start) / slope, 4)))
+    for low, high in candidates:
+        if len(divisors) != len(frequencies) or not 0 < low < high or factor <= 0:
+            continue
+        if np.allclose(llama3_divisors(theta, size, factor, low, high, original), divisors, rtol=1e-4, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    head.refuse("its rope_freqs.weight is not of Llama 3's rule, the only one that transformers has for it")
+
+
+def _by_family(head: FileHead, kind: str, config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What one family alone has in its config.json."""
+    if kind == "llama":
+        biases = {name.split(".")[2] for name in head.shapes if name.startswith("blk.") and name.endswith(".bias")}
+        return {
+            "attention_bias": bool(biases & {"attn_q", "attn_k", "attn_v", "attn_output"}),
+            "mlp_bias": bool(biases & {"ffn_gate", "ffn_up", "ffn_down"}),
+        }
+    if kind in ("qwen2", "qwen3"):
+        return {"use_sliding_window": False, "sliding_window": None}
+    if kind in ("gemma2", "gemma3_text"):
+        values: dict[str, Any] = {
+            "query_pre_attn_scalar": sizes_of(config).query_scale,
+            "sliding_window": head.count("attention.sliding_window"),
+        }
+        if kind == "gemma2":
+            values["attn_logit_softcapping"] = head.real("attn_logit_softcapping")
+            values["final_logit_softcapping"] = head.real("final_logit_softcapping")
+            return values
+        cap = head.own("final_logit_softcapping")
+        local = {"rope_type": "default", "rope_theta": head.real("rope.freq_base_swa", DEFAULT_THETA)}
+        both = {"full_attention": rope, "sliding_attention": local}
+        return {**values, "final_logit_softcapping": None if cap is None else shortest(cap), "rope_parameters": both}
+    if kind == "phi3":
+        return {
+            "original_max_position_embeddings": _original_context(head) or config["max_position_embeddings"],
+            "sliding_window": head.own("attention.sliding_window") or None,
+        }
+    if kind == "granite":
+        return {name: head.real(key, 1.0) for name, key in GRANITE_SCALES.items()} | {"attention_bias": False}
+    return {"no_rope_layer_interval": 4, "attention_bias": False} if kind == "smollm3" else {}
+
+
+# ── The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json: the inverse of tokenizer.py ──
+# The ids are llama.cpp's for the file. Where llama.cpp treats a text otherwise than the tokenizer that the model
+# was trained with (it never normalises; SentencePiece gets its space after every special token), the file cannot
+# tell.
+
+KINDS = ("gpt2", "llama")
+# The model of a tokenizer.json, but for its vocabulary and merges.
+BPE: dict[str, Any] = {
+    "type": "BPE",
+    **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+    **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
+}
+
+
+@dataclass(frozen=True)
+class ImportedTokenizer:
+    """The content of tokenizer.json and of tokenizer_config.json, and what config.json says of the vocabulary.
+
+    `ids`: role to id. `ends`: the ids that end an answer. `templates`: chat templates by name, the main one `default`.
+    """
+
+    content: dict[str, Any]
+    settings: dict[str, Any]
+    ids: dict[str, int]
+    ends: list[int]
+    templates: dict[str, str]
+    tokens: list[str]
+
+
+def read_tokenizer(head: FileHead) -> ImportedTokenizer:
+    """The tokenizer of a file's head; DataError, with the name, for a kind or a pre-tokenizer that is not known."""
+    kind = head.text("tokenizer.ggml.model") or head.refuse("it holds no tokenizer")
+    if kind not in KINDS:
+        head.refuse(f"its tokenizer is of the kind {kind!r}", f"known: {', '.join(KINDS)}; give the model's folder")
+    tokens = head.texts("tokenizer.ggml.tokens")
+    types = head.numbers("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    scores = head.numbers("tokenizer.ggml.scores") or [0.0] * len(tokens)
+    if not tokens or len(types) != len(tokens) or len(scores) != len(tokens):
+        head.refuse(f"{len(tokens)} tokens, {len(types)} types and {len(scores)} scores do not belong together")
+    real = [types[index] != UNUSED or token != f"[PAD{index}]" for index, token in enumerate(tokens)]
+    if len({token for index, token in enumerate(tokens) if real[index]}) < sum(real):
+        head.refuse("two of its tokens are the same text", "no tokenizer of transformers can hold such a vocabulary")
+    ids, ends = _ids(head, tokens, types)
+    listed = [(token, index) for index, token in enumerate(tokens) if real[index]]
+    added = {CONTROL, USER_DEFINED} if kind == "gpt2" else {CONTROL, USER_DEFINED, UNKNOWN}
+    parts = _byte_level(head, listed) if kind == "gpt2" else _spaced(head, listed, types, scores, ids)
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added(token, index, types[index]) for token, index in listed if types[index] in added],
+        **parts,
+        "post_processor": _text_ends(head, tokens, ids),
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": head.count("context_length"),
+        **{f"{role}_token": tokens[number] for role, number in ids.items()},
+    }
+    return ImportedTokenizer(content, settings, ids, ends, _templates(head), tokens)
+
+
+def _added(token: str, index: int, kind: int) -> dict[str, Any]:
+    special = kind != USER_DEFINED
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": index, "content": token, **flags, "special": special}
+
+
+def _ids(head: FileHead, tokens: list[str], types: list[Any]) -> tuple[dict[str, int], list[int]]:
+    """Ids by role, and those that end an answer: eos, and the end of a turn where the chat template writes it."""
+    ids: dict[str, int] = {}
+    for role in (*NAMED_ROLES, *TURN_ENDS):
+        number = head.values.get(token_key(role))
+        if number is None or number == NO_TOKEN:
+            continue
+        if not isinstance(number, int) or not 0 <= number < len(tokens):
+            head.refuse(f"{token_key(role)} is {number!r}, and it has {len(tokens)} tokens")
+        ids[role] = number
+    if "eos" not in ids:
+        default = stated_ends(head).eos
+        if default is None or default >= len(tokens):
+            head.refuse("it names no token that ends a text (tokenizer.ggml.eos_token_id)")
+        ids["eos"] = default
+    template = head.text("tokenizer.chat_template") or ""
+    numbers = {token: index for index, token in enumerate(tokens) if types[index] == CONTROL}
+    turns = [numbers[marker] for marker in MARKERS["turn_end"] if marker in numbers and marker in template]
+    ends = [ids["eos"], *(ids[end] for end in TURN_ENDS if end in ids), *turns]
+    return {role: number for role, number in ids.items() if role in NAMED_ROLES}, list(dict.fromkeys(ends))
+
+
+def _byte_level(head: FileHead, listed: list[tuple[str, int]]) -> dict[str, Any]:
+    pre = head.text("tokenizer.ggml.pre") or "default"
+    if pre not in PRE_STEPS:
+        head.refuse(
+            f"its pre-tokenizer {pre!r} is not known here",
+            f"give the model's Hugging Face folder; known: {', '.join(sorted(PRE_STEPS))}",
+        )
+    vocabulary = {token for token, _ in listed}
+    merges = []
+    for merge in head.texts("tokenizer.ggml.merges"):
+        space = merge.find(" ", 1)  # a part may begin with a space
+        left, right = merge[:space], merge[space + 1 :]
+        if space < 0 or left + right not in vocabulary or left not in vocabulary or right not in vocabulary:
+            head.refuse(f"merge {merge!r:.40} joins what are no tokens", "copy the file again")
+        merges.append([left, right])
+    return {
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer_of(PRE_STEPS[pre]),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {**BPE, "ignore_merges": pre in IGNORE_MERGES, "vocab": dict(listed), "merges": merges},
+    }
+
+
+def _spaced(
+    head: FileHead, listed: list[tuple[str, int]], types: list[Any], scores: list[Any], ids: Mapping[str, int]
+) -> dict[str, Any]:
+    """SentencePiece BPE: llama.cpp merges the pair whose token has the highest score, tokenizers the first listed."""
+    merged = {token: index for token, index in listed if types[index] in (NORMAL, USER_DEFINED)}
+    pairs = []
+    for token, index in merged.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in merged and right in merged:
+                pairs.append((-scores[index], index, merged[left], merged[right], left, right))
+    pairs.sort(key=lambda pair: pair[:4])
+    spaced = head.flag("tokenizer.ggml.add_space_prefix", True)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    prepend = [{"type": "Prepend", "prepend": SPACE}] if spaced else []
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if spaced else []),
+    ]
+    unknown = next((token for token, index in listed if types[index] == UNKNOWN or index == ids.get("unk")), None)
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prepend, replace]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            **BPE,
+            "unk_token": unknown,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": dict(listed),
+            "merges": [[left, right] for *_, left, right in pairs],
+        },
+    }
+
+
+def _text_ends(head: FileHead, tokens: list[str], ids: Mapping[str, int]) -> dict[str, Any] | None:
+    """The post-processor that puts bos before a text and eos after it, where the file or llama.cpp says so."""
+    stated = stated_ends(head)
+    bos = ids.get("bos", stated.bos) if stated.add_bos else None
+    before, after = [] if bos is None else [bos], [ids["eos"]] if stated.add_eos else []
+    if not before and not after:
+        return None
+    first, last = (
+        [{"SpecialToken": {"id": tokens[number], "type_id": 0}} for number in side] for side in (before, after)
+    )
+    single = [*first, {"Sequence": {"id": "A", "type_id": 0}}, *last]
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            tokens[number]: {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]}
+            for number in (*before, *after)
+        },
+    }
+
+
+def _templates(head: FileHead) -> dict[str, str]:
+    """Chat templates by name."""
+    templates = {"default": head.text("tokenizer.chat_template")}
+    for name in head.texts("tokenizer.chat_templates"):
+        templates[name] = head.text(f"tokenizer.chat_template.{name}")
+    wrong = [name for name in templates if not name.replace("_", "").replace("-", "").isalnum()]
+    if wrong:
+        head.refuse(f"chat template {wrong[0]!r:.40} has a name that no file can have", "copy the file again")
+    return {name: text for name, text in templates.items() if text is not None}

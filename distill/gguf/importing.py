@@ -1,0 +1,369 @@
+"""A GGUF file imported: into a folder that the user names, or into the cache, where every reader of folders finds it.
+
+The cache holds a folder for each file, by its path, size, time and head: config.json and the tokenizer once the file is
+named, the weights once they are read. It can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distill.errors import DataError, RunError
+from distill.files import write_atomically, write_folder, write_json, write_text
+from distill.folders import ITEM_BYTES, Floats, from_floats, pin_tokenizer, to_floats, write_header
+from distill.gguf.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS
+from distill.gguf.head import FileHead, open_head
+from distill.gguf.imported import ImportedTokenizer, configuration, read_tokenizer, sizes_of
+from distill.gguf.library import require_loadable
+from distill.gguf.tensors import PART_VALUES, ValuesProgress
+from distill.progress import note
+
+# ── The tensors of a GGUF file as model.safetensors: dequantised and put back into Hugging Face's order, in parts
+# ──
+# A tensor is read, converted and written some rows at a time, so that memory does not grow with the model.
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+ROTARY = (LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS)
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # GGUF's and safetensors' names
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of a file: its type, its first byte, its shape [rows, …] as Hugging Face writes it.
+
+    `heads`: rows of so many heads are reordered; 0: none are. `shift` was added to the values by the exporter.
+    """
+
+    path: Path
+    name: str
+    kind: GGMLQuantizationType
+    start: int
+    shape: tuple[int, ...]
+    heads: int = 0
+    shift: float = 0.0
+
+    @property
+    def values(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    def parts(self) -> Iterator[Floats]:
+        """The rows in order, some at a time, as fp32; of reordered tensors whole heads at a time."""
+        import gguf
+
+        block, size = gguf.GGML_QUANT_SIZES[self.kind]
+        rows = 1 if len(self.shape) == 1 and not self.heads else self.shape[0]  # a reordered bias has one value a row
+        width = self.values // rows
+        unit = rows // self.heads if self.heads else 1
+        step = unit * max(1, PART_VALUES // (width * unit))
+        row_bytes = width // block * size
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            data = np.fromfile(self.path, np.uint8, count * row_bytes, offset=self.start + first * row_bytes)
+            if len(data) < count * row_bytes:
+                raise DataError(f"{self.path} is cut short within {self.name}", "copy the file again")
+            floats = np.ascontiguousarray(gguf.quants.dequantize(data.reshape(count, row_bytes), self.kind), np.float32)
+            if not np.isfinite(floats).all():
+                raise DataError(f"{self.path}: {self.name} holds NaN or infinity", "copy or convert the file again")
+            if self.heads:
+                floats = unpermuted(floats, count // unit)
+            yield floats - np.float32(self.shift) if self.shift else floats
+
+
+def unpermuted(rows: Floats, heads: int) -> Floats:
+    """Rows [heads·D, …] from llama.cpp's order, which rotates neighbours, to Hugging Face's, which rotates halves."""
+    half = rows.shape[0] // heads // 2
+    return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def sources(head: FileHead, config: Mapping[str, Any]) -> dict[str, Source]:
+    """The tensors of a file by their Hugging Face names, in the order of the model.
+
+    Raises DataError, with the name, for a tensor that the family does not have, that is missing, of another shape than
+    the metadata give, or of a type that the gguf package cannot read.
+    """
+    sizes, model = sizes_of(config), f"a {config['model_type']} of transformers"
+    biases = {*sizes.family.biases}
+    biases |= {*ATTENTION} if config.get("attention_bias") else set()
+    biases |= {*MLP} if config.get("mlp_bias") else set()
+    expected = sizes.expected_tensors(biases)
+    tensors: dict[str, Source] = {}
+    for name in head.shapes:
+        if name in ROTARY:
+            continue
+        own = sizes.hugging_face_name(name)
+        if own is None:
+            head.refuse(f"tensor {name} has no place in {model}")
+        if own not in expected:
+            head.refuse(f"{model} has no {own}")
+        shape = tuple(reversed(head.shapes[name]))
+        if shape != expected[own]:
+            head.refuse(f"{name} is {list(shape)}, by the metadata it is {list(expected[own])}", "copy the file again")
+        kind, start = _kind(head, name, shape[-1]), head.start + head.offsets[name]
+        tensors[own] = Source(head.path, name, kind, start, shape, sizes.reordered_heads(own), sizes.norm_shift(own))
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        head.refuse(f"{len(missing)} tensors are missing, the first is {missing[0]} by its Hugging Face name")
+    return dict(sorted(tensors.items(), key=lambda item: _place(item[0])))
+
+
+def _place(name: str) -> tuple[int, int]:
+    parts = name.split(".")
+    return (1, int(parts[2])) if parts[1] == "layers" else (0 if "embed" in name else 2, 0)
+
+
+def _kind(head: FileHead, name: str, width: int) -> GGMLQuantizationType:
+    import gguf
+
+    number = head.kinds[name]
+    try:
+        kind = gguf.GGMLQuantizationType(number)
+    except ValueError:
+        head.refuse(f"{name} has the type {number}, which the gguf package does not know", "pip install -U gguf")
+    if kind.name not in DTYPES and kind not in gguf.quants._type_traits:
+        head.refuse(f"{name} is {kind.name}, which the gguf package cannot dequantise", "quantise it to another type")
+    block = gguf.GGML_QUANT_SIZES[kind][0]
+    if width % block:
+        head.refuse(
+            f"{name} is {kind.name}, in blocks of {block} values, and its rows have {width}", "copy the file again"
+        )
+    return kind
+
+
+def rotary_factors(head: FileHead) -> dict[str, Floats]:
+    """The tensors of rotary factors by name; they stand in config.json, not among the weights."""
+    tensors = {}
+    for name in ROTARY:
+        if name in head.shapes:
+            width = head.shapes[name][0]
+            source = Source(head.path, name, _kind(head, name, width), head.start + head.offsets[name], (width,))
+            tensors[name] = next(source.parts())[0]
+    return tensors
+
+
+def stored_types(tensors: Mapping[str, Source], dtype: Dtype | None) -> dict[str, str]:
+    """The type in which each tensor is stored, as safetensors names it.
+
+    With `dtype`, that one. Else floats stay as they are and quantised tensors become F32; vectors, which GGUF keeps in
+    F32, take the type of the matrices where all of those have one of 16 bits and no vector loses a digit by it.
+    """
+    if dtype is not None:
+        return dict.fromkeys(tensors, next(code for code, name in DTYPES.items() if name == dtype))
+    types = {name: source.kind.name if source.kind.name in DTYPES else "F32" for name, source in tensors.items()}
+    matrices = {types[name] for name, source in tensors.items() if len(source.shape) > 1}
+    vectors = [name for name, source in tensors.items() if len(source.shape) == 1]
+    if len(matrices) == 1 and (narrow := matrices.pop()) != "F32":
+        exact = all(
+            (to_floats(from_floats(part, narrow), narrow) == part).all()
+            for name in vectors
+            for part in tensors[name].parts()
+        )
+        types |= dict.fromkeys(vectors, narrow) if exact else {}
+    return types
+
+
+def write_weights(place: Path, tensors: Mapping[str, Source], types: Mapping[str, str]) -> None:
+    """Write a safetensors file; DataError for a value that its type cannot hold."""
+    progress = ValuesProgress(sum(source.values for source in tensors.values()))
+    with place.open("wb") as file:
+        write_header(file, {name: (types[name], source.shape) for name, source in tensors.items()})
+        for name, source in tensors.items():
+            for part in source.parts():
+                values: NDArray[Any] = from_floats(part, types[name])
+                if not np.isfinite(to_floats(values, types[name])).all():
+                    raise DataError(
+                        f"{source.path}: {source.name} holds values too large for {DTYPES[types[name]]}",
+                        "use --dtype float32",
+                    )
+                file.write(values.data.cast("B"))
+                progress.add(part.size)
+
+
+# ── A GGUF file imported: into a folder that the user names, or into the cache, where every reader of folders finds
+# it ──
+
+WEIGHTS = "model.safetensors"
+FORMAT = 1  # of the folders in the cache
+
+
+def is_gguf(reference: str) -> bool:
+    """Whether a model is named by a GGUF file."""
+    return reference.endswith(".gguf")
+
+
+def file_type(path: Path) -> str:
+    """The type that a GGUF file names for its weights, such as q4_k_m, or that of most of its matrices."""
+    import gguf
+
+    head = open_head(path)
+    try:
+        name = gguf.LlamaFileType(head.values["general.file_type"]).name
+        return name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
+    except (KeyError, ValueError):
+        kinds = Counter(head.kinds[name] for name, shape in head.shapes.items() if len(shape) > 1)
+        return gguf.GGMLQuantizationType(kinds.most_common(1)[0][0]).name.lower() if kinds else "unknown"
+
+
+def one_engine(target: str, draft: str) -> tuple[str, str]:
+    """The references of a pair that decodes in one engine: a GGUF file beside a folder is imported, for PyTorch.
+
+    Two GGUF files stay, for llama.cpp.
+    """
+    if is_gguf(target) == is_gguf(draft):
+        return target, draft
+    target, draft = (str(folder_of(reference)) if is_gguf(reference) else reference for reference in (target, draft))
+    return target, draft
+
+
+@dataclass(frozen=True)
+class Import:
+    """What a file holds but for the tensors' data: config.json, tokenizer, and tensors by Hugging Face's names."""
+
+    path: Path
+    config: dict[str, Any]
+    tokenizer: ImportedTokenizer
+    tensors: dict[str, Source]
+    types: dict[str, str]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the weights as they are stored."""
+        return sum(source.values * ITEM_BYTES[self.types[name]] for name, source in self.tensors.items())
+
+    @property
+    def quantised(self) -> list[str]:
+        """The types of the file's tensors that are no floats, by name."""
+        return sorted({source.kind.name for source in self.tensors.values()} - set(DTYPES))
+
+
+def read_import(path: Path, dtype: Dtype | None = None) -> Import:
+    """What a GGUF file would be as a folder, its weights stored as `dtype` (None: as `stored_types` says).
+
+    Raises DataError, by name, for an architecture, a pre-tokenizer, a tensor or a type that cannot be imported.
+    """
+    head = open_head(path)
+    require_loadable(head)
+    config = configuration(head, rotary_factors(head))
+    tokenizer = read_tokenizer(head)
+    tensors = sources(head, config)
+    types = stored_types(tensors, dtype)
+    main_type = Counter(types[name] for name in tensors).most_common(1)[0][0]
+    ids = {f"{role}_token_id": tokenizer.ids.get(role) for role in ("bos", "pad")}
+    ends = tokenizer.ends
+    config |= ids | {"eos_token_id": ends if len(ends) > 1 else ends[0], "dtype": DTYPES[main_type]}
+    return Import(path, config, tokenizer, tensors, types)
+
+
+def write_import(imported: Import, out: Path) -> None:
+    """Write what `read_import` found as a Hugging Face folder `out`, whole or not at all.
+
+    Raises RunError for a disk that is too small, before anything is written.
+    """
+    _require_room(imported, out)
+
+    def write(folder: Path) -> None:
+        _write_small(folder, imported)
+        write_weights(folder / WEIGHTS, imported.tensors, imported.types)
+
+    write_folder(out, write)
+
+
+def folder_of(reference: str, weights: bool = True) -> Path:
+    """The folder in the cache of a GGUF file, imported if it is not there; without `weights`, its small files alone.
+
+    Raises DataError for a file that cannot be imported, RunError where the disk is too small.
+    """
+    path = Path(reference)
+    folder = cache_folder() / _name_of(path)
+    if not (folder / "config.json").is_file():
+        imported = read_import(path)
+        _into(folder, lambda place: _write_small(place, imported))
+    if weights and not (folder / WEIGHTS).is_file():
+        imported = read_import(path)
+        _require_room(imported, folder)
+        note(
+            f"importing {path.name} to {folder} ({imported.bytes / 1e6:.0f} MB; the folder can be deleted at any time)"
+        )
+        write_atomically(
+            folder / WEIGHTS, lambda place: write_weights(place, imported.tensors, imported.types), several=True
+        )
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where imported files are kept: DISTILL_CACHE, else `distill` in the user's cache folder."""
+    own = os.environ.get("DISTILL_CACHE")
+    if own:
+        return Path(own).expanduser().absolute() / "imported"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().absolute() / "distill" / "imported"
+
+
+def _name_of(path: Path) -> str:
+    """The folder's name: that of the file, and a digest of what tells it from another file of that name."""
+    try:
+        with path.open("rb") as file:
+            head, state = file.read(2**16), os.fstat(file.fileno())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", "give a GGUF file or a model folder") from None
+    parts = [str(path.resolve()), state.st_size, state.st_mtime_ns, FORMAT, hashlib.sha256(head).hexdigest()]
+    return f"{path.stem[:60]}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
+
+
+def _into(folder: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a folder that several processes may make at once: the first one stays."""
+    place = folder.with_name(f"{folder.name}.{os.getpid()}")
+    try:
+        write_folder(place, write)
+        with contextlib.suppress(OSError):  # another process was first
+            place.rename(folder)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _write_small(folder: Path, imported: Import) -> None:
+    """Everything but the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", imported.config)
+    content = json.dumps(imported.tokenizer.content, ensure_ascii=False, separators=(",", ":"))
+    write_text(folder / "tokenizer.json", content)
+    write_json(folder / "tokenizer_config.json", imported.tokenizer.settings)
+    for name, text in imported.tokenizer.templates.items():
+        place = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+        write_text(folder / place, text)
+    pin_tokenizer(folder)
+
+
+def _require_room(imported: Import, out: Path) -> None:
+    place = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(place).free
+    if imported.bytes > free:
+        raise RunError(
+            f"{imported.path.name} needs {imported.bytes / 1e9:.1f} GB as a folder, "
+            f"and {place} has {free / 1e9:.1f} GB",
+            f"free some, set DISTILL_CACHE to another disk, or store 16 bits a weight: "
+            f"distill import-gguf {imported.path} OUT --dtype bfloat16, and name OUT instead of the file",
+        )
+
+
+def check_import(reference: str) -> str:
+    """A line that a GGUF file can be imported; raises what `read_import` raises. No weights are read."""
+    imported = read_import(Path(reference))
+    kinds = f", {', '.join(imported.quantised)} dequantised" if imported.quantised else ""
+    return f"weights of {reference}: {len(imported.tensors)} tensors fit its metadata{kinds}"

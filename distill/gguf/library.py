@@ -1,0 +1,369 @@
+"""What the installed build of llama.cpp can do, and a model's options as llama.cpp's parameters."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distill.errors import DataError, RecipeError
+from distill.gguf.head import NO_TOKEN, FileHead, open_head
+from distill.machine import COMPILE_LLAMA, WITHOUT_AMX, install_extra, thread_count
+from distill.progress import is_verbose
+from distill.recipe import GgufOptions
+from distill.recipe.measuring import NO_DEVICE, ON_CPU
+
+# ── llama.cpp through the low-level API of llama-cpp-python: loaded once, without its log, with its last errors
+# kept ──
+
+LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 4, 5
+ERRORS: deque[str] = deque(maxlen=4)
+AMX = "AMX_INT8"
+NOT_BESIDE_PYTORCH = "llama.cpp was compiled with AMX, whose tiles PyTorch's products in bfloat16 take from it"
+
+
+def compiled_with(module: Any) -> list[str]:
+    """What a llama_cpp module was compiled with, by llama.cpp's names, such as AVX2."""
+    parts = module.llama_print_system_info().decode("utf-8", "replace").split("|")
+    return [part.rpartition(":")[2].split("=")[0].strip() for part in parts if part.strip().endswith("= 1")]
+
+
+@cache
+def library() -> Any:
+    """The llama_cpp module, quiet and initialised; DataError when it is not installed, or was compiled with AMX.
+
+    Cached for good, because the log callback must outlive every call into the library.
+    """
+    # Without this a failed assertion inside ggml starts a debugger before it aborts.
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+    try:
+        module: Any = importlib.import_module("llama_cpp")
+    except ImportError as error:
+        raise DataError(f"GGUF needs llama-cpp-python ({error})", hint=install_extra("llama")) from None
+
+    if AMX in compiled_with(module):
+        raise DataError(NOT_BESIDE_PYTORCH, f"compile it without: {WITHOUT_AMX} {COMPILE_LLAMA}")
+    level_before = [0]
+
+    def remember(level: int, text: bytes, _user_data: Any) -> None:
+        if level == LOG_LEVEL_CONTINUED:
+            level = level_before[0]
+        level_before[0] = level
+        line = text.decode("utf-8", "replace").strip()
+        if level == LOG_LEVEL_ERROR and line:
+            ERRORS.append(line)
+        if line and is_verbose():
+            print(f"llama.cpp: {line}", file=sys.stderr)
+
+    module.distill_log_callback = module.llama_log_callback(remember)
+    module.llama_log_set(module.distill_log_callback, ctypes.c_void_p(0))
+    module.llama_backend_init()
+    return module
+
+
+def last_errors() -> str:
+    """llama.cpp's error messages since ERRORS was cleared."""
+    return "; ".join(ERRORS) or "llama.cpp gave no reason"
+
+
+# ── What the installed build of llama.cpp can do, and a model's options as llama.cpp's parameters ──
+
+GPU, INTEGRATED_GPU = 1, 2  # of ggml's enum ggml_backend_dev_type
+BUILD = (
+    'build llama-cpp-python for your GPU: CMAKE_ARGS="-DGGML_CUDA=on" (NVIDIA) or "-DGGML_METAL=on" (Apple) before pip '
+    "install --force-reinstall --no-cache-dir llama-cpp-python"
+)
+
+
+class Device(NamedTuple):
+    """A GPU that llama.cpp can put layers on; `handle` is ggml's."""
+
+    name: str
+    description: str
+    handle: int
+
+
+def gpus() -> list[Device]:
+    """The GPUs that this build of llama.cpp finds, in its order; none for a build for CPUs."""
+    library()  # registers them
+    ggml = importlib.import_module("llama_cpp._ggml").libggml
+    signatures: dict[str, tuple[list[Any], Any]] = {
+        "ggml_backend_dev_count": ([], ctypes.c_size_t),
+        "ggml_backend_dev_get": ([ctypes.c_size_t], ctypes.c_void_p),
+        "ggml_backend_dev_name": ([ctypes.c_void_p], ctypes.c_char_p),
+        "ggml_backend_dev_description": ([ctypes.c_void_p], ctypes.c_char_p),
+        "ggml_backend_dev_type": ([ctypes.c_void_p], ctypes.c_int),
+    }
+    functions = []
+    for symbol, types in signatures.items():
+        functions.append(ggml[symbol])  # a new object for each look-up, so that nobody else's types are changed
+        functions[-1].argtypes, functions[-1].restype = types
+    count, get, name, description, kind = functions
+    handles = [get(index) for index in range(count())]
+    return [
+        Device(name(handle).decode("utf-8", "replace"), description(handle).decode("utf-8", "replace"), handle)
+        for handle in handles
+        if kind(handle) in (GPU, INTEGRATED_GPU)
+    ]
+
+
+def describe_build() -> str:
+    """One line: where this build of llama.cpp computes. DataError where llama-cpp-python is not installed."""
+    devices = gpus()
+    if devices:
+        return "llama.cpp: GPUs " + ", ".join(f"{gpu.name} ({gpu.description})" for gpu in devices)
+    if library().llama_supports_gpu_offload():
+        return "llama.cpp: built for GPUs, and finds none on this machine: it computes on the CPU"
+    return f"llama.cpp: a CPU-only build; for GPU layers {BUILD}"
+
+
+def require_build(options: GgufOptions, where: str) -> None:
+    """Raise RecipeError, which names `where`, for options that this build of llama.cpp or this machine lacks."""
+    gpu_settings = {
+        "n_gpu_layers": bool(options.n_gpu_layers),
+        "device": options.device not in ((), (NO_DEVICE,)),
+        "tensor_split": bool(options.tensor_split),
+    }
+    first = next((name for name, requested in gpu_settings.items() if requested), None)
+    if first is not None:
+        _require_gpus(options, f"{where}: {first} {_shown(getattr(options, first))}")
+
+
+def _shown(value: Any) -> str:
+    items = value if isinstance(value, tuple) else (value,)
+    return ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
+
+
+def _require_gpus(options: GgufOptions, setting: str) -> None:
+    devices = gpus()
+    if not devices:
+        able = library().llama_supports_gpu_offload()
+        reason = "finds no GPU on this machine" if able else "is built for CPUs alone"
+        raise RecipeError(f"{setting}: the installed llama.cpp {reason}", f"leave it out, or {BUILD}")
+    names = [gpu.name for gpu in devices]
+    unknown = [name for name in options.device if name not in names]
+    if unknown:
+        raise RecipeError(f"{setting}: there is no device {unknown[0]}", f"llama.cpp finds {', '.join(names)}")
+    used = len(options.device) or len(devices)
+    if len(options.tensor_split) > used:
+        raise RecipeError(f"{setting}: {len(options.tensor_split)} shares for {used} GPUs")
+
+
+def require_cache_types(options: GgufOptions, keys: int | None, values: int | None, where: str) -> None:
+    """Raise RecipeError where a type's block does not divide the size of a head's keys or values (None: unknown)."""
+    import gguf
+
+    for name, size in (("cache_type_k", keys), ("cache_type_v", values)):
+        kind = getattr(options, name)
+        block = gguf.GGML_QUANT_SIZES[cache_type(kind)][0]
+        if size is not None and size % block:
+            raise RecipeError(
+                f"{where}: {name} {kind} stores blocks of {block} values, and a head has {size}",
+                f"use a type without blocks for {name}: f16, bf16 or f32",
+            )
+
+
+def require_possible(head: FileHead, options: GgufOptions) -> None:
+    """Raise RecipeError for options that this build, this machine or this file does not allow; loads nothing."""
+    require_build(options, str(head.path))
+    require_cache_types(options, *head.head_sizes, str(head.path))
+
+
+def model_settings(options: GgufOptions) -> tuple[Any, list[Any]]:
+    """llama.cpp's parameters of a model, and what they point to, which must live until it is loaded."""
+    llama = library()
+    settings, kept = llama.llama_model_default_params(), []
+    if options.n_gpu_layers is not None:
+        settings.n_gpu_layers = options.n_gpu_layers
+    if options.device == (NO_DEVICE,):
+        settings.n_gpu_layers = 0
+    if options.device:
+        handles = {gpu.name: gpu.handle for gpu in gpus()}
+        used = [handles[name] for name in options.device if name != NO_DEVICE]
+        kept.append((ctypes.c_void_p * (len(used) + 1))(*used, None))
+        settings.devices = ctypes.cast(kept[-1], ctypes.c_void_p)
+    if options.tensor_split:
+        shares = (ctypes.c_float * max(llama.llama_max_devices(), len(options.tensor_split)))(*options.tensor_split)
+        kept.append(shares)
+        settings.tensor_split = ctypes.cast(shares, ctypes.POINTER(ctypes.c_float))
+    return settings, kept
+
+
+def fill_context(settings: Any, options: GgufOptions) -> None:
+    """Give a context's parameters their options; `n_batch` is set before."""
+    llama = library()
+    # More threads than cores make llama.cpp many times slower.
+    settings.n_threads = thread_count(options.threads)
+    settings.n_threads_batch = settings.n_threads if options.threads_batch is None else options.threads_batch
+    settings.n_ubatch = min(options.ubatch_size or settings.n_batch, settings.n_batch)
+    settings.flash_attn_type = {
+        "on": llama.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+        "off": llama.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+        "auto": llama.LLAMA_FLASH_ATTN_TYPE_AUTO,
+    }[options.flash_attn]
+    settings.type_k = cache_type(options.cache_type_k)
+    settings.type_v = cache_type(options.cache_type_v)
+
+
+def cache_type(name: str) -> Any:
+    """A type as ggml numbers it; a member of gguf's enumeration."""
+    import gguf
+
+    return gguf.GGMLQuantizationType[name.upper()]
+
+
+# ── A GGUF file as llama.cpp loads it: its weights, its rows, and its own tokenizer ──
+# llama.cpp aborts the process where a file breaks its assumptions, so `require_loadable` checks them on the head
+# first: the assertions of llama-model.cpp and of the graphs of the architectures that this project exports.
+
+MAX_LAYERS, MAX_EXPERTS = 512, 512  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS
+MAX_ROWS = 2**22  # tokens; the rows of many lists
+ROTATES_ALL = ("llama", "qwen2", "qwen3")  # every dimension of a head is rotated, and keys are as wide as values
+AGAIN = "export or copy the file again"
+
+
+class GgufFile:
+    """The loaded file, or with `vocabulary_only` its tokenizer without the weights.
+
+    Its functions raise ValueError once it is closed.
+    `head_rows` are the rows of the head, `vocabulary_size` those of them that stand for tokens; `model` and
+    `vocabulary` are llama.cpp's handles, valid while it is open.
+    Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind,
+    RecipeError for `options` that this build or this file does not allow.
+    """
+
+    def __init__(self, path: Path, *, vocabulary_only: bool = False, options: GgufOptions = ON_CPU) -> None:
+        self.path = path
+        self.library = library()
+        head = open_head(path)
+        require_loadable(head)
+        require_possible(head, options)
+        ERRORS.clear()
+        llama = self.library
+        parameters, kept = model_settings(options)
+        parameters.vocab_only = vocabulary_only
+        parameters.check_tensors = True  # damaged weights load silently otherwise
+        self.model: Any = llama.llama_model_load_from_file(os.fsencode(path), parameters)
+        del kept  # what the parameters point to
+        if not self.model:
+            raise DataError(
+                f"{path} cannot be loaded: {last_errors()}",
+                hint="see that its disk works; else export or copy it again",
+            )
+        if llama.llama_model_is_recurrent(self.model) or llama.llama_model_is_hybrid(self.model):
+            self.close()
+            raise DataError(f"{path} is a recurrent model, which cannot be rolled back", hint="use a transformer")
+        self.vocabulary: Any = llama.llama_model_get_vocab(self.model)
+        self.head_rows = int(llama.llama_vocab_n_tokens(self.vocabulary))
+        self.vocabulary_size = self.head_rows - self._padding_rows()
+
+    def _padding_rows(self) -> int:
+        """Rows at the end that stand for no token: converters name them `[PAD<id>]` and mark them unused."""
+        llama, count = self.library, 0
+        for index in range(self.head_rows - 1, -1, -1):
+            unused = llama.llama_vocab_get_attr(self.vocabulary, index) & llama.LLAMA_TOKEN_ATTR_UNUSED
+            if not unused or llama.llama_vocab_get_text(self.vocabulary, index) != b"[PAD%d]" % index:
+                break
+            count += 1
+        return count
+
+    def tokenize(self, text: str, parse_special: bool = False) -> list[int]:
+        """The file's own ids for `text`, without added tokens; `parse_special` reads control tokens in the text."""
+        self.require_open()
+        data = text.encode("utf-8")
+        size = len(data) + 8
+        while True:
+            ids = (ctypes.c_int32 * size)()
+            count = self.library.llama_tokenize(self.vocabulary, data, len(data), ids, size, False, parse_special)
+            if count >= 0:
+                return list(ids[:count])
+            size = -count
+
+    def detokenize(self, ids: Sequence[int]) -> bytes:
+        """The exact bytes of `ids`, special tokens as written; ValueError for ids outside the rows."""
+        self.require_open()
+        if len(ids) and (min(ids) < 0 or max(ids) >= self.head_rows):
+            raise ValueError(f"token ids must lie in [0, {self.head_rows})")
+        # Token by token, because llama_detokenize cleans up spaces for some tokenizers.
+        return b"".join(self._token_bytes(int(token)) for token in ids)
+
+    def _token_bytes(self, token: int) -> bytes:
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            count = self.library.llama_token_to_piece(self.vocabulary, token, buffer, size, 0, True)
+            if count >= 0:
+                return buffer.raw[:count]
+            size = -count
+
+    def require_open(self) -> None:
+        """Raise ValueError once the file is closed."""
+        if not self.model:
+            raise ValueError(f"{self.path} is closed")
+
+    def close(self) -> None:
+        """Free the weights; safe to call twice."""
+        if self.model:
+            self.library.llama_model_free(self.model)
+        self.model = None
+
+
+def require_loadable(head: FileHead) -> None:
+    """Raise DataError, with the key, for a file on which llama.cpp would end the process."""
+    head.size("block_count", 1, MAX_LAYERS)
+    head.size("embedding_length", 1, 2**20)
+    head.size("feed_forward_length", 1, 2**24)
+    head.size("context_length", 1, 2**31 - 1)
+    head.size("expert_count", 0, MAX_EXPERTS)
+    heads, groups = head.size("attention.head_count", 1, 2**16), head.size("attention.head_count_kv", 1, 2**16)
+    if heads and groups and heads % groups:
+        head.refuse_value("attention.head_count_kv", f"divide attention.head_count, which is {heads}")
+    epsilon = head.values.get(f"{head.architecture}.attention.layer_norm_rms_epsilon")
+    if epsilon is not None and not (isinstance(epsilon, float) and 0 <= epsilon < math.inf):
+        head.refuse_value("attention.layer_norm_rms_epsilon", "be a number of at least 0")
+    size, _ = head.head_sizes
+    if head.architecture in ROTATES_ALL and size is not None:
+        for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+            if head.size(key, 1, 2**20) not in (None, size):
+                head.refuse_value(key, f"be {size}, the size of a head")
+        if heads and groups:
+            _check_widths(head, heads * size, groups * size)
+    _check_vocabulary(head)
+
+
+def _check_widths(head: FileHead, queries: int, keys: int) -> None:
+    """The projections are as wide as all heads together."""
+    for name, shape in head.shapes.items():
+        part = name.split(".")[-2] if name.endswith(".weight") and name.startswith("blk.") else ""
+        wide = {"attn_q": queries, "attn_k": keys, "attn_v": keys}.get(part)
+        if wide is not None and shape[1:] != [wide]:
+            head.refuse(f"{name} is {shape}, by its heads {wide} wide", AGAIN)
+
+
+def _check_vocabulary(head: FileHead) -> None:
+    tokens = head.values.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, list) else None
+    wrong = None
+    if count is not None and (not 0 < count <= MAX_ROWS or not all(isinstance(token, bytes) for token in tokens or ())):
+        wrong = "tokenizer.ggml.tokens"
+    for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
+        listed = head.values.get(key)
+        if count is not None and listed is not None and (not isinstance(listed, list) or len(listed) != count):
+            wrong = key
+    for key, value in head.values.items():
+        if key.startswith("tokenizer.ggml.") and key.endswith("token_id"):
+            absent = not isinstance(value, int) or isinstance(value, bool)
+            if absent or (count is not None and not 0 <= value < count and value != NO_TOKEN):
+                wrong = key
+    for name, shape in head.shapes.items():
+        if not 1 <= len(shape) <= 4 or not all(0 < length < 2**40 for length in shape):
+            wrong = f"the shape of {name}"
+    if wrong is not None:
+        head.refuse(f"{wrong} is not one that a model can have", AGAIN)

@@ -1,0 +1,408 @@
+"""A Hugging Face tokenizer (byte-level or SentencePiece BPE) as llama.cpp's tokenizer.ggml.* keys.
+
+For byte-level BPE, llama.cpp has its own pre-tokenizers under fixed names. A wrong name loads and gives wrong ids. So
+the name is derived from the rules in tokenizer.json; rules that are not known here are compared with llama.cpp's by
+what they do.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from distill.errors import DataError
+from distill.files import read_utf8
+from distill.folders import read_config
+from distill.gguf.fields import GgufTokenizer, same_ids
+from distill.gguf.head import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from distill.vocabulary.encoding import IGNORE_MERGES, STEPS
+from distill.vocabulary.files import added_around, merge_pairs, open_tokenizer, tokenizer_content, tokenizer_settings
+from distill.vocabulary.vocabulary import NAMED_ROLES, SPACE, named_id
+
+# ── SentencePiece BPE in llama.cpp's terms: spaces as ▁ and bytes as <0x..> ──
+# `tokenizer.model` is SentencePiece's own file (protobuf ModelProto), the only one with the scores of the pieces.
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PIECES, TEXT, SCORE, KIND = 1, 1, 2, 3  # field numbers of ModelProto and of ModelProto.SentencePiece
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+HINT = "supported: SentencePiece BPE that writes spaces as ▁ and leaves the rest of a text as it is"
+
+
+class Piece(NamedTuple):
+    """A token of a vocabulary: text, score, and its kind as gguf.TokenType numbers it (SentencePiece's numbers too)."""
+
+    text: str
+    score: float
+    kind: int
+
+
+def space_prefix(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer puts a space before a text; DataError where it changes a text in other ways."""
+    model = content["model"]
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"):
+        if model.get(key):
+            raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=HINT)
+    normalizers = _parts_of(content.get("normalizer"), "normalizers")
+    splits = _parts_of(content.get("pre_tokenizer"), "pretokenizers")
+    for part in normalizers:
+        replaces = part.get("type") == "Replace" and part.get("pattern") == {"String": " "}
+        if not (replaces and part.get("content") == SPACE) and part != {"type": "Prepend", "prepend": SPACE}:
+            raise DataError(f"{path}: normalizer {part.get('type')!r} cannot be exported", hint=HINT)
+    for part in splits:
+        spaces = part.get("type") == "Split" and part.get("pattern") == {"String": " "}
+        whole = part.get("type") == "Metaspace" and not part.get("split", True)
+        if not whole and not (spaces and normalizers):  # no space is left to split at
+            raise DataError(f"{path}: pre-tokenizer {part.get('type')!r} cannot be exported", hint=HINT)
+    if not normalizers and not splits:
+        raise DataError(f"{path}: spaces are not written as {SPACE}, which llama.cpp would do", hint=HINT)
+    return tokenizer.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE)
+
+
+def _parts_of(part: Any, key: str) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as the list of its steps; `key` is where a sequence holds them."""
+    if part is None:
+        return []
+    return [inner for step in part[key] for inner in _parts_of(step, key)] if part.get("type") == "Sequence" else [part]
+
+
+def pieces_of_merges(content: Mapping[str, Any]) -> dict[int, Piece]:
+    """The pieces of a tokenizer.json without a `tokenizer.model`: a token's score is minus the rank of its first merge.
+
+    llama.cpp merges the pair whose token has the highest score, Hugging Face the pair of the lowest rank.
+    """
+    model = content["model"]
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merge_pairs(model)):
+        ranks.setdefault(left + right, rank)
+    pieces = {}
+    for token, number in model["vocab"].items():
+        if BYTE_TOKEN.fullmatch(token):
+            pieces[number] = Piece(token, 0.0, BYTE)
+        elif token == (model.get("unk_token") or "<unk>"):
+            pieces[number] = Piece(token, 0.0, UNKNOWN)
+        else:  # a token that nothing merges into is a single character, found without a score
+            pieces[number] = Piece(token, float(-ranks.get(token, len(ranks))), NORMAL)
+    return pieces
+
+
+def read_pieces(path: Path, vocabulary: Mapping[str, int]) -> dict[int, Piece] | None:
+    """The pieces of a `tokenizer.model` by id; None where there is no such file.
+
+    Raises DataError for a damaged file, and for one whose pieces are not those of tokenizer.json's `vocabulary`.
+    """
+    if not path.is_file():
+        return None
+    data = path.read_bytes()
+    try:
+        bodies = [value for number, kind, value in _fields(data) if (number, kind) == (PIECES, 2)]
+        pieces = {number: _piece(bytes(body)) for number, body in enumerate(bodies)}
+    except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is no SentencePiece model: {error}", "copy the tokenizer again") from None
+    texts = {number: token for token, number in vocabulary.items()}
+    for number, piece in pieces.items():
+        if texts.get(number, piece.text) != piece.text:
+            raise DataError(
+                f"{path} has {piece.text!r} as token {number}, tokenizer.json {texts[number]!r}",
+                "the two files are of different tokenizers: delete the one that is not the model's",
+            )
+    missing = sorted(set(texts) - set(pieces))
+    pieces |= {number: Piece(texts[number], 0.0, NORMAL) for number in missing}
+    return pieces
+
+
+def _piece(body: bytes) -> Piece:
+    text, score, kind = "", 0.0, NORMAL
+    for number, _, value in _fields(body):
+        if number == TEXT and isinstance(value, bytes):
+            text = value.decode()
+        elif number == SCORE and isinstance(value, bytes):
+            score = struct.unpack("<f", value)[0]
+        elif number == KIND and isinstance(value, int):
+            kind = value
+    return Piece(text, score, kind)
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
+    """Number, wire type and value of each field: an integer for varints, else its bytes."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        kind = tag & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield tag >> 3, kind, value
+            continue
+        if kind == 2:
+            size, at = _varint(data, at)
+        elif kind in (1, 5):
+            size = 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"wire type {kind} at byte {at}")
+        if at + size > len(data):
+            raise ValueError("it is cut short")
+        yield tag >> 3, kind, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 64:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+    raise ValueError(f"a number at byte {at} is too long")
+
+
+# ── A Hugging Face tokenizer (byte-level or SentencePiece BPE) as llama.cpp's tokenizer.ggml.* keys ──
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+STATES_PREFIX = ("llama", "smollm3", "granite")  # architectures whose files repeat the settings' add_prefix_space
+GEMMA_TURN_END = (107, "<end_of_turn>")
+ADDED_SCORE, PADDING_SCORE = -1000.0, -10000.0  # the converter's, for tokens that are never merged
+# llama.cpp's first name for a split. A split that comes with both ways of merging has a name for each.
+PRE_TYPES = {steps: names[0] for steps, names in STEPS.items()}
+SAME_BUT_MERGING = {"llama-bpe": "dbrx"}
+
+# Names of llama.cpp's pre-tokenizers for byte-level BPE, the plainest first: several have the same rules.
+NAMES = (
+    *("gpt-2", "llama-bpe", "dbrx", "qwen2", "qwen35", "smollm", "starcoder", "refact", "falcon", "command-r"),
+    *("deepseek-llm", "deepseek-coder", "deepseek-v3", "mpt", "olmo", "stablelm2", "codeshell", "bloom", "exaone"),
+    *("chameleon", "minerva-7b", "viking", "poro-chat", "tekken", "smaug-bpe", "gpt-4o", "superbpe", "trillion"),
+    *("granite-docling", "bailingmoe", "llama4", "hunyuan", "kimi-k2", "seed-coder", "chatglm-bpe", "glm4", "lfm2"),
+    *("minimax-m2", "megrez", "gigachat", "falcon3", "gpt3-finnish", "exaone4", "afmoe", "grok-2", "youtu"),
+)
+SUPPORTED = "supported: byte-level BPE with a split that llama.cpp has, and SentencePiece BPE"
+
+
+def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> GgufTokenizer:
+    """The tokenizer of a Hugging Face folder, padded to `vocabulary` rows.
+
+    `architecture` is llama.cpp's name of the model's, by which the converter chooses some keys. Raises DataError when
+    the tokenizer is missing, of a kind that llama.cpp has not, larger than the model's vocabulary, or splits text by
+    rules that llama.cpp has no name for.
+    """
+    path = folder / "tokenizer.json"
+    content = tokenizer_content(path)
+    settings = tokenizer_settings(folder)
+    config = read_config(folder) if (folder / "config.json").exists() else {}
+    model = content["model"]
+    spaced = bool(model.get("byte_fallback"))
+    if not spaced:
+        _refuse_rules(path, model)
+    tokenizer = open_tokenizer(path)  # which also proves the forms of the parts that are read below
+    stated = settings.get("add_prefix_space")
+    prefix = stated if architecture in STATES_PREFIX and isinstance(stated, bool) else None
+    merges: list[str] = []
+    if spaced:
+        behaves = space_prefix(path, content, tokenizer)
+        prefix = None if prefix is None and behaves else behaves
+        pieces = read_pieces(folder / "tokenizer.model", model["vocab"]) or pieces_of_merges(content)
+    else:
+        _refuse_normalizer(path, content)
+        pieces = {number: Piece._make((token, 0.0, NORMAL)) for token, number in model["vocab"].items()}
+        merges = _merges_of(path, model)
+    _refuse_flags(path, content, spaced)
+    listed = _tokens(path, content, pieces, vocabulary, spaced)
+    pre = "default" if spaced else _pre_type(path, content, tokenizer)
+    tokens = [piece.text for piece in listed]
+    numbers = {token: index for index, token in enumerate(tokens)}
+    ids: dict[str, int | None] = {role: named_id(role, settings, config, numbers, vocabulary) for role in NAMED_ROLES}
+    if architecture == "gemma" and numbers.get(GEMMA_TURN_END[1]) == GEMMA_TURN_END[0]:
+        ids["eot"] = GEMMA_TURN_END[0]
+    eos = ids["eos"]
+    if eos is None:
+        # Without it llama.cpp would take token 11 for the end of text.
+        raise DataError(f"{folder} names no end-of-text token", hint='set "eos_token" in tokenizer_config.json')
+    add_bos, add_eos, ids["bos"] = _text_ends(path, tokenizer, ids["bos"], eos)
+    exported = GgufTokenizer(
+        model="llama" if spaced else "gpt2",
+        pre=pre or "",
+        tokens=tokens,
+        types=[piece.kind for piece in listed],
+        scores=[piece.score for piece in listed] if spaced else None,
+        merges=merges,
+        ids={role: number for role, number in ids.items() if number is not None},
+        add_bos=add_bos,
+        add_eos=add_eos,
+        add_space_prefix=prefix,
+        chat_template=_chat_template(folder, settings),
+    )
+    return exported if pre is not None else replace(exported, pre=_find_pre_type(path, tokenizer, exported))
+
+
+def _refuse_flags(path: Path, content: Mapping[str, Any], spaced: bool) -> None:
+    for token in content.get("added_tokens") or []:
+        # llama.cpp takes the space after Phi-3's markers away too; the check of the file reports other tokens.
+        flags = [flag for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)]
+        if flags and not (spaced and flags == ["rstrip"]):
+            raise DataError(
+                f"{path}: added token {token['content']!r} with {flags[0]} cannot be exported",
+                hint="llama.cpp has no such rule; remove the flag where no text depends on it",
+            )
+
+
+def _tokens(
+    path: Path, content: Mapping[str, Any], pieces: Mapping[int, Piece], vocabulary: int, spaced: bool
+) -> list[Piece]:
+    """The tokens by id, added and padding ones included."""
+    by_id = dict(pieces)
+    for token in content.get("added_tokens") or []:
+        text = token["content"]
+        special = token.get("special") or _looks_special(text)
+        if special and token["id"] >= vocabulary:
+            continue  # a model without a row for it never writes it: of Gemma 3, the marker of an image
+        # llama.cpp finds such tokens in the text itself, before its spaces are written as SentencePiece does.
+        by_id[token["id"]] = Piece(
+            text if special else text.replace(SPACE, " "), ADDED_SCORE, CONTROL if special else USER_DEFINED
+        )
+    size = max(by_id) + 1
+    if size > vocabulary:
+        raise DataError(
+            f"{path} has {size} token ids, the model only {vocabulary} rows",
+            hint="use the tokenizer the model was trained with, or resize the model's embeddings",
+        )
+    taken = {piece.text for piece in by_id.values()}
+    for index in range(vocabulary):
+        if index not in by_id:
+            name = f"[PAD{index}]"
+            if name in taken:
+                raise DataError(f"{path} already has a token {name}, which padding needs", hint="rename that token")
+            by_id[index] = Piece(name, PADDING_SCORE, UNUSED)
+    if len({piece.text for piece in by_id.values()}) != len(by_id):
+        raise DataError(f"{path} has two ids for one token string", hint="GGUF needs every token string once")
+    return [by_id[index] for index in range(vocabulary)]
+
+
+def _looks_special(token: str) -> bool:
+    """Whether a token is a control token by its name, as llama.cpp's converter has it (`does_token_look_special`)."""
+    marked = any(token.startswith(a) and token.endswith(b) for a, b in (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">")))
+    return marked or token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+
+
+def _text_ends(path: Path, tokenizer: Tokenizer, bos: int | None, eos: int) -> tuple[bool, bool, int | None]:
+    """Whether the post-processor begins a text with a token, whether it ends it with `eos`, and the id of the first.
+
+    The id is `bos` where none is added.
+    """
+    around = added_around(tokenizer)
+    if around is None or len(around[0]) > 1 or around[1] not in ([], [eos]):
+        raise DataError(
+            f"{path} does more to a text than to put one token before it and the end-of-text token after it",
+            hint="GGUF can add these two tokens and nothing else",
+        )
+    before, after = around
+    return bool(before), bool(after), before[0] if before else bos
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    """The chat template; several as a list of objects with `name` and `template`, like tokenizer_config.json's."""
+    file = folder / "chat_template.jinja"
+    template = read_utf8(file) if file.is_file() else settings.get("chat_template")
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if isinstance(template, str) and more:
+        named = [{"name": path.stem, "template": read_utf8(path)} for path in more]
+        return [{"name": "default", "template": template}, *named]
+    if isinstance(template, list):  # named templates of older tokenizers, their form checked when they were read
+        return [{"name": entry["name"], "template": entry["template"]} for entry in template] or None
+    return template if isinstance(template, str) else None
+
+
+def _refuse_rules(path: Path, model: Mapping[str, Any]) -> None:
+    """Raise DataError for a BPE with rules that llama.cpp's has not."""
+    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=SUPPORTED)
+
+
+def _refuse_normalizer(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise DataError for a normalizer other than NFC.
+
+    llama.cpp never normalises; NFC alone leaves ordinary text as it is, and the parity check reports the rest.
+    """
+    normalizer = content.get("normalizer")
+    if normalizer is not None and normalizer.get("type") != "NFC":
+        raise DataError(f"{path}: normalizer {normalizer.get('type')!r} cannot be exported", hint=SUPPORTED)
+
+
+def _steps(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """A pre-tokenizer as a tuple of steps, to be looked up in PRE_TYPES."""
+    if pre_tokenizer is None:
+        return ()
+    if not isinstance(pre_tokenizer, dict):  # tokenizers reads parts written as lists too
+        return (repr(pre_tokenizer),)
+    kind = pre_tokenizer.get("type")
+    if kind == "Sequence":
+        return tuple(step for part in pre_tokenizer.get("pretokenizers") or () for step in _steps(part))
+    if kind == "ByteLevel" and not pre_tokenizer.get("add_prefix_space"):
+        return ("gpt-2",) if pre_tokenizer.get("use_regex", True) else ("bytes",)
+    if kind == "Split" and pre_tokenizer.get("behavior") == "Isolated" and not pre_tokenizer.get("invert"):
+        pattern = pre_tokenizer.get("pattern")
+        return (f"split {pattern.get('Regex') if isinstance(pattern, dict) else pattern}",)
+    if kind == "Digits" and pre_tokenizer.get("individual_digits"):
+        return ("digits",)
+    return (f"{kind} {sorted(pre_tokenizer.items())}",)
+
+
+def _pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> str | None:
+    """llama.cpp's name for the pre-tokenizer, from its rules; None for rules that are not known here.
+
+    Raises DataError where llama.cpp has the rules, but not with this way of merging.
+    """
+    steps = _steps(content.get("pre_tokenizer"))
+    pre = PRE_TYPES.get(steps)
+    if pre is None:
+        # No pre-tokenizer of llama.cpp maps bytes twice.
+        if sum(step in ("bytes", "gpt-2") or step.startswith("ByteLevel") for step in steps) > 1:
+            raise DataError(f"{path}: llama.cpp has no pre-tokenizer that maps bytes more than once", hint=SUPPORTED)
+        return None
+    ignores = bool(content["model"].get("ignore_merges"))
+    if ignores == (pre in IGNORE_MERGES) or _merges_reach_every_token(content, tokenizer):
+        return pre
+    if pre in SAME_BUT_MERGING:
+        return SAME_BUT_MERGING[pre]
+    raise DataError(
+        f"{path}: ignore_merges has no counterpart for pre-tokenizer {pre!r}", hint="export to another format"
+    )
+
+
+def _find_pre_type(path: Path, tokenizer: Tokenizer, exported: GgufTokenizer) -> str:
+    """The first name under which llama.cpp gives the tokenizer's own ids for all of PROBE.
+
+    Raises DataError when there is none, or llama-cpp-python is not installed.
+    """
+    for name in NAMES:
+        if same_ids(tokenizer, replace(exported, pre=name)):
+            return name
+    raise DataError(
+        f"{path}: llama.cpp has no pre-tokenizer that splits text like this one",
+        hint="export to another format, or ask llama.cpp for it (convert_hf_to_gguf_update.py)",
+    )
+
+
+def _merges_reach_every_token(content: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
+    """Whether merging alone yields each token from its own bytes, so that ignore_merges changes nothing."""
+    from tokenizers.models import BPE
+
+    model = content["model"]
+    plain = BPE(model["vocab"], merge_pairs(model), ignore_merges=False)
+    added = {token["content"] for token in content.get("added_tokens") or []}
+    return all(len(plain.tokenize(token)) == 1 for token in model["vocab"] if token not in added)
+
+
+def _merges_of(path: Path, model: Mapping[str, Any]) -> list[str]:
+    """The merges as llama.cpp writes them: two parts and a space between."""
+    merges = merge_pairs(model)
+    spaced = next((merge for merge in merges if " " in "".join(merge)), None)
+    if spaced is not None:
+        raise DataError(f"{path}: merge {spaced!r} contains a space", hint="only byte-level merges can be exported")
+    return [" ".join(merge) for merge in merges]

@@ -1,0 +1,320 @@
+"""Write a Hugging Face folder as GGUF files, each whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distill.engines.torch.hugging_face import local_folder
+from distill.errors import DataError
+from distill.files import read_utf8, remove_left, write_atomically
+from distill.folders import Floats
+from distill.gguf.families import Shape, read_shape
+from distill.gguf.fields import (
+    PLAIN,
+    GgufTokenizer,
+    Origin,
+    add_general_fields,
+    add_model_fields,
+    add_tokenizer,
+    file_type_number,
+)
+from distill.gguf.head import open_head, tensor_bytes, write_head
+from distill.gguf.importing import file_type, is_gguf
+from distill.gguf.library import ERRORS, last_errors, library
+from distill.gguf.tensors import GgufTensor, Output, read_tensors, write_tensors
+from distill.gguf.tokenizer import read_tokenizer
+from distill.machine import usable_cores
+from distill.recipe import Recipe
+from distill.recipe.measuring import DIRECT, OUTTYPES
+
+# ── llama.cpp's own quantiser, through llama-cpp-python, and importance matrices, by which it weighs columns ──
+# An importance matrix says which columns of a matrix meet large inputs.
+
+# Blocks of 256 values; where a tensor's rows do not divide, llama.cpp takes another type for it.
+K_BLOCK = 256
+MAX_TOKENS, WINDOW = 16_384, 512  # of the text that an importance matrix is measured on
+WRITE_FAULT, ALMOST_NONE = "iostream error", 2**20  # llama.cpp's words, and bytes left on a disk that is full
+
+
+def quantise_file(
+    exact: Path,
+    output: Path,
+    outtype: str,
+    tensor_types: Sequence[tuple[str, str]] = (),
+    importance: Mapping[str, Floats] | None = None,
+) -> int:
+    """Quantise the GGUF file `exact` into `output`.
+
+    Returns the number of matrices whose rows do not fit blocks of 256 where the type has such blocks. Raises DataError
+    when llama.cpp refuses, RunError when the disk is full.
+    """
+    llama = library()
+    parameters = llama.llama_model_quantize_default_params()
+    parameters.nthread = usable_cores()
+    parameters.ftype = file_type_number(outtype)
+    overrides = (llama.llama_model_tensor_override * (len(tensor_types) + 1))()  # the last one, empty, ends the list
+    for slot, (pattern, kind) in zip(overrides, tensor_types, strict=False):
+        slot.pattern, slot.type = pattern.encode(), int(_tensor_type_quantise(kind))
+    if tensor_types:
+        parameters.tt_overrides = overrides
+    matrix = importance or {}
+    entries = (llama.llama_model_imatrix_data * (len(matrix) + 1))()
+    for entry, (name, values) in zip(entries, matrix.items(), strict=False):
+        entry.name, entry.size = name.encode(), values.size
+        entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    if matrix:
+        parameters.imatrix = entries
+
+    write_atomically(output, lambda path: _quantise(llama, exact, path, parameters, outtype), several=True)
+    if "k" not in outtype and outtype != "iq4_xs":
+        return 0
+    shapes = open_head(output).shapes
+    return sum(len(shape) > 1 and shape[0] % K_BLOCK > 0 for shape in shapes.values())
+
+
+def _quantise(llama: Any, source: Path, path: Path, parameters: Any, outtype: str) -> None:
+    ERRORS.clear()
+    if not llama.llama_model_quantize(os.fsencode(source), os.fsencode(path), ctypes.byref(parameters)):
+        return
+    if WRITE_FAULT in last_errors():  # which does not say what the fault was
+        full = shutil.disk_usage(path.parent).free < ALMOST_NONE
+        raise OSError(errno.ENOSPC if full else errno.EIO, os.strerror(errno.ENOSPC if full else errno.EIO))
+    raise DataError(f"llama.cpp cannot quantise to {outtype}: {last_errors()}", "see the types in docs/export.md")
+
+
+def _tensor_type_quantise(kind: str) -> Any:
+    import gguf
+
+    try:
+        return gguf.GGMLQuantizationType[kind.upper()]
+    except KeyError:
+        raise DataError(f"tensor type {kind!r} is unknown", "use a type of ggml, such as q8_0, q6_k or f16") from None
+
+
+def importance_of(path: Path, folder: Path) -> dict[str, Floats]:
+    """GGUF tensor name -> mean squares of the inputs of its columns, fp32.
+
+    From the file of llama.cpp's llama-imatrix (GGUF), or measured with the model in `folder` on a text. Raises
+    DataError for a file that is neither.
+    """
+    try:
+        with path.open("rb") as file:
+            is_gguf = file.read(4) == b"GGUF"
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", "give an importance matrix or a text") from None
+    return _read(path) if is_gguf else _measure(folder, read_utf8(path), path)
+
+
+def _read(path: Path) -> dict[str, Floats]:
+    import gguf
+
+    open_head(path)  # reports a damaged file with our own message
+    arrays = {tensor.name: np.array(tensor.data, dtype=np.float32) for tensor in gguf.GGUFReader(path).tensors}
+    result = {}
+    for name, sums in arrays.items():
+        counts = arrays.get(name.removesuffix(".in_sum2") + ".counts")
+        if name.endswith(".in_sum2") and counts is not None and counts.size:
+            means = sums.reshape(counts.size, -1) / np.maximum(counts.reshape(-1, 1), 1)
+            result[name.removesuffix(".in_sum2")] = np.ascontiguousarray(means.ravel(), dtype=np.float32)
+    if not result:
+        raise DataError(f"{path} holds no importance matrix", "make one with llama.cpp's llama-imatrix, or give a text")
+    return result
+
+
+def _measure(folder: Path, text: str, path: Path) -> dict[str, Floats]:
+    import torch
+
+    from distill.engines.torch.hugging_face import load_model, load_tokenizer
+
+    shape = read_shape(folder)
+    ids = load_tokenizer(str(folder))(text, verbose=False)["input_ids"][:MAX_TOKENS]
+    if len(ids) < 2:
+        raise DataError(f"{path} is too short to measure an importance matrix on", "give some thousand words")
+    model: Any = load_model(str(folder), "float32", torch.device("cpu"), trimmed=False)
+    modules = {} if shape.tied else {"output.weight": model.lm_head}
+    for number, layer in enumerate(model.model.layers):
+        for part, (name, letters) in shape.family.parts.items():
+            if len(letters) == 2:
+                modules[f"blk.{number}.{name}.weight"] = layer.get_submodule(part)
+    sums: dict[str, Any] = {}
+
+    def watch(name: str) -> Any:
+        def add(_: Any, inputs: tuple[Any, ...]) -> None:
+            squares = inputs[0].detach().double().square().flatten(0, -2).sum(0)
+            sums[name] = sums[name] + squares if name in sums else squares
+
+        return add
+
+    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in modules.items()]
+    window = min(WINDOW, shape.context)
+    with torch.inference_mode():
+        for start in range(0, len(ids), window):
+            model(torch.tensor([ids[start : start + window]]))
+    for hook in hooks:
+        hook.remove()
+    return {name: (total / len(ids)).float().numpy() for name, total in sums.items()}
+
+
+# ── Write a Hugging Face folder as GGUF files, each whole or not at all ──
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+    from distill.gguf.head import TensorRow
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """The file written: its size in bytes, the number of tensors kept in another type because theirs did not fit, and
+    what llama.cpp leaves out of the model."""
+
+    path: Path
+    outtype: str
+    bytes: int
+    tensors: int
+    fallback_tensors: int
+    notes: tuple[str, ...] = ()
+
+
+def export_gguf(folder: Path, output: Path, outtype: str, source_model_name: str | None = None) -> WrittenFile:
+    """Write the model in `folder` to one GGUF file; see `export_files`."""
+    return export_files(folder, {output: outtype}, Origin(source_model_name))[0]
+
+
+def export_files(
+    folder: Path,
+    outputs: Mapping[Path, str],
+    origin: Origin = PLAIN,
+    tensor_types: tuple[tuple[str, str], ...] = (),
+    importance: Path | None = None,
+) -> list[WrittenFile]:
+    """Write the model in `folder` to GGUF files, `outputs` by path, each in one of OUTTYPES; see docs/export.md.
+
+    Each tensor is read once for all types that are written here. llama.cpp's quantiser reads one exact file, which is
+    one of the outputs where its type is asked for. Vectors stay f32. `tensor_types` (pattern, type) and `importance`,
+    the file of a matrix or a text to measure one on, leave every type to llama.cpp's quantiser. Raises DataError when
+    the model cannot be exported, RunError when a file cannot be written; a file that stood in its place is then intact.
+    """
+    for outtype in outputs.values():
+        if outtype not in OUTTYPES:
+            raise DataError(f"outtype {outtype!r} is unknown", hint=f"use one of {', '.join(OUTTYPES)}")
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder", hint="give a Hugging Face model folder")
+    shape = read_shape(folder)
+    tokenizer = read_tokenizer(folder, shape.vocabulary, shape.architecture)
+    model = _Model(folder, origin, shape, tokenizer, read_tensors(folder, shape))
+    adjusted = bool(tensor_types) or importance is not None
+    left = {path: kind for path, kind in outputs.items() if adjusted or kind not in DIRECT}
+    direct = {path: kind for path, kind in outputs.items() if path not in left}
+    matrix = None if importance is None else importance_of(importance, folder)
+    if left:
+        library()  # fails without llama-cpp-python before anything is written
+    counts: dict[Path, int] = {}
+    exact_type = _lossless(model.tensors)
+    exact = next((path for path, kind in direct.items() if kind == exact_type), None)
+    with contextlib.ExitStack() as stack:
+        written = dict(direct)
+        if left and exact is None:
+            first = next(iter(left))
+            remove_left(first.parent, first.name, "exact.gguf")
+            exact = first.with_name(f".{first.name}.{os.getpid()}.exact.gguf")
+            stack.callback(exact.unlink, missing_ok=True)
+            written[exact] = exact_type
+        _write_together(list(written), [], lambda paths: _write(model, dict(zip(paths, written.values(), strict=True))))
+        for path, kind in direct.items():
+            matrices = [tensor for tensor in model.tensors if len(tensor.shape) > 1]
+            counts[path] = sum(_tensor_type(tensor, kind).name != kind.upper() for tensor in matrices)
+        for path, kind in left.items():
+            assert exact is not None
+            counts[path] = quantise_file(exact, path, kind, tensor_types, matrix)
+    size, notes = len(model.tensors), model.shape.notes
+    return [WrittenFile(path, kind, path.stat().st_size, size, counts[path], notes) for path, kind in outputs.items()]
+
+
+def own_file(recipe: Recipe) -> Path | None:
+    """The GGUF file that the recipe's target is; None for a folder or a hub name."""
+    return Path(recipe.target.model) if is_gguf(recipe.target.model) else None
+
+
+def target_file(recipe: Recipe, place: Path) -> tuple[Path, str]:
+    """The target's GGUF file and its type: its own, or one of type speedup.outtype that is written to `place`."""
+    own = own_file(recipe)
+    if own is not None:
+        return own, file_type(own)
+    export_gguf(local_folder(recipe.target.model), place, recipe.speedup.outtype)
+    return place, recipe.speedup.outtype
+
+
+@dataclass(frozen=True)
+class _Model:
+    """All that is written of a folder, read but for the tensors' data."""
+
+    folder: Path
+    origin: Origin
+    shape: Shape
+    tokenizer: GgufTokenizer
+    tensors: list[GgufTensor]
+
+
+def _write_together(paths: list[Path], open_ones: list[Path], write: Callable[[list[Path]], object]) -> None:
+    """Let `write` fill a temporary file for each path at a time; none is renamed before all are whole."""
+    if len(open_ones) == len(paths):
+        if paths:
+            write(open_ones)
+        return
+    path = paths[len(open_ones)]
+    write_atomically(path, lambda place: _write_together(paths, [*open_ones, place], write), several=True)
+
+
+def _lossless(tensors: list[GgufTensor]) -> str:
+    """The smallest type that holds every matrix exactly, from which llama.cpp quantises."""
+    types = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
+    return {frozenset({"F16"}): "f16", frozenset({"BF16"}): "bf16"}.get(frozenset(types), "f32")
+
+
+def _tensor_type(tensor: GgufTensor, outtype: str) -> GGMLQuantizationType:
+    import gguf
+
+    if len(tensor.shape) == 1:
+        return gguf.GGMLQuantizationType.F32
+    kind = gguf.GGMLQuantizationType[outtype.upper()]
+    return gguf.GGMLQuantizationType.F16 if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
+
+
+def _write(model: _Model, types: Mapping[Path, str]) -> None:
+    """Write a file of each type: the heads first, then every tensor to all of them."""
+    with contextlib.ExitStack() as stack:
+        outputs = []
+        for path, outtype in types.items():
+            kinds = [_tensor_type(tensor, outtype) for tensor in model.tensors]
+            rows = [
+                (t.name, t.shape, kind, tensor_bytes(t.shape, kind))
+                for t, kind in zip(model.tensors, kinds, strict=True)
+            ]
+            _write_head(path, model, outtype, rows)
+            file = stack.enter_context(path.open("r+b"))
+            file.seek(0, os.SEEK_END)
+            outputs.append(Output(file, rows))
+        write_tensors(model.tensors, outputs)
+
+
+def _write_head(path: Path, model: _Model, outtype: str, rows: list[TensorRow]) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path=None, arch=model.shape.architecture)
+    parameters = sum(int(np.prod(tensor.shape)) for tensor in model.tensors)
+    add_general_fields(writer, model.folder, model.origin, outtype, parameters)
+    add_model_fields(writer, model.shape)
+    add_tokenizer(writer, model.tokenizer)
+    write_head(path, writer, rows)

@@ -1,0 +1,386 @@
+"""Targets with their drafts, measured behind prompts: those of a run, any two models, or a grid of several.
+
+Whoever opens the pairs (stage `eval`, or `distill eval` of given models), `evaluate_pairs` lets each target write its
+texts, measures the drafts on them and decodes rounds; `as_report` makes the report.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from distill.data.packing import Packed, pack
+from distill.data.texts import Prompt, prompt_seed
+from distill.decoding.batch import continue_prompts
+from distill.decoding.calibration import Recorded, expected_calibration_error
+from distill.decoding.costs import measure_steps, predicted_speedups
+from distill.decoding.decode import Round, plain, room_for
+from distill.decoding.rules import Rules
+from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.loaded import LoadedPair, growing_decoder
+from distill.errors import DataError
+from distill.intervals import paired_ratio_interval, ratio_interval
+from distill.measuring.evaluation_results import (
+    ClassResult,
+    ComparedPair,
+    EvaluationReport,
+    Reliability,
+    ReliabilityBin,
+    StepCosts,
+    StoredMeasures,
+    Stretch,
+)
+from distill.measuring.measure import (
+    DecodedRounds,
+    Measured,
+    block_values,
+    decode_rounds,
+    position_acceptance,
+    sum_by_document,
+    text_values,
+    tokens_per_round,
+)
+from distill.measuring.slices import METRICS, SlicedValues
+from distill.progress import Progress
+from distill.recipe import Evaluate
+from distill.sampler import Sampler
+
+# ── Reliability of the draft's own probabilities: what it promises of the tokens it drafts, beside what is accepted
+# ──
+# Length rules that stop at a probability (llama.cpp's p_min) or at a product of them take these numbers at their
+# word. Legend: N tokens, U prompts.
+
+BINS = 10  # of equal width
+SIMULATED = 200  # outcomes drawn to see what error chance alone makes
+
+Rows = list[tuple[float, bool]]  # promised probability, whether it came true
+
+
+def reliability(rounds: Sequence[Sequence[Recorded]]) -> list[Reliability]:
+    """Of the rounds of each prompt: the probability of each drafted token that was judged, and the running product.
+
+    The product, at each drafted position, is of the probabilities up to there; it comes true where all these tokens
+    are accepted. Nothing where no token was drafted.
+    """
+    found = []
+    for of, rows_of in (("token", _tokens), ("product", _products)):
+        rows = [[row for one in own for row in rows_of(one)] for own in rounds]
+        if any(rows):
+            found.append(_measured(of, rows))
+    return found
+
+
+def _tokens(one: Recorded) -> Iterator[tuple[float, bool]]:
+    return ((features.top, accepted) for _, features, accepted in one.judged())
+
+
+def _products(one: Recorded) -> Iterator[tuple[float, bool]]:
+    products = accumulate((features.top for features in one.features), mul)
+    return ((product, position < one.accepted) for position, product in enumerate(products))
+
+
+def _measured(of: str, rows: Sequence[Rows]) -> Reliability:
+    """The figures of promised probabilities and outcomes by prompt."""
+    units = numpy.repeat(numpy.arange(len(rows)), [len(own) for own in rows])
+    promised = numpy.array([p for own in rows for p, _ in own])
+    true = numpy.array([y for own in rows for _, y in own], dtype=float)
+    places = numpy.minimum((promised * BINS).astype(int), BINS - 1)
+
+    def totals(values: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
+        return numpy.bincount(units, values, len(rows)).astype(float)
+
+    bins = []
+    for place in range(BINS):
+        here = (places == place).astype(float)
+        if here.any():
+            rate = ratio_interval(totals(here * true), totals(here))
+            mean = float((here * promised).sum() / here.sum())
+            bins.append(ReliabilityBin(place / BINS, (place + 1) / BINS, int(here.sum()), mean, rate))
+    draws = numpy.random.default_rng(0).random((SIMULATED, len(promised))) < promised
+    return Reliability(
+        of=of,
+        tokens=len(promised),
+        promised=float(promised.mean()),
+        accepted=ratio_interval(totals(true), totals(numpy.ones_like(true))),
+        error=expected_calibration_error(promised, true, BINS),
+        error_of_chance=float(numpy.mean([expected_calibration_error(promised, drawn, BINS) for drawn in draws])),
+        bins=bins,
+    )
+
+
+# ── Targets with their drafts, measured behind prompts: those of a run, any two models, or a grid of several ──
+
+STRETCH = 16  # tokens of a stretch
+WORST = 3  # stretches shown, each of another prompt
+LONGEST = 8  # tokens drafted a round, at most, where steps are timed
+REPEATS = 7  # of timed steps
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is measured of every pair. `batch` prompts are continued at once in transformers; `prepack` says whether
+    decoders lay out their layers, `costs` whether steps are timed, `compared` whether pairs are compared."""
+
+    sampler: Sampler
+    settings: Evaluate
+    command: str
+    divergences: bool = True
+    costs: bool = False
+    seed: int = 0
+    batch: int = 32
+    prepack: bool = True
+    compared: bool = True
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A target with its drafts by name, loaded, and what they are measured on: prompts with their classes, and `given`
+    text in blocks of `block` tokens, which no text exceeds. Rounds are decoded with the drafts called `decoded`.
+    Targets of one `writer` read the texts that the first of them wrote."""
+
+    pairs: Mapping[str, LoadedPair]
+    prompts: Sequence[Prompt]
+    block: int
+    classes: Sequence[str] = ()
+    given: Packed | None = None
+    decoded: Sequence[str] = ()
+    writer: str = ""
+
+
+def evaluate_pairs(targets: Iterable[Opened], asked: Asked) -> tuple[EvaluationReport, dict[str, list[list[Round]]]]:
+    """The report of all pairs, and the decoded rounds of each prompt by pair.
+
+    DataError for targets that have room for other prompts.
+    """
+    measured: dict[str, dict[str, Measured]] = {}
+    decoded: dict[str, DecodedRounds] = {}
+    texts: dict[str, list[list[int]]] = {}
+    sliced: dict[str, SlicedValues] = {}  # by the target that wrote the texts
+    worst: dict[str, list[Stretch]] = {}
+    costs: dict[str, StepCosts] = {}
+    names: list[str] = []
+    measure = "acceptance_sampling" if asked.sampler.temperature else "acceptance_greedy"
+    for one in targets:
+        first, ids = next(iter(one.pairs.values())), [prompt.ids for prompt in one.prompts]
+        size = min(model.vocabulary_size for pair in one.pairs.values() for model in (pair.target, pair.draft))
+        if names and names != [prompt.id for prompt in one.prompts]:
+            what = f"{', '.join(one.pairs)}: there is room for other prompts than with the models before"
+            raise DataError(what, "give prompts that fit all of them")
+        names = [prompt.id for prompt in one.prompts]
+        if asked.divergences:
+            if one.writer not in texts:
+                texts[one.writer] = _continued(first, one, asked, size)
+            own = pack_answers(ids, texts[one.writer], one.block)
+            if one.writer not in sliced:
+                sliced[one.writer] = SlicedValues.of(own, first.token_bytes, first.ends)
+            domains = {"answers": own, **({"files": one.given} if one.given is not None and len(one.given) else {})}
+            for domain, blocks in domains.items():
+                values = _values(one.pairs, blocks, asked.sampler, size, domain)
+                watched = sliced[one.writer].watch(values) if domain == "answers" else values
+                measured.setdefault(domain, {}).update(sum_by_document(watched))
+            for name in one.pairs:
+                worst[name] = worst_stretches(
+                    sliced[one.writer], name, METRICS.index(measure), texts[one.writer], first.token_bytes
+                )
+            if asked.costs:
+                depth = sum(len(prompt) + len(text) // 2 for prompt, text in zip(ids, texts[one.writer], strict=True))
+                accepted = {name: measured["answers"][name].divergences().measure(measure).mean for name in one.pairs}
+                costs |= _step_costs(one.pairs, accepted, depth // len(ids), size)
+        for name in one.decoded:
+            target, draft = one.pairs[name].target, one.pairs[name].draft
+            models = one.pairs[name].hugging_face
+            if models is not None:  # with the layers laid out, without which they were loaded
+                target, draft = (growing_decoder(model, size, asked.prepack) for model in models)
+            decoded[name] = decode_rounds(target, draft, ids, asked.settings, first.ends, f"rounds {name}, prompts")
+    several = len(sliced) > 1  # texts, whose slices and classes are not those of each other
+    report = as_report(
+        measured,
+        decoded,
+        asked.sampler,
+        asked.settings,
+        asked.command,
+        () if several else one.classes,
+        sliced=None if several else next(iter(sliced.values()), None),
+    )
+    if asked.compared and asked.divergences and (costs or len(worst) > 1):
+        report = replace(report, pairs=_compared(measured["answers"], len(names), METRICS.index(measure), worst, costs))
+    return report, {name: own.rounds for name, own in decoded.items()}
+
+
+def _values(pairs: Mapping[str, LoadedPair], blocks: Packed, sampler: Sampler, size: int, domain: str) -> Any:
+    """What a target's drafts are at each position: of whole blocks where the models can read them."""
+    first = next(iter(pairs.values()))
+    if first.hugging_face is None:
+        drafts = {name: pair.draft for name, pair in pairs.items()}
+        return text_values(first.target, drafts, blocks, sampler, size, domain)
+    models = {name: pair.hugging_face[1] for name, pair in pairs.items() if pair.hugging_face is not None}
+    return block_values(first.hugging_face[0], models, blocks, sampler, size)
+
+
+def _step_costs(
+    pairs: Mapping[str, LoadedPair], accepted: Mapping[str, float], depth: int, size: int
+) -> dict[str, StepCosts]:
+    """Timed steps behind `depth` tokens, and what they predict with the acceptance of single positions."""
+    found = {}
+    target = next(iter(pairs.values())).target
+    steps = measure_steps(target, range(1, LONGEST + 2), depth, REPEATS, size)
+    seconds = [steps[m][0] for m in sorted(steps)]
+    for name, pair in pairs.items():
+        assert isinstance(pair.draft, GgufModel) and isinstance(target, GgufModel)
+        step = measure_steps(pair.draft, [1], depth, REPEATS, size)[1][0]
+        speeds = predicted_speedups(seconds, step, [accepted[name]] * LONGEST)
+        length = speeds.index(max(speeds))
+        sizes = target.path.stat().st_size, pair.draft.path.stat().st_size
+        found[name] = StepCosts(*sizes, seconds, step, length, speeds[length])
+    return found
+
+
+# ── the target's texts ──
+
+
+def _continued(pair: LoadedPair, opened: Opened, asked: Asked, size: int) -> list[list[int]]:
+    """The target's own continuations, each drawn with its own seed."""
+    ids = [prompt.ids for prompt in opened.prompts]
+    seeds = [prompt_seed(asked.seed, prompt.id) for prompt in opened.prompts]
+    limit = min(asked.settings.new_tokens, opened.block - max(map(len, ids)))  # served prompts may be long
+    if pair.hugging_face is not None:
+        return continue_all(pair.hugging_face[0], ids, asked.sampler, limit, seeds, pair.ends, asked.batch, size)
+    progress, texts = Progress("the target continues prompts", len(ids)), []
+    for prompt, seed in zip(ids, seeds, strict=True):
+        verifier = "token" if asked.sampler.temperature else "greedy"
+        rules = Rules(asked.sampler, verifier, pair.ends, random.Random(seed).random)
+        texts.append(
+            plain(pair.target, prompt, room_for(pair.target, pair.target, len(prompt), limit), rules=rules).tokens
+        )
+        progress.step()
+    return texts
+
+
+def continue_all(
+    target: Any,
+    prompts: Sequence[Sequence[int]],
+    sampler: Sampler,
+    limit: int,
+    seeds: Sequence[int],
+    ends: Sequence[int],
+    batch: int,
+    vocabulary: int,
+) -> list[list[int]]:
+    """A model of transformers continues prompts, in batches."""
+    limit = min(limit, target.config.max_position_embeddings - max(len(prompt) for prompt in prompts))
+    if limit < 1:
+        raise DataError("the prompts fill the target's context", "lower answers.prompt_tokens")
+    texts: list[list[int]] = []
+    for start in range(0, len(prompts), batch):
+        rows = slice(start, start + batch)
+        texts += continue_prompts(target, prompts[rows], sampler, limit, seeds[rows], ends, vocabulary)
+    return texts
+
+
+def pack_answers(prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], block: int) -> Packed:
+    """Prompts in blocks, each with the target's text behind it, which alone is scored."""
+    return pack((([*prompt, *text], len(prompt)) for prompt, text in zip(prompts, texts, strict=True)), block, False)
+
+
+# ── compared ──
+
+
+def _compared(
+    answers: Mapping[str, Measured],
+    prompts: int,
+    column: int,
+    worst: Mapping[str, list[Stretch]],
+    costs: Mapping[str, StepCosts],
+) -> dict[str, ComparedPair]:
+    """Each pair's acceptance beside that of the first, paired by prompt."""
+    sums = {name: by_unit(one, column, prompts) for name, one in answers.items()}
+    base = next(iter(sums))
+    differences = {name: paired_ratio_interval(*sums[base], *own) for name, own in sums.items() if name != base}
+    return {name: ComparedPair(differences.get(name), worst[name], costs.get(name)) for name in answers}
+
+
+def by_unit(measured: Measured, column: int, units: int) -> tuple[Any, Any]:
+    """Sums of a measure and counts [U] of all prompts, 0 for one whose text is empty."""
+    sums, counts = numpy.zeros(units), numpy.zeros(units)
+    sums[measured.units], counts[measured.units] = measured.least[:, column], measured.counts
+    return sums, counts
+
+
+def worst_stretches(
+    sliced: SlicedValues, draft: str, column: int, texts: Sequence[Sequence[int]], token_bytes: Callable[[int], bytes]
+) -> list[Stretch]:
+    """The stretch of least acceptance of each prompt's text; of these the least accepted."""
+    found = []
+    for number, parts in sliced.values[draft].items():
+        accepted = numpy.concatenate([part[:, column].numpy() for part in parts])
+        ends = range(STRETCH, len(accepted) + 1) or [len(accepted)]
+        at = min(ends, key=lambda end: accepted[max(0, end - STRETCH) : end].mean())
+        tokens = texts[number][max(0, at - STRETCH) : at]
+        text = b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
+        found.append(Stretch(text, float(accepted[max(0, at - STRETCH) : at].mean())))
+    return sorted(found, key=lambda stretch: stretch.acceptance)[:WORST]
+
+
+# ── the report ──
+
+
+def as_report(
+    measured: Mapping[str, Mapping[str, Measured]],
+    decoded: Mapping[str, DecodedRounds],
+    sampler: Sampler,
+    settings: Evaluate,
+    command: str,
+    classes: Sequence[str] = (),
+    stored: StoredMeasures | None = None,
+    sliced: SlicedValues | None = None,
+) -> EvaluationReport:
+    """The report of what was measured of each draft in each domain, and of the decoded rounds of each draft.
+
+    `classes` names that of each document of domain `answers`, which are the prompts of `decoded`; none, where they are
+    not distinguished. `sliced` has seen the values of domain `answers`.
+    """
+    rounds = {name: own.rounds for name, own in decoded.items()}
+    report = EvaluationReport(
+        command=command,
+        sampler=sampler.describe(),
+        length=settings.length,
+        domains={
+            domain: {name: own.divergences() for name, own in drafts.items()} for domain, drafts in measured.items()
+        },
+        positions={name: position_acceptance(own, settings.length) for name, own in rounds.items()},
+        tokens_per_round={name: tokens_per_round(own) for name, own in rounds.items()},
+        reliability={name: reliability(own.seen) for name, own in decoded.items()},
+        stored=stored,
+    )
+    if sliced is not None:
+        report = replace(report, slices=sliced.results(report.acceptance_measure))
+    if not classes or "answers" not in measured:
+        return report
+    return replace(report, classes=by_class(classes, measured["answers"], rounds, report.acceptance_measure))
+
+
+def by_class(
+    classes: Sequence[str],
+    answers: Mapping[str, Measured],
+    rounds: Mapping[str, list[list[Round]]],
+    measure: str,
+) -> list[ClassResult]:
+    """Acceptance and tokens per round of each class of documents, of `classes` by number; none where all are alike."""
+    units = next(iter(answers.values())).units
+    names = list(dict.fromkeys(classes[unit] for unit in units))
+    found = []
+    for name in names if len(names) > 1 else ():
+        rows = [row for row, unit in enumerate(units) if classes[unit] == name]
+        results = {draft: one.take(rows).divergences() for draft, one in answers.items()}
+        tokens = next(iter(results.values())).tokens
+        accepted = {draft: result.measure(measure) for draft, result in results.items()}
+        decoded = {draft: tokens_per_round([one[units[row]] for row in rows]) for draft, one in rounds.items()}
+        found.append(ClassResult(name, len(rows), tokens, accepted, decoded))
+    return found

@@ -1,0 +1,473 @@
+"""Measured on decoded validation text: calibrations and acceptance by rank.
+
+Legend: γ or n drafted tokens of a round, T target, D draft.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+from distill.data.packing import Packed
+from distill.data.texts import read_prompts
+from distill.decoding.calibration import (
+    FITTED,
+    Calibration,
+    Recorder,
+    expected_calibration_error,
+    fit_calibration,
+    log_loss,
+    predicted,
+)
+from distill.decoding.configured import Tree, configured_sampler, lossy_reason, make_drafter
+from distill.decoding.costs import StepCosts
+from distill.decoding.decode import Decoded, decode, decode_text, room_for
+from distill.decoding.drafters import Drafter, ModelDrafter, distribution_sampler
+from distill.decoding.lengths import ROOT, Proposal, best_tokens
+from distill.decoding.round_costs import DraftSteps, PaidCosts
+from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.trees import RankTally, Shape, TreeDrafter, choose_shape, expected_accepted
+from distill.engines.loaded import LoadedPair, load_pair
+from distill.engines.model import Model
+from distill.errors import DataError
+from distill.files import from_json, has_form, read_json, read_result, write_json
+from distill.measuring.speedup_results import ChosenTree, ComparedTree, PairMeasured, RoundCosts, SpeedupPart
+from distill.progress import Progress
+from distill.recipe import Configuration, Recipe
+from distill.run import Run
+
+# ── Measured on decoded validation text: calibrations and acceptance by rank ──
+
+FORMAT = 1
+FORM = {"format": int, "fits": {...: {"kind": str, "fields": dict}}}  # of a calibration.json
+LENGTH = 8  # tokens drafted in every recorded round
+RANKS = 8  # of the draft's best tokens that are tallied
+Text = tuple[list[int], list[int]]  # a prompt, and what the target wrote after it
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A calibration as calibration.json holds it, beside how it does on text new to it."""
+
+    kind: Literal["Logistic"]
+    fields: Calibration
+
+
+def record_rounds(
+    target: Model, draft: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules
+) -> list[Recorder]:
+    """Decode every prompt with LENGTH drafted tokens a round; the rounds of each."""
+    recorders, progress = [], Progress("rounds of other texts, prompts", len(prompts), brief=True)
+    for prompt in prompts:
+        recorder = Recorder(LENGTH)
+        drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random, argmax=rules.verifier == "match")
+        limit = room_for(target, draft, len(prompt), new_tokens)
+        recorder.tokens = decode_text(target, drafter, prompt, limit, rules).tokens
+        recorders.append(recorder)
+        progress.step()
+    return recorders
+
+
+def tally_ranks(draft: Model, prompts: Sequence[Sequence[int]], own: Sequence[Recorder], rules: Rules) -> RankTally:
+    """Which of the draft's RANKS best tokens the target wrote, at every place of the recorded texts that is drafted.
+
+    That is all but the first new token, which the target's reading of the prompt gives.
+    """
+    tally, sampler = RankTally(), distribution_sampler(rules.sampler)
+    for prompt, recorder in zip(prompts, own, strict=True):
+        text = [*prompt, *recorder.tokens]
+        places = range(len(prompt), len(text) - 1)
+        if not places:
+            continue
+        draft.rollback([0])
+        distributions = sampler.distributions(
+            draft.extend(text[:-1], want=places), [text[: place + 1] for place in places], empty=True
+        )
+        for place, distribution in zip(places, distributions, strict=True):
+            best = best_tokens(distribution, RANKS)[0]
+            wrote = text[place + 1]
+            star = Proposal(best, [ROOT] * len(best))
+            tally.observe(star, [best.index(wrote)] if wrote in best else [])
+    return tally
+
+
+def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
+    """`count` validation prompts: questions of conversations, as the template writes them, before pieces of text.
+
+    The pieces have `tokens` tokens, first ones of all documents, then later ones.
+    """
+    asked = [prompt.ids for prompt in read_prompts(run, "validation") if prompt.chat is not None]
+    blocks = Packed.load(run.path("corpus", "text-validation.safetensors"))
+    pieces: list[tuple[int, list[int]]] = []
+    for ids, documents in zip(blocks.ids, blocks.documents, strict=True):
+        for document in range(int(documents.max()) + 1):
+            text = ids[documents == document].tolist()
+            starts = range(0, len(text) - tokens, 2 * tokens)
+            pieces += [(piece, text[start : start + tokens]) for piece, start in enumerate(starts)]
+    pieces.sort(key=lambda piece: piece[0])
+    return [*asked, *(ids for _, ids in pieces)][:count]
+
+
+def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = None) -> dict[str, Any]:
+    """What calibration.json holds: every calibration fitted on all rounds, and how it does on text new to it.
+
+    `log_loss` (nats) and `calibration_error` are of fits on the even prompts, scored on the odd ones; those of
+    `uncalibrated`, the draft's own probability, stand beside them. `unfitted` gives the reason where the rounds do not
+    allow a fit, for instance without both outcomes among them. `ranks` go in as they are.
+    """
+    rounds = [[*recorder.rounds] for recorder in own]
+    everything, even, odd = ([one for prompt in some for one in prompt] for some in (rounds, rounds[::2], rounds[1::2]))
+    judged = sum(len(one.judged()) for one in everything)
+    table: dict[str, Any] = {"format": FORMAT, "command": command, "split": "validation", "prompts": len(own)}
+    table |= {"rounds": len(everything), "judged": judged, "fits": {}, "unfitted": {}}
+
+    def scored(calibration: Calibration) -> dict[str, float]:
+        probabilities, accepted = predicted(calibration, odd)
+        if not probabilities:
+            raise DataError("no judged position in the odd-numbered texts, which score a fit", "give more prompts")
+        return {
+            "log_loss": log_loss(probabilities, accepted),
+            "calibration_error": expected_calibration_error(probabilities, accepted),
+        }
+
+    for name, terms in FITTED.items():
+        try:
+            fit = Fit("Logistic", fit_calibration(everything, terms))
+            table["fits"][name] = asdict(fit) | scored(fit_calibration(even, terms))
+        except DataError as error:
+            table["unfitted"][name] = error.what
+    if table["fits"]:
+        table["uncalibrated"] = scored(Calibration())
+    if ranks is not None:
+        table["ranks"] = asdict(ranks)
+    return table
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What calibration.json holds (`table`), and the texts it was counted on: prompts, and what the target wrote.
+
+    `source` names the table in errors.
+    """
+
+    table: dict[str, Any]
+    texts: list[Text]
+    source: str = "the calibration"
+
+    @property
+    def of_texts(self) -> str:
+        """The texts, in words."""
+        split = self.table.get("split", "validation")
+        return "validation text" if split == "validation" else f"other {split}"
+
+
+def calibrate_pair(
+    pair: LoadedPair, prompts: Sequence[Sequence[int]], new_tokens: int, command: str, split: str
+) -> Calibrated:
+    """Decode the prompts, of this `split`, greedily, and fit every calibration on their rounds."""
+    rules = Rules(GREEDY, "greedy", pair.ends)
+    recorded = record_rounds(pair.target, pair.draft, prompts, new_tokens, rules)
+    table = calibrate(recorded, command, tally_ranks(pair.draft, prompts, recorded, rules))
+    texts = [([*prompt], recorder.tokens) for prompt, recorder in zip(prompts, recorded, strict=True)]
+    return Calibrated(table | {"split": split}, texts)
+
+
+def need_calibration(configurations: Sequence[Configuration]) -> bool:
+    """Whether some configuration reads what is counted on other texts beforehand."""
+    return any(one.needs_calibration or one.needs_tree_choice for one in configurations)
+
+
+def calibrate_run(recipe: Recipe, run: Run) -> Calibrated | None:
+    """The run's speedup/calibration.json and validation.json, made on validation text if they are not there yet.
+
+    None where no configuration reads them.
+    """
+    settings = recipe.speedup
+    if not need_calibration(settings.configurations):
+        return None
+    path, texts = run.path("speedup", "calibration.json"), run.path("speedup", "validation.json")
+    if not path.exists():
+        prompts = validation_prompts(run, recipe.answers.prompt_tokens, settings.calibration_prompts)
+        with load_pair(recipe.target, str(run.path("draft")), device=recipe.device, pytorch=recipe.pytorch) as pair:
+            made = calibrate_pair(pair, prompts, settings.new_tokens, run.command, "validation")
+        save_texts(texts, made.texts)
+        write_json(path, made.table)
+    calibrated = Calibrated(read_json(path, FORM), load_texts(texts), str(path))
+    table = calibrated.table
+    scores = ", ".join(f"{name} {fit['log_loss']:.3f}" for name, fit in table["fits"].items())
+    line = f"log loss {table['uncalibrated']['log_loss']:.3f} uncalibrated, {scores}" if scores else "no calibration"
+    line += "".join(f"; {name} not fitted: {reason}" for name, reason in table["unfitted"].items())
+    run.say(f"  draft probabilities, {table['rounds']} rounds of {table['prompts']} validation texts: {line}")
+    return calibrated
+
+
+def read_calibrations(table: Mapping[str, Any], source: str) -> dict[str, Calibration]:
+    """The calibrations of what `calibrate` made; DataError, which names `source`, for another format."""
+    if table.get("format") != FORMAT:
+        what = f"{source} holds no calibrations: its format is {table.get('format')}"
+        raise DataError(what, "make it again: `distill speedup --again`")
+    return {name: fit.fields for name, fit in from_json(table.get("fits"), dict[str, Fit], source).items()}
+
+
+def load_calibrations(path: Path) -> dict[str, Calibration]:
+    """The calibrations of a calibration.json by name; raises DataError when it is damaged or of another format."""
+    return read_calibrations(read_json(path, FORM), str(path))
+
+
+def read_ranks(table: Mapping[str, Any], source: str) -> RankTally:
+    """The acceptance by rank of what `calibrate` made; DataError, which names `source`, where there is none."""
+    tally: Any = table.get("ranks")
+    if not has_form(tally, {"tried": [int], "taken": [int]}) or not tally["tried"]:
+        raise DataError(f"{source} holds no acceptance by rank", "make it again: `distill speedup --again`")
+    return RankTally(tally["tried"], tally["taken"])
+
+
+def save_texts(path: Path, texts: Sequence[Text]) -> None:
+    """Write recorded texts as token ids; see `load_texts`."""
+    write_json(path, {"split": "validation", "texts": [{"prompt": prompt, "new": new} for prompt, new in texts]})
+
+
+def load_texts(path: Path) -> list[Text]:
+    """Prompts, and what the target wrote after each; raises DataError when the file is missing or damaged."""
+    texts = read_json(path, {"texts": [{"prompt": [int], "new": [int]}]})["texts"]
+    return [(text["prompt"], text["new"]) for text in texts]
+
+
+def run_costs(run: Run, backend: str) -> StepCosts | None:
+    """What rounds of a run's pair pay, as stage speedup measured it; None before it has."""
+    path = run.path("speedup", f"{backend}.json")
+    if not path.exists():
+        return None
+    stored = read_result(path, SpeedupPart).costs
+    verify = dict(zip(stored.lengths, stored.verify, strict=True))
+    steps = DraftSteps(*stored.by_argmax), DraftSteps(*stored.by_distribution)
+    return PaidCosts(stored.token, verify, *steps, stored.target_prompt, stored.draft_prompt).step_costs()
+
+
+def round_costs(paid: PaidCosts, pair: PairMeasured) -> RoundCosts:
+    """Costs as speedup.json keeps them."""
+    verify = [*paid.verify], [*paid.verify.values()]
+    steps = [*astuple(paid.by_argmax)], [*astuple(paid.by_distribution)]
+    return RoundCosts(*pair.key, paid.token, *verify, *steps, paid.target_prompt, paid.draft_prompt)
+
+
+# ── The size or shape of a configuration's tree, chosen on validation text by expected tokens and measured seconds
+# ──
+# Legend: n nodes, d levels, T target, D draft.
+
+# Trees that are timed; each costs a few texts, and what lies between two of them is hardly faster than both.
+SIZES = (1, 2, 3, 4, 6, 8, 11, 15, 21, 29, 40, 63)
+ROUNDS = 128  # of the draft alone, in which it is seen what values the nodes of trees have
+TIMED = 2, 5  # prompts, and rounds after each that are timed with trees of every size
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tree chosen for the configuration of that title, its predicted figures, and all it was chosen from.
+
+    `seconds` and `tokens` are of a round, `speedup` is over plain decoding after the prompt. Without nodes the
+    configuration decodes plainly.
+    """
+
+    title: str
+    tree: Tree
+    tokens: float
+    seconds: float
+    speedup: float
+    compared: list[ComparedTree]
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the tree has."""
+        return len(self.tree) if isinstance(self.tree, Shape) else self.tree
+
+    @property
+    def title_with_tree(self) -> str:
+        """The configuration's title, and the tree that was chosen."""
+        levels = ""
+        if isinstance(self.tree, Shape) and self.nodes:
+            counts = Counter(self.tree.depths)
+            levels = f" in levels of {', '.join(str(counts[level]) for level in sorted(counts))}"
+        return f"{self.title}: {self.nodes} node{'s' if self.nodes != 1 else ''}{levels}"
+
+    def sentence(self, of_texts: str, counted: float | None) -> str:
+        """The choice and its reason; `of_texts` names what it was made on, `counted` are the tokens of a round that it
+        then had, None where none was decoded."""
+        if not self.nodes:
+            return (
+                f"`{self.title}`: on {of_texts} no tree size is predicted to be faster than plain decoding, "
+                "so no tree is drafted."
+            )
+        return (
+            f"`{self.title_with_tree}`, the fastest by its prediction on {of_texts}: {self.tokens:.2f} tokens "
+            f"in {self.seconds * 1e3:.2f} ms a round, {self.speedup:.2f}x plain decoding after the prompt."
+            + (f" The measured rounds had {counted:.2f} tokens." if counted is not None else "")
+        )
+
+    def as_result(self, pair: PairMeasured) -> ChosenTree:
+        """For speedup.json."""
+        parents = list(self.tree.parents) if isinstance(self.tree, Shape) else None
+        return ChosenTree(
+            *pair.key, self.title, self.nodes, parents, self.tokens, self.seconds, self.speedup, self.compared
+        )
+
+
+def time_rounds(
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    rounds: int,
+    rules: Rules,
+    make: Callable[[Tree], Drafter],
+    trees: Mapping[int, Tree],
+    lossy: bool = False,
+) -> dict[int, float]:
+    """Median seconds of a round of n drafted nodes, for each size n of `trees` that rounds came to.
+
+    After every prompt `rounds` are decoded with each tree, in the order of sizes; `make` gives the drafter of a tree.
+    Smaller trees, for which alone the end of a context leaves room, do not count.
+    """
+    seconds: dict[int, list[float]] = {size: [] for size in sorted(trees)}
+    progress = Progress("rounds of trees, sizes", len(prompts) * len(seconds), brief=True)
+    for prompt in prompts:
+        room = room_for(target, draft, len(prompt), (rounds + 1) * (max(trees, default=0) + 1))
+        for size in seconds:
+            result = Decoded()
+            for _ in decode(target, make(trees[size]), prompt, room, rules, result, lossy):
+                if result.rounds and result.rounds[-1].drafted == size:
+                    seconds[size].append(result.rounds[-1].seconds)
+                if len(result.rounds) >= rounds:
+                    break
+            progress.step()
+    return {size: statistics.median(taken) for size, taken in seconds.items() if taken}
+
+
+def mean_values(
+    drafter: TreeDrafter, texts: Sequence[Text], nodes: int, ends: Collection[int], max_rounds: int = ROUNDS
+) -> list[float]:
+    """The mean value of the n-th best node of a round, for n up to `nodes`, over rounds of given texts.
+
+    A round starts behind the token at which the text left the tree of the one before, as rounds do that are decoded
+    greedily; no target is asked.
+    """
+    values: list[list[float]] = []
+    for prompt, new in texts:
+        text, at = [*prompt, *new], len(prompt)  # at: the last committed token
+        drafter.begin(prompt)
+        while at + 1 < len(text) and drafter.room(at + 1) > nodes and len(values) < max_rounds:
+            proposal = drafter.propose(text[: at + 1], nodes, ends)
+            values.append([*drafter.values, *[0.0] * (nodes - len(drafter.values))])
+            accepted = follow(proposal, text[at + 1 :])
+            at += accepted + 1
+            drafter.accepted(proposal, accepted, at + 1, 0.0)
+    return [statistics.fmean(column) for column in zip(*values, strict=True)]
+
+
+def follow(proposal: Proposal, text: Sequence[int]) -> int:
+    """How many tokens of a text a tree holds from the top down."""
+    children, here = proposal.children(), ROOT
+    for count, token in enumerate(text):
+        hit = next((child for child in children.get(here, []) if proposal.tokens[child] == token), None)
+        if hit is None:
+            return count
+        here = hit
+    return len(text)
+
+
+def best_shapes(rates: Sequence[float], sizes: Sequence[int], depth: int, costs: StepCosts) -> dict[int, Shape]:
+    """By its nodes, the shape of the most tokens per second of each size, at an acceptance by rank: see `choose_shape`.
+
+    Drafting d levels is taken to cost d draft steps and a round's overhead. A size that `depth` levels have no room for
+    gives the largest that they have.
+    """
+    room = sum(len(rates) ** level for level in range(1, depth + 1))
+    return {
+        n: choose_shape(rates, n, depth, {n + 1: costs.target[n]}, lambda d: costs.overhead + d * costs.draft)
+        for n in {min(size, room) for size in sizes}
+    }
+
+
+def shape_values(shapes: Mapping[int, Shape], rates: Sequence[float]) -> list[float]:
+    """Values of which the first n sum up to the expected accepted tokens of the shape of n nodes."""
+    values, before = [0.0] * max(shapes, default=0), 0.0
+    for n, shape in sorted(shapes.items()):
+        values[n - 1] = expected_accepted(shape, rates) - before
+        before += values[n - 1]
+    return values
+
+
+def choose_tree(
+    title: str, trees: Mapping[int, Tree], values: Sequence[float], seconds: Mapping[int, float], costs: StepCosts
+) -> Choice:
+    """The tree of the most tokens per second among `trees` by their nodes, the smallest on ties; 0 is plain decoding.
+
+    The first n `values` sum up to the expected accepted tokens of n nodes. A round of n takes T(n + 1) and the part of
+    the timed `seconds` beyond it: drafting, and walking the tree. Sizes that no round came to are left out.
+    """
+    expected = list(accumulate(values, initial=1.0))
+    known = min(len(expected), len(costs.target))
+    compared = [
+        ComparedTree(n, expected[n], costs.target[n], max(seconds[n] - costs.target[n], 0.0) if n else 0.0)
+        for n in sorted(trees)
+        if n < known and (n == 0 or n in seconds)
+    ]
+    best = max(compared, key=lambda one: one.tokens / (one.target_seconds + one.other_seconds))
+    spent = best.target_seconds + best.other_seconds
+    return Choice(title, trees[best.nodes], best.tokens, spent, best.tokens * costs.target[0] / spent, compared)
+
+
+def choose_trees(
+    recipe: Recipe,
+    configurations: Sequence[Configuration],
+    target: Model,
+    draft: Model,
+    texts: Sequence[Text],
+    ends: Collection[int],
+    costs: StepCosts,
+    fitted: Mapping[str, Calibration],
+    rates: Sequence[float],
+    timed: tuple[int, int] = TIMED,
+) -> list[Choice]:
+    """A choice for each configuration that leaves its tree open, of fewer nodes than `speedup.max_tokens`.
+
+    `texts` are prompts of the validation split, each with the target's text after it; `timed` (prompts, rounds) is
+    after how many of them how many rounds are timed. `rates` are the acceptance by rank.
+    """
+    costs = replace(costs, target=costs.target[: recipe.speedup.max_tokens])
+    max_nodes = len(costs.target) - 1
+    prompts = [prompt for prompt, _ in texts[: timed[0]]]
+    choices = []
+    for configuration in configurations:
+        if not configuration.needs_tree_choice:
+            continue
+        title = configuration.title
+        sampler = configured_sampler(configuration, recipe.sampler)
+        draws = random.Random(f"{recipe.seed}/{title}/timed").random
+        rules = Rules(sampler, configuration.verified_by, ends, draws)
+        sizes = sorted({*(size for size in SIZES if size < max_nodes), max_nodes})
+        trees: dict[int, Tree] = {size: size for size in sizes}
+        if configuration.ranked:
+            nodes = sizes if configuration.nodes is None else [configuration.nodes]
+            shapes = best_shapes(rates, nodes, configuration.max_length, costs)
+            trees = {**shapes}
+        make = partial(make_drafter, configuration.tree_alone, draft, sampler, draws, costs, fitted)
+        lossy = lossy_reason(configuration, sampler) is not None
+        seconds = time_rounds(target, draft, prompts, timed[1], rules, make, trees, lossy)
+        if configuration.ranked:
+            values = shape_values(shapes, rates)
+        else:
+            drafter = make(max_nodes)
+            assert isinstance(drafter, TreeDrafter)
+            values = mean_values(drafter, texts, max_nodes, ends)
+        plainly: Tree = Shape(()) if configuration.ranked else 0
+        if configuration.nodes is None or not seconds:
+            trees[0] = plainly
+        choices.append(choose_tree(title, trees, values, seconds, costs))
+    return choices

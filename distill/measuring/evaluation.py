@@ -1,0 +1,435 @@
+"""Stage `eval`: target against draft, before and after training, on the test split."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill import divergences
+from distill.data.packing import Packed, hidden_states, pack, scored_documents
+from distill.data.prompts import UserPrompts, read_user_prompts
+from distill.data.texts import read_prompts
+from distill.decoding.decode import Round
+from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.loaded import LoadedPair, load_pair, pair_of_models
+from distill.engines.pairs import require_pair
+from distill.engines.server_commands import DRAWN_AMONG
+from distill.engines.torch.hugging_face import (
+    encode,
+    load_model,
+    load_target,
+    load_tokenizer,
+    local_folder,
+    pick_device,
+    read_kept,
+)
+from distill.errors import DataError, RecipeError
+from distill.files import write_atomically, write_result, write_text
+from distill.gguf.importing import file_type, is_gguf, one_engine
+from distill.gguf.writer import export_files
+from distill.intervals import ratio_interval
+from distill.measuring.acceptance import LONGEST, Asked, Opened, as_report, evaluate_pairs
+from distill.measuring.evaluation_results import Bounds, EvaluationReport, StoredMeasures
+from distill.measuring.evaluation_tables import evaluation_blocks
+from distill.measuring.measure import Measured, sum_by_document
+from distill.measuring.slices import METRICS, Values
+from distill.recipe import Chat, Corpus, Evaluate, Gguf, GgufOptions, PyTorch, Recipe, Target, is_path
+from distill.recipe.measuring import UNQUANTISED
+from distill.recipe.recipe import REASON
+from distill.run import Run
+from distill.sampler import Sampler
+from distill.tables import document
+from distill.teacher.distributions import TeacherChunk
+from distill.teacher.store import TeacherStore, held_out, redo
+
+# ── Stage `eval` where the target is not loaded: the drafts against the target's stored distributions, and its
+# answers ──
+# A compact store holds the K likeliest tokens and the mass of the rest, so each measure has a least and a largest
+# value between which the exact one lies, the rounding of the stored numbers included. Legend: N positions, c of
+# them at once, V vocabulary, M measures.
+
+CHUNK = 256  # positions whose logits are held at once
+HALF, SMALLEST = 2.0**-11, 2.0**-25  # relative and absolute rounding of a logarithm to fp16
+
+
+def stored_metrics(chunk: TeacherChunk, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest value [c, M] of METRICS at temperature 1, from draft logits [c, V].
+
+    NaN where a store gives no bound: the reverse KL, which depends on the target's rarest tokens, and the KL of a draft
+    with a trimmed head, which is between distributions over the tokens that it has.
+    """
+    ids, logs, tail = chunk.ids, chunk.log_probabilities, chunk.log_tail
+    assert ids is not None, "a compact store has ids"
+    error = logs.abs() * HALF + SMALLEST
+    low, high = logs - error, logs + error
+    absent = torch.isneginf(draft_logits)
+    unknown = torch.full_like(tail, torch.nan)
+    agreement = (ids[:, 0] == draft_logits.argmax(-1)).to(tail.dtype)
+
+    def bounded(bounds: Callable[..., tuple[Tensor, Tensor]], logits: Tensor) -> tuple[Tensor, Tensor]:
+        return bounds(ids, low, tail, logits)[0], bounds(ids, high, tail, logits)[1].clamp(max=1)
+
+    accepted = bounded(divergences.acceptance_bounds, draft_logits)
+    if bool(absent.any()):
+        kept = ~absent.gather(-1, ids)
+        kl = (unknown, unknown)
+        ceiling = (low.exp() * kept).sum(-1), ((high.exp() * kept).sum(-1) + tail.exp()).clamp(max=1)
+    else:
+        least, most = divergences.forward_kl_bounds(ids, logs, tail, draft_logits)
+        # p log(p / q) has the slope log(p / q) + 1, so that rounding moves each term by at most this.
+        ratio = (logs - draft_logits.log_softmax(-1).gather(-1, ids)).abs()
+        slack = (logs.exp() * torch.expm1(error) * (ratio + 1 + error)).sum(-1)
+        kl = (least - slack).clamp(min=0), most + slack
+        ceiling = (torch.ones_like(tail),) * 2
+    found = {
+        "forward_kl": kl,
+        "reverse_kl": (unknown, unknown),
+        "total_variation": (1 - accepted[1], 1 - accepted[0]),
+        "top1_agreement": (agreement, agreement),
+        "acceptance_sampling": accepted,
+        "acceptance_drawn": bounded(divergences.acceptance_bounds, divergences.likeliest(draft_logits, DRAWN_AMONG)),
+        "acceptance_match": bounded(divergences.acceptance_match_bounds, draft_logits),
+        "acceptance_greedy": (agreement, agreement),
+        "acceptance_ceiling": ceiling,
+    }
+    least, most = (torch.stack([found[name][side] for name in METRICS], -1) for side in (0, 1))
+    return least, most
+
+
+def stored_values(store: TeacherStore, blocks: Packed, index: range, name: str, draft: Any) -> Iterator[Values]:
+    """Of a draft against the stored distributions of the blocks at `index`; `blocks` are the store's, with the numbers
+    of their documents."""
+    for block in index:
+        one = blocks.take(slice(block, block + 1))
+        hidden = hidden_states(draft, one)
+        hidden = hidden[one.mask.to(hidden.device)]
+        labels = one.labels()[one.mask]
+        teacher = store.teacher(torch.tensor([block]), hidden.device)
+        end = 0  # among the block's scored positions, which run through its documents in turn
+        for _, place, here in scored_documents(one):
+            number = one.number(0, place)
+            start, end = end, end + int(here.sum())
+            for at in range(start, end, CHUNK):
+                rows = slice(at, min(at + CHUNK, end))
+                logits = draft.lm_head(hidden[rows]).float()[:, : store.vocabulary]
+                hits = int((logits.argmax(-1).cpu() == labels[rows]).sum())
+                yield name, number, *stored_metrics(teacher.chunk(rows), logits), hits
+
+
+def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
+    """The report of stage `eval` from test/, without the target.
+
+    Raises DataError where the store does not hold the blocks of the held-out texts.
+    """
+    device = pick_device(recipe.device)
+    store, texts = TeacherStore(run, "test"), held_out(recipe, run, "test")
+    blocks = texts.blocks
+    if not torch.equal(store.packed.ids, blocks.ids):
+        raise DataError(f"{store.folder} holds other texts than those of this run", redo("test"))
+    blocks = replace(blocks, mask=store.packed.mask)  # without documents that could not be sent as text
+    own = len(texts.own)
+    domains = {"answers": range(own), **({"files": range(own, len(blocks))} if len(blocks) > own else {})}
+    measured: dict[str, dict[str, Measured]] = {domain: {} for domain in domains}
+    for name, folder in (("before", "cut"), ("after", "draft")):
+        draft = load_model(str(run.path(folder)), recipe.target.dtype, device)
+        for domain, index in domains.items():
+            measured[domain] |= sum_by_document(stored_values(store, blocks, index, name, draft))
+        del draft  # one at a time in memory
+    left_out = {f"answers ({reason})": count for reason, count in texts.dropped.items()}
+    unscored = texts.blocks.mask.sum() - store.packed.mask.sum()
+    if int(unscored):
+        left_out["positions of documents that are read as other tokens when sent as text"] = int(unscored)
+    stored = StoredMeasures(
+        source=_source(store.manifest.get("origin") or {}),
+        temperature=1.0,
+        entries=store.manifest["k"],
+        served=Sampler.of(recipe.sampler).describe(),
+        bounds={
+            domain: {
+                name: {of: Bounds(low.mean, high.mean) for of, (low, high) in found.bounds().items()}
+                for name, found in drafts.items()
+            }
+            for domain, drafts in measured.items()
+        },
+        sampled={name: ratio_interval(found.hits, found.counts) for name, found in measured["answers"].items()},
+        left_out=left_out,
+    )
+    classes = [", ".join(filter(None, (answer.label, answer.mode))) for answer in texts.answers]
+    return as_report(measured, {}, Sampler(), recipe.eval, run.command, classes, stored)
+
+
+def _source(origin: dict[str, Any]) -> str:
+    """What gave the distributions, in words."""
+    if origin.get("kind") == "gguf":
+        return f"the GGUF file {origin.get('path')}"
+    return f"{origin.get('model')} on a server" if origin.get("kind") == "server" else "the stored target"
+
+
+# ── Any two models on given texts, and every pair of several targets, drafts and GGUF types, without a recipe ──
+
+PROMPT_TOKENS, SEED = 64, 0  # tokens of a prompt cut from a text, and the seed of the order of texts
+
+Prompts = Callable[[str, int], UserPrompts]  # of a target, with room for so many tokens
+
+
+@dataclass(frozen=True)
+class Types:
+    """GGUF types to compare: of the target, of the draft, and of the draft's cache."""
+
+    target: Sequence[str] = ()
+    draft: Sequence[str] = ()
+    caches: Sequence[str] = ()
+
+    @property
+    def given(self) -> bool:
+        """Whether any is named."""
+        return any((self.target, self.draft, self.caches))
+
+
+NO_TYPES = Types()
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every target with every draft; with `types` given, as GGUF files of each type. `block` is the most tokens of a
+    text, `written` holds files that a run has exported."""
+
+    targets: Sequence[str]
+    drafts: Sequence[str]
+    block: int
+    types: Types = NO_TYPES
+    written: Path | None = None
+    threads: int | None = None
+    gguf: Gguf | None = None
+
+
+Small = tuple[str, str | None]  # a draft, and the type of its cache where that was named
+
+
+def evaluate_grid(grid: Grid, prompts: Prompts, asked: Asked, acceptance: bool) -> EvaluationReport:
+    """The report of every pair of the grid; with `acceptance` rounds are decoded, too.
+
+    Raises RecipeError for types of a model that is a GGUF file already, and for a cache type that the build or the
+    draft's sizes do not allow, PairError for models that do not fit, DataError for fewer than 4 prompts.
+    """
+    for target in grid.targets:
+        for draft in grid.drafts:
+            require_pair(target, draft)
+    with tempfile.TemporaryDirectory() as scratch:
+        targets = _labelled(grid.targets, grid.types.target, grid, Path(scratch), "target")
+        drafts: dict[str, Small] = {
+            f"{label}, cache {cache}" if len(grid.types.caches) > 1 else label: (path, cache)
+            for label, (path, _) in _labelled(grid.drafts, grid.types.draft, grid, Path(scratch), "draft").items()
+            for cache in dict.fromkeys(grid.types.caches) or [None]
+        }
+        groups: dict[tuple[str, str], dict[str, Small]] = {}  # pairs by their target's writer and engine
+        for label, (path, writer) in targets.items():
+            for own, (draft, cache) in drafts.items():
+                big, small = one_engine(path, draft)
+                name = "draft" if len(targets) * len(drafts) == 1 and not grid.types.given else own
+                name = name if len(targets) == 1 else f"{name} for {label}"
+                groups.setdefault((writer, big), {})[name] = small, cache
+        with closing(_opened(groups, grid, prompts, asked, acceptance)) as opened:
+            return evaluate_pairs(opened, asked)[0]
+
+
+def _labelled(
+    models: Sequence[str], types: Sequence[str], grid: Grid, scratch: Path, role: str
+) -> dict[str, tuple[str, str]]:
+    """Each model, or its file of each type, with the model itself, by a name for tables."""
+    found = {}
+    short = [Path(model).name if is_path(model) else model for model in models]
+    names = short if len(set(short)) == len(short) else models
+    for number, (name, model) in enumerate(dict(zip(names, models, strict=True)).items()):
+        if not grid.types.given:
+            found[name] = model, model
+            continue
+        if types and is_gguf(model):
+            raise RecipeError(f"{model} has its types already", "leave its types out, or give the folder")
+        files = {file_type(Path(model)): Path(model)} if is_gguf(model) else {}
+        if not files:
+            place = scratch / f"{role}-{number}"
+            files = {kind: (grid.written or place) / f"{role}-{kind}.gguf" for kind in types or ["f16"]}
+            missing = {kind: place / path.name for kind, path in files.items() if not path.is_file()}
+            place.mkdir()
+            if missing:
+                export_files(local_folder(model), {path: kind for kind, path in missing.items()})
+            files |= missing
+        found |= {kind if len(models) == 1 else f"{name}, {kind}": (str(path), model) for kind, path in files.items()}
+    return found
+
+
+def _opened(
+    groups: Mapping[tuple[str, str], Mapping[str, Small]],
+    grid: Grid,
+    prompts: Prompts,
+    asked: Asked,
+    acceptance: bool,
+) -> Generator[Opened, None, None]:
+    """The pairs of each target in turn, closed when the next are asked for."""
+    alone = sum(map(len, groups.values())) == 1
+    more = LONGEST + 1 if asked.costs else 0  # tokens of timed steps, behind a text
+    for (writer, target), drafts in groups.items():
+        with ExitStack() as stack:
+            pairs = _load(target, drafts, grid, grid.block + more, stack)
+            capacities = (model.capacity for pair in pairs.values() for model in (pair.target, pair.draft))
+            block = min(grid.block, min(capacities) - more)
+            found = prompts(target, block)
+            given = _given(next(iter(pairs.values())), found.texts, block, asked.settings.file_blocks)
+            decoded = [*pairs] if acceptance else []
+            yield Opened(pairs, found.measured, block, found.classes(), given if alone else None, decoded, writer)
+
+
+def _load(target: str, drafts: Mapping[str, Small], grid: Grid, tokens: int, stack: ExitStack) -> dict[str, LoadedPair]:
+    """A target with each of its drafts; the layers of models that decode are laid out later."""
+    gguf = grid.gguf or Gguf()
+    if not is_gguf(target):
+        device = pick_device("auto")
+        big = stack.enter_context(load_pair(Target(model=target), pytorch=PyTorch(prepack=False)))
+        assert big.hugging_face is not None
+        models = {name: load_model(draft, Target(model=target).dtype, device) for name, (draft, _) in drafts.items()}
+        parts = big.reference, big.hugging_face[0]
+        return {name: pair_of_models(*parts, model, big.tokenizer, big.pytorch) for name, model in models.items()}
+    small = {}
+    for name, (draft, cache) in drafts.items():
+        options = Gguf(target=gguf.draft if cache is None else with_cache(gguf.draft, cache))
+        alone = load_pair(Target(model=draft), tokens=tokens, threads=grid.threads, gguf=options)
+        small[name] = stack.enter_context(alone).target
+    big = stack.enter_context(load_pair(Target(model=target), tokens=tokens, threads=grid.threads, gguf=gguf))
+    return {name: replace(big, draft=draft) for name, draft in small.items()}
+
+
+def with_cache(options: GgufOptions, cache: str) -> GgufOptions:
+    """The options with keys and values cached in a type; llama.cpp quantises values with flash attention alone."""
+    changed = {"cache_type_k": cache, "cache_type_v": cache}
+    if cache not in UNQUANTISED and options.flash_attn == "off":
+        changed["flash_attn"] = "on"
+    return GgufOptions.model_validate(options.model_dump() | changed)
+
+
+def _given(pair: LoadedPair, texts: Sequence[str], block: int, blocks: int) -> Packed | None:
+    """Plain texts in blocks, in an order drawn from the seed."""
+    order = list(texts)
+    random.Random(SEED).shuffle(order)
+    target = pair.target
+
+    def ids(text: str) -> list[int]:
+        return target.tokenize(text, True) if isinstance(target, GgufModel) else encode(pair.tokenizer, text)
+
+    return pack(((ids(text), 1) for text in order), block, True).take(slice(0, blocks)) if order else None
+
+
+def prompts_of(corpus: Corpus, count: int) -> Prompts:
+    """Prompts of files for a target, with room for their answers in a block; DataError for fewer than 4."""
+    answer = Evaluate().new_tokens
+
+    def read(target: str, block: int) -> UserPrompts:
+        room = block - min(answer, block // 2)
+        found = read_user_prompts(target, corpus, Chat(), count, 0, PROMPT_TOKENS, room, answer=answer, least=4)
+        for reason, number in found.dropped.items():
+            print(f"{number} left out: {reason}", file=sys.stderr)
+        return found
+
+    return read
+
+
+def evaluate_types(
+    recipe: Recipe,
+    run: Run,
+    types: Types,
+    threads: int | None,
+    gguf: Gguf | None,
+    command: str,
+    divergences: bool,
+    acceptance: bool,
+) -> EvaluationReport:
+    """The report of a run's target and trained draft in the grid's types, behind the run's test prompts."""
+    found = UserPrompts(read_prompts(run, "test")[: recipe.eval.prompts], [], {}, [])
+    written = None if run.outdated("export") else run.path("gguf")
+    models = [recipe.target.model], [str(run.path("draft"))]
+    grid = Grid(*models, recipe.corpus.block, types, written, threads, gguf)
+    asked = Asked(Sampler.of(recipe.sampler), recipe.eval, command, divergences, costs=True, seed=recipe.seed)
+    return evaluate_grid(grid, lambda *_: found, asked, acceptance)
+
+
+# ── Stage `eval`: target against draft, before and after training, on the test split ──
+
+
+def write_rounds(path: Path, rounds: dict[str, list[list[Round]]]) -> None:
+    """rounds.parquet: one row per round (draft, prompt, depth, drafted, accepted, seconds)."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {"draft": name, "prompt": prompt, **r._asdict()}
+        for name, prompts in rounds.items()
+        for prompt, own in enumerate(prompts)
+        for r in own
+    ]
+    kinds = {"draft": pyarrow.string(), "prompt": pyarrow.int64()} | dict.fromkeys(Round._fields, pyarrow.int64())
+    # Named columns, so that a table without a round has them too.
+    table = pyarrow.Table.from_pylist(rows, pyarrow.schema(kinds | {"seconds": pyarrow.float64()}))
+    write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary))
+
+
+def evaluate(recipe: Recipe, run: Run) -> list[Path]:
+    """Write eval.json, eval.md and rounds.parquet: the draft before (cut/) and after (draft/) training.
+
+    Where the target is not loaded there are no rounds, and the rest is measured on its stored distributions.
+    """
+    if not recipe.target.load:
+        run.say(f"  measured on stored distributions of test/, no rounds are decoded: {REASON}")
+        return _written(run, evaluate_stored(recipe, run))
+    opened = open_run(recipe, run)
+    run.say(f"  the target continues {len(opened.prompts)} test prompts")
+    asked = Asked(
+        Sampler.of(recipe.sampler),
+        recipe.eval,
+        run.command,
+        seed=recipe.seed,
+        batch=recipe.answers.batch,
+        prepack=recipe.pytorch.prepack,
+        compared=False,
+    )
+    report, rounds = evaluate_pairs([opened], asked)
+    write_rounds(run.path("rounds.parquet"), rounds)
+    return [*_written(run, report), run.path("rounds.parquet")]
+
+
+def open_run(recipe: Recipe, run: Run) -> Opened:
+    """A run's target with its drafts, behind the run's test prompts and beside its test texts."""
+    device = pick_device(recipe.device)
+    target, tokenizer = load_target(recipe.target, device), load_tokenizer(recipe.target.model)
+    load = functools.partial(load_model, dtype=recipe.target.dtype, device=device)
+    drafts = {"before": load(str(run.path("cut"))), "after": load(str(run.path("draft")))}
+    if read_kept(run.path("draft")) is not None:  # as llama.cpp and others run it, without the trimmed head
+        drafts["after, full head"] = load(str(run.path("draft")), trimmed=False)
+    prompts = read_prompts(run, "test")[: recipe.eval.prompts]
+    return Opened(
+        {
+            name: pair_of_models(recipe.target.model, target, draft, tokenizer, PyTorch(prepack=False))
+            for name, draft in drafts.items()
+        },
+        prompts,
+        recipe.corpus.block,
+        [prompt.kind for prompt in prompts],
+        Packed.load(run.path("corpus", "text-test.safetensors")).take(slice(0, recipe.eval.file_blocks)),
+        ["after"],  # almost nothing of an untrained cut is accepted: decoding with it would take minutes
+    )
+
+
+def _written(run: Run, report: EvaluationReport) -> list[Path]:
+    """The files of a report."""
+    write_result(run.path("eval.json"), report)
+    write_text(run.path("eval.md"), document(evaluation_blocks(report)))
+    return [run.path("eval.json"), run.path("eval.md")]

@@ -1,0 +1,118 @@
+"""Whether greedy speculative text is the plain one, and which first differences rounding explains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distill.data.texts import first_difference
+from distill.engines.model import Model
+from distill.recipe import Recipe
+
+TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
+
+
+@dataclass
+class Identity:
+    """How many texts are the plain one, differ from it first at a rounding tie (`excused`), or differ otherwise."""
+
+    identical: int = 0
+    excused: int = 0
+    different: int = 0
+
+    def count(
+        self,
+        target: Model,
+        prompt: Sequence[int],
+        plain: Sequence[int],
+        other: Sequence[int],
+        noise: float,
+        sizes: Sequence[int] = (),
+    ) -> None:
+        """Count the text `other` against the `plain` one; `noise` and `sizes` decide on ties as in `is_tie`."""
+        where = first_difference(plain, other)
+        if where is None:
+            self.identical += 1
+        elif is_tie(target, prompt, plain, other, where, noise, sizes):
+            self.excused += 1
+        else:
+            self.different += 1
+
+
+def rounding_noise(model: Model, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    """Largest absolute logit difference between taking `tokens` one at a time and all at once, after `prompt`."""
+    model.rollback([0])
+    model.extend(prompt, want=[len(prompt) - 1])
+    together = model.extend(tokens).full()
+    model.rollback([len(prompt)])
+    largest = 0.0
+    for index, token in enumerate(tokens):
+        largest = max(largest, float((model.extend([token]).full()[0] - together[index]).abs().max()))
+    return largest
+
+
+def top_gap(model: Model, context: Sequence[int]) -> float:
+    """Difference of the two largest logits after `context`; DataError where they are not finite."""
+    model.rollback([0])
+    logits = model.extend(context, want=[len(context) - 1])
+    logits.argmax()  # refuses NaN and infinity, of which no gap can be told
+    best, second = logits.full()[0].topk(2).values.tolist()
+    return float(best - second)
+
+
+def is_tie(
+    target: Model,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    other: Sequence[int],
+    where: int,
+    noise: float,
+    sizes: Sequence[int] = (),
+) -> bool:
+    """Whether rounding alone may make `other` differ from the plain `text` first at `where`.
+
+    It may where the target's two best logits lie within `noise`. In a type that rounds coarsely the logits depend on
+    how many tokens are taken at once, all along the text, because the cache keeps the differences. For such a type the
+    distance of the two tokens' logits is read with the text taken one token at a time, and as many as each of `sizes`;
+    its spread is the rounding.
+    """
+    if top_gap(target, [*prompt, *text[:where]]) <= noise:
+        return True
+    if not sizes or where >= min(len(text), len(other)):
+        return False
+    ids, asked = [*prompt, *text], len(prompt) + where - 1
+    apart = []
+    for size in sorted({1, *sizes}):
+        # Plain decoding reads the whole prompt at once; a round reads its last token with the drafted ones.
+        begin = len(prompt) - (size > 1)
+        target.rollback([0])
+        if begin:
+            logits = target.extend(ids[:begin], want=[begin - 1]).full()[0]
+        for start in range(begin, asked + 1, size):
+            piece = ids[start : start + size]
+            logits = target.extend(piece, want=[min(asked - start, len(piece) - 1)]).full()[0]
+        apart.append(float(logits[text[where]] - logits[other[where]]))
+    return 0 <= apart[0] <= max(apart) - min(apart)
+
+
+def tie_noise(
+    recipe: Recipe,
+    backend: str,
+    target: Model,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    lengths: Sequence[int],
+    others: Sequence[int] = (),
+) -> tuple[float, tuple[int, ...]]:
+    """Below which logit difference two tokens count as tied, and in steps of how many tokens a tie is read.
+
+    In fp32 that is agreed; in other types it is measured on the plain `text` behind a prompt, in pieces as long as
+    rounds of these draft `lengths` read them, and of `others`: of trees, how many nodes. A tie is read in steps of
+    every size up to the longest of the lengths.
+    """
+    if backend == "pytorch" and recipe.target.dtype == "float32" and recipe.target.quantise is None:
+        return TORCH_NOISE, ()
+    pieces = [text[start : start + length + 1] for length in (*lengths, *others) for start in (0, 16)]
+    # A text may end before the longest length.
+    noise = max((rounding_noise(target, prompt, piece) for piece in pieces if len(piece) > 1), default=0.0)
+    return noise, tuple(sorted({*range(2, max(lengths) + 2), *(length + 1 for length in others)}))

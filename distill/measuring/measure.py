@@ -1,0 +1,235 @@
+"""Measures between a target and its drafts: of single positions, summed by document, and of decoded rounds.
+
+Whatever gives a position's values (models of transformers, GGUF files, a store of distributions), `sum_by_document`
+adds them up.
+
+Legend: n blocks, S positions, N scored ones, c rows, H hidden, V vocabulary, M measures, U units (documents), γ drafted
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distill.data.packing import Packed, hidden_states, packed_inputs, scored_documents
+from distill.decoding.calibration import Recorded, Recorder
+from distill.decoding.decode import Round, decode_text, room_for
+from distill.decoding.drafters import ModelDrafter
+from distill.decoding.rules import Rules
+from distill.engines.model import Model
+from distill.engines.torch.model import model_name
+from distill.intervals import Interval, ratio_interval
+from distill.measuring.evaluation_results import Divergences, PositionAcceptance
+from distill.measuring.slices import METRICS, Values, all_metrics
+from distill.progress import Progress
+from distill.recipe import Evaluate
+from distill.sampler import Sampler, place_of, require_finite
+from distill.teacher.distributions import logit_form
+
+CHUNK = 64  # positions that models that read single texts take at once
+HELD = 5 * 2**24  # logits of each model that are held at once of models that read blocks: 320 MiB, 512 rows of 152k
+TRIED = 16  # positions on which a model's head is compared with its own logits
+Rows = Callable[[int, Tensor], Tensor]  # a block's index and its positions [c] → logits [c, V]
+Sums = NDArray[numpy.float64]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One draft on one domain: sums of METRICS over the positions of each unit, a document over all its blocks.
+
+    `least` and `most` [U, M] are of what a compact store allows, the same where the target was read; `counts` [U] are
+    the units' positions, `hits` [U] those whose next token in the text is the draft's argmax (0 if not counted),
+    `units` [U] the units' numbers among all documents.
+    """
+
+    least: Sums
+    most: Sums
+    counts: Sums
+    hits: Sums
+    units: list[int]
+
+    def take(self, rows: Sequence[int]) -> Measured:
+        """Some of the units."""
+        units = [self.units[row] for row in rows]
+        return Measured(self.least[rows], self.most[rows], self.counts[rows], self.hits[rows], units)
+
+    def bounds(self) -> dict[str, tuple[Interval, Interval]]:
+        """The intervals of each measure's least and largest mean."""
+        intervals = {}
+        for name, least, most in zip(METRICS, self.least.T, self.most.T, strict=True):
+            low = ratio_interval(least, self.counts)
+            same = numpy.array_equal(least, most)
+            intervals[name] = low, low if same else ratio_interval(most, self.counts)
+        return intervals
+
+    def divergences(self) -> Divergences:
+        """Each measure's mean, of bounds their middle, with an interval that covers both."""
+        figures = {
+            name: Interval((low.mean + high.mean) / 2, low.low, high.high)
+            for name, (low, high) in self.bounds().items()
+        }
+        return Divergences(int(self.counts.sum()), len(self.counts), **figures)
+
+
+@torch.inference_mode()
+def sum_by_document(values: Iterable[Values]) -> dict[str, Measured]:
+    """What was measured of each draft; the documents stand in the order in which they come."""
+    totals: dict[str, dict[int, Sums]] = {}
+    for draft, number, least, most, hits in values:
+        sums = torch.stack([least.double().sum(0), most.double().sum(0)]).cpu().numpy()
+        row = numpy.append(sums, [len(least), hits])  # [2 M + 2]
+        own = totals.setdefault(draft, {})
+        own[number] = own[number] + row if number in own else row
+    measured = {}
+    for draft, own in totals.items():
+        columns = numpy.split(numpy.stack([*own.values()]), [len(METRICS), 2 * len(METRICS)], axis=1)
+        measured[draft] = Measured(columns[0], columns[1], columns[2][:, 0], columns[2][:, 1], [*own])
+    return measured
+
+
+class RowLogits:
+    """A model of transformers whose head multiplies the rows that are asked for: of a vocabulary of 150,000 tokens, the
+    logits of whole blocks fill gigabytes.
+
+    Where that does not give the model's own logits, which is tried on the first blocks, whole blocks are computed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._by_rows: bool | None = None
+
+    def of(self, blocks: Packed) -> Rows:
+        """The logits of these blocks; their hidden states [n, S, H] are held."""
+        if self._by_rows is None:
+            self._by_rows = self._own(blocks)
+        if not self._by_rows:
+            logits = self.model(**packed_inputs(self.model, blocks)).logits
+            return lambda block, rows: logits[block][rows.to(logits.device)]
+        states = hidden_states(self.model, blocks)
+        return lambda block, rows: self._head(states[block][rows.to(states.device)])
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return logit_form(self.model.config).apply(self.model.get_output_embeddings()(hidden))
+
+    def _own(self, blocks: Packed) -> bool:
+        """Whether the head gives the model's own logits at the first positions of the first block."""
+        size = min(TRIED, blocks.ids.shape[1])
+        parts = {name: getattr(blocks, name)[:1, :size] for name in ("ids", "documents", "positions", "mask")}
+        few = replace(blocks.take(slice(0, 1)), **parts)
+        own = self.model(**packed_inputs(self.model, few)).logits.float()
+        found = self._head(hidden_states(self.model, few))
+        if found.shape != own.shape:
+            return False
+        known = own.isfinite() & found.isfinite()
+        scale = own[known].abs().max().clamp(min=1e-12) if bool(known.any()) else torch.tensor(1.0)
+        same = bool((own.isfinite() == found.isfinite()).all())
+        error = (found[known] - own[known]).abs().max() / scale if bool(known.any()) else torch.tensor(0.0)
+        return same and bool(error <= max(1e-4, 4 * torch.finfo(self.model.dtype).eps))
+
+
+def block_values(
+    target: Any, drafts: Mapping[str, Any], blocks: Packed, sampler: Sampler, vocabulary: int, batch: int = 2
+) -> Iterator[Values]:
+    """Of models of transformers, which read whole blocks. DataError for logits that are not finite, and for blocks that
+    do not number their documents."""
+    big, small = RowLogits(target), {name: RowLogits(draft) for name, draft in drafts.items()}
+    for start in range(0, len(blocks), batch):
+        part = blocks.take(slice(start, start + batch))
+        documents = [(block, part.number(block, own), here) for block, own, here in scored_documents(part)]
+        expected = big.of(part)
+        for name, draft in small.items():
+            got = draft.of(part)
+            for block, number, here in documents:
+                for rows in here.nonzero()[:, 0].split(max(1, HELD // vocabulary)):
+                    lengths = (part.positions[block, rows] + 1).tolist()
+                    p, q = expected(block, rows), got(block, rows)
+                    check = partial(_require_finite, ((target, p), (draft.model, q)), lengths)
+                    values = all_metrics(p, q.to(p.device), sampler, vocabulary, check)
+                    del p, q, check  # before the next are made
+                    yield name, number, values, values, 0
+
+
+def text_values(
+    target: Model, drafts: Mapping[str, Model], blocks: Packed, sampler: Sampler, vocabulary: int, domain: str
+) -> Iterator[Values]:
+    """Of models that read one text after another, such as GGUF files: each document of a block by itself. DataError as
+    of `block_values`."""
+    documents = list(scored_documents(blocks))
+    progress = Progress(f"logits of texts, {domain}", len(documents))
+    for block, document, here in documents:
+        number, own = blocks.number(block, document), blocks.documents[block] == document
+        ids, scored = blocks.ids[block][own].tolist(), here[own]
+        for model in (target, *drafts.values()):
+            model.rollback([0])
+        for start in range(0, int(scored.nonzero().max()) + 1, CHUNK):
+            part, where = ids[start : start + CHUNK], scored[start : start + CHUNK]
+            expected = target.extend(part)
+            expected.argmax()  # which names the place of logits that are not finite
+            for name, draft in drafts.items():
+                got = draft.extend(part)
+                got.argmax()
+                values = all_metrics(expected.full()[where], got.full()[where], sampler, vocabulary)
+                yield name, number, values, values, 0
+        progress.step()
+
+
+def _require_finite(logits: Sequence[tuple[Any, Tensor]], lengths: Sequence[int]) -> None:
+    """Raise DataError, naming model and position, unless each row [c, V] of each model has a finite largest logit."""
+    for model, rows in logits:
+        require_finite(rows.amax(-1).tolist(), place_of(model_name(model), lengths))
+
+
+def position_acceptance(rounds: Sequence[Sequence[Round]], length: int) -> list[PositionAcceptance]:
+    """Acceptance at each drafted position 1..γ, given that it was drafted and all positions before it were accepted.
+
+    `rounds` holds the rounds of each prompt; a position after a rejection was never reached and does not count.
+    """
+    table = []
+    for position in range(1, length + 1):
+        reached = [sum(r.drafted >= position and r.accepted >= position - 1 for r in own) for own in rounds]
+        accepted = [sum(r.accepted >= position for r in own) for own in rounds]
+        rate = ratio_interval(accepted, reached)
+        table.append(PositionAcceptance(position, sum(reached), sum(accepted), rate))
+    return table
+
+
+def tokens_per_round(rounds: Sequence[Sequence[Round]]) -> Interval:
+    """Accepted + 1, the mean over rounds, with its interval over prompts."""
+    emitted = [sum(r.accepted + 1 for r in own) for own in rounds]
+    return ratio_interval(emitted, [len(own) for own in rounds])
+
+
+@dataclass(frozen=True)
+class DecodedRounds:
+    """The rounds of every prompt, and what the draft's distributions were in them."""
+
+    rounds: list[list[Round]]
+    seen: list[list[Recorded]]
+
+
+def decode_rounds(
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    settings: Evaluate,
+    ends: Sequence[int],
+    title: str,
+) -> DecodedRounds:
+    """Greedy speculative decoding of every prompt from cold caches."""
+    progress, rules, found = Progress(title, len(prompts)), Rules(ends=ends), DecodedRounds([], [])
+    for prompt in prompts:
+        recorder = Recorder(settings.length)
+        drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random)
+        limit = room_for(target, draft, len(prompt), settings.new_tokens)
+        found.rounds.append(decode_text(target, drafter, prompt, limit, rules).rounds)
+        found.seen.append(recorder.rounds)
+        progress.step()
+    return found

@@ -1,0 +1,305 @@
+"""What the speedup stage measures: speedup.json as dataclasses, read by tables, report page and model card.
+
+A `Configuration` (distill/recipe/configuration.py) is one way to decode; a `Measurement` is what it gave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from distill.files import Figure
+
+FASTER, SLOWER, UNCLEAR = "faster than plain", "slower than plain", "no clear difference from plain"
+
+
+@dataclass(frozen=True)
+class PairMeasured:
+    """Which pair a figure belongs to, and by which backend it was decoded."""
+
+    pair: str
+    backend: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The fields with which all figures of this pair begin."""
+        return self.pair, self.backend
+
+
+@dataclass(frozen=True)
+class Measurement(PairMeasured):
+    """What one configuration gave on all prompts, beside the plain run of the same sampler.
+
+    `configuration` is its title. `length` is γ of the greedy sweep of fixed lengths (0: plain) and None for every other
+    configuration; `drafter`, `rule` and `verifier` are None where nothing is drafted. `sampler` is None for greedy.
+    `identical`, `excused` and `different` count texts against the plain greedy run; None where texts are sampled.
+    `lossy` is the reason why the text does not follow the target's distribution, None where it does.
+    `predicted` is the speedup expected from measured costs and acceptance, `nodes` the size of a tree that was chosen.
+    """
+
+    configuration: str
+    length: int | None
+    drafter: str | None
+    rule: str | None
+    verifier: str | None
+    sampler: dict[str, int | float] | None
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    tokens_per_round: float | None
+    acceptance: float | None
+    speedup: Figure
+    speedup_low: Figure
+    speedup_high: Figure
+    predicted: float | None
+    identical: int | None
+    excused: int | None
+    different: int | None
+    lossy: str | None
+    nodes: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing was drafted, under whatever sampler."""
+        return self.drafter is None
+
+    @property
+    def in_sweep(self) -> bool:
+        """Whether it belongs to the greedy sweep of fixed lengths, plain decoding included."""
+        return self.length is not None
+
+    @property
+    def distribution(self) -> str:
+        """The distribution that the text follows, in words."""
+        return "the target's" if self.lossy is None else f"LOSSY: {self.lossy}"
+
+    @property
+    def same_text(self) -> str:
+        """How many greedy texts equal the plain ones, and how many diverge at a rounding tie; else `sampled`."""
+        if self.identical is None or self.excused is None or self.different is None:
+            return "sampled"
+        total = self.identical + self.excused + self.different
+        return f"{self.identical}/{total}" + (f" (+{self.excused} ties)" if self.excused else "")
+
+    @property
+    def verdict(self) -> str:
+        """How the speed compares with plain decoding, judged by the interval."""
+        if self.speedup_low > 1:
+            return FASTER
+        return SLOWER if self.speedup_high < 1 else UNCLEAR
+
+
+@dataclass(frozen=True)
+class ChosenLength(PairMeasured):
+    """The better of plain (length 0) and speculative: chosen on the even prompts, these figures are of the odd ones."""
+
+    length: int
+    speedup: Figure
+    speedup_low: Figure
+    speedup_high: Figure
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class RoundCosts(PairMeasured):
+    """Seconds as rounds pay them: of a token of plain decoding; of rounds of the `lengths` drafted without their
+    draft steps (`verify`); of draft steps (first of a round with one token to read, with two, later ones), where the
+    largest logit decides and where distributions are read; of reading a token of the prompt."""
+
+    token: float
+    lengths: list[int]
+    verify: list[float]
+    by_argmax: list[float]
+    by_distribution: list[float]
+    target_prompt: float
+    draft_prompt: float
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Median seconds of a step of m tokens, with one model alone, at a depth: T(m) by m of the target, D(m)."""
+
+    depth: int
+    target: dict[int, float]
+    draft: dict[int, float]
+
+    @property
+    def by_model(self) -> dict[str, dict[int, float]]:
+        """The models that were timed, by name."""
+        return {name: steps for name, steps in (("target", self.target), ("draft", self.draft)) if steps}
+
+
+@dataclass(frozen=True)
+class RoundFigures:
+    """Where the seconds of a configuration's rounds go, the prompt apart; of plain decoding, of its steps.
+
+    `tokens` a round (τ), `most` of them if everything drafted were accepted (None where looked-up text and trees take
+    turns), mean tokens of the target's step (`verified`) and draft steps of a round; `target_seconds`,
+    `draft_seconds` and `overhead_seconds` of a round as they were paid: in the target, in all steps of the draft, and
+    in neither; None where a device computes on after a call returns. `bound` is τ ÷ (T(m) + Σ D), tokens per second,
+    from steps timed with one model alone; `attained` is the share of it that was measured. These three are NaN where
+    every text ended with its first token.
+    """
+
+    configuration: str
+    rounds: int
+    tokens: float
+    most: float | None
+    verified: float
+    draft_steps: float
+    seconds: float
+    target_seconds: float | None
+    draft_seconds: float | None
+    overhead_seconds: float | None
+    tokens_per_second: Figure
+    bound: Figure
+    attained: Figure
+
+
+@dataclass(frozen=True)
+class ComparedTree:
+    """One tree size that was considered: expected tokens of a round, the target's seconds and all others."""
+
+    nodes: int
+    tokens: float
+    target_seconds: float
+    other_seconds: float
+
+
+@dataclass(frozen=True)
+class ChosenTree(PairMeasured):
+    """The tree that was settled for a configuration; `parents` of a static shape, None for one that each round grows.
+
+    `tokens` and `seconds` are of a round, `speedup` is over plain decoding after the prompt.
+    """
+
+    configuration: str
+    nodes: int
+    parents: list[int] | None
+    tokens: float
+    seconds: float
+    speedup: float
+    compared: list[ComparedTree]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of text: `kind` is `accepted` (drafted and accepted) or `target` (the target's own)."""
+
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Sample(PairMeasured):
+    """A text that a configuration decoded after a prompt."""
+
+    configuration: str
+    prompt: str
+    segments: list[Segment]
+
+
+@dataclass(frozen=True)
+class Noise(PairMeasured):
+    """The rounding below which two logits count as tied."""
+
+    largest_logit_difference: float
+
+
+@dataclass(frozen=True)
+class SpeedupPart:
+    """All that was measured of one pair by one backend."""
+
+    measurements: list[Measurement]
+    chosen: ChosenLength
+    noise: Noise
+    costs: RoundCosts
+    steps: StepFigures
+    trees: list[ChosenTree] = field(default_factory=list)
+    rounds: list[RoundFigures] = field(default_factory=list)
+    explanations: list[str] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def backend(self) -> str:
+        """By which it was decoded."""
+        return self.costs.backend
+
+
+def _fastest(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """The fastest of each pair and backend."""
+    best: dict[tuple[str, str], Measurement] = {}
+    for one in measurements:
+        key = (one.pair, one.backend)
+        if math.isfinite(one.speedup) and (key not in best or one.speedup > best[key].speedup):
+            best[key] = one
+    return list(best.values())
+
+
+@dataclass(frozen=True)
+class SpeedupReport:
+    """speedup.json: every part in order, with the command and the machine; `calibration` as in calibration.json.
+
+    `gguf` names llama.cpp's options where they differ from their defaults.
+    """
+
+    command: str
+    machine: dict[str, Any]
+    prompts: int
+    new_tokens: int
+    sampler: dict[str, int | float]
+    parts: list[SpeedupPart]
+    calibration: dict[str, Any] | None = None
+    gguf: str = ""
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        """Of all parts, in order."""
+        return [measurement for part in self.parts for measurement in part.measurements]
+
+    @property
+    def sweep(self) -> list[Measurement]:
+        """Plain decoding and the fixed lengths."""
+        return [measurement for measurement in self.measurements if measurement.in_sweep]
+
+    @property
+    def others(self) -> list[Measurement]:
+        """Every configuration beside the fixed lengths."""
+        return [measurement for measurement in self.measurements if not measurement.in_sweep]
+
+    @property
+    def fastest(self) -> list[Measurement]:
+        """The fastest fixed length of each pair and backend, in the order of the table."""
+        return _fastest(one for one in self.sweep if one.length)
+
+    @property
+    def fastest_of_backends(self) -> dict[str, Measurement]:
+        """The fastest fixed length of each backend's first pair: what its commands draft, and whether they pay."""
+        found: dict[str, Measurement] = {}
+        for one in self.fastest:
+            found.setdefault(one.backend, one)
+        return found
+
+    @property
+    def best(self) -> list[Measurement]:
+        """The fastest way of each pair and backend to the target's greedy text, in the order of the table."""
+        return _fastest(self.rivals)
+
+    @property
+    def rivals(self) -> list[Measurement]:
+        """All ways to the target's greedy text but plain decoding."""
+        greedy = (one for one in self.measurements if one.sampler is None and one.lossy is None)
+        return [one for one in greedy if not one.is_plain]
+
+    @property
+    def explanations(self) -> list[str]:
+        """Of all parts, in order."""
+        return [sentence for part in self.parts for sentence in part.explanations]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Of all parts, in order."""
+        return [sample for part in self.parts for sample in part.samples]

@@ -1,0 +1,226 @@
+"""Streamed decoding for a person at a terminal: the draft's accepted tokens are marked."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distill.decoding.calibration import Calibration
+from distill.decoding.configured import NO_COSTS, make_drafter, require_trees
+from distill.decoding.constrained import Constrained, Forced
+from distill.decoding.costs import StepCosts
+from distill.decoding.decode import Decoded, decode, plain_steps
+from distill.decoding.drafters import Drafter
+from distill.decoding.grammar import Constraint, Tokens, constraint, llama_constraint
+from distill.decoding.other_vocabulary import Reader, read_with
+from distill.decoding.round_costs import measure_paid
+from distill.decoding.rules import BytesOf, Characters, Rules, require_lossless, stop_before
+from distill.decoding.verify import refusal
+from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.loaded import GROWING, LoadedPair, context_of, encode_prompt, load_pair
+from distill.engines.model import Model
+from distill.errors import DataError
+from distill.gguf.importing import is_gguf
+from distill.progress import note
+from distill.recipe import Configuration, Gguf, PyTorch, Target
+from distill.sampler import Sampler
+
+COST_REPEATS = 3  # of every length, before the first token: a second on a small pair, a minute on one of 1 s a token
+GREEN, RESET = "\x1b[32m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class Request:
+    """How to continue a text: the configuration, the served sampler, where it ends, and the seed.
+
+    `costs` (None: measured beforehand) and `fitted` are for the expected-value rule. `lossy` allows a configuration
+    that changes the target's distribution; the summary then says so. `grammar` is its kind and text, see
+    `grammar.constraint`.
+    """
+
+    configuration: Configuration
+    sampler: Sampler
+    seed: int = 0
+    stop: Sequence[str] = ()
+    costs: StepCosts | None = None
+    fitted: Mapping[str, Calibration] = field(default_factory=dict)
+    lossy: bool = False
+    grammar: tuple[str, str] | None = None
+
+
+def stream(
+    target: Target,
+    draft: str | None,
+    text: str,
+    limit: int,
+    request: Request,
+    device: str = "auto",
+    threads: int | None = None,
+    gguf: Gguf | None = None,
+    pytorch: PyTorch = GROWING,
+    message: Sequence[int] | None = None,
+) -> None:
+    """Continue `text` by at most `limit` tokens, printing them as rounds end, and a summary on stderr. Of a `message`,
+    the token ids of a conversation up to its answer, only the answer is printed.
+
+    Both models are folders or hub names, decoded in PyTorch, or GGUF files, decoded in llama.cpp; `draft` may be None
+    where the configuration asks no draft; `gguf` are llama.cpp's options.
+    Accepted tokens are green on a terminal; elsewhere the text alone is printed.
+    Beyond the end of the draft's context, decoding goes on without it. Raises DataError for a prompt that is empty or
+    fills the target's context, for trees in a model that takes none, and for a configuration that would change the
+    target's distribution. `pytorch` says how folders decode.
+    """
+    configuration = request.configuration
+    if configuration.other_vocabulary and is_gguf(target.model):
+        raise DataError(f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders")
+    ids = encode_prompt(target.model, text) if message is None else message
+    room = _room(ids, limit, context_of(target.model))
+    loaded = draft if configuration.asks_the_draft else None
+    nodes = configuration.drawn_nodes or configuration.nodes or 0
+    options: dict[str, Any] = {"device": device, "nodes": nodes, "threads": threads, "pytorch": pytorch}
+    with load_pair(target, loaded, tokens=len(ids) + room, gguf=gguf or Gguf(), **options) as pair:
+        if loaded is not None and pair.draft.capacity < len(ids) + room:
+            looks_up = configuration.drafter.startswith("lookup+")
+            rest = "only the lookup drafts" if looks_up else "the target decodes plainly"
+            print(f"the draft {loaded} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
+        reader = None
+        if configuration.other_vocabulary and draft is not None:
+            place = pair.pytorch.draft_device or device
+            reader = read_with(target, draft, place, pair.target.vocabulary_size, pair.pytorch)
+        _continue(pair, reader, request, text if message is None else "", ids, room)
+
+
+def _room(ids: Sequence[int], limit: int, context: int | None) -> int:
+    """New tokens that fit, at most `limit`; stderr says where there are fewer."""
+    room = limit if context is None else min(limit, context - len(ids))
+    if room < 1:
+        raise DataError(f"the prompt's {len(ids)} tokens fill the target's context of {context}", "shorten it")
+    if room < limit:
+        print(f"the target's context of {context} leaves room for {room} of {limit} tokens", file=sys.stderr)
+    return room
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A text that is about to be continued: its rules, and the bytes of tokens as they are shown.
+
+    `rounds(result)` decodes: it yields each round's new tokens and fills `result`. `lossy` is the reason why the text
+    does not follow the target's distribution, None where it does.
+    """
+
+    rules: Rules
+    bytes_of: BytesOf
+    rounds: Callable[[Decoded], Iterator[Sequence[int]]]
+    lossy: str | None = None
+
+
+def begin(pair: LoadedPair, reader: Reader | None, request: Request, ids: Sequence[int], room: int) -> Continuation:
+    """What continues the prompt `ids` by at most `room` tokens; nothing is decoded yet.
+
+    Raises DataError for a configuration that cannot be drafted, such as trees in a model that takes none, or is lossy
+    and not allowed to be.
+    """
+    configuration, draws = request.configuration, random.Random(request.seed).random
+    grammar = None if request.grammar is None else _constraint(pair, *request.grammar)
+    for warning in () if grammar is None else grammar.warnings:
+        print(f"the grammar is not obeyed in this: {warning}", file=sys.stderr)
+    silent = () if grammar is None else grammar.ends  # so that the text is one of the grammar
+
+    def bytes_of(token: int) -> bytes:
+        return b"" if token in silent else pair.token_bytes(token)
+
+    verifier = (
+        configuration.verified_by if configuration.drafts else "token" if request.sampler.temperature else "greedy"
+    )
+    rules = Rules(request.sampler, verifier, pair.ends, draws, stop_before(bytes_of, request.stop), grammar)
+    if not configuration.drafts:
+
+        def plainly(result: Decoded) -> Iterator[Sequence[int]]:
+            return plain_steps(pair.target, ids, room, rules, result)
+
+        return Continuation(rules, bytes_of, plainly)
+    if configuration.branches:
+        require_trees(pair.target, pair.draft)
+    try:
+        drafter = _drafter(pair, reader, request, rules, ids)
+        reason = refusal(verifier, drafter.kind, request.sampler.temperature, drafter.tree)
+        if not request.lossy:
+            require_lossless(drafter, rules)
+    except ValueError as error:
+        hint = "choose another --drafter, --verifier or --temperature"
+        raise DataError(f"this cannot be drafted: {error}", hint) from None
+
+    def drafted(result: Decoded) -> Iterator[Sequence[int]]:
+        return decode(pair.target, drafter, ids, room, rules, result, request.lossy)
+
+    return Continuation(rules, bytes_of, drafted, reason)
+
+
+def _continue(
+    pair: LoadedPair, reader: Reader | None, request: Request, text: str, ids: Sequence[int], room: int
+) -> None:
+    """Decode and print; nothing is printed before all is known to be possible."""
+    continuation, result = begin(pair, reader, request, ids, room), Decoded()
+    print(text, end="", flush=True)
+    colour = request.configuration.drafts and sys.stdout.isatty()
+    _show(continuation.bytes_of, result, continuation.rounds(result), colour)
+    grammar = continuation.rules.constraint
+    if grammar is not None and not grammar.satisfied(result.tokens):
+        print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
+    note(_summary(result))
+    if continuation.lossy is not None:
+        print(f"LOSSY: this text does not follow the target's distribution: {continuation.lossy}", file=sys.stderr)
+
+
+def _constraint(pair: LoadedPair, kind: str, grammar: str) -> Constraint:
+    """A grammar over the pair's vocabulary; GBNF for a GGUF target is read by llama.cpp itself."""
+    if isinstance(pair.target, GgufModel):
+        if kind == "gbnf":
+            return llama_constraint(grammar, pair.target)
+        return constraint(kind, grammar, Tokens.of_gguf(pair.target))
+    return constraint(kind, grammar, Tokens.of(pair.vocabulary, pair.ends))
+
+
+def _drafter(pair: LoadedPair, reader: Reader | None, request: Request, rules: Rules, ids: Sequence[int]) -> Drafter:
+    """The drafter of the request; `reader` is a draft of another vocabulary, which obeys no grammar.
+
+    The expected-value rule's costs are timed behind the prompt `ids` where they were not measured before. Under a
+    grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
+    """
+    configuration, grammar = request.configuration, rules.constraint
+    if reader is not None:
+        return make_drafter(configuration, reader, rules.sampler, rules.random)
+    costs = request.costs or NO_COSTS
+    if configuration.rule == "expected-value" and request.costs is None:
+        lengths = range(1, configuration.max_length + 1)
+        costs = measure_paid(pair.target, pair.draft, [ids], lengths, COST_REPEATS).step_costs()
+    asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)
+    drafter = make_drafter(configuration, asked, rules.sampler, rules.random, costs, request.fitted)
+    return drafter if grammar is None else Forced(drafter, grammar)
+
+
+def _summary(result: Decoded) -> str:
+    """Tokens and speed and, where rounds were made, acceptance."""
+    summary = f"{len(result.tokens)} tokens, {result.tokens_per_second():.1f} tok/s after the first"
+    rounds = result.rounds
+    if rounds:
+        drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+        rate = f"{accepted / drafted:.1%}" if drafted else "none drafted"
+        each = max(len(result.tokens) - 1, 0) / len(rounds)
+        summary += f", {each:.2f} tokens/round, accepted {accepted}/{drafted} ({rate})"
+    return summary
+
+
+def _show(bytes_of: BytesOf, result: Decoded, rounds: Iterable[Sequence[int]], colour: bool) -> None:
+    """Print tokens as they become certain, and at the end the rest of one that a stop string cut."""
+    shown, characters = 0, Characters()
+    for new in rounds:
+        for token in new:
+            piece = characters.add(bytes_of(token))
+            marked = colour and result.from_draft[shown] and piece
+            print(f"{GREEN}{piece}{RESET}" if marked else piece, end="", flush=True)
+            shown += 1
+    print(characters.add(result.rest) + characters.finish())

@@ -1,0 +1,375 @@
+"""Costs for a plan: of a pair that is here, whose draft may be one of a recipe's shape with random weights; of saved
+curves; and of a machine that is described."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from distill.decoding.costs import CostCurve
+from distill.decoding.round_costs import PaidMeter
+from distill.engines.loaded import LoadedPair, load_pair
+from distill.engines.pairs import require_drafts
+from distill.engines.torch.hugging_face import load_config, text_folder, write_kept
+from distill.errors import DataError, DistillError, RecipeError
+from distill.folders import copy_tokenizer
+from distill.gguf.writer import export_gguf, target_file
+from distill.planning.hardware import Hardware, StepWork, work_of, work_of_config
+from distill.planning.plan import Case, PlannedStage, step_costs
+from distill.progress import Progress
+from distill.recipe import Gguf, Recipe, Target
+from distill.recipe.target import TYPE_BYTES
+from distill.surgery.checks import SHAPE, check_cut, planned_sizes
+from distill.teacher.store import bytes_per_position
+
+# ── Layer swapping: a target larger than the device's memory, whose other layers stream over a link in every step
+# ──
+# Two buffers hold a streamed layer each: while one is computed, the next is on its way. The weights do not depend
+# on the tokens, so that the first layers of the next step come while the draft works. Many tokens of a step then
+# cost little more than one: their products are done while the link is busy.
+# Legend: m tokens of a step, t seconds of a layer's transfer, c(m) seconds of its products, d seconds of drafting.
+
+BUFFERS = 2
+STEPS = 64  # that are simulated; the first half fills the buffers
+JITTERY_STEPS = 1024  # where transfers vary, so that the mean is known to a per cent or so
+
+
+def cycle_seconds(
+    compute: Sequence[float], transfer: Sequence[float], pause: float, jitter: float = 0.0, seed: int = 0
+) -> float:
+    """Seconds from one step to the next, in the long run: `compute` [L] and `transfer` [L] (0: the layer is resident)
+    of each layer, and a `pause` between steps in which the link goes on.
+
+    Every transfer and every layer's computation is an event. A transfer begins when the link is free and the layer that
+    its buffer held has been computed; a layer begins when the one before it has been computed and its weights are
+    there. `jitter` is the standard deviation of a transfer's time relative to its mean (log-normal).
+    """
+    draws, spread = random.Random(seed), math.sqrt(math.log1p(jitter**2))
+    steps = JITTERY_STEPS if jitter else STEPS
+    link = now = half = 0.0
+    computed = [0.0] * BUFFERS  # when the layers in the buffers have been computed, the older one first
+    for step in range(steps):
+        if step == steps // 2:
+            half = now
+        now += pause
+        for seconds, weights in zip(compute, transfer, strict=True):
+            if weights:
+                factor = math.exp(draws.gauss(-(spread**2) / 2, spread)) if jitter else 1.0
+                link = max(link, computed.pop(0)) + weights * factor
+                now = max(now, link)
+            now += seconds
+            if weights:
+                computed.append(now)
+    return (now - half) / (steps - steps // 2)
+
+
+@dataclass(frozen=True)
+class LayerSwap:
+    """A target of which `streamed` layers, spread evenly over all, come over the link of `hardware` in each step.
+
+    `layer_bytes` are those of a whole layer: which experts it needs is known too late to fetch only them.
+    """
+
+    work: StepWork
+    hardware: Hardware
+    streamed: int
+    layer_bytes: float
+
+    @classmethod
+    def of(cls, work: StepWork, hardware: Hardware, reserved: float) -> LayerSwap:
+        """As many layers stay as fit: of the device's memory without `reserved` bytes (the draft, caches) and the
+        buffers, or of the share of the weights that the machine's file names."""
+        layer = work.layer_bytes + work.expert_bytes * (1 - work.used) / work.layers
+        total = work.shared_bytes + work.expert_bytes
+        if hardware.memory_gb is not None:
+            away = total - (hardware.memory_gb.value * 1e9 - reserved)
+            if away > 0:
+                away += BUFFERS * layer
+        else:
+            assert hardware.link_share is not None
+            away = total * hardware.link_share.value
+        return cls(work, hardware, min(work.layers, max(0, math.ceil(away / layer - 1e-9))), layer)
+
+    @property
+    def transfer_seconds(self) -> float:
+        """t, of one layer."""
+        assert self.hardware.link_gb_per_s is not None
+        return self.layer_bytes / self.hardware.link_gb_per_s.value / 1e9
+
+    def seconds(self, tokens: int, depth: int, pause: float = 0.0) -> float:
+        """From step to step of `tokens` tokens behind `depth` cached ones, with a `pause` between them."""
+        layers, work, machine = self.work.layers, self.work, self.hardware
+        places = {place * layers // self.streamed for place in range(self.streamed)} if self.streamed else set()
+        transfer = [self.transfer_seconds if place in places else 0.0 for place in range(layers)]
+        head = work.shared_bytes + work.used * work.expert_bytes - layers * work.layer_bytes
+        share = head / max(work.shared_bytes + work.used * work.expert_bytes, 1.0)
+        whole = work.seconds(tokens, depth, machine)
+        compute = [whole * (1 - share) / layers] * layers
+        jitter = 0.0 if machine.link_jitter is None else machine.link_jitter.value
+        return cycle_seconds([*compute, whole * share], [*transfer, 0.0], pause, jitter)
+
+    def sentence(self, depth: int) -> str:
+        """How much of the target streams, and how many tokens of a step its transfer hides."""
+        if not self.streamed:
+            return f"The whole target fits into the memory of {self.hardware.name}: nothing is streamed."
+        single, hidden = self.seconds(1, depth), 1
+        while hidden < 512 and self.seconds(2 * hidden, depth) <= 1.02 * single:
+            hidden *= 2
+        size, free = self.streamed * self.layer_bytes / 1e9, "512 or more" if hidden >= 512 else str(hidden)
+        return (
+            f"{self.streamed} of {self.work.layers} layers ({size:.1f} GB) stream over the link in every step, through "
+            f"{BUFFERS} buffers: {single:.2f} s, {1 / single:.2f} tokens/s without a draft. Up to {free} tokens of a "
+            "step cost as much as one, within 2 %."
+        )
+
+
+# ── Costs for a plan: of a pair that is here, whose draft may be one of a recipe's shape with random weights; of
+# saved ──
+
+TIMINGS = 3  # of every round; a plan shows their spread
+TIMED = 48  # new tokens of a text that is timed
+UNSTEADY = 1.25  # a ratio of plain steps that shows other work
+QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is asked: a target with a draft, with the draft that `recipe` cuts, or with one whose step costs
+    `draft_cost` T(1); requests of `new` tokens after `prompt` ones, and the draft lengths."""
+
+    target: Target
+    draft: str | None
+    draft_cost: float | None
+    recipe: Recipe | None
+    lengths: Sequence[int] = (1, 2, 3, 4, 6, 8)
+    prompt: int = 128
+    new: int = 96
+    threads: int | None = None
+    gguf: Gguf | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> PlanRequest:
+        """The draft that a recipe cuts, for texts as it times them."""
+        prompt, new = recipe.speedup.depth, recipe.speedup.new_tokens
+        return cls(recipe.target, None, None, recipe, prompt=prompt, new=new)
+
+    def works(self) -> tuple[StepWork, StepWork | None]:
+        """What steps of the target and of the draft (None without one) read and multiply; of a recipe, in PyTorch."""
+        size = TYPE_BYTES[self.target.dtype]
+        own = QUANTISED_BYTES.get(self.target.quantise or "", size)
+        if self.recipe is None:
+            return work_of(self.target.model, own), None if self.draft is None else work_of(self.draft, size)
+        config, trim = planned_config(self.recipe), self.recipe.cut.trim
+        small = work_of_config(config, size)
+        if trim is not None and trim.size is not None:
+            left = (config.vocab_size - trim.size) * config.hidden_size
+            small = replace(small, shared_bytes=small.shared_bytes - left * size, parameters=small.parameters - left)
+        return work_of_config(load_config(self.target.model), own), small
+
+    def layers(self) -> tuple[float, float] | None:
+        """As of `Case`, by the bytes that layers read; without a draft, those of a cut of the target."""
+        with contextlib.suppress(DistillError):  # of a model whose sizes cannot be read, the plan names no layers
+            big, small = self.works()
+            whole, each = big.weight_bytes(1), (small or big).layer_bytes / big.weight_bytes(1)
+            rest = 1 - big.layers * big.layer_bytes / whole
+            return (((self.draft_cost or 0.0) - rest) / each if small is None else small.layers), each
+        return None
+
+
+def measured_cases(request: PlanRequest) -> Iterator[Case]:
+    """The request's pair on this machine; of a recipe, by each of its backends."""
+    recipe, layers, here = request.recipe, request.layers(), "this machine, measured"
+    if recipe is None:
+        assert request.draft is not None
+        target, draft = require_drafts(request.target.model, request.draft, False)
+        room = request.prompt + request.new + max(request.lengths) + 1
+        place = request.target.model_copy(update={"model": target})
+        with load_pair(place, draft, tokens=room, threads=request.threads, gguf=request.gguf) as pair:
+            yield replace(_measured(pair, here, request), layers=layers)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        for backend in recipe.speedup.backends:
+            with load_planned(recipe, backend, Path(scratch)) as pair:
+                yield replace(_measured(pair, f"{here}, {backend}", request), layers=layers)
+
+
+def curve_case(curve: CostCurve, draft: CostCurve | None, request: PlanRequest, layers: bool) -> Case:
+    """The case of saved curves, or of one and a given cost of the draft; RecipeError for curves of two units."""
+    depth, (single, *_) = request.prompt, curve.at(request.prompt)
+    steps = [(request.draft_cost or 0.0) * single] * 2
+    if draft is not None:
+        if draft.unit != curve.unit:
+            raise RecipeError(
+                f"the target's curve is in {curve.unit}, the draft's in {draft.unit}", "give --draft-cost instead"
+            )
+        steps = [*draft.at(depth)[:2]]
+    costs = step_costs(curve.at(depth), steps[0], steps[-1], request.lengths)
+    title = (
+        f"{curve.model}, curve at depth {max([one for one in curve.depths if one <= depth], default=curve.depths[0])}"
+    )
+    return Case(title, [costs], list(costs.verify), layers=request.layers() if layers else None, note=curve.note)
+
+
+def estimated_case(hardware: Hardware, request: PlanRequest) -> Case:
+    """The case of a machine that is described: T(m) from the models' sizes; no overhead beside that of each step."""
+    big, small = request.works()
+    depth = request.prompt + request.new // 2
+    reserved = depth * big.position_bytes + (
+        0.0 if small is None else small.weight_bytes(1) + depth * small.position_bytes
+    )
+    swap = LayerSwap.of(big, hardware, reserved) if hardware.link_gb_per_s is not None else None
+    plain = big.seconds(1, depth, hardware) if swap is None else swap.seconds(1, depth)
+    single = two = (request.draft_cost or 0.0) * plain
+    if small is not None:
+        single, two = (small.seconds(m, depth, hardware) for m in (1, 2))
+    target = [plain]
+    for n in range(1, max(request.lengths) + 1):
+        # While the draft makes its tokens, the link goes on: what is left of a round is the price of verifying.
+        drafting = n * single
+        verify = (
+            big.seconds(n + 1, depth, hardware) if swap is None else swap.seconds(n + 1, depth, drafting) - drafting
+        )
+        target.append(verify)
+    costs = step_costs(target, single, two, request.lengths)
+    note = "" if swap is None else swap.sentence(depth)
+    return Case(f"{hardware.name}, estimated", [costs], request.lengths, layers=request.layers(), note=note)
+
+
+def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
+    """Time rounds of a loaded pair, whatever is accepted, behind prompts of made-up tokens, as `distill speedup` does.
+
+    Raises DataError for contexts without room.
+    """
+    lengths, prompt, new = request.lengths, request.prompt, request.new
+    room = min(pair.target.capacity, pair.draft.capacity) - max(max(lengths) + 1, new)
+    if room < prompt:
+        raise DataError(
+            f"{title}: the context has no room for {new} tokens after {prompt}",
+            "plan for fewer tokens: --depth, --tokens; of a recipe speedup.depth, speedup.new_tokens",
+        )
+    progress = Progress(f"{title}: timings", TIMINGS)
+    size, timings = pair.target.vocabulary_size, []
+    for number in range(TIMINGS):
+        text = [(7 * place + 11 * number + 3) % size for place in range(prompt)]
+        meter = PaidMeter(pair.target, pair.draft, [text], lengths, (False,), min(new, TIMED))
+        meter.until(1)
+        timings.append(meter.costs())
+        progress.step()
+    tokens = [costs.token for costs in timings]
+    note = (
+        f"A plain step took {max(tokens) / min(tokens):.1f} times as long in one timing as in another: other programs "
+    )
+    note += "were using this machine, so plan again when it is quiet."
+    return Case(title, timings, lengths, prompt, new, note=note if max(tokens) > UNSTEADY * min(tokens) else "")
+
+
+def planned_config(recipe: Recipe) -> Any:
+    """The configuration of the draft that a recipe cuts (of a search: of its smallest), without a trimmed head."""
+    check_cut(recipe)
+    config = copy.deepcopy(load_config(recipe.donor_model))
+    sizes = planned_sizes(recipe, load_config(recipe.target.model), config)
+    assert sizes is not None  # the families that can be cut name them
+    for word, name in SHAPE.items():
+        setattr(config, name, sizes[word])
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    if getattr(config, "max_window_layers", None) is not None:
+        config.max_window_layers = min(config.max_window_layers, config.num_hidden_layers)
+    return config
+
+
+def load_planned(recipe: Recipe, backend: str, scratch: Path) -> LoadedPair:
+    """The recipe's target and a draft of the planned shape with random weights, written to `scratch`: what a step costs
+    depends on shapes, not on weights."""
+    from transformers import AutoModelForCausalLM
+
+    folder = scratch / "draft"
+    if not folder.exists():
+        model = AutoModelForCausalLM.from_config(planned_config(recipe))
+        model.save_pretrained(folder)
+        copy_tokenizer(text_folder(recipe.target.model), folder)
+        if recipe.cut.trim is not None and recipe.cut.trim.size is not None:
+            write_kept(folder, list(range(recipe.cut.trim.size)), model.config.vocab_size, {})
+    if backend == "pytorch":
+        return load_pair(recipe.target, str(folder), device=recipe.device, pytorch=recipe.pytorch)
+    export_gguf(folder, scratch / "draft.gguf", recipe.speedup.outtype)
+    target, _ = target_file(recipe, scratch / "target.gguf")
+    options = Gguf(target=recipe.gguf_options("target"), draft=recipe.gguf_options("draft"))
+    return load_pair(Target(model=str(target)), str(scratch / "draft.gguf"), tokens=recipe.corpus.block, gguf=options)
+
+
+# ── Hours and disk of the run that a recipe plans, on a machine that is described: its four loops of computation ──
+# A forward pass of m tokens takes T(m) as in hardware.py; a training step three of the draft's, one forward and two
+# backward, and the target's head or the whole target where the teacher asks for it. Loading, measuring and writing
+# files are left out; `distill train --rehearse` measures all of it.
+
+USABLE = 0.75  # of the texts that a target writes as questions: SmolLM2's, docs/benchmarks.md#smollm2
+MOMENTS = 12  # bytes a parameter of a checkpoint: float32 weights and two moments; Muon has one
+
+
+def planned_stages(recipe: Recipe, hardware: Hardware) -> list[PlannedStage]:
+    """Of each loop its tokens, seconds (None where others compute, as the note says) and bytes on disk."""
+    big, small = PlanRequest.of(recipe).works()
+    assert small is not None  # that of the recipe's cut
+    return [
+        *_written(recipe, hardware, big),
+        _teacher(recipe, hardware, big),
+        _training(recipe, hardware, big, small),
+    ]
+
+
+def _written(recipe: Recipe, hardware: Hardware, big: StepWork) -> Iterator[PlannedStage]:
+    """Questions and answers, every text as long as it may get."""
+    batch, answers = recipe.answers.batch, recipe.answers
+    asked = [(round((source.questions or 0) / USABLE), source.tokens or 0) for source in recipe.corpus.asked]
+    for stage, texts in (("questions", asked), ("answers", [(answers.prompts, answers.new_tokens)])):
+        tokens = sum(count * length for count, length in texts)
+        if not tokens:
+            continue
+        if answers.writer is not None:
+            yield PlannedStage(stage, tokens, None, 0, "written by the file or servers of answers.writer")
+            continue
+        # The mean depth of a text, of as many texts as are written at once.
+        seconds = sum(
+            math.ceil(count / batch)
+            * length
+            * big.seconds(min(batch, count), min(batch, count) * (answers.prompt_tokens + length // 2), hardware)
+            for count, length in texts
+        )
+        yield PlannedStage(stage, tokens, seconds, 4 * tokens)
+
+
+def _teacher(recipe: Recipe, hardware: Hardware, big: StepWork) -> PlannedStage:
+    answers, settings = recipe.answers, recipe.teacher
+    positions = recipe.corpus.tokens + answers.prompts * (answers.prompt_tokens + answers.new_tokens)
+    if settings.kind == "online":
+        return PlannedStage("teacher", positions, None, 0, "computed in every training step")
+    hidden = load_config(recipe.target.model).get_text_config().hidden_size
+    disk = positions * bytes_per_position(settings, hidden, recipe.target.dtype)
+    if settings.server is not None or settings.gguf is not None:
+        return PlannedStage("teacher", positions, None, disk, "computed by teacher.gguf or teacher.server")
+    size = settings.batch * recipe.corpus.block
+    return PlannedStage("teacher", positions, positions / size * big.seconds(size, 0, hardware), disk)
+
+
+def _training(recipe: Recipe, hardware: Hardware, big: StepWork, small: StepWork) -> PlannedStage:
+    train, config, trim = recipe.train, planned_config(recipe), recipe.cut.trim
+    rows = config.vocab_size if trim is None or trim.size is None else trim.size
+    positions = train.batch * recipe.corpus.block
+    step = 3 * small.seconds(positions, 0, hardware)
+    if recipe.teacher.kind == "online":
+        step += big.seconds(positions, 0, hardware)
+    elif recipe.teacher.kind == "exact":
+        hidden = load_config(recipe.target.model).get_text_config().hidden_size
+        step += 2 * positions * rows * hidden / hardware.compute_tflop_per_s.value / 1e12
+    # A step leaves out the rows that a trimmed head drops, and an input embedding beside a head of its own.
+    left_out = config.vocab_size - rows + (0 if config.tie_word_embeddings else config.vocab_size)
+    disk = (train.keep + 1) * MOMENTS * (small.parameters + left_out * config.hidden_size)  # one is being written
+    return PlannedStage("train", train.steps * positions, train.steps * step, round(disk))

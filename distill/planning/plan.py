@@ -1,0 +1,316 @@
+"""Whether a draft will pay, before there is one: speedups by draft length and acceptance, predicted from costs alone.
+
+A round of n drafted tokens gives E = 1 + Σ_i Π_{j ≤ i} a_j tokens in T(n + 1) + n·D seconds and its overhead (Leviathan
+et al. 2023, eq. 1, with measured times; `PaidCosts.predicted_speedup`). Greedy, n fixed, the acceptance a_j at position
+j the same in every round.
+
+Legend: n drafted tokens of a round, T target, D draft; costs are in T(1), the time of a token of plain decoding.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from distill.decoding.costs import tokens_per_round
+from distill.decoding.round_costs import DraftSteps, PaidCosts
+from distill.errors import DataError
+from distill.intervals import Interval
+from distill.progress import duration
+from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, shown, table_of
+
+RATES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+ALL = "all accepted"
+NOTHING = 0.005  # T(1) that a draft step may cost: shown as 0.00
+GOOD_SPEEDUP = 1.5  # a speedup worth the effort of a draft, in the verdict
+HALVINGS = 40  # of the range in which an acceptance is looked for
+
+LAYERS = (
+    "`layers`: the most that a cut of the target may have whose step costs at most the largest D that pays; none: its "
+    "head alone costs more."
+)
+MODEL = (
+    "Predicted, not measured: greedy decoding with n drafted tokens in every round. A round gives 1 + a1 + a1·a2 + … "
+    "tokens, where a1, a2, … are the acceptance at each position, given that it was reached (the last one holds behind "
+    "it). "
+    "It costs T(n + 1) + n·D and its overhead."
+)
+
+
+@dataclass(frozen=True)
+class PlannedLength:
+    """n tokens drafted a round: what verifying them costs, the draft's steps and the rest of the round apart from it.
+
+    `break_even` is the acceptance, the same at every position, from which it is faster than plain decoding; None where
+    no acceptance is enough. `most` is the speedup with every drafted token accepted.
+    """
+
+    length: int
+    verify_cost: float
+    break_even: float | None
+    most: float
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Speedups at an acceptance by position, whose last rate holds behind it, for each of the outlook's lengths.
+
+    An interval is the lowest and highest of repeated timings, NaN where there was one. `best` is the fastest length, 0
+    where plain decoding is faster. `largest_cost` of a draft step still pays, below 0 where not even a free one does;
+    `layers` are those of a draft of that cost, None where the layers of the models are not known.
+    """
+
+    title: str
+    acceptance: list[float]
+    speedups: list[Interval]
+    best: int
+    largest_cost: float
+    layers: int | None
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What one set of costs promises; `sentences` are its verdict. `prompt` tokens are read by both models (0: the
+    prompt is left out) and `new` follow."""
+
+    title: str
+    prompt: int
+    new: int
+    token_seconds: float
+    draft_cost: float
+    lengths: list[PlannedLength]
+    scenarios: list[Scenario]
+    sentences: list[str]
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage of a planned run: the tokens that it writes, reads or learns from, seconds (None where something else
+    computes, which `note` names), and bytes on disk."""
+
+    stage: str
+    tokens: int
+    seconds: float | None
+    disk_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All outlooks, each by its own costs, and llama.cpp's settings where a curve and an acceptance were given.
+
+    `run` are the stages of the recipe's run on the machine `run_on`; none without a recipe and a described machine.
+    """
+
+    command: str
+    machine: dict[str, Any]
+    outlooks: list[Outlook]
+    settings: list[str] = field(default_factory=list)
+    run: list[PlannedStage] = field(default_factory=list)
+    run_on: str = ""
+
+
+def step_costs(target: Sequence[float], draft: float, draft_two: float, lengths: Sequence[int]) -> PaidCosts:
+    """Costs from T(1..), D(1) and D(2) of each model alone: no overhead, no prompt, and lengths as far as T reaches.
+
+    Raises DataError where it reaches none.
+    """
+    reached = {n: target[n] for n in lengths if n < len(target)}
+    if not reached:
+        raise DataError(
+            f"the target's curve ends at m = {len(target)}, no drafted length of {list(lengths)} can be verified",
+            "measure a longer one (`distill profile --max-tokens 17`), or give smaller --lengths",
+        )
+    steps = DraftSteps(draft, max(draft, draft_two), draft)
+    return PaidCosts(target[0], reached, steps, steps, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Costs to be judged, of one or several timings, for requests of `new` tokens after `prompt` ones.
+
+    `layers` are those of the draft that was timed, and what one layer more costs in T(1); None where unknown. `note` is
+    a caveat about the costs.
+    """
+
+    title: str
+    timings: Sequence[PaidCosts]
+    lengths: Sequence[int]
+    prompt: int = 0
+    new: int = 2
+    layers: tuple[float, float] | None = None
+    note: str = ""
+
+    def speedup(self, costs: PaidCosts, length: int, rates: Sequence[float]) -> float:
+        """Over plain decoding, at an acceptance by position whose last rate holds behind it."""
+        return costs.predicted_speedup(length, by_position(rates, length), self.prompt, self.new)
+
+    def median(self, figure: Callable[[PaidCosts], float]) -> float:
+        """The median over the timings of a figure."""
+        return statistics.median(figure(costs) for costs in self.timings)
+
+    def needed(self, costs: PaidCosts, length: int, speedup: float = 1.0) -> float:
+        """The acceptance, the same at every position, from which `length` gives this speedup; else infinite."""
+        if self.speedup(costs, length, [1.0]) < speedup:
+            return math.inf
+        low, high = 0.0, 1.0
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.speedup(costs, length, [middle]) < speedup else (low, middle)
+        return high
+
+    def largest_cost(self, costs: PaidCosts, rates: Sequence[float]) -> float:
+        """The cost of a draft step, in T(1), at which the best length is just as fast as plain decoding."""
+        plain = self.prompt * costs.target_prompt + (self.new - 1) * costs.token
+        affordable = []
+        for n in self.lengths:
+            rounds = (self.new - 1) / tokens_per_round(by_position(rates, n))
+            saved = plain * (1 - 1 / self.speedup(costs, n, rates))  # of a request
+            affordable.append(costs.by_argmax.later + saved / rounds / n)
+        return max(affordable) / costs.token
+
+
+def by_position(rates: Sequence[float], length: int) -> list[float]:
+    """Acceptance at `length` positions; the last rate holds for all behind it."""
+    return [rates[min(position, len(rates) - 1)] for position in range(length)]
+
+
+def outlook(case: Case, given: Mapping[str, Sequence[float]]) -> Outlook:
+    """What the costs promise at the usual acceptances, at those `given` by title, and with everything accepted."""
+    cost = case.median(lambda costs: costs.by_argmax.later / costs.token)
+    lengths = []
+    for n in case.lengths:
+        even = case.median(lambda costs, n=n: case.needed(costs, n))  # type: ignore[misc]
+        verify = case.median(lambda costs, n=n: costs.verify[n] / costs.token)  # type: ignore[misc]
+        most = case.median(lambda costs, n=n: case.speedup(costs, n, [1.0]))  # type: ignore[misc]
+        lengths.append(PlannedLength(n, verify, None if math.isinf(even) else even, most))
+    usual: dict[str, Sequence[float]] = {f"{rate:.2f}": [rate] for rate in RATES}
+    scenarios = [_scenario(case, title, rates, cost) for title, rates in (usual | {ALL: [1.0]} | dict(given)).items()]
+    sentences = [_verdict(case, cost, lengths, scenarios)]
+    sentences += [describe(case, one) for one in scenarios if one.title in given] + [case.note] * bool(case.note)
+    token = case.median(lambda costs: costs.token)
+    return Outlook(case.title, case.prompt, case.new, token, cost, lengths, scenarios, sentences)
+
+
+def _scenario(case: Case, title: str, rates: Sequence[float], cost: float) -> Scenario:
+    speeds = []
+    for n in case.lengths:
+        timed = [case.speedup(costs, n, rates) for costs in case.timings]
+        bounds = (min(timed), max(timed)) if len(timed) > 1 else (math.nan, math.nan)
+        speeds.append(Interval(statistics.median(timed), *bounds))
+    best = max(range(len(speeds)), key=lambda place: speeds[place].mean)
+    largest = case.median(lambda costs: case.largest_cost(costs, rates))
+    layers = None
+    if case.layers is not None:
+        count, each = case.layers
+        layers = max(0, math.floor(count + (largest - cost) / each + 1e-9))  # a trimmed head may leave room for many
+    length = case.lengths[best] if speeds[best].mean > 1 else 0
+    return Scenario(title, list(rates), speeds, length, largest, layers)
+
+
+def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenarios: Sequence[Scenario]) -> str:
+    """What acceptance the draft needs, what it gives at most, and why not where that is not above 1."""
+    top = max(lengths, key=lambda one: one.most)
+    free = next(one for one in scenarios if one.title == ALL).largest_cost
+    if top.most <= 1 and free < NOTHING:
+        cheapest = min(lengths, key=lambda one: one.verify_cost / (one.length + 1))
+        return (
+            f"No draft can pay here, because verifying {cheapest.length + 1} tokens costs {cheapest.verify_cost:.2f} "
+            f"T(1): with every token accepted this one gives at most {top.most:.2f}x, and a free one no speedup either."
+        )
+    if top.most <= 1:
+        return (
+            f"This draft cannot pay: its step costs {cost:.2f} T(1), and with every token accepted it gives at most "
+            f"{top.most:.2f}x ({top.length} drafted). A draft whose step costs less than {free:.2f} T(1) could."
+        )
+    even = min((one for one in lengths if one.break_even is not None), key=lambda one: one.break_even or 0.0)
+    needed = {n: case.median(lambda costs, n=n: case.needed(costs, n, GOOD_SPEEDUP)) for n in case.lengths}  # type: ignore[misc]
+    length = min(needed, key=lambda n: needed[n])
+    good = f"{GOOD_SPEEDUP}x from {needed[length]:.2f} on ({length} drafted)"
+    if math.isinf(needed[length]):
+        good = f"{GOOD_SPEEDUP}x at no acceptance"
+    step = (
+        f"A draft step costs {cost:.2f} T(1)." if cost else "A draft that costs nothing is assumed (see --draft-cost)."
+    )
+    return (
+        f"{step} It pays from an acceptance of {even.break_even:.2f} on ({even.length} "
+        f"drafted), gives {good}, and with every token accepted at most {top.most:.2f}x ({top.length} drafted)."
+    )
+
+
+def describe(case: Case, one: Scenario) -> str:
+    place = max(range(len(one.speedups)), key=lambda place: one.speedups[place].mean)
+    verdict = "it pays" if one.best else "it does not pay"
+    rates = ", ".join(f"{rate:.2f}" for rate in one.acceptance)
+    speed = f"{shown(one.speedups[place])} at best, {case.lengths[place]} drafted"
+    return f"At the acceptance of {one.title} ({rates}) {verdict}: {speed}."
+
+
+# ── tables ──
+
+
+def plan_blocks(plan: Plan) -> list[Block]:
+    """The tables of all outlooks, side by side where there are several, and the verdicts."""
+    blocks: list[Block] = [MODEL]
+    for one in plan.outlooks:
+        blocks += _outlook_blocks(one)
+    if len(plan.outlooks) > 1:
+        rows: list[Row] = [
+            [found.title, *(Cell(max(speed.mean for speed in one.speedups), "×") for one in same)]
+            for found, *same in zip(plan.outlooks[0].scenarios, *(one.scenarios for one in plan.outlooks), strict=True)
+        ]
+        blocks.append(Table(["acceptance", *(one.title for one in plan.outlooks)], rows, title="best speedups"))
+    if plan.run:
+        blocks.append(_run_table(plan.run, plan.run_on))
+    return [*blocks, "\n".join(plan.settings)]
+
+
+def _outlook_blocks(one: Outlook) -> list[Block]:
+    """Speedups by acceptance and drafted tokens, the conditions under which drafting pays, and the verdicts."""
+    layers = any(scenario.layers is not None for scenario in one.scenarios)
+    columns: Columns[Scenario] = {
+        "acceptance": lambda found: found.title,
+        **{f"n = {length.length}": partial(_speedup, place) for place, length in enumerate(one.lengths)},
+        "best n": lambda found: found.best or "none",
+        "largest D that pays, T(1)": lambda found: found.largest_cost if found.largest_cost >= NOTHING else "none",
+        **({"layers": lambda found: found.layers or "none"} if layers else {}),
+    }
+    even: list[Value] = ["none" if length.break_even is None else length.break_even for length in one.lengths]
+    verify: list[Value] = [length.verify_cost for length in one.lengths]
+    reading = f", {one.new} tokens after a prompt of {one.prompt} that both models read" if one.prompt else ""
+    return [
+        table_of(one.scenarios, columns, title=one.title, note=f"Predicted speedup over plain decoding{reading}."),
+        Table(
+            ["", *(f"n = {length.length}" for length in one.lengths)],
+            [["pays from", *even], ["T(n + 1)", *verify]],
+            title=f"{one.title}: what drafting takes",
+        ),
+        *([LAYERS] if layers else []),
+        bullets(one.sentences),
+    ]
+
+
+def _speedup(place: int, found: Scenario) -> Cell:
+    return Cell(found.speedups[place], "×")
+
+
+def _run_table(run: Sequence[PlannedStage], place: str) -> Table:
+    """Tokens, time and disk of each stage and of all."""
+    rows: list[Row] = [
+        [
+            one.stage,
+            one.tokens,
+            "" if one.seconds is None else duration(one.seconds),
+            Cell(one.disk_bytes or None, "size"),
+            one.note,
+        ]
+        for one in run
+    ]
+    seconds, disk = sum(one.seconds or 0 for one in run), sum(one.disk_bytes for one in run)
+    rows.append(["all that is computed here", None, duration(seconds), Cell(disk, "size"), ""])
+    note = "Its loops alone, every text as long as it may get."
+    return Table(["stage", "tokens", "time", "disk", ""], rows, title=f"the run on {place}, estimated", note=note)

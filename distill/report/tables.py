@@ -1,0 +1,304 @@
+"""The tables on how a draft came about, its models, cuts, training and texts, and on its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distill.data.texts import AnswerTexts, AskedQuestions, CorpusTexts, QuestionTexts, SplitTexts, TextCount
+from distill.export.results import ExportedFile, ExportReport, Parity
+from distill.folders import ModelSizes
+from distill.measuring.evaluation_results import MEASURES, EvaluationReport
+from distill.measuring.evaluation_tables import form_of
+from distill.measuring.speedup_results import SpeedupReport
+from distill.measuring.speedup_tables import speedup_of
+from distill.surgery.results import Change, Comparison, SparsityReport
+from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, size, table_of
+from distill.training.results import Evaluation, TrainedPart, TrainingStep, TrainingSummary, trained_tokens
+
+# ── Everything that a run has measured, gathered for the report page and the model card ──
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The run whose draft a refreshed run went on from."""
+
+    generation: int
+    run: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """All results of a run; None or empty for stages that have not run. `config` is the resolved recipe.
+
+    `command` made the run; `machine` is what `distill.machine.machine` says of this one; `steps` and `evaluated` are of
+    its training. `donor` is what the draft was cut from. `left_out` are the stages that the recipe's run does not have,
+    with the reason; `held_out` the answers of its held-out stages, by split.
+    """
+
+    name: str
+    date: str
+    command: str
+    machine: dict[str, Any]
+    config: dict[str, Any]
+    target: ModelSizes
+    draft: ModelSizes
+    donor: ModelSizes | None = None
+    cuts: list[Change] = field(default_factory=list)
+    parent: Parent | None = None
+    compared: Comparison | None = None
+    sparsity: SparsityReport | None = None
+    steps: list[TrainingStep] = field(default_factory=list)
+    evaluated: list[Evaluation] = field(default_factory=list)
+    training: TrainingSummary | None = None
+    questions: QuestionTexts | None = None
+    corpus: CorpusTexts | None = None
+    answers: AnswerTexts | None = None
+    evaluation: EvaluationReport | None = None
+    export: ExportReport | None = None
+    speedup: SpeedupReport | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
+    held_out: dict[str, AnswerTexts] = field(default_factory=dict)
+
+    @property
+    def stages_not_run(self) -> list[str]:
+        """The measuring stages that have not run, and `train` where no step is recorded; none of `left_out`."""
+        stages = {
+            "train": bool(self.steps),
+            "eval": self.evaluation is not None,
+            "export": self.export is not None,
+            "speedup": self.speedup is not None,
+        }
+        return [name for name, there in stages.items() if not there and name not in self.left_out]
+
+    @property
+    def machine_words(self) -> str:
+        """Processor, cores and memory."""
+        machine = self.machine
+        return f"{machine['cpu']}, {machine['cores']} cores, {size(machine['memory_bytes'])} memory"
+
+    @property
+    def software_words(self) -> str:
+        """The versions that figures depend on."""
+        machine = self.machine
+        return f"Python {machine['python']}, torch {machine.get('torch')}, transformers {machine.get('transformers')}"
+
+
+# ── The tables on how a draft came about, its models, cuts, training and texts, and on its files ──
+
+# Rows of the training table: the label, and the figure of a step.
+TRAINED: dict[str, Callable[[TrainingStep], float]] = {
+    "loss": lambda step: step.loss,
+    MEASURES["forward_kl"]: lambda step: step.forward_kl,
+    "cross-entropy, nats": lambda step: step.cross_entropy,
+    MEASURES["top1_agreement"]: lambda step: step.agreement,
+    "learning rate": lambda step: step.rate,
+}
+# Rows of the table of models: the label, and the size of a model.
+SIZES: dict[str, Callable[[ModelSizes], int]] = {
+    "parameters": lambda model: model.parameters,
+    "layers": lambda model: model.layers,
+    "hidden width": lambda model: model.hidden,
+    "MLP width": lambda model: model.mlp,
+    "vocabulary": lambda model: model.vocabulary,
+    "bytes": lambda model: model.bytes,
+}
+
+
+def models(results: RunResults) -> Table:
+    """Target, donor and draft side by side, and how the draft differs from its donor."""
+    donor, draft = results.donor, results.draft
+    every = {"target": results.target, "donor (before)": donor, "draft (after)": draft}
+    shown = {title: model for title, model in every.items() if model is not None}
+    rows: list[list[Cell | Value]] = [
+        ["path", *(model.path for model in shown.values())],
+        ["architecture", *(model.architecture for model in shown.values())],
+    ]
+    for label, of in SIZES.items():
+        form = "bytes" if label == "bytes" else ""
+        rows.append([label, *(Cell(of(model), form) for model in shown.values())])
+    if donor is None:
+        return Table(["", *shown], rows, results.command)
+    same = "same" if donor.architecture == draft.architecture else "changed"
+    sizes = [(of(donor), of(draft)) for of in SIZES.values()]
+    changes: list[Cell | Value] = [Cell(new / old - 1, "%") if old and new != old else "same" for old, new in sizes]
+    for row, change in zip(rows, ["", same, *changes], strict=True):
+        row.append(change)
+    return Table(["", *shown, "donor → draft"], rows, results.command)
+
+
+def cuts(results: RunResults) -> Table:
+    """Sizes and KL after each operation on the donor."""
+    columns: Columns[Change] = {
+        "operation": lambda one: one.operation,
+        "parameters": lambda one: one.after.parameters,
+        "bytes per step": lambda one: Cell(one.after.bytes_per_step, "size"),
+        "layers": lambda one: one.after.layers,
+        "MLP": lambda one: max(one.after.mlp),
+        "tokens in the head": lambda one: one.after.kept_vocabulary,
+        "change": lambda one: Cell(one.after.parameters / one.before.parameters - 1, "%"),
+        "KL before, nats": lambda one: Cell(one.kl_before, "significant"),
+        "KL after": lambda one: Cell(one.kl_after, "significant"),
+    }
+    return table_of(results.cuts, columns, results.command)
+
+
+def sparsity(report: SparsityReport, command: str) -> list[Table]:
+    """How a penalty spread over the layers and, for single weights, over the tensors."""
+    details = report.details
+    if details.by_layer is not None:
+        layers: list[Row] = [[layer, Cell(share, "%")] for layer, share in enumerate(details.by_layer)]
+        tensors: list[Row] = [[name, Cell(share, "%")] for name, share in (details.by_tensor or {}).items()]
+        return [Table(["layer", "zero weights"], layers, command), Table(["tensor", "zero weights"], tensors, command)]
+    figures = zip(details.removed_zero_share or [], details.lambda_by_layer or [], strict=True)
+    rows: list[Row] = [
+        [layer, Cell(share, "%"), Cell(strength, "significant")] for layer, (share, strength) in enumerate(figures)
+    ]
+    return [Table(["layer", "removed neurons that were exactly zero", "mean λ of the ramp"], rows, command)]
+
+
+def parts(training: TrainingSummary, command: str) -> Table:
+    """The parts of the training."""
+    columns: Columns[TrainedPart] = {
+        "part": lambda one: one.name,
+        "steps": lambda one: f"{one.first + 1}–{one.first + one.steps}",
+        "peak rate": lambda one: Cell(one.rate, "significant"),
+        "loss": lambda one: ", ".join(f"{weight:g} {name}" for name, weight in one.loss.items()),
+    }
+    return table_of(training.parts, columns, command)
+
+
+def ends(steps: list[TrainingStep], command: str) -> Table:
+    """The first and the last step of the training."""
+    first, last = steps[0], steps[-1]
+    rows: list[Row] = [
+        [label, *(Cell(figure(step), "significant") for step in (first, last))] for label, figure in TRAINED.items()
+    ]
+    return Table(["", f"step {first.step}", f"step {last.step}"], rows, command)
+
+
+def texts(results: RunResults) -> list[Table]:
+    """The splits of the corpus, and the prompts and answers by class and mode."""
+    corpus, answers = results.corpus, results.answers
+    assert corpus is not None
+    columns: Columns[tuple[str, SplitTexts]] = {
+        "split": lambda one: one[0],
+        "documents": lambda one: one[1].documents,
+        "tokens of given text": lambda one: one[1].tokens,
+        "prompts": lambda one: one[1].prompts,
+    }
+    splits = [("train", corpus.train), ("validation", corpus.validation), ("test", corpus.test)]
+    asked, own = _by_class(corpus.train.asked), {} if answers is None else _by_class(answers.by_class)
+    rows: list[Row] = [
+        [name, *_counted(asked.get(name)), *_counted(own.get(name))] for name in dict.fromkeys([*asked, *own])
+    ]
+    heads = ["train prompts", "prompts", "their tokens", "answers kept", "their tokens"]
+    return [table_of(splits, columns, results.command), *([Table(heads, rows, results.command)] if rows else [])]
+
+
+def _by_class(counts: Iterable[TextCount]) -> dict[str, TextCount]:
+    return {", ".join(part for part in (one.label, one.mode) if part) or "all": one for one in counts}
+
+
+def _counted(count: TextCount | None) -> list[Value]:
+    return [None, None] if count is None else [count.texts, count.tokens]
+
+
+def questions(sources: list[AskedQuestions], command: str) -> Table:
+    """The questions that the target wrote itself: how many, and how varied."""
+    columns: Columns[AskedQuestions] = {
+        "self-asked questions": lambda one: f"{one.file}, T {one.temperature:g}, top-p {one.top_p:g}",
+        "wanted": lambda one: one.wanted,
+        "texts written": lambda one: one.asked,
+        "usable": lambda one: one.usable,
+        "used": lambda one: one.kept,
+        "median tokens": lambda one: Cell(one.median_tokens, ".1f"),
+        "90th percentile": lambda one: Cell(one.most_tokens, ".1f"),
+        "different words": lambda one: Cell(one.distinct[0], "%"),
+        "2-grams": lambda one: Cell(one.distinct[1], "%"),
+        "3-grams": lambda one: Cell(one.distinct[2], "%"),
+        "repeats": lambda one: Cell(one.repeated, "%"),
+    }
+    return table_of(sources, columns, command)
+
+
+def files(export: ExportReport) -> Table:
+    """The GGUF files, and how closely llama.cpp reproduces their models' distributions and tokens."""
+
+    def of_parity(of: Callable[[Parity], Value], form: str = "") -> Callable[[ExportedFile], Cell]:
+        return lambda one: Cell(None if one.parity is None else of(one.parity), form)
+
+    def mismatches(one: ExportedFile) -> Cell:
+        wrong = None if one.parity is None else len(one.parity.tokenizer_mismatches)
+        return Cell(wrong, bad=bool(wrong))
+
+    columns: Columns[ExportedFile] = {
+        "file": lambda one: one.path,
+        "model": lambda one: one.model,
+        "type": lambda one: one.outtype,
+        "bytes": lambda one: Cell(one.bytes, "bytes"),
+        "positions": of_parity(lambda parity: parity.positions),
+        MEASURES["top1_agreement"]: of_parity(lambda parity: parity.top1_agreement, "%"),
+        "mean |Δ log p|": of_parity(lambda parity: parity.mean_abs_dlogprob, "significant"),
+        "max |Δ log p|": of_parity(lambda parity: parity.max_abs_dlogprob, "significant"),
+        "tokenizer texts": of_parity(lambda parity: parity.tokenizer_texts),
+        "mismatches": mismatches,
+    }
+    note = "Each file in llama.cpp against its Hugging Face model on the same positions."
+    return table_of(export.files, columns, export.command, note=note)
+
+
+# ── Several runs side by side: what each draft is, how much of it is accepted, and what it gains ──
+
+
+def _figures(results: RunResults) -> dict[str, Cell | Value]:
+    """The figures of one run; of each text domain acceptance, as the run's sampler decides it, and KL; of each pair and
+    backend the fastest way and its speedup."""
+    draft, evaluation = results.draft, results.evaluation
+    figures: dict[str, Cell | Value] = {
+        "target": results.target.path,
+        "parameters": draft.parameters,
+        "layers": draft.layers,
+    }
+    if results.steps:
+        figures["tokens trained on"] = trained_tokens(results.steps)
+    if evaluation is not None:
+        for name, sides in evaluation.domains.items():
+            for measure in (evaluation.acceptance_measure, "forward_kl"):
+                figures[f"{MEASURES[measure]}, {name}"] = Cell(sides["after"].measure(measure), form_of(measure))
+    for best in results.speedup.best if results.speedup else ():
+        figures[f"fastest, {best.pair}, {best.backend}"] = best.configuration
+        figures[f"speedup, {best.pair}, {best.backend}"] = Cell(speedup_of(best), "×")
+    return figures
+
+
+def beside_blocks(runs: Sequence[RunResults]) -> list[Block]:
+    """A column for each run, a row for each figure; below it what makes them incomparable."""
+    columns = [_figures(results) for results in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows: list[Row] = [[name, *(column.get(name) for column in columns)] for name in names]
+    return [Table(["figure", *(results.name for results in runs)], rows), bullets(differences(runs))]
+
+
+def differences(runs: Sequence[RunResults]) -> list[str]:
+    """Why figures of these runs cannot be compared, one sentence each."""
+    evaluated = [results.evaluation for results in runs if results.evaluation is not None]
+    timed = [results.speedup for results in runs if results.speedup is not None]
+    told: dict[str, dict[str, set[Any]]] = {
+        "acceptance": {
+            "targets": {results.target.path for results in runs},
+            "samplers": {one.sampler_words for one in evaluated},
+            "test texts": {tuple((k, v["after"].tokens) for k, v in one.domains.items()) for one in evaluated},
+        },
+        "speedup": {
+            "machines": {(one.machine.get("cpu"), one.machine.get("cores")) for one in timed},
+            "numbers of prompts": {(one.prompts, one.new_tokens) for one in timed},
+        },
+    }
+    return [
+        f"These runs have different {' and '.join(names)}: a difference in {figure} may come from that."
+        for figure, sets in told.items()
+        if (names := [name for name, found in sets.items() if len(found) > 1])
+    ]

@@ -1,0 +1,267 @@
+"""What `distill serve-check` found on the user's own server, as dataclasses: tables and JSON are made from it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from distill.files import Figure
+from distill.intervals import UNKNOWN, Interval, paired_ratio_interval, ratio_interval
+
+# ── What `distill serve-check` found on the user's own server, as dataclasses: tables and JSON are made from it ──
+
+
+@dataclass(frozen=True)
+class ServedAcceptance:
+    """Drafted and accepted tokens of the same prompts, as `source` counts them.
+
+    `rate` is accepted ÷ drafted. `tokens_per_round` counts all steps of the target behind the prompt, those without a
+    draft too. Intervals resample prompts. `by_position` holds, of the rounds that drafted, the share that accepted the
+    token at each position; None where the source does not say.
+    """
+
+    source: str
+    prompts: int
+    drafted: int
+    accepted: int
+    rate: Interval
+    tokens_per_round: Interval
+    by_position: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class ServedSpeed:
+    """One configuration under one load: `concurrency` requests at once, each followed by the next, or (0) requests that
+    arrived, `offered` a second.
+
+    `in_flight` is the mean number of them. `first_seconds`, until the first token, and `token_seconds`, for each behind
+    it, are the median and the 95th percentile over requests, from the moment at which each was due. The speedup is over
+    the plain server, in tokens per second of a request's time; NaN for that itself.
+    """
+
+    configuration: str
+    concurrency: int
+    offered: Figure
+    requests: int
+    tokens: int
+    requests_per_second: float
+    tokens_per_second: float
+    in_flight: float
+    first_seconds: tuple[float, float]
+    token_seconds: tuple[Figure, Figure]
+    speedup: Interval = UNKNOWN
+
+
+@dataclass(frozen=True)
+class ServedClass:
+    """The prompts of one class on the server that drafts."""
+
+    name: str
+    prompts: int
+    rate: Interval
+    tokens_per_round: Interval
+    speedup: Interval
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that differs from what the draft was made and measured for.
+
+    `loss` are the tokens per round that it costs: measured with the difference and without, on the same prompts; NaN
+    where it was not measured. `explains`: the whole interval of the loss lies above zero.
+    """
+
+    what: str
+    found: str
+    expected: str
+    advice: str
+    loss: Interval = UNKNOWN
+    explains: bool = False
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """What a server drafts: at most `n_max` tokens (0: plain decoding) of at least `p_min`, `probabilistic` ones drawn
+    from the draft."""
+
+    n_max: int
+    p_min: float
+    probabilistic: bool = False
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        if not self.n_max:
+            return "plain decoding"
+        return f"n_max {self.n_max}, p_min {self.p_min:g}{', probabilistic' if self.probabilistic else ''}"
+
+
+@dataclass(frozen=True)
+class TriedSettings:
+    """Settings with their speed on validation prompts in the last round that they took part in, and how many rounds and
+    prompts these were."""
+
+    settings: DraftSettings
+    rounds: int
+    prompts: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class ConfirmedSettings:
+    """Settings on held-out prompts; `against` is the speed of the chosen settings over theirs."""
+
+    settings: DraftSettings
+    tokens_per_second: float
+    against: Interval
+
+
+@dataclass(frozen=True)
+class ChosenSettings:
+    """The fastest settings on validation prompts, and how they do on others."""
+
+    settings: DraftSettings
+    tried: list[TriedSettings]
+    confirmed: list[ConfirmedSettings]
+    sentence: str
+    command: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ServeReport:
+    """A pair on the user's server, with and without its draft, under `sampler` and from cold caches.
+
+    `acceptance` holds the server's own counts first. `probabilistic`: its drafts were drawn from the draft; `drawn` are
+    the tokens per round that this adds to drafts of its best tokens, NaN where one of them was not measured.
+    `predicted` is what the run measured for the same draft length on its own test prompts; NaN where there is no run,
+    and of sampled requests. `same_texts` of `texts` have the tokens of the plain server. `sentences` say what was
+    found, in order of weight.
+    """
+
+    command: str
+    machine: dict[str, Any]
+    server: str
+    build: str
+    served: str
+    target: str
+    draft: str
+    n_max: int
+    p_min: float
+    probabilistic: bool
+    sampler: dict[str, Any]
+    drawn: Interval
+    prompts: int
+    new_tokens: int
+    left_out: dict[str, int]
+    acceptance: list[ServedAcceptance]
+    predicted: Figure
+    speeds: list[ServedSpeed]
+    classes: list[ServedClass]
+    differences: list[Difference]
+    same_texts: int
+    texts: int
+    sentences: list[str]
+    choice: ChosenSettings | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+# ── What servers and our own decoder drafted and accepted: by text, by a server's counters, and the rates of both
+# ──
+# Legend: τ tokens per round.
+
+
+class TextCounts(NamedTuple):
+    """What was drafted and accepted in the texts behind one prompt, in `later` tokens and `rounds`."""
+
+    later: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+
+    @classmethod
+    def of(cls, tokens: int, drafted: int = 0, accepted: int = 0, rounds: int | None = None) -> TextCounts:
+        """Of one text of `tokens`. The first comes from the prompt's step. Where the rounds are not counted, as
+        llama-server counts none for a request, they are the tokens that were not accepted: of every later step one
+        token is the target's own. A text that ends within a round accepted more than it has."""
+        later = max(0, tokens - 1)
+        return cls(later, drafted, accepted, max(min(1, later), later - accepted) if rounds is None else rounds)
+
+
+@dataclass(frozen=True)
+class Text:
+    """The tokens of a text (none where a server gives no ids), with its counts."""
+
+    tokens: list[int]
+    counts: TextCounts
+
+
+def counts_of(texts: Sequence[Sequence[Text]]) -> list[TextCounts]:
+    """The counts of texts, summed over those behind each prompt."""
+    return [TextCounts(*map(sum, zip(*(text.counts for text in own), strict=True))) for own in texts]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A server's counters of speculation since its start: rounds that drafted, drafted and accepted tokens, and those
+    accepted at each drafted position."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    by_position: tuple[int, ...] = ()
+
+    def since(self, before: Totals) -> Totals:
+        """What was counted after `before`."""
+        known = [*before.by_position, *[0] * len(self.by_position)]
+        return Totals(
+            self.rounds - before.rounds,
+            self.drafted - before.drafted,
+            self.accepted - before.accepted,
+            tuple(now - then for now, then in zip(self.by_position, known, strict=False)),
+        )
+
+
+def totals_of(text: str, prefix: str) -> Totals | None:
+    """The counters of speculation in Prometheus text, summed over engines; None where one is missing.
+
+    llama-server and vLLM name them alike but for their prefix.
+    """
+    metric = rf"^{prefix}:spec_decode_num_(\w+)_total(?:{{(.*)}})? +(\d+(?:\.\d+)?(?:e\+?\d\d?)?)(?= |$)"
+    sums: dict[str, float] = defaultdict(float)
+    places: dict[int, float] = defaultdict(float)
+    for name, labels, value in re.findall(metric, text, re.MULTILINE):
+        sums[name] += float(value)
+        if name == "accepted_tokens_per_pos" and (place := re.search(r'position="(\d{1,4})"', labels)):
+            places[int(place[1])] += float(value)
+    if not {"drafts", "draft_tokens", "accepted_tokens"} <= set(sums):
+        return None
+    by_position = tuple(int(places.get(place, 0)) for place in range(max(places, default=-1) + 1))
+    return Totals(int(sums["drafts"]), int(sums["draft_tokens"]), int(sums["accepted_tokens"]), by_position)
+
+
+def acceptance(source: str, texts: Sequence[TextCounts], totals: Totals | None = None) -> ServedAcceptance:
+    """Both rates with their intervals over prompts; `totals` of the same texts give the positions."""
+    drafted, accepted = [text.drafted for text in texts], [text.accepted for text in texts]
+    later, rounds = [text.later for text in texts], [text.rounds for text in texts]
+    positions = None
+    if totals is not None and totals.rounds and totals.by_position:
+        positions = [accepted_there / totals.rounds for accepted_there in totals.by_position]
+    return ServedAcceptance(
+        source=source,
+        prompts=len(texts),
+        drafted=sum(drafted),
+        accepted=sum(accepted),
+        rate=ratio_interval(accepted, drafted),
+        tokens_per_round=ratio_interval(later, rounds),
+        by_position=positions,
+    )
+
+
+def rise_of_tokens(before: Sequence[TextCounts], after: Sequence[TextCounts]) -> Interval:
+    """τ of `after` less τ of `before`, of the same prompts."""
+    sides = [([text.later for text in side], [text.rounds for text in side]) for side in (before, after)]
+    return paired_ratio_interval(*sides[0], *sides[1])

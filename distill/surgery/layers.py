@@ -1,0 +1,386 @@
+"""Which layers stay, and a model without the others.
+
+Legend: L layers, n layers dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill.data.packing import Packed, hidden_states, separation
+from distill.errors import DataError, RecipeError
+from distill.files import has_form, read_object, write_json
+from distill.progress import Progress
+from distill.surgery.results import Change, Size
+
+# ── The record of an operation on a model: its sizes and its divergence from the target, before and after ──
+# Every operation of this room makes a model folder from a model folder and returns Changes: `transplant.transplant`
+# streams files, `cutter.cut_folder` cuts a loaded model.
+
+SUPPORTED = ("qwen2", "qwen3", "llama", "mistral")
+RECORD = "surgery.json"  # beside the weights: the changes to a folder, oldest first
+
+
+def decoder_layers(model: Any) -> Any:
+    """The blocks of a supported model; raises DataError for an architecture that cannot be cut."""
+    require_supported(model.config.model_type)
+    return model.model.layers
+
+
+def require_supported(architecture: str) -> None:
+    """Raise DataError for an architecture that cannot be cut."""
+    if architecture not in SUPPORTED:
+        raise DataError(
+            f"surgery on architecture `{architecture}` is not supported",
+            f"supported: {', '.join(SUPPORTED)}; choose a donor of one of these",
+        )
+
+
+def size_of(model: Any, kept_vocabulary: int | None = None) -> Size:
+    """The sizes of a loaded model; `kept_vocabulary` is the size of a trimmed head."""
+    config = model.config
+    head = model.get_output_embeddings().weight
+    tied = model.get_input_embeddings().weight is head
+    kept = head.shape[0] if kept_vocabulary is None else kept_vocabulary
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    unread = (head.shape[0] - kept) * head.shape[1] * head.element_size()
+    embedding = model.get_input_embeddings().weight
+    if not tied:
+        unread += (embedding.shape[0] - 1) * embedding.shape[1] * embedding.element_size()
+    return Size(
+        parameters=sum(p.numel() for p in model.parameters()),
+        bytes_per_step=total - unread,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        mlp=(config.intermediate_size,) * config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        vocabulary=config.vocab_size,
+        kept_vocabulary=kept,
+        tied=tied,
+    )
+
+
+def read_changes(folder: Path) -> list[dict[str, Any]]:
+    """The recorded changes of a folder, oldest first; none for a model that no operation made."""
+    path = folder / RECORD
+    if not path.exists():
+        return []
+    changes: list[dict[str, Any]] = read_object(path).get("changes", [])
+    if not has_form(changes, [dict]):
+        raise DataError(f"{path} is damaged: `changes` must be a list of objects", "copy the folder again")
+    return changes
+
+
+def record_change(folder: Path, before: list[dict[str, Any]], *changes: Change) -> None:
+    """Write surgery.json: the changes before, and these."""
+    write_json(folder / RECORD, {"changes": [*before, *(change.as_json() for change in changes)]})
+
+
+# ── Measurements of a loaded model on text: the influence of its layers, and the inputs of its MLPs ──
+# Every function passes packed blocks through the model, documents apart, and counts only positions that hold a
+# token. Sums are kept in fp32 or better on the model's device. Legend: L layers, n blocks, S positions, T tokens of
+# one batch, H hidden, F neurons of an MLP.
+
+Watch = tuple[Any, Callable[[Tensor], None]]  # a module, and the function that gets its inputs
+
+
+def tokens(documents: Tensor) -> Tensor:
+    """Positions [n, S] that hold a token."""
+    return documents >= 0
+
+
+@contextmanager
+def watching(watches: Sequence[Watch]) -> Iterator[None]:
+    """Within the block, each function is called with the first input of its module at every forward pass."""
+
+    def hook(see: Callable[[Tensor], None], _module: Any, arguments: tuple[Tensor, ...]) -> None:
+        see(arguments[0])
+
+    handles = [module.register_forward_pre_hook(partial(hook, see)) for module, see in watches]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def parts_of(model: Any, blocks: Packed, batch: int) -> list[Packed]:
+    """The blocks in batches on the model's device; raises DataError when they hold no token."""
+    if not bool(tokens(blocks.documents).any()):
+        raise DataError("the blocks to observe the model on hold no token", "give it text: enlarge the corpus")
+    device = next(model.parameters()).device
+    parts = [blocks.take(slice(start, start + batch)) for start in range(0, len(blocks), batch)]
+    return [Packed(*(x.to(device) for x in (p.ids.long(), p.documents, p.positions.long(), p.mask))) for p in parts]
+
+
+@torch.no_grad()
+def observe(model: Any, blocks: Packed, watches: Sequence[Watch], batch: int = 4) -> int:
+    """One pass over the blocks; each watch gets its module's inputs [T, ·] in fp32, at the positions with a token.
+
+    Returns the number of these positions. Raises DataError when the blocks hold no token.
+    """
+    used = torch.zeros(0, dtype=torch.bool)
+
+    def see_used(see: Callable[[Tensor], None], values: Tensor) -> None:
+        see(values[used].float())
+
+    total = 0
+    with watching([(module, partial(see_used, see)) for module, see in watches]):
+        for part in parts_of(model, blocks, batch):
+            used = tokens(part.documents)
+            total += int(used.sum())
+            hidden_states(model, part)
+    return total
+
+
+def block_influence(model: Any, blocks: Packed, batch: int = 4) -> list[float]:
+    """1 − mean cosine of each layer's input and output, [L] (block influence, Men et al. 2024, arXiv 2403.03853).
+
+    Raises DataError when the blocks hold no token.
+    """
+    layers = decoder_layers(model)
+    influence = [0.0] * len(layers)
+    units: list[Tensor] = []  # along the states that the layers read, and at last along the last one's output
+
+    def keep(state: Tensor) -> None:
+        units.append(torch.nn.functional.normalize(state, dim=-1))
+
+    def finish(state: Tensor) -> None:
+        keep(state)
+        for index in range(len(layers)):
+            # By the chord |u − v|, exact at small angles, where cosines of fp32 vectors lose their digits.
+            chord = (units[index] - units[index + 1]).norm(dim=-1).clamp(max=2)
+            influence[index] += float((chord.square() / 2).sum())
+        units.clear()
+
+    total = observe(model, blocks, [*((layer, keep) for layer in layers), (model.model.norm, finish)], batch)
+    return [value / total for value in influence]
+
+
+def run_layer(model: Any, index: int, part: Packed, state: Tensor) -> Tensor:
+    """The output [n, S, H] of one layer for the states [n, S, H] of a batch of blocks."""
+    masks = separation(model, part.documents, state.device)
+    output = decoder_layers(model)[index](
+        state,
+        attention_mask=masks[model.config.layer_types[index]] if isinstance(masks, dict) else masks,
+        position_ids=part.positions,
+        position_embeddings=model.model.rotary_emb(state, part.positions),
+        use_cache=False,
+    )
+    return output
+
+
+# ── Which layers stay, and a model without the others ──
+
+Loss = Callable[[Any], float]
+
+
+def check_layers(config: Any, keep: int) -> None:
+    """Raise RecipeError when a model of this configuration cannot keep `keep` layers."""
+    require_supported(config.model_type)
+    if not 1 <= keep <= config.num_hidden_layers:
+        raise RecipeError(
+            f"{keep} layers are to be kept, but the donor has {config.num_hidden_layers}",
+            f"ask for 1 to {max(1, config.num_hidden_layers - 1)}; {config.num_hidden_layers} would cut none",
+        )
+
+
+def parse_layers(text: str, count: int) -> list[int]:
+    """Layers, ascending and counted from 0, given as ranges and single indices: "14-21", "3,7" or "0-2,9".
+
+    Raises RecipeError for an entry that is no layer of `count`, for a layer given twice, and for all layers at once.
+    """
+    layers: list[int] = []
+    for piece in text.split(","):
+        ends = [int(end) if end.strip().isdecimal() else -1 for end in piece.split("-")]
+        if len(ends) > 2 or min(ends) < 0 or ends[0] > ends[-1]:
+            raise RecipeError(f"`{piece}` names no layers", 'write indices and ranges, lower end first: "3,7,14-21"')
+        if ends[-1] >= count:
+            raise RecipeError(f"`{piece}`: there is no layer {ends[-1]}", f"the layers are 0 to {count - 1}")
+        layers += range(ends[0], ends[-1] + 1)
+    twice = sorted({i for i in layers if layers.count(i) > 1})
+    if twice:
+        raise RecipeError(f"layers named twice: {', '.join(map(str, twice))}", "name each layer once")
+    if len(layers) == count:
+        raise RecipeError(f"all {count} layers would be dropped", "leave at least one")
+    return sorted(layers)
+
+
+def choose_layers(
+    model: Any, keep: int | None, rule: str, *, blocks: Packed, loss: Loss, drop: str | None = None
+) -> tuple[list[int], dict[str, Any]]:
+    """The layers that stay, ascending, and a report of why; the model is left as it was.
+
+    With n = L − keep:
+    last-but-one  drops the n layers before the last (all but the last when n = L − 1).
+    influence     drops the n of least block influence over `blocks`, the first and the last excepted, which read the
+                  embeddings and feed the head; when one layer is kept it is the first. Men et al. 2024.
+    greedy        removes, n times, the layer without which `loss(model)` is lowest: L + (L − 1) + … evaluations on the
+                  model with that layer out of its list; no weights are copied. The first of equals goes.
+    explicit      drops the layers in `drop` (see parse_layers), whatever `keep` is.
+
+    Raises RecipeError for a number or for layers that are not possible; DataError for an unknown architecture.
+    """
+    count = len(decoder_layers(model))
+    report: dict[str, Any] = {"rule": rule, "layers": count}
+    dropped: Sequence[int]
+    if rule == "explicit":
+        assert drop is not None
+        dropped = parse_layers(drop, count)
+    else:
+        assert keep is not None
+        check_layers(model.config, keep)
+        if rule == "last-but-one":
+            dropped = range(keep - 1, count - 1)
+        elif rule == "greedy":
+            steps = _greedy(model, count - keep, loss)
+            report |= {"evaluations": sum(range(keep + 1, count + 1)), "steps": steps}
+            dropped = [step["removed"] for step in steps]
+        else:
+            assert rule == "influence", rule
+            report["influence"] = influence = block_influence(model, blocks)
+            dropped = [*sorted(range(1, count - 1), key=lambda i: influence[i]), count - 1][: count - keep]
+    kept = [i for i in range(count) if i not in dropped]
+    return kept, {**report, "kept": kept, "dropped": sorted(dropped)}
+
+
+def _greedy(model: Any, drop: int, loss: Loss) -> list[dict[str, Any]]:
+    """The layers removed one after the other, each with the loss without it."""
+    kept, steps = list(range(len(decoder_layers(model)))), []
+    evaluations = sum(len(kept) - removed for removed in range(drop))
+    progress = Progress("layers: losses without one", evaluations, brief=True)
+    for _ in range(drop):
+        losses: dict[int, float] = {}
+        for candidate in kept:
+            with only_layers(model, [i for i in kept if i != candidate]):
+                value = float(loss(model))
+            losses[candidate] = value if math.isfinite(value) else math.inf
+            progress.step()
+        best = min(losses, key=lambda i: losses[i])
+        if losses[best] == math.inf:
+            raise DataError(f"without any of layers {kept} the loss is not finite", "check the donor's weights")
+        kept.remove(best)
+        steps.append({"removed": best, "loss": losses[best]})
+    return steps
+
+
+@contextmanager
+def only_layers(model: Any, kept: Sequence[int]) -> Iterator[None]:
+    """Within the block, the model has only those layers; afterwards all of them again. No weights are copied."""
+    layers, config = model.model.layers, model.config
+    names = ("layer_types", "max_window_layers", "num_hidden_layers")
+    settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    sliding = getattr(model.model, "has_sliding_layers", None)
+    keep_layers(model, kept)
+    try:
+        yield
+    finally:
+        model.model.layers = layers
+        for position, layer in enumerate(layers):
+            layer.self_attn.layer_idx = position
+        for name, value in settings.items():
+            setattr(config, name, value)
+        if sliding is not None:
+            model.model.has_sliding_layers = sliding
+
+
+def keep_layers(model: Any, kept: Sequence[int]) -> None:
+    """Keep those layers (ascending) in place, and cut every per-layer entry of the configuration with them.
+
+    The cache addresses layers by `layer_idx`, which is renumbered. Raises RecipeError for layers that do not exist.
+    """
+    layers, config = decoder_layers(model), model.config
+    if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= len(layers):
+        raise RecipeError(f"layers {list(kept)} cannot be kept", f"name some of 0 to {len(layers) - 1}, ascending")
+    model.model.layers = torch.nn.ModuleList([layers[i] for i in kept])
+    for position, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = position
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in kept]
+    if getattr(config, "max_window_layers", None) is not None:
+        config.max_window_layers = sum(1 for i in kept if i < config.max_window_layers)
+    config.num_hidden_layers = len(kept)
+    if hasattr(model.model, "has_sliding_layers"):
+        model.model.has_sliding_layers = "sliding_attention" in config.layer_types
+
+
+# ── Narrower MLPs: which neurons stay ──
+# A neuron is a row of gate_proj and up_proj and a column of down_proj. Legend: L layers, T tokens, F neurons, a [T,
+# F] the inputs of down_proj.
+
+MULTIPLE = 32  # of neurons: GGUF's quantised types store rows in blocks of 32
+
+
+def check_width(config: Any, width: int) -> None:
+    """Raise RecipeError when an MLP of this configuration cannot be cut to `width`: its own, or a multiple below it."""
+    require_supported(config.model_type)
+    full = config.intermediate_size
+    possible = [*range(MULTIPLE, full, MULTIPLE), full]
+    if width not in possible:
+        near = sorted(sorted(possible, key=lambda w: abs(w - width))[:2])
+        raise RecipeError(
+            f"an MLP of {full} neurons cannot be cut to {width}",
+            f"ask for a multiple of {MULTIPLE} (better 256) below {full}, or all: {' or '.join(map(str, near))}",
+        )
+
+
+def take(module: Any, index: Tensor, dim: int) -> None:
+    """Keep those outputs (dim 0, with their biases) or inputs (dim 1; the bias stays) of a Linear."""
+    weight = module.weight.detach().index_select(dim, index)
+    module.weight = torch.nn.Parameter(weight, requires_grad=module.weight.requires_grad)
+    module.out_features, module.in_features = weight.shape
+    if dim == 0 and module.bias is not None:
+        bias = module.bias.detach().index_select(0, index)
+        module.bias = torch.nn.Parameter(bias, requires_grad=module.bias.requires_grad)
+
+
+def neuron_scores(model: Any, blocks: Packed, batch: int = 4) -> list[Tensor]:
+    """E[a²]·‖down column‖² [F] of each layer's neurons: the mean square that each adds to the residual stream."""
+    downs = [layer.mlp.down_proj for layer in decoder_layers(model)]
+    squares = [torch.zeros(down.in_features, device=down.weight.device) for down in downs]
+
+    def add(total: Tensor, a: Tensor) -> None:
+        total.add_(a.square().sum(0))
+
+    watches = [(down, partial(add, total)) for down, total in zip(downs, squares, strict=True)]
+    count = observe(model, blocks, watches, batch)
+    columns = [down.weight.detach().float().square().sum(0) for down in downs]
+    return [total / count * column for total, column in zip(squares, columns, strict=True)]
+
+
+def narrow(model: Any, blocks: Packed, width: int, batch: int = 4) -> dict[str, Any]:
+    """Keep `width` neurons of every layer's MLP, those of largest score in their order; the model is changed in place.
+
+    Returns JSON-able details: neurons kept per layer, and the share of its score they hold. Raises RecipeError for a
+    width that is not possible (see check_width), and DataError when the blocks hold no token.
+    """
+    check_width(model.config, width)
+    neurons, shares = [], []
+    for scores in neuron_scores(model, blocks, batch):
+        kept = scores.sort(descending=True, stable=True).indices[:width].sort().values
+        mass = float(scores.sum())
+        neurons.append(kept.tolist())
+        shares.append(float(scores[kept].sum()) / mass if mass else 1.0)
+    keep_neurons(model, neurons)
+    return {"widths": [width] * len(neurons), "neurons": neurons, "score_kept": shares}
+
+
+def keep_neurons(model: Any, neurons: Sequence[Sequence[int]]) -> None:
+    """Keep those neurons of each layer's MLP (equally many, ascending); the model is changed in place."""
+    for layer, kept in zip(decoder_layers(model), neurons, strict=True):
+        mlp = layer.mlp
+        index = torch.tensor(kept, dtype=torch.long, device=mlp.down_proj.weight.device)
+        for linear, dim in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):
+            if len(kept) < linear.weight.shape[dim]:
+                take(linear, index, dim)
+        mlp.intermediate_size = len(kept)
+    model.config.intermediate_size = len(neurons[0])

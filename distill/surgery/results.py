@@ -1,0 +1,148 @@
+"""What became of the donor: cut/cut.json, compared/compared.json and draft/sparsity.json as dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from distill.folders import ModelSizes
+from distill.tables import Cell, Columns, Table, table_of
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a model. `mlp` is the width per layer; `bytes_per_step` counts the weights read to decode one token:
+    all of them, except that an untied input embedding gives one row, and that a trimmed head is read where it is kept.
+    """
+
+    parameters: int
+    bytes_per_step: int
+    layers: int
+    hidden: int
+    mlp: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    kept_vocabulary: int
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """One operation: its name, the sizes before and after, KL(target ‖ model) in nats before and after where it was
+    measured, and its choices, in words and numbers that JSON can hold."""
+
+    operation: str
+    before: Size
+    after: Size
+    kl_before: float | None = None
+    kl_after: float | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """For surgery.json and reports."""
+        return asdict(self)
+
+    def sentence(self) -> str:
+        """One line for the log."""
+        old, new = self.before, self.after
+        sizes = {
+            "layers": (old.layers, new.layers),
+            "MLP": (_widths(old.mlp), _widths(new.mlp)),
+            "vocabulary": (old.vocabulary, new.vocabulary),
+            "kept vocabulary": (old.kept_vocabulary, new.kept_vocabulary),
+        }
+        parts = [
+            *(f"{name} {before} -> {after}" for name, (before, after) in sizes.items() if before != after),
+            f"parameters {old.parameters / 1e6:.2f}M -> {new.parameters / 1e6:.2f}M",
+            f"bytes per step {old.bytes_per_step / 1e6:.2f} MB -> {new.bytes_per_step / 1e6:.2f} MB",
+        ]
+        if self.kl_after is not None:
+            before = "" if self.kl_before is None else f"{self.kl_before:.4f} -> "
+            parts.append(f"KL to the target {before}{self.kl_after:.4f}")
+        return f"{self.operation}: " + ", ".join(parts)
+
+
+def _widths(mlp: tuple[int, ...]) -> str:
+    return str(mlp[0]) if len(set(mlp)) == 1 else f"{min(mlp)}..{max(mlp)}"
+
+
+@dataclass(frozen=True)
+class CutReport:
+    """cut/cut.json: donor and draft, every operation between them, and the longest context."""
+
+    donor: ModelSizes
+    draft: ModelSizes
+    changes: list[Change]
+    context: int | None
+
+
+@dataclass(frozen=True)
+class PricedCut:
+    """A cut with its measurements and the speed predicted from them.
+
+    `kl` in nats; `acceptance` α of rejection sampling at the recipe's sampler, on the validation split;
+    `draft_seconds` D; `length` the best γ (0: plain decoding is faster); `tokens_per_second` predicted with it;
+    `speedup` over plain.
+    """
+
+    name: str
+    parameters: int
+    kl: float | None
+    acceptance: float
+    draft_seconds: float
+    length: int
+    tokens_per_second: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """compared/compared.json: the cuts that a recipe lists, priced; `target_seconds` are T(1..)."""
+
+    backend: str
+    heal_steps: int
+    target_seconds: list[float]
+    cuts: list[PricedCut]
+    command: str
+
+    def table(self) -> Table:
+        """A row for each cut, as listed."""
+        steps = ", ".join(
+            f"T({m}) {1e3 * seconds:.2f}" for m, seconds in enumerate(self.target_seconds, 1) if m in (1, 2, 5, 9, 17)
+        )
+        columns: Columns[PricedCut] = {
+            "cut": lambda one: one.name,
+            "parameters": lambda one: one.parameters,
+            "KL, nats": lambda one: Cell(one.kl, ".3f"),
+            "acceptance": lambda one: Cell(one.acceptance, "%"),
+            "D, ms": lambda one: Cell(1e3 * one.draft_seconds, "significant"),
+            "best γ": lambda one: one.length,
+            "predicted tokens/s": lambda one: Cell(one.tokens_per_second, ".1f"),
+            "predicted speedup": lambda one: Cell(one.speedup, "×"),
+        }
+        note = (
+            f"Acceptance on the validation split after {self.heal_steps} training steps. Steps in {self.backend}: D of "
+            f"the draft, T(m) of the target over m tokens ({steps} ms). γ: drafted tokens a round; 0: plain decoding "
+            "is faster."
+        )
+        return table_of(self.cuts, columns, self.command, title="Cuts compared", note=note)
+
+
+@dataclass(frozen=True)
+class SparsityDetails:
+    """Shares of zero weights by layer and tensor (single weights), or by layer the share of the removed neurons that
+    were exactly zero and the mean λ (whole neurons)."""
+
+    by_layer: list[float] | None = None
+    by_tensor: dict[str, float] | None = None
+    removed_zero_share: list[float] | None = None
+    lambda_by_layer: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class SparsityReport:
+    """draft/sparsity.json, as far as it is shown."""
+
+    sentence: str
+    details: SparsityDetails

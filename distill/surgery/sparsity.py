@@ -1,0 +1,385 @@
+"""Group lasso while fine-tuning: MLP neurons shrink to exactly zero and are cut out (λ follows the schedule in
+`ramp`).
+
+Legend: L layers, F neurons of an MLP, H hidden, |g| elements of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from distill.errors import RecipeError
+from distill.surgery.layers import decoder_layers, keep_neurons
+
+# ── L1 while fine-tuning: MLP neurons (group lasso) or single weights shrink to exactly zero and then stay zero ──
+# A run has three phases: dense (the first `start` of the steps), ramp (a proximal step after every optimizer step),
+# debias (λ = 0, zeros stay zero, the rest learns on). The proximal step is decoupled from the gradient as weight
+# decay is in AdamW, so its threshold is rate·λ·√|g|, in units of what Adam moves a group in a step.
+# Schedule of λ, one per layer (one for all single weights). Let d be the norm of the largest group that is still to
+# be removed, and r the ramp steps that remain, this one included: λ = d / (r·rate·√|g|). The threshold is then d/r:
+# undisturbed, d falls to zero in a straight line; where the loss holds neurons back, d stays above that line and λ
+# rises until d is zero. λ depends on the weights and the step alone, so a resume changes nothing, and no learning
+# rate is too small. Every layer reaches its count in the last step of the ramp, or earlier.
+# `group_lasso` and `unstructured` take these steps. Legend: |g| elements of a group.
+
+LEAST_RAMP = 10  # proximal steps; fewer would be pruning in one go
+HAIR = 1 + 1e-6  # on λ, so that rounding does not leave the last group alive
+
+
+def require_ramp(steps: int, embedding_steps: int, ramp: float) -> None:
+    """Raise RecipeError where a training of so many steps has no room for a ramp behind those of its embeddings."""
+    if embedding_steps > (1 - ramp) * steps:
+        raise RecipeError(
+            f"train.embedding_steps is {embedding_steps} of {steps} steps, and a ramp of {ramp:g} "
+            "(train.sparsity.ramp) follows them",
+            f"ask for at most {math.floor((1 - ramp) * steps)}, or for a shorter ramp",
+        )
+    if round(ramp * steps) < LEAST_RAMP:
+        raise RecipeError(
+            f"train.steps is {steps}, and a ramp of {ramp:g} (train.sparsity.ramp) needs {LEAST_RAMP} steps",
+            f"train for at least {math.ceil(LEAST_RAMP / ramp)} steps, or ramp over a larger share of them",
+        )
+
+
+class Penalty(ABC):
+    """The phases of a penalty over the steps of a training; `start` and `ramp` are shares of them.
+
+    Raises RecipeError for a ramp of too few steps, or one that ends after the training.
+    """
+
+    def __init__(self, steps: int, start: float, ramp: float) -> None:
+        if not 0 <= start <= 1 - ramp:
+            raise RecipeError(
+                f"sparsity: start is {start}; with a ramp of {ramp} it leaves no room", f"ask for 0 to {1 - ramp:g}"
+            )
+        self.ramp = round(ramp * steps)  # steps
+        if self.ramp < LEAST_RAMP:
+            raise RecipeError(
+                f"sparsity: {steps} steps are too few: a ramp of {ramp} needs {LEAST_RAMP} proximal steps",
+                f"train for at least {math.ceil(LEAST_RAMP / ramp)} steps, or ramp over a larger share of them",
+            )
+        self.dense = min(round(start * steps), steps - self.ramp)  # steps
+        self.step = 0
+        self.frozen = False
+
+    @torch.no_grad()
+    def after_step(self, step: int, rate: float) -> dict[str, Any]:
+        """The proximal step that follows optimizer step `step` (from 0), taken at `rate`; figures for the log.
+
+        phase: dense, ramp or debias; lambda: the mean over layers; and those of `_zero_shares`.
+        """
+        assert step == self.step, f"step {step} after {self.step} steps"
+        self.step += 1
+        left = 0 if self.step <= self.dense else max(0, self.dense + self.ramp + 1 - self.step)  # with this one
+        strength = 0.0
+        if self.frozen:
+            self._hold()
+        elif left:
+            strength = self._press(left, rate)
+        shares, reached = self._zero_shares()
+        if left and not self.frozen and (left == 1 or reached):
+            self._freeze()
+        return {"phase": "debias" if self.frozen else "ramp" if left else "dense", "lambda": strength, **shares}
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The state beyond the model, for JSON."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`, after the model's weights."""
+
+    @abstractmethod
+    def _press(self, left: int, rate: float) -> float:
+        """One proximal step, with `left` steps of the ramp to go; λ, the mean over layers."""
+
+    @abstractmethod
+    def _zero_shares(self) -> tuple[dict[str, float], bool]:
+        """How much is zero, for the log, and whether that is all that is to go."""
+
+    @abstractmethod
+    def _freeze(self) -> None:
+        """Fix what is removed."""
+
+    @abstractmethod
+    def _hold(self) -> None:
+        """Put back to zero what the optimizer's moments have moved, although its gradient is zero."""
+
+
+# ── Group lasso while fine-tuning: MLP neurons shrink to exactly zero and are cut out (λ follows the schedule in ──
+
+
+def group_parts(layer: Any) -> list[Tensor]:
+    """Views of the parameters that hold the groups of a layer, with one neuron a row [F, ·]."""
+    gate, up, down = layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
+    biases = [linear.bias.detach().unsqueeze(1) for linear in (gate, up) if linear.bias is not None]
+    return [gate.weight.detach(), up.weight.detach(), down.weight.detach().T, *biases]
+
+
+def _lengths(part: Tensor) -> Tensor:
+    """The norm of each neuron's elements in one part [F]."""
+    return torch.linalg.vector_norm(part, dim=1)
+
+
+def group_size(layer: Any) -> int:
+    """Elements of one group: 3H, and two more where gate and up have biases."""
+    return sum(part.shape[1] for part in group_parts(layer))
+
+
+def group_norms(layer: Any) -> Tensor:
+    """‖g‖ of every neuron, fp64 on the CPU [F]."""
+    return torch.stack([_lengths(part).cpu().double() for part in group_parts(layer)]).square().sum(0).sqrt()
+
+
+def zero_groups(layer: Any) -> Tensor:
+    """Which neurons are zero in every element, boolean on the CPU [F]."""
+    return ~torch.stack([(part != 0).any(1) for part in group_parts(layer)]).any(0).cpu()
+
+
+def balance(model: Any) -> None:
+    """Make ‖up_j‖ = ‖down_j‖ for every neuron: up_j·c and down_j/c are the same function, c the root of their ratio.
+
+    The bias of up scales with its row and counts in its norm. A neuron with one of the two at zero is left alone.
+    """
+    for layer in decoder_layers(model):
+        _, up, down, *biases = group_parts(layer)
+        rows = [up, *biases[1:]]
+        size = torch.stack([_lengths(part) for part in rows]).norm(dim=0)
+        ratio = _lengths(down) / size
+        scale = torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, 1.0).sqrt().unsqueeze(1)  # [F, 1]
+        for part in rows:
+            part.mul_(scale)
+        down.div_(scale)
+
+
+def shrink_factor(norms: Tensor, threshold: float) -> Tensor:
+    """max(0, 1 − threshold/‖g‖) [F]: the proximal operator of threshold·‖g‖ (group lasso: Yuan and Lin 2006)."""
+    return torch.where(norms > threshold, 1 - threshold / norms, 0.0)
+
+
+class GroupLasso(Penalty):
+    """Group lasso over MLP neurons, to `width` neurons in every layer; group j = gate row, up row, down column j.
+
+    Building it balances the model, so build it before the optimizer, and restore a checkpoint's weights afterwards.
+    Only the groups that rank among those to go are shrunk, ranked anew at every step (the trimmed penalty: Yun et al.,
+    ICML 2019). The neurons of trained models have similar norms, so the textbook penalty, which shrinks all groups,
+    shrinks the remaining neurons nearly as far as the removed ones; trimming in turn gives the norms at the start more
+    weight in the choice.
+    Raises RecipeError for an impossible width or schedule, DataError for an unknown architecture.
+    """
+
+    def __init__(self, model: Any, width: int, steps: int, *, start: float = 0.0, ramp: float = 0.2) -> None:
+        self.layers = list(decoder_layers(model))
+        self.neurons = int(self.layers[0].mlp.down_proj.in_features)
+        if not 0 < width < self.neurons or width % 32:
+            raise RecipeError(
+                f"sparsity: width is {width}; it must be a multiple of 32 and less than the {self.neurons} neurons "
+                "that each layer has",
+                f"for instance {max(32, (self.neurons // 2) // 32 * 32)}" if self.neurons > 32 else "leave width out",
+            )
+        super().__init__(steps, start, ramp)
+        self.width = width
+        self.to_remove = self.neurons - width
+        self.root = math.sqrt(group_size(self.layers[0]))
+        self.frozen_at: int | None = None
+        self.kept: list[Tensor] = []  # boolean [F] per layer, once frozen
+        self.missing: list[int] = []  # groups per layer that had to be removed and were not zero
+        self.first: list[float] = []  # d at the first and at the last ramp step, and the sum of λ, per layer
+        self.last: list[float] = []
+        self.pressed = [0.0] * len(self.layers)
+        balance(model)
+
+    def _press(self, left: int, rate: float) -> float:
+        strengths, distances = [], []
+        for layer in self.layers:
+            norms = group_norms(layer)
+            order = norms.argsort(stable=True)
+            distance = float(norms[order[self.to_remove - 1]])
+            strength = HAIR * distance / (left * rate * self.root) if rate > 0 else 0.0
+            factor = shrink_factor(norms, rate * strength * self.root)
+            factor[order[self.to_remove :]] = 1.0  # also of neurons equal to one that goes: a grown donor has them
+            for part in group_parts(layer):
+                part.mul_(factor.to(part).unsqueeze(1))
+            strengths.append(strength)
+            distances.append(distance)
+        self.first, self.last = self.first or distances, distances
+        self.pressed = [total + strength for total, strength in zip(self.pressed, strengths, strict=True)]
+        return sum(strengths) / len(strengths)
+
+    def _zero_shares(self) -> tuple[dict[str, float], bool]:
+        """Zero groups as a share of the groups to remove: zero_share the mean over layers, zero_share_least of the
+        layer where it is least."""
+        zeros = [self.to_remove if self.frozen else int(zero_groups(layer).sum()) for layer in self.layers]
+        shares = [min(1.0, count / self.to_remove) for count in zeros]
+        return {"zero_share": sum(shares) / len(shares), "zero_share_least": min(shares)}, min(zeros) >= self.to_remove
+
+    def _freeze(self) -> None:
+        """Keep the `width` largest groups of every layer for good and zero the others."""
+        self.kept, self.missing = [], []
+        for layer in self.layers:
+            kept = torch.zeros(self.neurons, dtype=torch.bool)
+            kept[group_norms(layer).argsort(stable=True)[self.to_remove :]] = True
+            self.missing.append(int((~zero_groups(layer) & ~kept).sum()))
+            self.kept.append(kept)
+        self.frozen, self.frozen_at = True, self.step
+        self._hold()
+
+    def _hold(self) -> None:
+        for layer, kept in zip(self.layers, self.kept, strict=True):
+            removed = (~kept).nonzero().view(-1)
+            for part in group_parts(layer):
+                part.index_fill_(0, removed.to(part.device), 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Penalty`."""
+        return {
+            "step": self.step,
+            "width": self.width,
+            "frozen_at": self.frozen_at,
+            "kept": [numpy.packbits(kept.numpy()).tobytes().hex() for kept in self.kept],
+            "missing": self.missing,
+            "first": self.first,
+            "last": self.last,
+            "pressed": self.pressed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Penalty`."""
+        bits = [numpy.frombuffer(bytes.fromhex(text), dtype=numpy.uint8) for text in state["kept"]]
+        self.kept = [torch.from_numpy(numpy.unpackbits(row, count=self.neurons).astype(bool)) for row in bits]
+        self.frozen = state["frozen_at"] is not None
+        for name in ("step", "frozen_at", "missing", "first", "last", "pressed"):
+            setattr(self, name, state[name])
+
+    @torch.no_grad()
+    def cut(self, model: Any) -> dict[str, Any]:
+        """Remove the zero neurons from `model`, the one this was built on; returns details. The logits stay.
+
+        Details: `removed_zero_share` by layer, the share of the removed groups that the lasso had brought to exactly
+        zero, and `removed_not_zero`, how many it had not; `lambda_by_layer`, the mean λ of the ramp (what it took);
+        `last_step_share`, the largest share of its norm that the last group lost in the last step. A ramp that has not
+        ended is cut off here, which these figures show.
+        """
+        assert [id(layer) for layer in decoder_layers(model)] == [id(layer) for layer in self.layers]
+        if not self.frozen:
+            self._freeze()
+        keep_neurons(model, [kept.nonzero().view(-1).tolist() for kept in self.kept])
+        ramp_steps = max(1, min(self.step, self.frozen_at or 0) - self.dense)
+        return {
+            "width_before": self.neurons,
+            "width": self.width,
+            "frozen_at_step": self.frozen_at,
+            "removed_zero_share": [1 - count / self.to_remove for count in self.missing],
+            "removed_not_zero": self.missing,
+            "lambda_by_layer": [total / ramp_steps for total in self.pressed],
+            "last_step_share": max((b / a for a, b in zip(self.first, self.last, strict=True) if a), default=0.0),
+        }
+
+
+# ── L1 on single weights while fine-tuning: they shrink to exactly zero and stay there (λ follows the schedule in
+# ──
+# `ramp`).
+
+
+class UnstructuredL1(Penalty):
+    """L1 on every single weight of the blocks' matrices (not embeddings, norms, biases, head): w ← soft(w, rate·λ).
+
+    It makes nothing faster in GGUF or on common hardware: zeros are stored and multiplied like any number. It is here
+    for measurements. `sparsity` is the zero share asked for; one λ for all matrices follows the schedule of `ramp`,
+    with single weights as groups, so that the spread over layers is left to the training. Only the weights that rank
+    among those to go are shrunk, as in GroupLasso. Raises RecipeError for an impossible schedule, DataError for an
+    unknown architecture.
+    """
+
+    def __init__(self, model: Any, steps: int, *, sparsity: float, start: float = 0.0, ramp: float = 0.2) -> None:
+        self.matrices = block_matrices(model)
+        super().__init__(steps, start, ramp)
+        self.weights = sum(weight.numel() for weight in self.matrices.values())
+        self.to_remove = max(1, round(sparsity * self.weights))
+        self.pressed = 0.0
+        self.removed: list[Tensor] = []  # boolean, as the matrices, once frozen
+
+    def zeros(self) -> int:
+        """Weights that are exactly zero."""
+        return self.weights - sum(int(weight.count_nonzero()) for weight in self.matrices.values())
+
+    def _press(self, left: int, rate: float) -> float:
+        magnitudes = torch.cat([weight.abs().flatten() for weight in self.matrices.values()])
+        distance = float(magnitudes.kthvalue(self.to_remove).values)
+        strength = HAIR * distance / (left * rate) if rate > 0 else 0.0
+        for weight in self.matrices.values():
+            shrunk = torch.nn.functional.softshrink(weight, rate * strength)
+            weight.copy_(torch.where(weight.abs() <= distance, shrunk, weight))
+        self.pressed += strength
+        return strength
+
+    def _zero_shares(self) -> tuple[dict[str, float], bool]:
+        """zero_share is the share of all these weights."""
+        zeros = self.zeros()
+        return {"zero_share": zeros / self.weights}, zeros >= self.to_remove
+
+    def _freeze(self) -> None:
+        self.frozen = True
+        self.removed = [weight == 0 for weight in self.matrices.values()]
+
+    def _hold(self) -> None:
+        for weight, removed in zip(self.matrices.values(), self.removed, strict=True):
+            weight.masked_fill_(removed, 0.0)
+            removed.logical_or_(weight == 0)  # so that the mask is the zeros of the weights, as a resume reads it
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Penalty`; the mask is the zeros of the weights."""
+        return {"step": self.step, "frozen": self.frozen, "zeros": self.zeros(), "pressed": self.pressed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Penalty`."""
+        assert self.zeros() == state["zeros"], "the weights are not those of the checkpoint"
+        self.step, self.pressed = state["step"], state["pressed"]
+        if state["frozen"]:
+            self._freeze()
+
+    def details(self) -> dict[str, Any]:
+        """For the record of changes: the zero share reached, its spread over the layers and tensors, the mean λ of the
+        ramp."""
+        by_layer = weight_shares_by_layer(self.matrices)
+        mean = sum(by_layer) / len(by_layer)
+        deviation = math.sqrt(sum((share - mean) ** 2 for share in by_layer) / len(by_layer))
+        return {
+            "zero_share": self.zeros() / self.weights,
+            "least_layer": min(by_layer),
+            "most_layer": max(by_layer),
+            "variation_over_layers": deviation / mean if mean else 0.0,
+            "lambda": self.pressed / min(max(1, self.step - self.dense), self.ramp),
+            "by_layer": by_layer,
+            "by_tensor": sparsity_by_tensor(self.matrices),
+        }
+
+
+def block_matrices(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The weights of all linear layers of the blocks by name, `layers.0.mlp.up_proj` and so on."""
+    return {
+        f"layers.{index}.{name.removesuffix('.weight')}": parameter
+        for index, layer in enumerate(decoder_layers(model))
+        for name, parameter in layer.named_parameters()
+        if parameter.ndim == 2
+    }
+
+
+def sparsity_by_tensor(matrices: dict[str, torch.nn.Parameter]) -> dict[str, float]:
+    """Zero share of each layer (`layers.0` and so on) and of each matrix, from `block_matrices`."""
+    layers = {f"layers.{index}": share for index, share in enumerate(weight_shares_by_layer(matrices))}
+    return layers | {name: float((weight == 0).sum()) / weight.numel() for name, weight in matrices.items()}
+
+
+def weight_shares_by_layer(matrices: dict[str, torch.nn.Parameter]) -> list[float]:
+    """Zero share of each layer's weights together [L], from `block_matrices`, which holds them in order."""
+    layers: dict[str, list[Tensor]] = {}
+    for name, weight in matrices.items():
+        layers.setdefault(name.split(".")[1], []).append(weight == 0)
+    return [sum(int(zeros.sum()) for zeros in own) / sum(zeros.numel() for zeros in own) for own in layers.values()]

@@ -1,0 +1,262 @@
+"""Give a donor the vocabulary of a target, folder to folder, without building the model.
+
+Tensors stream from one safetensors file to the next; only the embedding and the head are made anew. Legend: D donor
+rows, R rows written, P subtokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distill.errors import DataError
+from distill.files import read_object, write_folder, write_json
+from distill.folders import ITEM_BYTES, NUMPY_FLOATS, Stored, copy_tokenizer, torch_type, write_header
+from distill.progress import Progress
+from distill.surgery.layers import read_changes, record_change
+from distill.surgery.results import Change, Size
+from distill.surgery.subtokens import (
+    EMBEDDING,
+    HEAD,
+    Mixture,
+    Plan,
+    check_transplant,
+    describe_subtokens,
+    map_subtokens,
+)
+
+CHUNK_BYTES = 2**24
+CHUNK_ROWS = 2048
+SHARD_BYTES = 5 * 10**9
+WRITTEN = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor to be written: its type, its shape, and its values a part at a time."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Callable[[], Iterator[Tensor]]
+
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def transplant(
+    donor: Path,
+    target: Path,
+    destination: Path,
+    *,
+    rows: int | None = None,
+    overrides: Mapping[str, str] | None = None,
+    dtype: str | None = None,
+    decay: float = 1.0,
+) -> Change:
+    """Write `destination`: the donor with the target's tokenizer, and rows for it made from the donor's rows.
+
+    A token with the same bytes as a donor token gets its row. For another, the input row is that of its last subtoken
+    and the head row the mean of its subtokens, the j-th weighted decay**j. Ids without a token get zero rows. `dtype`
+    casts the weights (None: as stored). Raises DataError before any work for an impossible transplant.
+    """
+    _check_places(donor, target, destination)
+    if dtype is not None and dtype not in WRITTEN:
+        raise DataError(f"dtype `{dtype}` cannot be written", f"choose {', '.join(WRITTEN)}")
+    if not decay > 0:
+        raise DataError(f"decay is {decay}; it must be positive", "0.5 halves the weight from subtoken to subtoken")
+    plan = check_transplant(donor, target, rows=rows, overrides=overrides)
+    subtokens = map_subtokens(plan.donor, plan.target, overrides)
+    details = describe_subtokens(subtokens, plan.donor, plan.target)
+    mixtures = {EMBEDDING: subtokens.last(), HEAD: subtokens.front_loaded(decay)}
+    same = plan.donor.same_as(plan.target)
+    mixtures = {name: _with_padding(mixture, plan, same) for name, mixture in mixtures.items()}
+    details |= {"padding_rows": plan.rows - plan.target.size, "same_vocabulary": same, "zero_rows": 0}
+    tied = plan.tied and mixtures[EMBEDDING].same_as(mixtures[HEAD])
+    outputs = _outputs(plan, mixtures, tied, dtype, details)
+    config = _new_config(plan, tied, dtype)
+    before, after = _size(plan.config, plan.tensors, plan.tied), _size(config, outputs, tied)
+    before_this, done = read_changes(donor), Change("transplant", before, after, details=details)
+
+    def save(folder: Path) -> None:
+        with _one_thread():
+            _write_tensors(folder, outputs)
+        write_json(folder / "config.json", config)
+        copy_tokenizer(target, folder)
+        write_json(folder / "generation_config.json", _generation(target, config))
+        record_change(folder, before_this, done)
+
+    write_folder(destination, save)
+    return done
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread of torch: memory and disk limit copying, and on a busy machine more threads slow it down."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check_places(donor: Path, target: Path, destination: Path) -> None:
+    place = destination.resolve()
+    for name, folder in (("donor", donor), ("target", target)):
+        if place == folder.resolve() or place in folder.resolve().parents:
+            raise DataError(f"the destination {destination} would overwrite the {name} {folder}", "name another folder")
+    if place.is_dir() and any(place.iterdir()) and not (place / "config.json").is_file():
+        raise DataError(f"{destination} holds files but no model", "name a new folder, or empty this one")
+
+
+def _with_padding(mixture: Mixture, plan: Plan, same: bool) -> Mixture:
+    """The mixture with rows up to the plan's count: zero rows, or the donor's own padding for its own vocabulary."""
+    extra = plan.rows - plan.target.size
+    kept = min(extra, plan.tensors[EMBEDDING].shape[0] - plan.donor.size) if same else 0
+    ids = numpy.arange(plan.target.size, plan.target.size + kept, dtype=numpy.int32)
+    steps = numpy.minimum(numpy.arange(1, extra + 1), kept)
+    return Mixture(
+        numpy.concatenate([mixture.offsets, mixture.offsets[-1] + steps]),
+        numpy.concatenate([mixture.ids, ids]),
+        numpy.concatenate([mixture.weights, numpy.ones(kept, numpy.float32)]),
+    )
+
+
+def mixed_rows(matrix: Tensor, mixture: Mixture, first: int, last: int, dtype: torch.dtype) -> Tensor:
+    """Rows `first` to `last` of the mixture of `matrix` [D, H]; sums in float32, a row of one entry is a copy."""
+    starts, counts = mixture.offsets[first:last], numpy.diff(mixture.offsets[first : last + 1])
+
+    def taken(entries: NDArray[numpy.int64]) -> Tensor:
+        return matrix.index_select(0, torch.from_numpy(mixture.ids[entries]))
+
+    alone = counts == 1
+    alone[alone] = mixture.weights[starts[alone]] == 1
+    if alone.all():
+        return taken(starts).to(dtype)
+    rows = torch.zeros(last - first, matrix.shape[1], dtype=dtype)
+    rows[torch.from_numpy(numpy.flatnonzero(alone))] = taken(starts[alone]).to(dtype)
+    several = numpy.flatnonzero((counts > 0) & ~alone)
+    total = torch.zeros(len(several), matrix.shape[1])
+    for step in range(counts[several].max(initial=0)):
+        longer = numpy.flatnonzero(counts[several] > step)
+        entries = starts[several[longer]] + step
+        total[torch.from_numpy(longer)] += taken(entries).float() * torch.from_numpy(mixture.weights[entries])[:, None]
+    rows[torch.from_numpy(several)] = total.to(dtype)
+    return rows
+
+
+def _outputs(
+    plan: Plan, mixtures: Mapping[str, Mixture], tied: bool, dtype: str | None, details: dict[str, Any]
+) -> dict[str, Written]:
+    """Every tensor of the new model, in the order of its file."""
+
+    def copied(tensor: Stored) -> Written:
+        kind = WRITTEN[dtype] if dtype is not None and tensor.dtype in NUMPY_FLOATS else tensor.dtype
+        step = CHUNK_BYTES // ITEM_BYTES[tensor.dtype]
+
+        def parts() -> Iterator[Tensor]:
+            for first in range(0, tensor.numel, step):
+                yield tensor.read(first, min(step, tensor.numel - first)).to(torch_type(kind))
+
+        return Written(kind, tensor.shape, parts)
+
+    def mixed(tensor: Stored, mixture: Mixture) -> Written:
+        kind = tensor.dtype if dtype is None else WRITTEN[dtype]
+
+        def parts() -> Iterator[Tensor]:
+            matrix = tensor.read()
+            for first in range(0, plan.rows, CHUNK_ROWS):
+                last = min(first + CHUNK_ROWS, plan.rows)
+                rows = mixed_rows(matrix, mixture, first, last, torch_type(kind))
+                used = torch.from_numpy(numpy.diff(mixture.offsets[first : last + 1]) > 0)
+                details["zero_rows"] += int((used & ~rows.any(1)).sum())
+                yield rows
+
+        return Written(kind, (plan.rows, tensor.shape[1]), parts)
+
+    new = {name: copied(t) for name, t in plan.tensors.items() if name not in (EMBEDDING, HEAD)}
+    new[EMBEDDING] = mixed(plan.tensors[EMBEDDING], mixtures[EMBEDDING])
+    if not tied:
+        new[HEAD] = mixed(plan.tensors[EMBEDDING if plan.tied else HEAD], mixtures[HEAD])
+    # The format aligns values: wide types first.
+    return dict(sorted(new.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0])))
+
+
+def _write_tensors(folder: Path, outputs: Mapping[str, Written]) -> None:
+    """Write tensors to safetensors files of about SHARD_BYTES each, with an index where there are several."""
+    shards: list[dict[str, Written]] = [{}]
+    for name, tensor in outputs.items():
+        if shards[-1] and sum(t.bytes for t in shards[-1].values()) + tensor.bytes > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = tensor
+    progress = Progress("transplant: tensors", len(outputs))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        single = len(shards) == 1
+        path = folder / ("model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors")
+        weight_map |= dict.fromkeys(shard, path.name)
+        with path.open("wb") as file:
+            write_header(file, {name: (tensor.dtype, tensor.shape) for name, tensor in shard.items()})
+            for name, tensor in shard.items():
+                for part in tensor.parts():
+                    if tensor.dtype == "F16" and not bool(part.isfinite().all()):
+                        raise DataError(f"values of {name} do not fit float16", "write bfloat16 or float32")
+                    file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
+                progress.step()
+    if len(shards) > 1:
+        total = sum(tensor.bytes for tensor in outputs.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def _new_config(plan: Plan, tied: bool, dtype: str | None) -> dict[str, Any]:
+    config = {**plan.config, "vocab_size": plan.rows, "tie_word_embeddings": tied}
+    if "tie_word_embeddings" not in plan.config and not tied:
+        del config["tie_word_embeddings"]
+    for role in ("bos", "eos", "pad"):
+        key = f"{role}_token_id"
+        configured = plan.target_config.get(key)
+        config[key] = plan.target.roles.get(role) if configured is None else configured
+    if dtype is not None:
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        config[key] = dtype
+    return config
+
+
+def _generation(target: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The target's generation settings: its sampling, and its end tokens, of which there may be several."""
+    path = target / "generation_config.json"
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    own = {key: config[key] for key in keys if config[key] is not None}
+    return own | (read_object(path) if path.is_file() else {})
+
+
+def _size(config: Mapping[str, Any], tensors: Mapping[str, Stored] | Mapping[str, Written], tied: bool) -> Size:
+    """Sizes of a model from its config.json and its tensors."""
+    own = [t for name, t in tensors.items() if not name.endswith("inv_freq") and not (tied and name == HEAD)]
+    vocabulary, hidden = tensors[EMBEDDING].shape
+    unread = 0 if tied else tensors[EMBEDDING].bytes // vocabulary * (vocabulary - 1)
+    layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+    return Size(
+        parameters=sum(math.prod(tensor.shape) for tensor in own),
+        bytes_per_step=sum(tensor.bytes for tensor in own) - unread,
+        layers=layers,
+        hidden=hidden,
+        mlp=(config["intermediate_size"],) * layers,
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        vocabulary=vocabulary,
+        kept_vocabulary=vocabulary,
+        tied=tied,
+    )

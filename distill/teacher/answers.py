@@ -1,0 +1,429 @@
+"""Stage `answers`: the target's own text, group by group, from whatever runs the target.
+
+And stages `validation` and `test` of a run that never loads the target: its answers to held-out prompts, and its
+distributions on them and on held-out text, in stores like the teacher's. They take the place of the target wherever it
+would be run on held-out texts: to compare cuts, to choose weights, and to measure. Nothing in them is learnt from.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distill import processes
+from distill.data.chat_template import ChatTemplate, messages_after, next_prompt
+from distill.data.texts import (
+    Answer,
+    Prompt,
+    Reply,
+    Request,
+    count_texts,
+    decoded,
+    drop_reason,
+    is_looping,
+    listed,
+    prompt_seed,
+    read_answers,
+    read_prompts,
+    write_lines,
+)
+from distill.data.traffic import write_traffic
+from distill.engines.torch.hugging_face import end_ids, load_config, load_tokenizer
+from distill.errors import DataError, EndpointError, faults_explained
+from distill.files import has_form, parse_object, write_json
+from distill.progress import Progress
+from distill.recipe import Recipe
+from distill.run import Run
+from distill.teacher.endpoint import Endpoint
+from distill.teacher.stage import write_store
+from distill.teacher.store import ANSWERS, Split, held_out, served_answers, sizes, target_metadata
+from distill.teacher.writers import GgufWriter, ServerWriter, TorchWriter, require_gguf
+
+# ── Prompts put to a writer in fixed groups: one file of answers each, and the journal of a group that is being
+# written ──
+# Groups are a pure function of the prompts, so the files do not depend on the order of replies, on kills or on the
+# number of processes.
+
+REPLY = {"id": str, "ids": [int], "ended": bool, "dropped": str}  # the form of a line of a journal
+
+# Continues prompts as the target does. `by_prompt`: a reply does not depend on other requests, so each is kept as it
+# comes. Else requests that are written together affect each other through rounding, and a group is written whole.
+# `together`: so many are written at once.
+Writer = TorchWriter | GgufWriter | ServerWriter
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The recipe's seed and limits for requests and answers, and how texts are decoded.
+
+    `room` is the most tokens of a prompt with its answer. `text_of` decodes the ids of an answer without its end token.
+    `template` renders the further turns of conversations; None where no prompt has any.
+    """
+
+    seed: int
+    new_tokens: int
+    room: int
+    keep_truncated: bool
+    text_of: Callable[[Sequence[int]], str]
+    template: ChatTemplate | None = None
+
+    def request(self, name: str, prompt: Prompt, ids: list[int], texts: list[str]) -> Request | None:
+        """The next request after answers with these texts; None where the block has no room left for it."""
+        limit = min(self.new_tokens, self.room - len(ids))
+        if limit < 1:
+            return None
+        messages = None if prompt.chat is None else messages_after(prompt.chat, texts)
+        arguments = (prompt.chat or {}).get("arguments") or {}
+        return Request(name, ids, prompt_seed(self.seed, name), limit, messages, arguments)
+
+    def next_prompt(self, prompt: Prompt, texts: list[str]) -> list[int] | None:
+        """The next prompt of a conversation after answers with these texts; None where it is over."""
+        if self.template is None or prompt.chat is None:
+            return None
+        try:
+            return next_prompt(self.template, prompt.chat, texts)
+        except ValueError:  # the template refuses what the target wrote
+            return None
+
+
+def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = None) -> Rules:
+    """The rules of requests and answers."""
+    config = load_config(recipe.target.model)
+    context: int = config.get_text_config().max_position_embeddings
+    ends = set(end_ids(recipe.target.model, tokenizer))
+
+    def text_of(ids: Sequence[int]) -> str:
+        return decoded(tokenizer, [token for token in ids if token not in ends])
+
+    room = min(recipe.corpus.block, context)
+    return Rules(recipe.seed, recipe.answers.new_tokens, room, recipe.answers.keep_truncated, text_of, template)
+
+
+@dataclass
+class Conversation:
+    """A prompt and its answers so far; a prompt without further turns has one. `request` is None where it is over."""
+
+    number: int
+    prompt: Prompt
+    group: Group
+    request: Request | None = None
+    answers: list[Answer] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def begin(self, rules: Rules, known: dict[str, Reply]) -> None:
+        """Go on to the first request that no reply in `known` answers."""
+        self.request = rules.request(self.prompt.id, self.prompt, self.prompt.ids, [])
+        if self.request is None:
+            self._add(self.prompt.id, self.prompt.ids, Reply("", [], False, "no room in the block"), rules)
+        while self.request is not None and self.request.id in known:
+            self.take(known[self.request.id], rules)
+
+    def take(self, reply: Reply, rules: Rules) -> None:
+        """Add the answer of a reply to the request, and go on to the next one."""
+        assert self.request is not None
+        answer = self._add(self.request.id, self.request.ids, reply, rules)
+        self.request = None
+        if not answer.ended or drop_reason(answer):
+            return  # a user would not go on after such an answer
+        self.texts.append(rules.text_of(answer.answer))
+        ids = rules.next_prompt(self.prompt, list(self.texts))
+        if ids is not None:
+            self.request = rules.request(f"{self.prompt.id}/{len(self.texts)}", self.prompt, ids, self.texts)
+
+    def _add(self, name: str, ids: list[int], reply: Reply, rules: Rules) -> Answer:
+        own, looping = self.prompt, is_looping(reply.ids)
+        ids = ids if reply.prompt is None else reply.prompt
+        dropped = reply.dropped or ("" if reply.ended or rules.keep_truncated else "truncated")
+        self.answers.append(
+            Answer(name, ids, reply.ids, looping, own.source, reply.ended, own.label, self.number, dropped, own.mode)
+        )
+        return self.answers[-1]
+
+
+@dataclass
+class Group:
+    """Prompts whose answers make one file."""
+
+    path: Path
+    prompts: list[tuple[int, Prompt]]
+    conversations: list[Conversation] = field(default_factory=list)
+
+    @property
+    def journal(self) -> Path:
+        """Where replies are kept until the file is written; hidden, so that it is no artifact."""
+        return self.path.with_name(f".{self.path.stem}.journal")
+
+    def known(self) -> dict[str, Reply]:
+        """The replies in the journal, by request; lines that a kill left torn are skipped."""
+        if not self.journal.exists():
+            return {}
+        records = map(parse_object, self.journal.read_bytes().split(b"\n"))
+        return {one["id"]: Reply(**one) for one in records if isinstance(one, dict) and has_form(one, REPLY)}
+
+    def note(self, reply: Reply) -> None:
+        """Append a reply to the journal, so that a kill does not lose it."""
+        line = json.dumps(asdict(reply)) + "\n"
+        with faults_explained(self.journal):
+            self.journal.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.journal, "ab") as handle:
+                # A line of its own, whatever a kill left before it; blank lines are skipped.
+                handle.write(b"\n" + line.encode())
+
+    def finish(self) -> None:
+        """Write the file, in prompt order, and remove the journal; nothing while a conversation goes on."""
+        if any(one.request is not None for one in self.conversations):
+            return
+        write_lines(self.path, (asdict(answer) for one in self.conversations for answer in one.answers))
+        self.journal.unlink(missing_ok=True)
+
+
+def groups_of(prompts: Sequence[Prompt], size: int, folder: Path, name: str = "train") -> list[Group]:
+    """The groups of a list of prompts, the longest prompts first, so that texts of a group have like lengths.
+
+    The longest also take the most memory: where it does not suffice, that shows at once.
+    """
+    order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].ids), number))
+    return [
+        Group(
+            folder / f"{name}-{group:05d}.jsonl", [(number, prompts[number]) for number in order[start : start + size]]
+        )
+        for group, start in enumerate(range(0, len(order), size))
+    ]
+
+
+def write_answers(
+    recipe: Recipe,
+    run: Run,
+    prompts: list[Prompt],
+    rules: Rules,
+    share: tuple[int, int],
+    stage: str = "answers",
+    name: str = "train",
+    what: str = "answers, prompts",
+    idle: bool = False,
+) -> int:
+    """Write this process's share of the answers to prompts, as STAGE/NAME-NNNNN.jsonl; the number of all files.
+
+    `what` is counted in the progress. With `idle`, there may be more processes than groups. Raises DataError where two
+    prompts have one name, by which replies find their prompts.
+    """
+    twice = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"{len(twice)} prompts have the name of another one, such as {twice[0]}",
+            "make them again with `distill train RECIPE --redo corpus`",
+        )
+    groups = groups_of(prompts, recipe.answers.group_size, run.path(stage), name)
+    index, count = share
+    mine = groups[index::count] if idle else processes.share_of(groups, share, "groups of prompts", "answers.group")
+    missing = [group for group in mine if not group.path.exists()]
+    for group in mine:
+        if group.path.exists():
+            group.journal.unlink(missing_ok=True)  # a kill after the file was written leaves its journal
+    whose = f" of process {index}" if count > 1 else ""
+    if len(missing) < len(mine):
+        run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} groups{whose} exist")
+    if missing:
+        _GroupWriter(recipe, run, rules, f"{what}{whose}", mine).write(missing)
+    return len(groups)
+
+
+class _GroupWriter:
+    """Writes groups: asks for the conversations' answers, and keeps those that got no reply until the end."""
+
+    def __init__(self, recipe: Recipe, run: Run, rules: Rules, what: str, groups: Sequence[Group]) -> None:
+        self.run, self.rules, self.what = run, rules, what
+        self.writer = open_writer(recipe)
+        self.allowed = 0.0 if recipe.answers.writer is None else recipe.answers.writer.missing
+        self.total = sum(len(group.prompts) for group in groups)
+        self.unanswered: list[tuple[Conversation, Reply]] = []
+        self.tokens, self.started = 0, time.monotonic()
+
+    def write(self, missing: list[Group]) -> None:
+        """Write the missing groups: all at once where each reply stands for itself, else one after the other."""
+        done = self.total - sum(len(group.prompts) for group in missing)
+        self.progress = Progress(self.what, self.total, done, self.writer.together)
+        try:
+            for part in [missing] if self.writer.by_prompt else [[group] for group in missing]:
+                self._write(part)
+            self._settle()
+        finally:
+            for line in self.writer.close():
+                self.run.say(f"  {self.what.partition(',')[0]}: {line}")
+
+    def _write(self, groups: Sequence[Group]) -> None:
+        """Ask for everything that the journals of the groups lack, and write each group with its last reply."""
+        waiting: deque[Request] = deque()
+        pending: dict[str, Conversation] = {}
+
+        def ask(conversation: Conversation) -> None:
+            if conversation.request is not None:
+                waiting.append(conversation.request)
+                pending[conversation.request.id] = conversation
+
+        for group in groups:
+            known = group.known() if self.writer.by_prompt else {}
+            group.conversations = [Conversation(number, prompt, group) for number, prompt in group.prompts]
+            for conversation in group.conversations:
+                conversation.begin(self.rules, known)
+                ask(conversation)
+            if done := sum(one.request is None for one in group.conversations):
+                self.progress.step(done)
+            group.finish()
+        with closing(self.writer.write(waiting)) as replies:
+            for reply in replies:
+                conversation = pending.pop(reply.id)
+                if not reply.lasting:
+                    self.unanswered.append((conversation, reply))
+                    continue
+                if self.writer.by_prompt:
+                    conversation.group.note(reply)
+                self._take(conversation, reply)
+                ask(conversation)
+
+    def _take(self, conversation: Conversation, reply: Reply) -> None:
+        self.tokens += len(reply.ids)
+        conversation.take(reply, self.rules)
+        if conversation.request is None:
+            rate = self.tokens / max(1e-9, time.monotonic() - self.started)
+            self.progress.step(note=f"{rate:.0f} tokens/s")
+            conversation.group.finish()
+
+    def _settle(self) -> None:
+        """Drop the prompts without a reply; EndpointError where those are more than the allowed share of all."""
+        left = self.unanswered
+        if left and len(left) > self.allowed * self.total:
+            reasons = listed(Counter(reply.dropped for _, reply in left), " × ")
+            first = f"; the first: {left[0][1].detail}" if left[0][1].detail else ""
+            raise EndpointError(
+                f"{len(left)} of {self.total} prompts have no reply after all attempts: {reasons}{first}",
+                "the same command asks for these alone; answers.writer.missing lets a share of prompts go without",
+            )
+        for conversation, reply in left:
+            self._take(conversation, reply)
+
+
+def open_writer(recipe: Recipe) -> Writer:
+    """The writer of a recipe's answers, ready to write.
+
+    Raises DataError or PairError for a model that cannot be used, EndpointError for a server.
+    """
+    settings, tokenizer = recipe.answers.writer, load_tokenizer(recipe.target.model)
+    if settings is None:
+        return TorchWriter(recipe, tokenizer)
+    writer = ServerWriter if settings.gguf is None else GgufWriter
+    return writer(recipe, tokenizer, load_config(recipe.target.model))
+
+
+def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
+    """The file is a GGUF of the target, or each server answers and serves its model; lines to print, and the servers
+    that were not contacted."""
+    settings = recipe.answers.writer
+    if settings is None:
+        return [], []
+    if settings.gguf is not None:
+        require_gguf(recipe.target.model, settings.gguf, "answers.writer.gguf")
+        return [f"answers: written by {settings.gguf}, which has the target's tokens"], []
+    if offline:
+        return [], [f"server {url}" for url in settings.urls]
+    with closing(Endpoint(settings.model_copy(update={"retries": 0}), "answers.writer")) as endpoint:
+        return [f"answers: {url} serves {model}" for url, model, _ in endpoint.served()], []
+
+
+# ── Stage `answers`: the target's own text, group by group, from whatever runs the target ──
+
+
+def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
+    """Let the target continue the train prompts; each group of prompts is one file in answers/, the unit of resuming.
+
+    Where replies do not depend on each other (GGUF files, servers), each is also kept as it comes. Served answers,
+    where the recipe names a file of them, come first. With several processes, `share` = (index, count) makes this one
+    write every count-th group; the first process finishes the stage when all are done. None: the share of this process
+    among those it was launched with. In conversations the target answers one turn of the user after the other.
+    """
+    share = share or (processes.process_index(), processes.process_count())
+    tokenizer = load_tokenizer(recipe.target.model)
+    if recipe.answers.traffic is not None and share[0] == 0:
+        write_traffic(recipe, run, tokenizer)
+    groups = 0
+    if recipe.answers.prompts:
+        prompts = read_prompts(run, "train")
+        turns = any(prompt.chat and prompt.chat["turns"] for prompt in prompts)
+        rules = rules_of(recipe, tokenizer, ChatTemplate(tokenizer, recipe.chat) if turns else None)
+        groups = write_answers(recipe, run, prompts, rules, share)
+    processes.barrier()
+    if share[0] == 0:
+        _write_manifest(recipe, run, groups)
+    return [run.path("answers")]
+
+
+def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:
+    """Write manifest.json with the target, the sampler and counts of answers."""
+    answers = read_answers(run, "train")
+    dropped = Counter(filter(None, map(drop_reason, answers)))
+    counts: dict[str, Any] = {
+        "answers": len(answers),
+        "prompt_tokens": sum(len(one.prompt) for one in answers),
+        "answer_tokens": sum(len(one.answer) for one in answers),
+        "not_ended": sum(not one.ended and not one.dropped for one in answers),
+        "dropped": dict(sorted(dropped.items())),
+        "by_class": count_texts((one.label, one.mode, len(one.answer)) for one in answers if not drop_reason(one)),
+    }
+    reasons = "".join(f", {count} dropped: {reason}" for reason, count in counts["dropped"].items())
+    run.say(
+        f"  {counts['answers']} answers of {counts['answer_tokens']} tokens, {counts['not_ended']} of them cut "
+        f"short by a limit{reasons}"
+    )
+    manifest = {"format": 2, **target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json")}
+    manifest |= {"writer": writer_kind(recipe), "groups": groups}
+    write_json(run.path("answers", "manifest.json"), manifest | counts)
+
+
+def writer_kind(recipe: Recipe) -> str:
+    """The kind of writer, for the manifest; without addresses."""
+    settings = recipe.answers.writer
+    return "transformers" if settings is None else "gguf" if settings.gguf is not None else f"server, {settings.api}"
+
+
+def _hold_out(recipe: Recipe, run: Run, split: Split) -> list[Path]:
+    """Answer the held-out prompts of a split, then store the distributions; resumes by the reply and by the shard.
+
+    One process does it. Without a writer, served answers are all there are.
+    """
+    count, new_tokens = sizes(recipe, split)
+    served = {one.id for one in served_answers(run, split)}
+    left = 0 if recipe.answers.writer is None else max(0, count - len(served))
+    prompts = [prompt for prompt in read_prompts(run, split) if prompt.id not in served][:left]
+    if prompts:
+        rules = rules_of(recipe, load_tokenizer(recipe.target.model))
+        rules = replace(rules, new_tokens=new_tokens, keep_truncated=True)
+        write_answers(recipe, run, prompts, rules, (0, 1), split, ANSWERS)
+    texts = held_out(recipe, run, split)
+    tokens = sum(len(one.answer) for one in texts.answers)
+    listed = "".join(f", {count} dropped: {reason}" for reason, count in texts.dropped.items())
+    run.say(
+        f"  {len(texts.answers)} answers of {tokens} tokens to {split} prompts{listed}; "
+        f"{int(texts.given.mask.sum())} positions of given text"
+    )
+    write_store(recipe, run, texts.blocks, (0, 1), split, all_entries=True)
+    summary: dict[str, Any] = {
+        "answers": len(texts.answers),
+        "answer_tokens": tokens,
+        "not_ended": sum(not one.ended for one in texts.answers),
+        "dropped": texts.dropped,
+        "by_class": count_texts((one.label, one.mode, len(one.answer)) for one in texts.answers),
+    }
+    write_json(run.path(split, "summary.json"), summary)
+    return [run.path(split)]
+
+
+# Stage `validation`, on which cuts are compared and weights are chosen, and stage `test`, of the printed figures.
+hold_out_validation = partial(_hold_out, split="validation")
+hold_out_test = partial(_hold_out, split="test")

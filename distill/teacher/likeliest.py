@@ -1,0 +1,376 @@
+"""The target's likeliest tokens at scored positions, which a compact store holds, of a model in transformers or of the
+quantised weights that will be served, read by llama.cpp.
+
+Legend: n blocks, S positions, N scored positions, c of them at once, V vocabulary, K entries, M temperatures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from distill.data.packing import Packed, packed_inputs, scored_documents
+from distill.data.texts import decoded
+from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.torch.hugging_face import encode, load_config, load_tokenizer, real_tokens
+from distill.errors import DataError, EndpointError
+from distill.files import has_form, reference_digest
+from distill.recipe import GgufOptions, Recipe
+from distill.recipe.measuring import CHANGES_LOGITS
+from distill.teacher.endpoint import Endpoint, Refused, Unanswered
+from distill.teacher.store import compress, log_tail_at
+from distill.teacher.writers import require_gguf
+
+# ── The target's likeliest tokens at scored positions, which a compact store holds, of a model in transformers or
+# of the ──
+
+ROWS = 512  # positions whose logits are read at once
+CACHED = 2**20  # cells of logits, 4 MB
+
+
+@dataclass(frozen=True)
+class Entries:
+    """ids int32 [N, K], log_probabilities [N, K] at temperature 1, log_tails [N, M], on the CPU."""
+
+    ids: Tensor
+    log_probabilities: Tensor
+    log_tails: Tensor
+
+    @classmethod
+    def join(cls, parts: list[Entries], k: int, temperatures: int) -> Entries:
+        """The parts one after the other; without any, entries of no position."""
+        none = cls(torch.empty(0, k, dtype=torch.int32), torch.empty(0, k), torch.empty(0, temperatures))
+        return cls(*(torch.cat([getattr(part, one.name) for part in parts or [none]]) for one in fields(cls)))
+
+
+class Reader(Protocol):
+    """A target that gives its distributions on packed blocks; `origin` goes into the store's manifest."""
+
+    origin: dict[str, Any]
+
+    def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
+        """The k likeliest tokens at the scored positions of some blocks, block by block."""
+        ...
+
+    def close(self) -> None:
+        """Free what llama.cpp holds, or end the connections."""
+        ...
+
+
+def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int, temperatures: tuple[float, ...]) -> Entries:
+    """The entries of distributions given as logits [c, V], part by part."""
+    parts = []
+    for part in rows:
+        # A processor takes pieces that its cache holds, several times quicker.
+        size = CACHED // part.shape[-1] if part.device.type == "cpu" else len(part)
+        for logits in part.split(max(1, size)):
+            chunk = compress(logits, k, vocabulary)
+            assert chunk.ids is not None
+            tails = [
+                chunk.log_tail if value == 1 else log_tail_at(logits, chunk.ids, value, vocabulary)
+                for value in temperatures
+            ]
+            parts.append(Entries(chunk.ids.cpu(), chunk.log_probabilities.cpu(), torch.stack(tails, -1).cpu()))
+    return Entries.join(parts, k, len(temperatures))
+
+
+class ModelReader:
+    """A loaded model of transformers; the first `vocabulary` rows of its head are tokens."""
+
+    def __init__(self, model: Any, vocabulary: int) -> None:
+        self.model, self.vocabulary = model, vocabulary
+        self.origin: dict[str, Any] = {"kind": "model"}
+
+    @torch.inference_mode()
+    def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
+        """See `Reader`."""
+        logits = self.model(**packed_inputs(self.model, blocks)).logits.flatten(0, 1)  # [n·S, V]
+        scored = blocks.mask.flatten().nonzero().squeeze(-1).to(logits.device)
+        return entries_of((logits[rows] for rows in scored.split(ROWS)), k, self.vocabulary, temperatures)
+
+    def close(self) -> None:
+        """Nothing to free: the model goes with its last reference."""
+
+
+def compact_distributions(reader: Reader, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> dict[str, Tensor]:
+    """top_ids, top_log_probabilities [n, S, K] and log_tails [n, S, M]; zeros where the mask scores nothing."""
+    entries = reader(blocks, k, temperatures)
+    shape = blocks.mask.shape
+    top_ids = torch.zeros(*shape, k, dtype=torch.int32)
+    logs = torch.zeros(*shape, k, dtype=torch.float16)
+    tails = torch.zeros(*shape, len(temperatures))
+    top_ids[blocks.mask], logs[blocks.mask] = entries.ids, entries.log_probabilities.half()
+    tails[blocks.mask] = entries.log_tails
+    return {"top_ids": top_ids, "top_log_probabilities": logs, "log_tails": tails}
+
+
+def mean_masses(reader: Reader, blocks: Packed, k: int) -> Tensor:
+    """The mass [K] of the 1, 2, … likeliest tokens, the mean over the scored positions of some blocks, in fp64."""
+    logs = reader(blocks, k, (1.0,)).log_probabilities
+    return logs.double().exp().cumsum(-1).sum(0) / max(1, len(logs))
+
+
+@dataclass(frozen=True)
+class Document:
+    """One packed document with scored positions: its ids up to the last of them and the token after that, which
+    positions are scored, its block and its number there."""
+
+    ids: list[int]
+    scored: list[int]
+    block: int = 0
+    number: int = 0
+
+
+def listed_documents(blocks: Packed) -> list[Document]:
+    """The documents of some blocks that have scored positions, in the order in which a mask lists those."""
+    listed = []
+    for block, number, here in scored_documents(blocks):
+        own = blocks.documents[block] == number
+        scored = here[own].nonzero().squeeze(-1).tolist()
+        listed.append(Document(blocks.ids[block][own][: scored[-1] + 2].tolist(), scored, block, number))
+    return listed
+
+
+def require_teacher_file(path: str, target: str, block: int) -> str:
+    """A line about the teacher's GGUF file; raises as `require_gguf`, and DataError for a context shorter than a
+    block."""
+    if not path.endswith(".gguf"):
+        raise DataError(f"teacher.gguf: {path} is not the name of a GGUF file", "give a file that ends in .gguf")
+    found = require_gguf(target, path, "teacher.gguf")
+    if found.context is not None and found.context < block:
+        raise DataError(f"corpus.block is {block}, the context of {path} {found.context}", "lower corpus.block")
+    return f"teacher: {path}, {found.architecture}, has the target's {found.real_tokens} tokens"
+
+
+class GgufReader:
+    """A GGUF file that reads each document on its own, in pieces, with the logits of one piece in memory at a time.
+
+    llama.cpp computes a lone token with other kernels than several; `pad_single` makes the stored numbers independent
+    of how a document falls into pieces (see GgufModel). Loads the weights.
+    """
+
+    def __init__(self, path: str, target: str, block: int, vocabulary: int, options: GgufOptions) -> None:
+        require_teacher_file(path, target, block)
+        self.vocabulary = vocabulary
+        capacity = max(block, 2)
+        self.model = GgufModel(path, context=capacity, batch=min(ROWS, capacity), pad_single=True, options=options)
+        self.origin: dict[str, Any] = {"kind": "gguf", "path": str(Path(path)), "digest": reference_digest(path)}
+        changing = {name: value for name, value in options.given().items() if name in CHANGES_LOGITS}
+        if changing:
+            self.origin["options"] = changing
+
+    def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
+        """See `Reader`."""
+        return entries_of(self._rows(blocks), k, self.vocabulary, temperatures)
+
+    def _rows(self, blocks: Packed) -> Iterator[Tensor]:
+        """Logits [c, V] of the scored positions; valid until the next are asked for."""
+        for document in listed_documents(blocks):
+            self.model.reset()
+            ids = document.ids[: document.scored[-1] + 1]  # the token after the last scored position is not read
+            for start in range(0, len(ids), ROWS):
+                piece = ids[start : start + ROWS]
+                want = [position - start for position in document.scored if start <= position < start + len(piece)]
+                logits = self.model.extend(piece, want=want)
+                if want:
+                    yield logits.full()
+
+    def close(self) -> None:
+        """Free the weights."""
+        self.model.close()
+
+
+# ── A served target's distributions: the log-probabilities of prompts that vLLM's /v1/completions returns ──
+# A request sends a document as the prompt and asks for `prompt_logprobs`. The reply lists for each prompt token the
+# K likeliest tokens at its place, given the tokens before, and the token itself: {"ID": {"logprob": …, "rank": …}};
+# the first token has none. vLLM applies no temperature to them.
+# Legend: N scored positions, K entries, V tokens.
+
+PROBE = "How are you?"
+MAX_PADDING = 32  # entries asked for beyond K, for padding rows that may be among the likeliest
+BYTES_PER_ENTRY = 70  # of JSON
+EXCESS = 1e-3  # by which rounding may lift a sum of probabilities above 1
+NO_LOGPROBS = (
+    "vLLM returns them; llama-server, SGLang's OpenAI API and most gateways do not. From those take the answers alone, "
+    "and make the distributions from the weights (target.model) or a GGUF file (teacher.gguf)"
+)
+
+
+class ServerReader:
+    """The servers of a recipe's teacher, checked when opened with one short request each: each has the model, and gives
+    log-probabilities of these very ids.
+
+    A request asks for the entries of the store and `padding` more; vLLM's --max-logprobs must allow it.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.teacher.server is not None
+        self.settings, self.tokenizer = recipe.teacher.server, load_tokenizer(recipe.target.model)
+        config = load_config(recipe.target.model).get_text_config()
+        self.vocabulary = real_tokens(config, self.tokenizer)
+        self.padding = min(config.vocab_size - self.vocabulary, MAX_PADDING)
+        k = min(recipe.teacher.top_k, self.vocabulary - 1)
+        self.largest_request = k + self.padding
+        self.endpoint = Endpoint(self.settings, "teacher.server")
+        self.origin: dict[str, Any] = {"kind": "server", "model": self.settings.model}
+        try:
+            needed = recipe.corpus.block + 1  # one token is generated
+            for url, _, about in self.endpoint.served():
+                context = about.get("max_model_len")
+                if isinstance(context, int) and context < needed:
+                    raise EndpointError(
+                        f"{url} serves a context of {context} tokens, and corpus.block + 1 = {needed} are needed",
+                        f"start vLLM with --max-model-len {needed}, or lower corpus.block",
+                    )
+            ids = [0, 1 % self.vocabulary]
+            if self.settings.prompts == "text":  # the texts of any two tokens together may be one token
+                ids = encode(self.tokenizer, PROBE)
+            for _ in self.settings.urls:  # requests take turns: each server gets one
+                self._read(Document(ids, [0]), k)
+        except BaseException:
+            self.close()
+            raise
+
+    def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
+        """See `Reader`; temperature 1 alone."""
+        assert temperatures == (1.0,), "a server gives distributions at temperature 1"
+        documents = listed_documents(blocks)
+        parts = self.endpoint.each(lambda document: self._read(document, k), documents)
+        return Entries.join(parts, k, 1)
+
+    def announcement(self, blocks: Packed) -> str:
+        """What the servers will be asked for, to print before the first request."""
+        documents = listed_documents(blocks)
+        tokens = sum(len(document.ids) for document in documents)
+        size = tokens * self.largest_request * BYTES_PER_ENTRY
+        return (
+            f"distributions of {self.settings.model} at temperature 1 from {len(self.settings.urls)} server(s): "
+            f"{len(documents)} documents of {tokens} tokens, at most {size / 1e6:.0f} MB of replies; train at "
+            "temperature 1, the evaluation uses the served sampler"
+        )
+
+    def scorable(self, blocks: Packed) -> tuple[Packed, int]:
+        """The blocks without the scores of documents that cannot be sent as text, and how many those are."""
+        if self.settings.prompts == "ids":
+            return blocks, 0
+        mask = blocks.mask.clone()
+        changed = [
+            one
+            for one in listed_documents(blocks)
+            if encode(self.tokenizer, decoded(self.tokenizer, one.ids)) != one.ids
+        ]
+        for document in changed:
+            mask[document.block][blocks.documents[document.block] == document.number] = False
+        return replace(blocks, mask=mask), len(changed)
+
+    def close(self) -> None:
+        """End the connections."""
+        self.endpoint.close()
+
+    def _read(self, document: Document, k: int) -> Entries:
+        """The entries of one document's scored positions."""
+        ids, text = document.ids, self.settings.prompts == "text"
+        body = {
+            "model": self.settings.model,
+            "prompt": decoded(self.tokenizer, ids) if text else ids,
+            "prompt_logprobs": k + self.padding,
+            "max_tokens": 1,  # 0 is refused by some versions
+            "temperature": 0,
+            "add_special_tokens": False,
+            "return_token_ids": True,
+        }
+        reply = self._reply(body)
+        places = self._places(reply, ids)
+        rows = [self._entries(places[position + 1], position + 1, k) for position in document.scored]
+        tokens = torch.tensor([tokens for tokens, _ in rows], dtype=torch.int32)
+        logs = torch.tensor([logs for _, logs in rows], dtype=torch.float64)
+        return Entries(tokens, logs.float(), log_tails(logs).float().unsqueeze(-1))
+
+    def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A server's reply; EndpointError, with what to do, where none comes."""
+        try:
+            return self.endpoint.post("completions", body)
+        except Refused as refusal:
+            hint = "see the server's log"
+            if "greater than max allowed" in refusal.detail:
+                hint = "start vLLM with a larger --max-logprobs, or lower teacher.top_k"
+            elif self.settings.prompts == "ids":
+                hint = "if the server takes no token ids as a prompt, set teacher.server.prompts: text"
+            raise EndpointError(
+                f"a server of {self.settings.model} refused a request ({refusal.reason}): {refusal.detail}", hint
+            ) from None
+        except Unanswered as fault:
+            raise EndpointError(
+                f"the servers of {self.settings.model} gave no usable reply, {self.settings.retries + 1} times in a "
+                f"row, the last time: {fault.reason} {fault.detail}".rstrip(),
+                "see the server's log; the same command goes on with what is missing. teacher.server.concurrency, "
+                "retries and timeout can be changed without losing anything",
+            ) from None
+
+    def _places(self, reply: dict[str, Any], ids: list[int]) -> list[dict[int, float]]:
+        """The log-probabilities by id at each prompt token [S]; EndpointError unless they are those of these ids."""
+        choices = reply.get("choices")
+        choice = choices[0] if choices and has_form(choices, [dict]) else {}
+        by_place = choice.get("prompt_logprobs")
+        if not isinstance(by_place, list):
+            what = "log-probabilities of prompts (choices[0].prompt_logprobs)"
+            raise EndpointError(f"the server of {self.settings.model} returns no {what}", NO_LOGPROBS)
+        own = choice.get("prompt_token_ids")
+        if len(by_place) != len(ids) or (isinstance(own, list) and own != ids):
+            raise self._other_ids(f"{len(by_place)} tokens" if len(by_place) != len(ids) else "other tokens", len(ids))
+        places: list[dict[int, float]] = [{}]
+        for place, (entries, token) in enumerate(zip(by_place[1:], ids[1:], strict=True), 1):
+            try:
+                logs = {int(name): float(entry["logprob"]) for name, entry in entries.items()}
+            except (AttributeError, KeyError, TypeError, ValueError):
+                raise EndpointError(
+                    f"the log-probabilities at prompt token {place} are not of the form that vLLM returns: "
+                    f"{str(entries)[:100]}",
+                    NO_LOGPROBS + "; with vLLM, start it with --no-enable-prefix-caching" * (entries is None),
+                ) from None
+            if token not in logs:
+                raise self._other_ids(f"no token {token} at place {place}", len(ids))
+            places.append(logs)
+        return places
+
+    def _other_ids(self, what: str, count: int) -> EndpointError:
+        return EndpointError(
+            f"the server read {what} from a prompt of {count} tokens: its ids are not those of the target's tokenizer",
+            "serve the target with the tokenizer of target.model, without added tokens (add_special_tokens)",
+        )
+
+    def _entries(self, by_token: dict[int, float], place: int, k: int) -> tuple[list[int], list[float]]:
+        """Ids and log-probabilities of the k likeliest real tokens at one place."""
+        real = sorted(((-log, token) for token, log in by_token.items() if 0 <= token < self.vocabulary))[:k]
+        logs = [-negative for negative, _ in real]
+        if len(real) < k:
+            raise EndpointError(
+                f"the server returned {len(by_token)} log-probabilities at prompt token {place}, of which {len(real)} "
+                f"are of tokens, and {k} are needed",
+                f"start vLLM with --max-logprobs {k + self.padding}, or lower teacher.top_k",
+            )
+        total = math.fsum(math.exp(log) for log in logs if log < 1)
+        if not all(math.isfinite(log) and log <= EXCESS for log in logs) or total > 1 + EXCESS:
+            raise EndpointError(
+                f"the numbers at prompt token {place} are no log-probabilities: the largest is {logs[0]:g}, their "
+                f"probabilities add up to {total:g}",
+                "start vLLM with --logprobs-mode raw_logprobs, its default",
+            )
+        return [token for _, token in real], logs
+
+
+def log_tails(logs: Tensor) -> Tensor:
+    """The log of 1 − Σ p [N] from log p [N, K] of the likeliest tokens, in fp64.
+
+    The server rounds log p to fp32, so that 1 − Σ p is known up to the rounding of the sum: a smaller tail counts as
+    that rounding, about 1e-7.
+    """
+    logs = logs.double()
+    rounding = (logs.exp() * (1 + logs.abs())).sum(-1) * torch.finfo(torch.float32).eps
+    return torch.maximum(-torch.expm1(logs.logsumexp(-1)), rounding).log()

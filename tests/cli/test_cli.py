@@ -1,0 +1,506 @@
+"""Every command, on a tiny run and on standalone pairs."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from distill import __version__
+from distill.files import read_result
+from distill.measuring.speedup_results import SpeedupReport
+from distill.training.results import TrainingSummary
+
+Capture = pytest.CaptureFixture[str]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def refuse_constant(name: str) -> float:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def strict(text: str) -> object:
+    return json.loads(text, parse_constant=refuse_constant)
+
+
+def test_version(capsys: Capture) -> None:
+    assert tiny.call("--version") == 0
+    assert capsys.readouterr().out == f"distill {__version__}\n"
+
+
+def a_run(folder: Path) -> Path:
+    (folder / "draft").mkdir(parents=True)
+    for name in ("config.yaml", "draft/model.safetensors"):
+        (folder / name).write_text("x")
+    return folder
+
+
+def test_runs_are_deleted_after_a_question(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, gone = a_run(tmp_path / "kept"), a_run(tmp_path / "gone")
+    for answer, left in (("n\n", [gone, kept]), ("y\n", [kept])):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+        assert tiny.call("runs", "--runs", tmp_path, "--delete", "gone") == 0
+        assert sorted(tmp_path.iterdir()) == left
+    assert "is deleted" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert tiny.call("runs", "--runs", tmp_path, "--delete", "kept") == 2
+    question, said = capsys.readouterr().err.split("\n", 1)
+    assert question.startswith("Delete ") and said.startswith("distill: --delete asks") and "--yes" in said
+    with open(kept / ".lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert tiny.call("runs", "--runs", tmp_path, "--delete", "kept") == 2
+    assert capsys.readouterr().err.startswith("distill: another process is working in")
+    assert tiny.call("runs", "--runs", tmp_path, "--delete", "kept", "--yes") == 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["none", "..", ".", "kept/draft", "../runs/kept", "busy", "link", "a" * 5000])
+def test_only_a_run_at_rest_is_deleted(tmp_path: Path, capsys: Capture, name: str) -> None:
+    runs = tmp_path / "runs"
+    a_run(tmp_path / "elsewhere")
+    kept, busy = a_run(runs / "kept"), a_run(runs / "busy")
+    (runs / "link").symlink_to(tmp_path / "elsewhere")
+    (runs / "config.yaml").write_text("x")
+    with open(busy / ".lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert tiny.call("runs", "--runs", runs, "--delete", name, "--yes") == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert (kept / "config.yaml").exists() and (busy / "config.yaml").exists() and (tmp_path / "elsewhere").exists()
+
+
+def test_yes_alone_is_refused(capsys: Capture) -> None:
+    assert tiny.call("runs", "--yes") == 2 and "--delete NAME" in capsys.readouterr().err
+
+
+def test_check(world: Path, capsys: Capture) -> None:
+    assert tiny.call("check", world / "recipe.yaml") == 0
+    said = capsys.readouterr().out
+    for words in ("3 layers -> 2, MLP 128 -> 64", "pair rule of llama.cpp: fits", "teacher store", "check passed"):
+        assert words in said
+
+
+def test_check_offline(capsys: Capture) -> None:
+    assert tiny.call("check", "--offline", tiny.ROOT / "recipes" / "qwen-coder.yaml") == 0
+    said = capsys.readouterr().out
+    assert "not checked: model" in said and "apart from the items listed as not checked" in said
+
+
+def test_until_and_dry_run(world: Path, tmp_path: Path, capsys: Capture) -> None:
+    command = ("train", world / "recipe.yaml", "--runs", tmp_path / "runs")
+    assert tiny.call(*command, "--dry-run") == 0
+    assert "corpus: would run (new)" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    assert tiny.call(*command, "--until", "corpus") == 0
+    assert (tmp_path / "runs" / "tiny" / "stages" / "corpus.json").exists()
+    assert not (tmp_path / "runs" / "tiny" / "answers").exists()
+    before = tiny.contents(tmp_path)
+    capsys.readouterr()
+    assert tiny.call(*command, "--dry-run") == 0
+    said = capsys.readouterr().err
+    assert "corpus: up to date" in said and "answers: would run (new)" in said
+    assert tiny.contents(tmp_path) == before
+    assert tiny.call("runs", "--runs", tmp_path / "runs") == 0
+    assert "1 of 10 stages, next answers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--until", "--redo"])
+def test_unknown_stage(world: Path, tmp_path: Path, capsys: Capture, option: str) -> None:
+    said = tiny.refused(capsys, "train", world / "recipe.yaml", "--runs", tmp_path, option, "trian")
+    assert "there is no stage `trian`" in said and "corpus, answers" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["eval", "speedup", "runs"])
+def test_unknown_output_format(finished: Path, capsys: Capture, command: str) -> None:
+    names = [] if command == "runs" else ["tiny"]
+    assert "`xml` is unknown" in tiny.refused(capsys, command, *names, "--runs", finished.parent, "-o", "xml")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["runs"], ["eval"], ["eval", "nothing"], ["report", "nothing"], ["generate", "a"]]
+)
+def test_no_such_run(tmp_path: Path, capsys: Capture, arguments: list[str]) -> None:
+    assert tiny.call(*arguments, "--runs", tmp_path) == 2
+    assert re.search(r"there (is|are) no runs? (at|in) ", capsys.readouterr().err)
+
+
+def test_unknown_option_and_command(capsys: Capture) -> None:
+    assert tiny.call("train", "--nonsense") == 2
+    for name, said in (("lengths", "changed by speedup.lengths=VALUE"), ("seed", "by seed=VALUE")):
+        assert tiny.call("train", "r.yaml", f"--{name}", "2") == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert tiny.call("trian") == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["eval", "speedup", "runs"])
+@pytest.mark.parametrize("output", ["md", "json", "jsonl", "csv"])
+def test_outputs(finished: Path, capsys: Capture, command: str, output: str) -> None:
+    names = [] if command == "runs" else ["tiny"]
+    assert tiny.call(command, *names, "--runs", finished.parent, "-o", output) == 0
+    said = capsys.readouterr().out
+    rows: list[dict[str, object]]
+    if output == "md":
+        assert "|---|" in said
+        return
+    if output == "json":
+        assert strict(said)
+        return
+    if output == "jsonl":
+        rows = [strict(line) for line in said.splitlines()]  # type: ignore[misc]
+    else:
+        rows = list(csv.DictReader(io.StringIO(said)))  # type: ignore[arg-type]
+    assert rows
+    key = {"eval": "table", "speedup": "backend", "runs": "state"}[command]
+    assert all(row[key] not in ("", None) for row in rows)
+
+
+def test_parts_of_eval(finished: Path, capsys: Capture) -> None:
+    for option, there, absent in (
+        ("--kl", "acceptance, greedy", "acceptance by draft position"),
+        ("--acceptance", "acceptance by draft position", "acceptance, greedy"),
+    ):
+        assert tiny.call("eval", "tiny", "--runs", finished.parent, option) == 0
+        said = capsys.readouterr().out
+        assert there in said and absent not in said
+
+
+def test_speedup_shows_the_table(finished: Path, capsys: Capture) -> None:
+    assert tiny.call("speedup", finished) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "draft + target | pytorch | plain",
+        "draft + target | gguf | draft, γ = 3",
+        "One token takes the target",
+    ):
+        assert words in said, said
+
+
+def test_runs_side_by_side(copied: Path, capsys: Capture) -> None:
+    """Figures of two runs, as their files hold them; what makes them incomparable is said, and no page is written."""
+    other = copied.parent / "longer"
+    shutil.copytree(copied, other)
+    (copied / "report.html").unlink()
+    evaluation = json.loads((other / "eval.json").read_text())
+    evaluation["domains"]["answers"]["after"]["acceptance_sampling"] |= {"mean": 0.625, "low": 0.5, "high": 0.75}
+    (other / "eval.json").write_text(json.dumps(evaluation))
+    assert tiny.call("report", copied, other, "-o", "json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    found = {row["figure"]: row for row in rows}
+    acceptance = found["acceptance, rejection sampling, answers"]
+    assert [acceptance[name] for name in ("longer", "longer, low", "longer, high")] == [0.625, 0.5, 0.75]
+    first = json.loads((copied / "eval.json").read_text())["domains"]["answers"]["after"]["acceptance_sampling"]
+    assert acceptance["tiny"] == first["mean"]
+    speedups = [row for name, row in found.items() if name.startswith("speedup, ")]
+    assert speedups and all(row["tiny"] > 0 for row in speedups)
+    assert tiny.call("report", "tiny", "longer", "--runs", copied.parent) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("| figure | tiny | longer |\n") and "| 62.5 % [50.0, 75.0] |" in said
+    assert "different" not in said and not (copied / "report.html").exists()
+    evaluation["sampler"]["temperature"] = 0.1
+    (other / "eval.json").write_text(json.dumps(evaluation))
+    assert tiny.call("report", "tiny", "longer", "--runs", copied.parent) == 0
+    said = capsys.readouterr().out
+    assert "- These runs have different samplers: a difference in acceptance may come from that." in said
+
+
+def test_a_run_without_a_trained_draft_is_not_trained_by_other_commands(
+    ready: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    run = tmp_path / "tiny"
+    shutil.copytree(ready, run)
+    commands = [(name, run) for name in ("report", "eval", "speedup", "export-gguf")]
+    for command in (*commands, ("generate", "x", "--run", run)):
+        said = tiny.refused(capsys, *command)
+        assert f"{run} has no trained draft yet\n" in said and f"distill train {run}/config.yaml --runs " in said
+    (run / "checkpoints" / "step-000004").mkdir(parents=True)
+    assert "no trained draft yet (its training stands at step 4 of 8)" in tiny.refused(capsys, "eval", run)
+    assert not (run / "draft").exists()
+
+
+def test_a_report_needs_the_draft_itself(copied: Path, capsys: Capture) -> None:
+    shutil.rmtree(copied / "draft")
+    assert f"{copied / 'draft'} is missing" in tiny.refused(capsys, "report", copied)
+
+
+def test_report_is_self_contained(copied: Path, capsys: Capture) -> None:
+    (copied / "report.html").unlink()
+    assert tiny.call("report", "tiny", "--runs", copied.parent) == 0
+    assert capsys.readouterr().out.strip().endswith("report.html")
+    page = (copied / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"""(src|href)\s*=\s*["']?\s*(https?:)?//""", page)
+    assert not re.search(r"@import|url\(\s*['\"]?(https?:)?//", page)
+    assert (copied / "draft" / "README.md").read_text(encoding="utf-8").startswith("---\n")
+
+
+# ── standalone pairs and folders ──
+
+
+def test_eval_of_a_standalone_pair(
+    world: Path, finished: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distill.machine.usable_cores", lambda: 1)
+    pair = ("--target", world / "target", "--draft", finished / "draft")
+    text = ("--text", world / "corpus" / "test", "--text", world / "corpus" / "validation" / "part1_0.py")
+    assert tiny.call("eval", *pair, *text, "--prompts", "4", "-o", "json") == 0
+    report = strict(capsys.readouterr().out)
+    assert isinstance(report, dict)
+    assert set(report["domains"]) == {"answers", "files"} and set(report["positions"]) == {"draft"}
+    assert 0 < report["domains"]["files"]["draft"]["acceptance_sampling"]["mean"] < 1
+
+
+def test_eval_of_gguf_files_is_that_of_their_folders(
+    world: Path, finished: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    folders = {"target": world / "target", "draft": finished / "draft"}
+    for folder in folders.values():
+        assert tiny.call("export-gguf", folder, "--outtype", "f32", "--to", tmp_path) == 0
+    files = {name: tmp_path / f"{folder.name}-f32.gguf" for name, folder in folders.items()}
+    text = ("--text", world / "corpus" / "test", "--text", world / "corpus" / "validation" / "part1_0.py")
+    more = ("--prompts", "4", "--temperature", "0", "--threads", "1", "-o", "json")
+    found = []
+    for pair in (folders, files):
+        capsys.readouterr()
+        assert tiny.call("eval", "--target", pair["target"], "--draft", pair["draft"], *text, *more) == 0
+        found.append(strict(capsys.readouterr().out))
+    assert [set(one["domains"]) for one in found] == [{"answers", "files"}] * 2
+    for domain in ("answers", "files"):
+        torch, gguf = (one["domains"][domain]["draft"] for one in found)
+        assert torch["tokens"] == gguf["tokens"] > 100
+        assert torch["acceptance_drawn"]["mean"] is gguf["acceptance_drawn"]["mean"] is None  # greedy: nothing is drawn
+        for name in set(torch) - {"tokens", "prompts", "acceptance_drawn"}:
+            assert gguf[name]["mean"] == pytest.approx(torch[name]["mean"], rel=2e-3, abs=2e-3), (domain, name)
+    assert (
+        found[0]["positions"] == found[1]["positions"] and found[0]["tokens_per_round"] == found[1]["tokens_per_round"]
+    )
+    # One folder and one file: the file is imported. Options of the other engine, and of a run.
+    assert tiny.call("eval", "--target", folders["target"], "--draft", files["draft"], *text, *more) == 0
+    mixed = strict(capsys.readouterr().out)
+    assert mixed["domains"] == found[0]["domains"] and mixed["positions"] == found[0]["positions"]
+    assert "PyTorch runs" in tiny.refused(
+        capsys, "eval", "--target", folders["target"], "--draft", folders["draft"], *text, "-ngl", "1"
+    )
+    assert "a run is evaluated in PyTorch" in tiny.refused(
+        capsys, "eval", "tiny", "--runs", finished.parent, "-ngl", "1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--target", "TARGET", "--draft", "DRAFT"], "--text"),
+        (["--target", "TARGET"], "--draft"),
+        (["--target", "./nowhere", "--draft", "DRAFT", "--text", "TEXT"], "nowhere"),
+        (["--target", "TARGET", "--draft", "DRAFT", "--text", "./nothing.py"], "there is no file"),
+    ],
+)
+def test_faults_of_a_standalone_pair(
+    world: Path, finished: Path, capsys: Capture, arguments: list[str], expected: str
+) -> None:
+    places = {"TARGET": world / "target", "DRAFT": finished / "draft", "TEXT": world / "corpus" / "test"}
+    assert expected in tiny.refused(capsys, "eval", *(places.get(name, name) for name in arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["generate", "x", "--run", "RUN", "--target", "TARGET"], "--run was given beside --target or --draft"),
+        (["generate", "x", "--run", "RUN", "--top-k", "4"], "--top-k does nothing without --temperature"),
+        (["generate", "x", "--run", "RUN", "--drafter", "tree", "--length", "0"], "--length 0 drafts nothing"),
+        (["plan", "RECIPE", "--depth", "64"], "override its key: speedup.depth"),
+        (["plan", "RECIPE", "--tokens", "64"], "override its key: speedup.new_tokens"),
+        (["plan", "TARGET", "--draft-curve", "x.json", "--hardware", "y.yaml"], "--draft-curve is in seconds of"),
+        (["profile", "TARGET", "--depths", "0,8"], "a step follows at least one token"),
+        (["serve-check", "RUN", "--url", "http://127.0.0.1:1", "--p-min", "0.5"], "--p-min is for a server that this"),
+        (["serve-check", "RUN", "--server", "x", "--key", "K"], "--key is"),
+        (["serve-check", "RUN", "--server", "x", "--prompt-tokens", "9"], "--prompt-tokens is"),
+    ],
+)
+def test_options_that_would_do_nothing(
+    world: Path, finished: Path, capsys: Capture, arguments: list[str], expected: str
+) -> None:
+    places = {"TARGET": world / "target", "RUN": finished, "RECIPE": world / "recipe.yaml"}
+    assert expected in tiny.refused(capsys, *(places.get(name, name) for name in arguments))
+
+
+def test_a_fresh_run_is_planned_as_one(world: Path, finished: Path, capsys: Capture) -> None:
+    """Also where the run that it replaces was made with other settings."""
+    again = ("train", world / "recipe.yaml", "--runs", finished.parent, "--fresh", "--dry-run", "corpus.block=48")
+    assert tiny.call(*again) == 0
+    said = capsys.readouterr().err
+    assert "corpus: would run (new)" in said and "up to date" not in said
+
+
+def test_export_of_a_folder_and_of_a_run(world: Path, copied: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "out"
+    assert tiny.call("export-gguf", world / "target", "--outtype", "f32", "--outtype", "q8_0", "--to", out) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["target-f32.gguf", "target-q8_0.gguf"]
+    assert "tensors" in capsys.readouterr().out
+    assert tiny.call("export-gguf", "tiny", "--runs", copied.parent, "--outtype", "bf16") == 0
+    assert (copied / "gguf" / "extra" / "draft-bf16.gguf").exists()
+    assert "`q2` is unknown" in tiny.refused(capsys, "export-gguf", world / "target", "--outtype", "q2", "--to", out)
+
+
+@pytest.mark.parametrize("standalone", [False, True])
+def test_generate(world: Path, finished: Path, capsys: Capture, standalone: bool) -> None:
+    where = ["--run", "tiny", "--runs", finished.parent]
+    if standalone:
+        where = ["--target", world / "target", "--draft", finished / "draft"]
+    texts = []
+    for length in (0, 4):
+        assert tiny.call("generate", "def alpha_beta(gamma):", *where, "--length", length, "--tokens", 24) == 0
+        found = capsys.readouterr()
+        texts.append(found.out)
+        assert "tok/s" in found.err and ("tokens/round" in found.err) == bool(length)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("def alpha_beta(gamma):") and len(texts[0]) > 30
+    assert tiny.call("generate", "def alpha_beta(gamma):", *where, "--tokens", 2) == 0
+    said = re.findall(r"drafts (\d+) tokens? a round, the fastest", capsys.readouterr().err)
+    report = read_result(finished / "speedup.json", SpeedupReport)
+    fastest = [str(one.length) for one in report.fastest if one.backend == "pytorch"]
+    assert said == ([] if standalone else fastest)
+
+
+def test_threads(world: Path, finished: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option comes before the recipe, the recipe before the variable, the variable before all cores."""
+    asked: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", asked.append)
+    monkeypatch.setattr("distill.machine.usable_cores", lambda: 7)
+    prompt, run = ("def alpha(", "--tokens", 2), ("--run", "tiny", "--runs", finished.parent)
+    pair = ("--target", world / "target", "--draft", finished / "draft")
+    for variable, arguments, wanted in (
+        ("", (*pair, "--length", 0), 7),
+        ("3", (*pair, "--length", 0), 3),
+        ("4,2", (*pair, "--length", 0), 4),
+        ("3", (*pair, "--threads", 2), 2),
+        ("3", run, 1),
+        ("3", (*run, "--threads", 2), 2),
+    ):
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+        assert tiny.call("generate", *prompt, *arguments) == 0
+        assert asked.pop() == wanted
+    copied = tmp_path / "runs" / "tiny"
+    shutil.copytree(finished, copied)
+    assert tiny.call("eval", "tiny", "--runs", copied.parent, "--threads", 2) == 0
+    assert asked.pop() == 2
+    assert tiny.call("speedup", "tiny", "--runs", copied.parent) == 0
+    assert asked.pop() == 1
+    capsys.readouterr()
+    for variable in ("many", "0", "-1", "99999999999"):
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+        assert "OMP_NUM_THREADS" in tiny.refused(capsys, "generate", *prompt, *pair)
+    assert tiny.call("generate", *prompt, *pair, "--threads", 10**6) == 2
+
+
+def test_generate_from_an_empty_prompt(world: Path, finished: Path, capsys: Capture) -> None:
+    assert "the prompt is empty" in tiny.refused(capsys, "generate", "", "--run", "tiny", "--runs", finished.parent)
+
+
+def test_the_demo_without_llama_cpp(
+    world: Path, copied: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settings that scripts/demo.sh gives where llama-cpp-python could not be compiled: it ends with its report."""
+    from distill.gguf.library import library
+
+    library.cache_clear()
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    settings = ("speedup.backends=[pytorch]", "export.outtypes=[]")
+    assert all(setting in (tiny.ROOT / "scripts" / "demo.sh").read_text() for setting in settings)
+    shutil.rmtree(copied / "gguf")
+    redo = ("--redo", "export", "--redo", "speedup")  # the stages that would ask for it
+    assert tiny.call("train", world / "recipe.yaml", "--runs", copied.parent, *settings, *redo) == 0
+    found = capsys.readouterr()
+    assert "report.html" in found.out and "draft + target | pytorch | plain" in found.out
+    assert "gguf" not in (copied / "speedup.md").read_text()
+    page = (copied / "report.html").read_text(encoding="utf-8")
+    assert "pytorch" in page
+
+
+# ── what goes to stderr ──
+
+
+def test_quiet_leaves_results_warnings_and_errors(world: Path, copied: Path, capsys: Capture) -> None:
+    (copied / "stages" / "report.json").unlink()
+    (copied / "log.txt").unlink()
+    assert tiny.call("-q", "train", world / "recipe.yaml", "--runs", copied.parent) == 0
+    shown = capsys.readouterr()
+    assert "report.html" in shown.out
+    assert "up to date" not in shown.err and "writing to" not in shown.err and "report: " not in shown.err, shown.err
+    logged = (copied / "log.txt").read_text()
+    assert "eval: up to date" in logged and "report: done" in logged
+    warning = read_result(copied / "training.json", TrainingSummary).warning
+    assert (warning in shown.err) if warning else not shown.err
+    assert "there is no run" in tiny.refused(capsys, "--quiet", "eval", "none", "--runs", copied.parent)
+    assert tiny.call("generate", "def", "--runs", copied.parent, "--tokens", "2") == 0
+    assert "tok/s" in capsys.readouterr().err
+    assert tiny.call("-q", "generate", "def", "--runs", copied.parent, "--tokens", "2") == 0
+    assert not capsys.readouterr().err, "of the last command, not of one before"
+
+
+def test_verbose_adds_what_the_libraries_log(copied: Path, capsys: Capture) -> None:
+    command = ("generate", "def", "--target", copied / "gguf" / "target-f16.gguf", "--length", "0", "--tokens", "2")
+    assert tiny.call(*command) == 0
+    assert "llama.cpp:" not in capsys.readouterr().err
+    assert tiny.call("-v", *command) == 0
+    said = capsys.readouterr().err
+    assert "llama.cpp: " in said and "tok/s" in said
+    assert tiny.call("-v", "-q", *command) == 2
+
+
+def test_verbose_shows_the_traceback_of_a_bug(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path, overrides: list[str]) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr("distill.cli.check.read_recipe", broken)
+    for options, shown in (([], False), (["-v"], True)):
+        assert tiny.call(*options, "check", "x.yaml") == 1
+        said = capsys.readouterr().err
+        assert ("Traceback" in said) == shown and "this is a bug" in said
+        Path(said.split()[-1]).unlink()
+
+
+def test_a_command_says_where_it_writes_before_it_does(world: Path, copied: Path, tmp_path: Path) -> None:
+    """Once each, and at a moment when there is nothing yet."""
+    target, out = world / "target", tmp_path / "out"
+    commands = {
+        ("train", world / "recipe.yaml", "--runs", out / "runs", "--until", "corpus"): out / "runs" / "tiny",
+        ("transplant", target, target, out / "transplant"): out / "transplant",
+        ("cut", target, out / "cut", "--text", world / "corpus" / "test", "--layers", "2"): out / "cut",
+        ("export-gguf", target, "--to", out / "gguf", "--outtype", "f16"): out / "gguf",
+        ("profile", target, "--max-tokens", "2", "--repeats", "5", "--out", out / "curve.json"): out / "curve.json",
+    }
+    for arguments, place in commands.items():
+        seen: list[bool] = []
+
+        class Watched(io.StringIO):
+            def write(self, text: str, place: Path = place, seen: list[bool] = seen) -> int:
+                if f"writing to {place}" in text:
+                    seen.append(place.exists())
+                return super().write(text)
+
+        with contextlib.redirect_stderr(Watched()):
+            assert tiny.call(*arguments) == 0, arguments
+        assert seen == [False] and place.exists(), arguments
+
+
+def test_completion_of_the_shell() -> None:
+    def run(*arguments: str, **variables: str) -> str:
+        environment = {**os.environ, **variables}
+        command = [sys.executable, "-m", "distill", *arguments]
+        return subprocess.run(command, cwd=tiny.ROOT, env=environment, capture_output=True, text=True).stdout
+
+    found = run(_DISTILL_COMPLETE="complete_bash", COMP_WORDS="distill tra", COMP_CWORD="1")
+    assert found.split() == ["train", "transplant"]
+    found = run(_DISTILL_COMPLETE="complete_bash", COMP_WORDS="distill train --unt", COMP_CWORD="2")
+    assert found.split() == ["--until"]

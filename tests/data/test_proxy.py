@@ -1,0 +1,462 @@
+"""The proxy and its watcher on raw connections: bytes as they were, at the time they were, and what is kept of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill.errors import RecipeError
+from distill.data.recorder import NOT_LEFT_OUT, Proxy, Recording, summary
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+BODY = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+EVENTS = [
+    b'data: {"choices": [{"index": 0, "delta": {"content": "He"}, "finish_reason": null}]}\n\n',
+    b'data: {"choices": [{"index": 0, "delta": {"content": "llo"}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n',
+]
+HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+STREAMED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+WHOLE = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"Hello"},"finish_reason":"stop"}]}'
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def request(path: str = "/v1/chat/completions", body: bytes = BODY, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Authorization: Bearer sk-secret", f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, *headers, "", ""]).encode() + body
+
+
+def reply(body: bytes = WHOLE, status: str = "200 OK", *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", "X-OdD: One ", "x-odd: two", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+async def read_request(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next((line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), b":0")
+    return head + await reader.readexactly(int(length.partition(b":")[2]))
+
+
+def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test that runs in a loop of its own."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(test(*arguments, **named))  # type: ignore[arg-type]
+
+    return run
+
+
+class Served:
+    """An imitation server at `upstream`, and the proxy in front of it at `port`."""
+
+    def __init__(self, proxy: Proxy, upstream: int, folder: Path) -> None:
+        self.proxy, self.upstream, self.port, self.folder = proxy, upstream, 0, folder
+        self.stop = asyncio.Event()
+
+    async def ask(self, raw: bytes, port: int | None = None) -> bytes:
+        """All bytes of the reply to one request, until the server closes."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port or self.port)
+        writer.write(raw)
+        try:
+            return await asyncio.wait_for(reader.read(-1), 5)
+        finally:
+            writer.close()
+
+    async def ask_streams(self, count: int, body: bytes = BODY) -> None:
+        """Several requests on one connection, each behind the end of a streamed reply to the last."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        for _ in range(count):
+            writer.write(request("/v1/chat/completions", body))
+            await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 5)
+        writer.close()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What was recorded; whole only behind the end of `served`."""
+        return [json.loads(line) for path in sorted(self.folder.glob("*")) for line in path.read_bytes().splitlines()]
+
+    def left_out(self) -> dict[str, int]:
+        return {name: n for name, n in self.proxy.counts.items() if name not in NOT_LEFT_OUT}
+
+
+@contextlib.asynccontextmanager
+async def served(folder: Path, handle: Handler | None, queue_bytes: int = 2**20, **more: Any) -> AsyncIterator[Served]:
+    """The proxy, which has ended behind the block; without a handler, in front of nothing."""
+    server = await asyncio.start_server(handle, "127.0.0.1", 0) if handle else None
+    port = server.sockets[0].getsockname()[1] if server else 1
+    proxy = Proxy(Recording(("127.0.0.1", port), ("127.0.0.1", 0), folder, **more), queue_bytes)
+    ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    found = Served(proxy, port, folder)
+    running = asyncio.create_task(proxy.run(found.stop, ready.set_result))
+    try:
+        await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+        found.port = ready.result()
+        yield found
+    finally:
+        found.stop.set()
+        await asyncio.wait_for(running, 10)
+        if server is not None:
+            server.close()
+
+
+def replying(raw: bytes, seen: list[bytes]) -> Handler:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            seen.append(await read_request(reader))
+            writer.write(raw)
+        writer.close()
+
+    return handle
+
+
+async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A streamed answer to each request, until the client closes."""
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            await read_request(reader)
+            writer.write(STREAMED + b"".join(chunk(event) for event in EVENTS) + chunk(b""))
+    writer.close()
+
+
+REQUESTS = [
+    request(),
+    b"GET /v1/models?a=%2F%20&b HTTP/1.1\r\nhOsT: y\r\nX-A: 1\r\nX-A:  2\r\n\r\n",
+    b"PUT //odd/../path%2fx HTTP/1.1\r\nHost: y\r\nContent-Length: 3\r\n\r\n\x00\xff\n",
+    b"DELETE * HTTP/1.0\r\nConnection: close\r\n\r\n",
+    b"no HTTP at all\r\n\r\n",
+]
+REPLIES = [
+    reply(),
+    reply(b"nope", "404 Not Found", "WWW-Authenticate: Basic"),
+    reply(b'{"error": 1}', "503 Try  Later", "Retry-After: 1"),
+    b"HTTP/1.0 200 OK\r\n\r\nuntil the end",
+    STREAMED + chunk(b"a") + b"1;ext=1\r\nb\r\n0\r\nTrailer: 1\r\n\r\n",
+    b"HTTP/1.1 204 No Content\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort",
+    b"no HTTP at all",
+    b"",
+]
+
+
+@in_a_loop
+async def test_every_byte_passes_as_it_is(tmp_path: Path) -> None:
+    seen: list[bytes] = []
+    raw = b""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await replying(raw, seen)(reader, writer)
+
+    async with served(tmp_path, handle) as found:
+        for raw in REPLIES:
+            for sent in REQUESTS:
+                direct = await found.ask(sent, found.upstream)
+                assert await found.ask(sent) == direct == raw
+                assert seen[-2:] == [sent, sent]
+    assert found.proxy.counts["kept"] == 1 and found.left_out()["HTTP that h11 does not read"] >= len(REPLIES)
+
+
+@in_a_loop
+async def test_pieces_pass_when_they_come(tmp_path: Path) -> None:
+    """The first piece reaches the client before the server sends the second one, and likewise on the way there."""
+    client_has = asyncio.Event(), asyncio.Event()
+    server_has = asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(5) == BODY[:5]
+        server_has.set()
+        assert await reader.readexactly(len(BODY) - 5) == BODY[5:]
+        writer.write(STREAMED)
+        for event, has in zip(EVENTS, client_has, strict=True):
+            writer.write(chunk(event)[:7])  # the pieces are not the chunks
+            await asyncio.sleep(0)
+            writer.write(chunk(event)[7:])
+            await has.wait()
+        writer.write(chunk(b""))
+        writer.close()
+
+    async with served(tmp_path, handle) as found, asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        writer.write(request()[: -len(BODY) + 5])
+        await server_has.wait()
+        writer.write(BODY[5:])
+        got = b""
+        for event, has in zip(EVENTS, client_has, strict=True):
+            while not got.endswith(chunk(event)):
+                got += await reader.read(100)
+            has.set()
+        assert got + await reader.read(-1) == STREAMED + b"".join(map(chunk, (*EVENTS, b"")))
+        writer.close()
+    assert found.lines() == [{"messages": HELLO, "finish_reason": "stop"}]
+
+
+@in_a_loop
+async def test_what_is_kept_and_what_is_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "traffic"
+    folder.mkdir()
+    raws: list[bytes] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                await read_request(reader)
+                writer.write(raws.pop(0))
+        writer.close()
+
+    async with served(folder, handle) as found:
+        tools = WHOLE.replace(b'"content":"Hello"', b'"content":null,"tool_calls":[{}]')
+        asked_not = request("/v1/chat/completions", BODY, "x-distill-RECORD:  No")
+        head = b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        pairs = [
+            (request(), reply()),
+            (request("/chat/completions/?a=b", BODY, "X-Distill-Record: yes"), STREAMED + chunk(EVENTS[0])),
+            (asked_not, reply()),
+            (request(), reply(b"{}", "400 Bad Request")),
+            (request(), reply(tools)),
+            (request(), reply(WHOLE, "200 OK", "Content-Encoding: gzip")),
+            (request("/v1/embeddings"), reply()),
+            (head, b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"),
+            (request("/completion", b'{"prompt": "Hi"}'), reply(b'{"content": "Hello", "stop_type": "limit"}')),
+            (request(), b"HTTP/1.1 100 Continue\r\n\r\n" + reply()),
+        ]
+        # all on one connection
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        for sent, raw in pairs:
+            raws.append(raw)
+            writer.write(sent)
+            assert await reader.readexactly(len(raw)) == raw
+            if raw.endswith(chunk(EVENTS[0])):
+                rest = chunk(EVENTS[1]) + chunk(b"")
+                raws.append(rest)
+                writer.write(head)  # answered by the rest of the reply: two requests at once
+                assert await reader.readexactly(len(rest)) == rest
+                writer.close()
+                reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        writer.close()
+    hello = {"messages": HELLO, "finish_reason": "stop"}
+    assert found.lines() == [hello, {"prompt": "Hi", "answer": "Hello", "finish_reason": "length"}, hello]
+    assert found.left_out() == {
+        "requests before the reply": 1,
+        "not to be recorded": 1,
+        "status 400": 1,
+        "tool calls": 1,
+        "a compressed reply": 1,
+        "other requests": 2,
+    }
+    (path,) = folder.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and "secret" not in path.read_text()
+    assert summary(found.proxy.counts).startswith("kept 3 answers, 0.0 MB in 1 files; left out 7: ")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_client_that_goes_ends_the_request_of_the_server(tmp_path: Path) -> None:
+    async def run(abort: bool) -> None:
+        ended = asyncio.Event()
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await read_request(reader)
+            writer.write(STREAMED + chunk(EVENTS[0]))
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            ended.set()
+            writer.close()
+
+        async with served(tmp_path, handle) as found, asyncio.timeout(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+            writer.write(request())
+            await reader.readuntil(EVENTS[0])
+            if abort:
+                writer.transport.abort()
+            writer.close()
+            await ended.wait()
+        assert found.lines() == [] and found.left_out() == {"broken off": 1}
+
+    asyncio.run(run(False))
+    asyncio.run(run(True))
+
+
+@in_a_loop
+async def test_a_server_that_goes_ends_the_reply(tmp_path: Path) -> None:
+    raw = STREAMED + chunk(EVENTS[0])
+    async with served(tmp_path, replying(raw, [])) as found:
+        assert await found.ask(request()) == raw
+    assert found.lines() == [] and found.left_out() == {"broken off": 1}
+
+
+@in_a_loop
+async def test_a_server_that_cannot_be_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with served(tmp_path, None) as found:
+        for _ in range(2):
+            got = await found.ask(request("/v1/chat/completions", b" " * 300_000))
+            head, _, body = got.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 502 ") and b"connection: close" in head
+            assert "cannot reach http://127.0.0.1:1" in json.loads(body)["error"]["message"]
+    assert found.left_out() == {"the server cannot be reached": 2}
+    assert capsys.readouterr().err == "distill record cannot reach http://127.0.0.1:1: Connection refused\n"
+
+
+@in_a_loop
+async def test_a_full_queue_and_a_writer_that_has_ended_cost_no_reply(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with served(tmp_path, stream, queue_bytes=10) as found:
+        await found.ask_streams(3)
+        assert found.left_out() == {"a full queue": 3}
+        found.proxy._process.kill()
+        await found.proxy._process.wait()
+        await found.ask_streams(2)
+    assert found.left_out() == {"a full queue": 3, "no process that writes": 2} and not found.lines()
+    assert capsys.readouterr().err.count("the process that writes has ended") == 1
+
+
+def test_the_sample_and_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(sample: float, body: bytes) -> Proxy:
+        async with served(tmp_path, stream, sample=sample) as found:
+            await found.ask_streams(40, body)
+        return found.proxy
+
+    counts = asyncio.run(run(0.5, BODY)).counts
+    assert counts["kept"] + counts["not sampled"] == 40 and 5 < counts["kept"] < 35  # fails once in 10^6
+    monkeypatch.setattr("distill.data.recorder.MAX_BYTES", len(BODY))
+    proxy = asyncio.run(run(1, BODY + b" "))
+    assert proxy.counts == {"too large": 40}
+
+
+@in_a_loop
+async def test_another_protocol_passes(tmp_path: Path) -> None:
+    """As WebSockets do, behind their upgrade."""
+    switched = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n"
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(switched)
+        while data := await reader.read(100):
+            writer.write(data[::-1])
+        writer.close()
+
+    async with served(tmp_path, handle) as found, asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n")
+        assert await reader.readexactly(len(switched)) == switched
+        for data in (b"\x00abc", b"POST /v1/chat/completions HTTP/1.1\r\n\r\n"):
+            writer.write(data)
+            assert await reader.readexactly(len(data)) == data[::-1]
+        writer.close()
+    assert found.left_out() == {"other requests": 1, "another protocol": 1}
+
+
+@in_a_loop
+async def test_replies_under_way_end_in_order(tmp_path: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(STREAMED + chunk(EVENTS[0]))
+        await go_on.wait()
+        writer.write(chunk(EVENTS[1]) + chunk(b""))
+        assert await reader.read() == b""  # the connection stays open
+        writer.close()
+
+    async with served(tmp_path, handle) as found, asyncio.timeout(5):
+        idle, idle_writer = await asyncio.open_connection("127.0.0.1", found.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        writer.write(request())
+        await reader.readuntil(EVENTS[0])
+        found.stop.set()
+        assert await idle.read() == b""
+        with pytest.raises(ConnectionError):
+            await asyncio.open_connection("127.0.0.1", found.port)
+        go_on.set()
+        assert (await reader.read()).endswith(chunk(EVENTS[1]) + chunk(b""))
+        idle_writer.close()
+        writer.close()
+    assert len(found.lines()) == 1 and found.left_out() == {}
+
+
+@in_a_loop
+async def test_a_pattern_that_never_ends_costs_no_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("distill.data.recorder.PARTING_SECONDS", 0.3)
+    body = BODY.replace(b"Hi", b"a" * 60)
+    async with served(tmp_path, stream, patterns=("(a+)+b",)) as found:
+        await found.ask_streams(3, body)
+    assert found.left_out() == {"too late to be written": 3} and not found.lines()
+    assert "3 exchanges are lost: does a pattern of --redact" in capsys.readouterr().err
+
+
+@in_a_loop
+async def test_a_slow_client_gets_the_whole_reply_at_the_end(tmp_path: Path) -> None:
+    raw = reply(b"x" * 20_000_000)
+    async with served(tmp_path, replying(raw, [])) as found, asyncio.timeout(9):
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port, limit=2**16)
+        writer.write(request("/v1/embeddings"))
+        await asyncio.sleep(0.1)
+        found.stop.set()
+        await asyncio.sleep(0.1)
+        assert await reader.read() == raw
+        writer.close()
+
+
+@in_a_loop
+async def test_many_at_once(tmp_path: Path) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Says what it was asked, letter by letter, in turns with the others."""
+        asked = json.loads((await read_request(reader)).partition(b"\r\n\r\n")[2])["prompt"]
+        writer.write(STREAMED)
+        for letter in asked:
+            event = {"choices": [{"text": letter, "finish_reason": "length" if letter == "." else None}]}
+            writer.write(chunk(f"data: {json.dumps(event)}\n\n".encode()))
+            await asyncio.sleep(0)
+        writer.write(chunk(b""))
+        writer.close()
+
+    prompts = [f"{number} squared is {number**2}." for number in range(60)]
+    async with served(tmp_path, handle) as found:
+        bodies = [request("/v1/completions", json.dumps({"prompt": prompt}).encode()) for prompt in prompts]
+        assert all(len(got) > 1000 for got in await asyncio.gather(*map(found.ask, bodies)))
+    lines = [{"prompt": prompt, "answer": prompt, "finish_reason": "length"} for prompt in prompts]
+    assert sorted(found.lines(), key=lambda line: prompts.index(line["prompt"])) == lines
+
+
+@in_a_loop
+async def test_an_address_in_use(tmp_path: Path) -> None:
+    async with served(tmp_path, stream) as found:
+        again = Proxy(Recording(("127.0.0.1", 1), ("127.0.0.1", found.port), tmp_path))
+        with pytest.raises(RecipeError, match="in use"):
+            await again.run(asyncio.Event(), print)
+
+
+@in_a_loop
+async def test_what_the_writer_had_not_read_is_written_at_the_end(tmp_path: Path) -> None:
+    """More than a pipe holds, to a process that is stopped meanwhile."""
+    body = BODY.replace(b"Hi", b"x" * 100_000)
+    async with served(tmp_path, stream) as found:
+        os.kill(found.proxy._process.pid, 19)  # SIGSTOP
+        await found.ask_streams(15, body)
+        os.kill(found.proxy._process.pid, 18)  # SIGCONT
+    full = found.left_out()["a full queue"]
+    assert full >= 3 and len(found.lines()) == 15 - full == found.proxy.counts["kept"]
+
+
+@in_a_loop
+async def test_progress_is_not_taken_for_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("distill.data.recorder.PROGRESS_SECONDS", 0.01)
+    async with served(tmp_path, None) as found, asyncio.timeout(5):
+        await found.ask(request())
+        while "so far: " not in (said := capsys.readouterr().err):
+            await asyncio.sleep(0.01)
+    assert "so far: kept 0 answers, " in said

@@ -1,0 +1,285 @@
+"""Configurations: which may be written, which are lossy, and that each of them decodes the target's own text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from pydantic import ValidationError
+from table_model import TableModel
+from toys import random_prompts
+
+from distill.decoding.calibration import FITTED, Recorded, Recorder, fit_calibration
+from distill.decoding.configured import check_configurations, lossy_reason
+from distill.decoding.costs import StepCosts
+from distill.decoding.decode import Decoded, decode
+from distill.decoding.lengths import Features, NGramIndex
+from distill.decoding.rules import GREEDY, Rules
+from distill.errors import DataError, RecipeError
+from distill.files import write_json
+from distill.measuring.calibrate import calibrate, load_calibrations, record_rounds
+from distill.measuring.compare import Fitted, judge_identity, measurements, prepare_all, time_texts
+from distill.measuring.identity import Identity
+from distill.measuring.speedup_results import (
+    ChosenLength,
+    Noise,
+    PairMeasured,
+    RoundCosts,
+    SpeedupPart,
+    SpeedupReport,
+    StepFigures,
+)
+from distill.measuring.speedup_tables import measurement_table, run_blocks
+from distill.recipe import Configuration, Recipe, dump_recipe, load_recipe, parse_recipe
+from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, RULES
+from distill.recipe.measuring import fixed_length
+from distill.sampler import Sampler
+from distill.tables import document, records
+
+COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
+CONFIGURATIONS = [
+    *(Configuration(rule=rule, length=6) for rule in RULES),
+    Configuration(rule="p_min", p_min=0.3, n_min=2, length=6),
+    Configuration(rule="ratio", n_min=5, length=6),
+    Configuration(rule="beta", start=0.5, floor=0.2, length=6),
+    Configuration(drafter="lookup"),
+    Configuration(drafter="lookup", rule="expected-value"),
+    Configuration(drafter="lookup+draft", rule="expected-value", calibration="none"),
+    Configuration(drafter="lookup+tree", rule="expected-value", nodes=5, length=6),
+    Configuration(drafter="lookup+draft", rule="beta", floor=0.2),
+    Configuration(drafter="tree", nodes=6, length=4),
+    Configuration(drafter="tree", nodes=5, calibration="none"),
+    Configuration(drafter="lookup+tree", nodes=4, length=6),
+    Configuration(drafter="lookup+tree", nodes=6, length=6, depth=3, calibration="none"),
+    Configuration(verifier="match"),
+    Configuration(verifier="block"),
+]
+FEATURES = Features(0.5, 0.25, 1.0)
+
+
+def recipe_with(**speedup: Any) -> Recipe:
+    return parse_recipe(
+        {
+            "name": "configurations",
+            "target": {"model": "./target"},
+            "corpus": {"sources": [{"kind": "text", "path": "./text", "split": "test"}]},
+            "sampler": {"temperature": 0.8, "top_k": 4},
+            "speedup": speedup,
+        },
+        "here",
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"rule": "fixed", "p_min": 0.3}, "p_min is not read by drafter draft with rule fixed"),
+        ({"drafter": "lookup", "rule": "beta"}, "drafter lookup has none"),
+        ({"drafter": "draft", "nodes": 3}, "nodes is not read"),
+        ({"drafter": "lookup+tree", "widths": [2]}, "widths is not read"),
+        ({"drafter": "tree", "depth": 2}, "depth is not read"),
+        ({"draft_top_k": 10}, "draft_top_k is not read"),
+        ({"draft_top_k": 10, "sampler": "recipe", "verifier": "match"}, "draft_top_k is not read"),
+        ({"draft_top_k": 10, "sampler": "recipe", "rule": "expected-value"}, "draft_top_k is not read"),
+        ({"n_min": 9}, "n_min 9 drops every draft of at most 8"),
+        ({"drafter": "lookup", "n_min": 2}, "n_min is not read"),
+        ({"rule": "nonsense"}, "Input should be"),
+    ],
+)
+def test_configurations_that_are_refused(raw: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        Configuration(**raw)
+
+
+def test_titles_differ_and_doubles_are_refused() -> None:
+    assert len({one.title for one in CONFIGURATIONS}) == len(CONFIGURATIONS)
+    with pytest.raises(RecipeError, match="listed twice"):
+        recipe_with(configurations=[{"length": 4}, {"length": 4}])
+
+
+def test_a_recipe_survives_its_own_dump(tmp_path: Path) -> None:
+    recipe = recipe_with(configurations=[{"rule": "beta", "floor": 0.2}, {"drafter": "tree"}])
+    (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe(tmp_path / "config.yaml").speedup == recipe.speedup
+
+
+def test_lossy_pairs_have_reasons_and_are_refused_unless_asked_for() -> None:
+    hot = Sampler(0.8)
+    after = Configuration(rule="p_min", n_min=2, sampler="recipe")
+    assert "no longer follows its distribution" in str(lossy_reason(after, hot))
+    assert "best token" in str(lossy_reason(Configuration(sampler="recipe", verifier="greedy"), hot))
+    # The same rule is lossless where tokens are chosen without chance, or where the verifier asks for no distribution
+    # of theirs.
+    for lossless in (after.model_copy(update={"verifier": "match"}), Configuration(rule="p_min", sampler="recipe")):
+        assert lossy_reason(lossless, hot) is None
+    assert all(lossy_reason(one, GREEDY) is None for one in CONFIGURATIONS)
+    # Expected value drops what it drafted only where the draft is deterministic.
+    assert lossy_reason(Configuration(rule="expected-value", sampler="recipe"), hot) is None
+    raw = {"configurations": [after.model_dump(exclude_defaults=True)]}
+    with pytest.raises(RecipeError, match=r"(?s)would change the target's distribution.*allow_lossy"):
+        check_configurations(recipe_with(**raw))
+    (line,) = check_configurations(recipe_with(**raw, allow_lossy=True))
+    assert line.startswith("LOSSY configuration `draft, p_min 0.5, ≤ 8, verifier token, n_min 2, sampled`")
+    with pytest.raises(RecipeError, match="no verifier `block` for trees"):
+        check_configurations(
+            recipe_with(configurations=[{"drafter": "tree", "verifier": "block", "sampler": "recipe"}])
+        )
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[TableModel, TableModel]:
+    target = TableModel(12, 3, memory=2, sharpness=1.5)
+    return target, target.near(0.8, 4)
+
+
+def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableModel, TableModel]) -> None:
+    target, draft = pair
+    prompts = random_prompts(6, 12, 1)
+    own = record_rounds(target, draft, random_prompts(6, 12, 2), 40, Rules())
+    rounds = [one for r in own for one in r.rounds]
+    fitted = {name: fit_calibration(rounds, terms) for name, terms in FITTED.items()}
+    recipe, pair_measured = recipe_with(), PairMeasured("a pair", "table")
+    prepared = prepare_all(recipe, [fixed_length(2)], CONFIGURATIONS, draft, (), Fitted(COSTS, fitted))
+    texts = time_texts(target, draft, prompts, 30, prepared, "prompts")
+    identities = judge_identity(target, prompts, texts, prepared, 0)
+    assert set(identities) == {"draft, γ = 2", *(one.title for one in CONFIGURATIONS)}
+    assert all(identity == Identity(identical=6) for identity in identities.values())
+    rows = {row.configuration: row for row in measurements(texts, prepared, identities, pair_measured)}
+    drafted = {title for title, row in rows.items() if (row.tokens_per_round or 0) > 1.05}
+    assert drafted == set(rows) - {"plain"}  # each of them does draft, and is right now and then
+    assert not any(row.lossy for row in rows.values())
+    assert [row.length for row in rows.values()] == [0, 2, *[None] * len(CONFIGURATIONS)]
+    # A decoder that is wrong is seen: another text in the place of one.
+    wrong = [text for text in texts if text.title in (PLAIN.title, "draft, γ = 2")]
+    wrong[1].decoded.tokens[5] ^= 1
+    assert judge_identity(target, prompts, wrong, prepared[:2], 0)["draft, γ = 2"].different >= 1
+
+
+def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[TableModel, TableModel]) -> None:
+    target, draft = pair
+    asked = [
+        Configuration(length=3, sampler="recipe"),
+        Configuration(rule="p_min", length=3, p_min=0.4, n_min=2, sampler="recipe"),
+    ]
+    recipe = recipe_with(configurations=[one.model_dump(exclude_none=True) for one in asked], allow_lossy=True)
+    prepared = prepare_all(recipe, [fixed_length(2)], asked, draft, (), Fitted(COSTS))
+    others = prepared[2:]
+    assert [one.title for one in others] == [PLAIN_SAMPLED.title, *(one.title for one in asked)]
+    assert [one.lossy is not None for one in others] == [False, False, True]
+    texts = time_texts(target, draft, random_prompts(4, 12, 3), 16, prepared, "prompts")
+    label = PairMeasured("a pair", "table")
+    rows = measurements(texts, prepared, {}, label)
+    *_, plain_row, lossless, lossy = rows
+    assert plain_row.speedup == 1 and plain_row.tokens_per_round is None
+    assert lossless.plain_tokens_per_second == plain_row.tokens_per_second and lossless.identical is None
+    assert lossless.lossy is None and lossy.lossy is not None
+    names = ("a pair", "table")
+    part = SpeedupPart(
+        rows,
+        ChosenLength(*names, 2, 1.0, 0.9, 1.1, 5.0),
+        Noise(*names, 0.0),
+        RoundCosts(*names, 1.0, [1], [1.2], [0.1] * 3, [0.2] * 3, 0.5, 0.1),
+        StepFigures(8, {1: 1.0, 2: 1.1}, {1: 0.1}),
+    )
+    report = SpeedupReport("distill speedup", {}, 4, 16, {}, [part])
+    assert document(run_blocks(report)).count("| LOSSY: ") == 1
+    shown = [row["distribution"] for row in records([measurement_table(rows, "")])]
+    assert shown[:4] == ["the target's"] * 4 and shown[4].startswith("LOSSY: ")
+    # A lossy configuration that is not marked as one is refused by the decoder itself.
+    one = others[2]
+    assert one.make is not None
+    with pytest.raises(DataError, match="would change the target's distribution"):
+        next(decode(target, one.make(), [1, 2], 4, one.rules, Decoded()))
+
+
+def recorder(*rounds: tuple[float, int, int]) -> Recorder:
+    return Recorder(4, [Recorded((Features(top, (1 - top) / 2, 1.0),) * n, accepted) for top, n, accepted in rounds])
+
+
+def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
+    own = [recorder((0.9, 4, 4), (0.5, 4, 0), (0.8, 3, 1), (0.4, 2, 1)) for _ in range(40)]
+    table = calibrate(own, "distill speedup")
+    assert (table["rounds"], table["judged"], table["prompts"]) == (160, 40 * (4 + 1 + 2 + 2), 40)
+    assert table["unfitted"] == {}
+    write_json(tmp_path / "calibration.json", table)
+    found = load_calibrations(tmp_path / "calibration.json")
+    everything = [one for prompt in own for one in prompt.rounds]
+    assert found == {name: fit_calibration(everything, terms) for name, terms in FITTED.items()}
+    # Scores are of text the fit has not seen: outcomes that turn round between even and odd prompts must score badly.
+    good, bad = recorder((0.9, 1, 1), (0.2, 1, 0)), recorder((0.9, 1, 0), (0.2, 1, 1))
+    turned = calibrate([good, bad, good, bad], "here")["fits"]["features"]["log_loss"]
+    assert turned > 1.0 > calibrate([good, good, good, good], "here")["fits"]["features"]["log_loss"]
+
+
+def test_no_calibration_without_both_outcomes(tmp_path: Path) -> None:
+    table = calibrate([recorder((0.9, 4, 4)), recorder((0.9, 4, 4))], "here")
+    assert table["fits"] == {} and all("only accepted positions" in why for why in table["unfitted"].values())
+    write_json(tmp_path / "calibration.json", table)
+    assert load_calibrations(tmp_path / "calibration.json") == {}
+    (tmp_path / "calibration.json").write_text('{"format": 0, "fits": {}}')
+    with pytest.raises(DataError, match="holds no calibrations"):
+        load_calibrations(tmp_path / "calibration.json")
+
+
+def test_n_grams_by_hand() -> None:
+    index = NGramIndex()
+    index.read([1, 2, 3, 1, 2])
+    assert index.match([1, 2], 3) == 2 and index.match([1, 2], 4) == -2  # 1 2 was followed by 3
+    assert index.match([9, 2], 3) == 1 and index.match([9], 3) == 0
+    assert index.match([2, 3, 1], 2) == 3
+    index.read([1, 2, 3, 1, 2, 5])
+    assert index.match([1, 2], 5) == 2  # the later place counts
+    index.begin()
+    assert index.match([1, 2], 3) == 0
+
+
+def test_the_stage_measures_configurations_and_refuses_lossy_ones(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = ("--runs", copied.parent)
+    assert tiny.call("speedup", "tiny", *runs, "-o", "csv") == 0
+    assert "draft, expected value context, ≤ 8" in capsys.readouterr().out
+    assert (copied / "speedup" / "calibration.json").exists()
+    again = (
+        "speedup.configurations=[{rule: p_min, n_min: 2, sampler: recipe}]",
+        "speedup.prompts=2",
+        *runs,
+        "--until",
+        "speedup",
+    )
+    config = copied / "config.yaml"
+    assert config.exists()
+    assert tiny.call("train", config, *again) == 2
+    assert "would change the target's distribution" in capsys.readouterr().err
+    text = config.read_text()
+    config.write_text(dump_recipe(load_recipe(config, again[:2])))
+    assert tiny.call("speedup", "tiny", *runs) == 2
+    assert "--allow-lossy" in capsys.readouterr().err
+    assert tiny.call("speedup", "tiny", *runs, "--allow-lossy") == 0
+    said = capsys.readouterr()
+    assert "| LOSSY: " in said.out and "LOSSY configuration" in said.err
+    assert "LOSSY" in (copied / "report.html").read_text() or tiny.call("report", "tiny", *runs) == 0
+    assert "LOSSY" in (copied / "report.html").read_text() and "LOSSY" in (copied / "draft" / "README.md").read_text()
+    config.write_text(text)
+    generate = ("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 8)
+    hot = ("--temperature", 0.9, "--verifier", "greedy")
+    assert tiny.call(*generate, *hot) == 2
+    assert "would change the target's distribution" in capsys.readouterr().err
+    assert tiny.call(*generate, *hot, "--allow-lossy") == 0
+    assert "LOSSY: this text does not follow" in capsys.readouterr().err
+    texts = set()
+    for rule in RULES:
+        assert tiny.call(*generate, "--rule", rule, "--length", 3, "--allow-lossy") == 0
+        said = capsys.readouterr()
+        assert "LOSSY" not in said.err  # greedy: nothing is
+        texts.add(said.out)
+    assert len(texts) == 1
+    for options, words in (
+        (("--rule", "x"), "there is no rule 'x'; known: fixed, p_min"),
+        (("--p-min", 0.1), "p_min is not read by drafter draft with rule fixed"),
+        (("--rule", "beta", "--drafter", "tree"), "drafter tree has none"),
+    ):
+        assert tiny.call(*generate, *options) == 2
+        assert words in capsys.readouterr().err

@@ -1,0 +1,421 @@
+"""Decoding: speculative text is plain text, rounds add up, caches roll back; PyTorch and GGUF."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import KINDS, Scripted, blurred, random_prompts, save_toy, toy, toy_tokenizer
+
+from distill.data.texts import first_difference
+from distill.decoding.decode import Decoded, decode, plain, room_for, speculative
+from distill.decoding.drafters import ModelDrafter
+from distill.decoding.lengths import LengthRule
+from distill.decoding.rules import Rules, stop_before
+from distill.decoding.verify import verify_greedy
+from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.torch.model import TorchLogits, TorchModel
+from distill.gguf.writer import export_gguf
+from distill.measuring.identity import rounding_noise, top_gap
+
+torch.set_num_threads(1)
+
+V = 61
+LENGTHS = range(1, 9)
+TIE = 1e-4  # fp32: two logits this close are a rounding tie
+DEMO = Path(__file__).resolve().parents[2] / "data" / "demo-target"
+needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
+
+
+def check_rounds(result: Decoded, prompt: Sequence[int], limit: int, length: int, ends: Sequence[int] = ()) -> None:
+    """What must hold of any speculative result."""
+    assert 1 <= len(result.tokens) <= limit and len(result.from_draft) == len(result.tokens)
+    assert not set(result.tokens[:-1]) & set(ends)
+    assert result.from_draft[0] is False and result.prefill_seconds > 0
+    depth, flags = len(prompt), [False]
+    for number, r in enumerate(result.rounds):
+        assert r.depth == depth and 0 <= r.accepted <= r.drafted <= length and r.seconds > 0
+        depth += r.accepted + 1
+        flags += [True] * r.accepted + [False]
+        if number < len(result.rounds) - 1:
+            assert len(flags) < limit
+    # Only the last round may have more tokens than were kept: those after an end token.
+    assert len(flags) >= len(result.tokens) and result.from_draft == flags[: len(result.tokens)]
+    assert len(flags) == len(result.tokens) or result.tokens[-1] in ends
+    assert result.seconds == pytest.approx(sum(r.seconds for r in result.rounds))
+
+
+# Scripted models: exact and fast.
+
+
+def rule(seed: int, agreement: float, vocabulary: int, context: tuple[int, ...]) -> int:
+    """The true next token, or with probability 1 − agreement another one, decided by the context alone."""
+    truth = random.Random(f"{context[-3:]}/{len(context)}").randrange(vocabulary)
+    draws = random.Random(f"{seed}/{context[-4:]}/{len(context)}")
+    return truth if draws.random() < agreement else (truth + draws.randrange(1, vocabulary)) % vocabulary
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    st.integers(0, 99),
+    st.sampled_from([0.0, 0.3, 0.7, 0.95, 1.0]),
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.integers(1, 50),
+    st.integers(1, 50),
+    st.sampled_from([(), (3,), (0, 7)]),
+)
+def test_speculative_is_plain(
+    seed: int, agreement: float, start: int, limit: int, length: int, room: int, draft_room: int, ends: tuple[int, ...]
+) -> None:
+    vocabulary = 9
+    prompt = [random.Random(seed + i).randrange(vocabulary) for i in range(start)]
+    target = Scripted(functools.partial(rule, 0, 1.0, vocabulary), start + room, vocabulary)
+    draft = Scripted(functools.partial(rule, seed, agreement, vocabulary), start + draft_room, vocabulary)
+    expected = plain(target, prompt, limit, ends)
+    truth, context = [], list(prompt)
+    while len(truth) < min(limit, room + 1) and not (truth and truth[-1] in ends):
+        truth.append(rule(0, 1.0, vocabulary, tuple(context)))
+        context.append(truth[-1])
+    assert expected.tokens == truth and expected.rounds == [] and not any(expected.from_draft)
+    for _ in range(2):  # a used pair starts anew
+        result = speculative(target, draft, prompt, limit, length, ends)
+        assert result.tokens == truth
+        check_rounds(result, prompt, limit, length, ends)
+    if agreement == 1:
+        assert all(r.accepted == r.drafted for r in result.rounds)
+    if agreement == 0:
+        assert all(r.accepted == 0 for r in result.rounds)
+        assert len(result.rounds) == len(result.tokens) - 1
+
+
+def test_full_rounds_of_a_perfect_draft() -> None:
+    """Every round but the last drafts γ, accepts γ, and costs the target one call."""
+    true = functools.partial(rule, 0, 1.0, 50)
+    for length, limit in itertools.product(LENGTHS, (1, 2, 3, 30, 100)):
+        target, draft = Scripted(true, 200, 50), Scripted(true, 200, 50)
+        result = speculative(target, draft, [1, 2, 3], limit, length)
+        assert len(result.tokens) == limit
+        assert all(r.drafted == r.accepted == length for r in result.rounds[:-1])
+        assert target.calls == [3, *(r.drafted + 1 for r in result.rounds)]
+        assert len(result.rounds) == -(-(limit - 1) // (length + 1))
+
+
+def test_end_token_inside_a_draft() -> None:
+    def after(context: tuple[int, ...]) -> int:
+        return context[-1] + 1
+
+    target, draft = Scripted(after, 90, 99), Scripted(after, 90, 99)
+    for length, end in itertools.product(LENGTHS, range(2, 14)):
+        for ends in ([end], [end, end + 2]):
+            result = speculative(target, draft, [0, 1], 40, length, ends)
+            assert result.tokens == list(range(2, end + 1))
+            check_rounds(result, [0, 1], 40, length, ends)
+
+
+class Resting(LengthRule):
+    """Drafts two tokens a round, and after every `every` rounds rests for the next of `rests`."""
+
+    def __init__(self, rests: list[int], every: int) -> None:
+        self.rests, self.every, self.rounds, self.told = rests, every, 0, list[tuple[int, float]]()
+        self.reads_features = False
+
+    def limit(self) -> int:
+        return 2
+
+    def resting(self) -> int:
+        return self.rests[0] if self.rests and self.rounds == self.every else 0
+
+    def rested(self, tokens: int, seconds: float) -> None:
+        assert 0 < tokens <= self.rests.pop(0)
+        self.rounds, self.told = 0, [*self.told, (tokens, seconds)]
+
+    def observe(self, *_: Any) -> None:
+        assert not self.resting(), "a resting rule is not told of single rounds"
+        self.rounds += 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 12), max_size=5),
+    st.integers(0, 3),
+    st.integers(1, 40),
+    st.integers(4, 50),
+    st.sampled_from([(), (3,), (0, 7)]),
+    st.integers(1, 45),
+    st.booleans(),
+)
+def test_a_rule_that_rests_is_plain_and_told_once(
+    rests: list[int], every: int, limit: int, room: int, ends: tuple[int, ...], taken: int, stops: bool
+) -> None:
+    prompt = [1, 2]
+    target = Scripted(functools.partial(rule, 0, 1.0, 9), len(prompt) + room, 9)
+    draft = Scripted(functools.partial(rule, 5, 0.6, 9), len(prompt) + room, 9)
+    end = stop_before(lambda token: bytes([97 + token]), ["bfa", "cc"]) if stops else None
+    rules, made, result = Rules(ends=ends, stop=end), Resting(list(rests), every), Decoded()
+    expected = plain(target, prompt, limit, rules=rules).tokens
+    drafter = ModelDrafter(draft, made, rules.sampler, rules.random)
+    rounds = decode(target, drafter, prompt, limit, rules, result)
+    assert [token for new in rounds for token in new] == result.tokens == expected
+    alone = [one for one in result.rounds if not one.drafted]
+    assert sum(tokens for tokens, _ in made.told) <= len(alone)
+    assert sum(seconds for _, seconds in made.told) <= sum(one.seconds for one in alone) + 1e-12
+    # A reader that stops in the middle: the rule knows what it has cost so far.
+    again, result = Resting(list(rests), 0), Decoded()
+    rounds = decode(target, ModelDrafter(draft, again, rules.sampler, rules.random), prompt, limit, rules, result)
+    for _ in itertools.islice(rounds, taken):
+        pass
+    rounds.close()  # type: ignore[attr-defined]
+    rested = sum(tokens for tokens, _ in again.told)
+    assert rested == min(len(result.rounds), sum(rests[: len(again.told)]))
+    assert stops or result.tokens == expected[: len(result.tokens)]
+
+
+def test_verify_and_room() -> None:
+    assert [verify_greedy([1, 2, 3, 4], p) for p in ([1, 2, 3], [1, 2, 9], [9, 2, 3], [1], [])] == [3, 2, 0, 1, 0]
+    small, large = Scripted(len, 20, 9), Scripted(len, 30, 9)
+    assert room_for(small, large, 5, 100) == 15 == room_for(large, small, 5, 100)
+    assert room_for(large, large, 5, 7) == 7 and room_for(small, large, 25, 9) < 0
+
+
+# PyTorch.
+
+
+def agree_or_tie(target: Any, prompt: Sequence[int], left: Sequence[int], right: Sequence[int], noise: float) -> bool:
+    """Whether two texts are one (True), or differ first at a rounding tie (False); anything else fails."""
+    where = first_difference(left, right)
+    if where is None:
+        return True
+    gap = top_gap(target, [*prompt, *left[:where]])
+    assert gap <= noise, (where, gap)
+    return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_equals_generate(kind: str) -> None:
+    hugging_face = toy(kind, seed=3)
+    model = TorchModel(hugging_face)
+    for prompt in random_prompts(5, V, seed=4):
+        ids = torch.tensor([prompt])
+        expected = hugging_face.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        assert agree_or_tie(model, prompt, plain(model, prompt, 60).tokens, expected, TIE)
+        end = expected[20]
+        stopped = plain(model, prompt, 60, [end]).tokens
+        assert stopped == expected[: expected.index(end) + 1]
+
+
+def torch_grid(cases: Sequence[tuple[int, list[int]]], tokens: int) -> None:
+    hugging_face = toy(seed=5)
+    target, draft = TorchModel(hugging_face), TorchModel(blurred(hugging_face, 6, 0.015))
+    texts: dict[tuple[int, ...], list[int]] = {}
+    ties = drafted = accepted = 0
+    for length, prompt in cases:
+        key = tuple(prompt)
+        if key not in texts:
+            texts[key] = plain(target, prompt, tokens).tokens
+            assert len(texts[key]) == tokens
+        result = speculative(target, draft, prompt, tokens, length)
+        check_rounds(result, prompt, tokens, length)
+        assert len(result.tokens) == tokens
+        ties += not agree_or_tie(target, prompt, texts[key], result.tokens, TIE)
+        drafted += sum(r.drafted for r in result.rounds)
+        accepted += sum(r.accepted for r in result.rounds)
+    assert ties <= 0.02 * len(cases)
+    assert 0.2 < accepted / drafted < 0.98  # a draft that is right some of the time, or this tests little
+
+
+def test_torch_speculative_is_plain() -> None:
+    torch_grid([(1 + i % 8, p) for i, p in enumerate(random_prompts(24, V, seed=7))], 50)
+
+
+@pytest.mark.slow
+def test_torch_speculative_is_plain_for_every_length() -> None:
+    torch_grid(list(itertools.product(LENGTHS, random_prompts(50, V, seed=7))), 100)
+
+
+def test_torch_refusals() -> None:
+    model = TorchModel(toy(max_position_embeddings=16))
+    model.extend([1, 2, 3])
+    for bad in (
+        lambda: model.extend([]),
+        lambda: model.extend([1] * 14),
+        lambda: model.extend([1, 2], counts=[1, 1]),
+        lambda: model.rollback([4]),
+        lambda: model.rollback([-1]),
+    ):
+        with pytest.raises(ValueError):
+            bad()
+    assert model.lengths == [3]
+    assert len(model.extend([4, 5], want=[])) == 0  # nothing wanted, still committed
+    assert model.lengths == [5]
+
+
+def test_torch_logits_by_hand() -> None:
+    model = TorchModel(toy())
+    logits = model.extend([1, 2, 3])
+    assert logits.argmax() == logits.full().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_torch_logits_with_ties(dtype: torch.dtype) -> None:
+    values = torch.tensor([[0, 2, 1, 2, 1, 1, 0], [5, 5, 5, 5, 5, 5, 5]], dtype=dtype)
+    logits = TorchLogits(values)
+    assert logits.argmax() == [1, 0]
+    assert logits.full().dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    logits.full().zero_()
+    assert torch.equal(logits.values, torch.tensor([[0, 2, 1, 2, 1, 1, 0], [5] * 7], dtype=dtype))  # full is a copy
+
+
+def demo_pair() -> tuple[Any, Any, list[list[int]]]:
+    from distill.engines.torch.hugging_face import encode, load_model, load_tokenizer
+    from distill.surgery.layers import keep_layers
+
+    big, small = (load_model(str(DEMO), "float32", torch.device("cpu")) for _ in range(2))
+    keep_layers(small, [0, big.config.num_hidden_layers - 1])
+    ids = encode(load_tokenizer(str(DEMO)), 'def read(self, path):\n    """Return the text."""\n    with open(path')
+    return big, small, [ids[:n] for n in (3, 8, len(ids))]
+
+
+@pytest.mark.skipif(not (DEMO / "config.json").is_file(), reason="the demo target is not there")
+def test_demo_target() -> None:
+    big, small, prompts = demo_pair()
+    target, draft = TorchModel(big), TorchModel(small)
+    for length, prompt in zip((2, 4, 7), prompts, strict=True):
+        ids = torch.tensor([prompt])
+        text = plain(target, prompt, 40).tokens
+        library = big.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=40,
+            min_new_tokens=40,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )[0, len(prompt) :].tolist()
+        agree_or_tie(target, prompt, text, library, TIE)
+        result = speculative(target, draft, prompt, 40, length)
+        check_rounds(result, prompt, 40, length)
+        agree_or_tie(target, prompt, text, result.tokens, TIE)
+
+
+# GGUF.
+
+
+@needs_llama
+@pytest.mark.parametrize("pad_single", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gguf_speculative_is_plain(gguf_toys: tuple[Path, Path], pad_single: bool) -> None:
+    """Every γ, 30 prompts, 100 tokens; with pad_single bit for bit, without it up to measured rounding ties."""
+    with (
+        GgufModel(gguf_toys[0], context=128, threads=1, pad_single=pad_single) as target,
+        GgufModel(gguf_toys[1], context=128, threads=1) as draft,
+    ):
+        prompts = random_prompts(30, target.vocabulary_size, seed=13)
+        texts = [plain(target, prompt, 100).tokens for prompt in prompts]
+        noise = 0.0
+        if not pad_single:
+            noise = max(rounding_noise(target, p, t[:9]) for p, t in zip(prompts[:5], texts, strict=False))
+            assert 0 < noise < 1e-2
+        drafted = accepted = ties = 0
+        for length, (prompt, text) in itertools.product(LENGTHS, zip(prompts, texts, strict=True)):
+            result = speculative(target, draft, prompt, 100, length)
+            check_rounds(result, prompt, 100, length)
+            drafted += sum(r.drafted for r in result.rounds)
+            accepted += sum(r.accepted for r in result.rounds)
+            if pad_single:
+                assert result.tokens == text
+            else:
+                ties += not agree_or_tie(target, prompt, text, result.tokens, noise)
+        assert ties <= 0.02 * 30 * len(LENGTHS)
+        assert 0.2 < accepted / drafted < 0.98
+
+
+@needs_llama
+def test_gguf_context_end_and_end_tokens(gguf_toys: tuple[Path, Path]) -> None:
+    with (
+        GgufModel(gguf_toys[0], context=32, threads=1, pad_single=True) as target,
+        GgufModel(gguf_toys[1], context=32, threads=1) as draft,
+    ):
+        for length, size in itertools.product((1, 3, 8), (1, 20, 31, 32)):
+            prompt = random_prompts(1, target.vocabulary_size, seed=size, shortest=size, longest=size)[0]
+            text = plain(target, prompt, 100).tokens
+            assert speculative(target, draft, prompt, 100, length).tokens == text and len(text) == 33 - size
+            if len(text) > 5:
+                end = text[5]
+                with GgufModel(gguf_toys[0], context=32, threads=1) as twin:  # so that the end stands inside a draft
+                    result = speculative(target, twin, prompt, 100, length, [end])
+                assert result.tokens == text[: text.index(end) + 1]
+
+
+# Padding rows: no part in any distribution.
+
+
+def padded(tokenizer: Any) -> Any:
+    """A model with 20 rows more than tokens, the last of which would win everywhere."""
+    model = toy("llama", len(tokenizer) + 20, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[-3] = 4 * model.lm_head.weight[:-20].abs().amax(0)
+        model.lm_head.weight[-4] = -model.lm_head.weight[-3]
+    return model
+
+
+def test_torch_never_says_padding() -> None:
+    tokenizer = toy_tokenizer()
+    model, real = padded(tokenizer), len(tokenizer)
+    prompt = tokenizer("def f(self)")["input_ids"]
+    assert max(plain(TorchModel(model), prompt, 30).tokens) >= real  # else this tests nothing
+    masked = TorchModel(model, real)
+    assert masked.vocabulary_size == real and masked.extend(prompt).full().shape == (len(prompt), real)
+    masked.reset()
+    assert max(plain(masked, prompt, 30).tokens) < real
+
+
+@needs_llama
+def test_gguf_never_says_padding(tmp_path: Path) -> None:
+    tokenizer = toy_tokenizer()
+    model, real = padded(tokenizer), len(tokenizer)
+    export_gguf(save_toy(model, tokenizer, tmp_path / "padded"), tmp_path / "padded.gguf", "f32")
+    prompt = tokenizer("def f(self)")["input_ids"]
+    with GgufModel(tmp_path / "padded.gguf", context=64) as quantised:
+        assert (quantised.head_rows, quantised.vocabulary_size) == (real + 20, real)
+        assert plain(quantised, prompt, 30).tokens == plain(TorchModel(model, real), prompt, 30).tokens
+        quantised.reset()
+        logits = quantised.extend(prompt).full()
+        expected = model(torch.tensor([prompt])).logits[0, :, :real]
+        torch.testing.assert_close(logits, expected, rtol=1e-2, atol=2e-2)  # the cache is f16
+
+
+@needs_llama
+def test_after_a_signal_a_new_text_begins_in_an_empty_cache(
+    gguf_toys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        GgufModel(gguf_toys[0], context=32, threads=1) as model,
+        GgufModel(gguf_toys[0], context=32, threads=1) as fresh,
+    ):
+        expected = fresh.extend([5, 3, 8]).full()
+        step = model._context.decode_few
+
+        def interrupted(*arguments: Any) -> Any:
+            step(*arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(model._context, "decode_few", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.extend([9, 9, 9, 9])
+        monkeypatch.undo()
+        assert model.lengths == [0] and torch.equal(model.extend([5, 3, 8]).full(), expected)
+        model._length = 0  # the signal came after llama.cpp's step and before our count of it
+        model.rollback([0])
+        assert torch.equal(model.extend([5, 3, 8]).full(), expected)

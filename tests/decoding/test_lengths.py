@@ -1,0 +1,250 @@
+"""Length rules on scripted features and rounds, against expectations worked out by hand and by brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from distill.decoding.calibration import Calibration
+from distill.decoding.configured import ExpectedValue
+from distill.decoding.costs import StepCosts
+from distill.decoding.lengths import AcceptedRatio, BetaFilter, Features, Fixed, LengthRule, ProbabilityFloor
+
+GLM = (1, 1.027, 0.712, 0.544, 0.459, 0.389, 0.347, 0.315, 0.281, 0.256, 0.233, 0.214, 0.199, 0.186, 0.178, 0.166)
+GLM_SECONDS = tuple(m * cost for m, cost in enumerate(GLM, start=1))
+
+
+def look(top: float, entropy: float = 1.0) -> Features:
+    return Features(top, (1 - top) / 2, entropy)
+
+
+def draft(rule: LengthRule, tops: Sequence[float]) -> int:
+    """How many of these positions a rule drafts, asked in the decoder's order."""
+    for position in range(min(rule.limit(), len(tops))):
+        if not rule.step_on(position) or not rule.go_on(position, look(tops[position])):
+            return position
+    return min(rule.limit(), len(tops))
+
+
+def tell(rule: LengthRule, drafted: int, accepted: int, seconds: float = 1.0, top: float = 0.9) -> None:
+    rule.observe(drafted, accepted, [look(top)] * drafted, seconds)
+
+
+def test_fixed() -> None:
+    assert draft(Fixed(4), [0.0] * 9) == 4 and draft(Fixed(0), [1.0]) == 0
+
+
+def test_floor_on_the_largest_probability() -> None:
+    rule = ProbabilityFloor(5, 0.6)
+    assert draft(rule, [0.9, 0.6, 0.59, 0.9]) == 2 and draft(rule, [0.5]) == 0 and draft(rule, [0.9] * 9) == 5
+
+
+def test_start_and_continue() -> None:
+    rule = ProbabilityFloor(5, 0.3, 0.7)
+    assert draft(rule, [0.3, 0.7, 0.69, 0.9]) == 2 and draft(rule, [0.29, 0.9]) == 0
+
+
+def test_accepted_ratio_needs_more_for_longer_drafts() -> None:
+    rule = AcceptedRatio(length=4, base=0.2, rise=0.1, keep=0.5, longest=6)
+    tell(rule, 4, 3)  # .75 ≥ .6
+    assert rule.limit() == 5
+    tell(rule, 5, 3)  # (1.5 + 3) / (2 + 5) = .643 < .7
+    assert rule.limit() == 4
+    tell(rule, 4, 4)  # (2.25 + 4) / (3.5 + 4) = .83 ≥ .6
+    tell(rule, 5, 5)  # (3.125 + 5) / (3.75 + 5) = .929 ≥ .7
+    tell(rule, 6, 6)
+    assert rule.limit() == 6  # never above `most`
+    for _ in range(20):
+        tell(rule, rule.limit(), 0)
+    tell(rule, 0, 0)
+    assert rule.limit() == 1
+
+
+def test_beta_filter_counts_only_judged_positions() -> None:
+    rule = BetaFilter(8, floor=0.3, bins=4, weight=2.0, keep=0.5)
+    seen = [look(0.9), look(0.6), look(0.1), look(0.9)]
+    rule.observe(4, 1, seen, 1.0)
+    assert rule.counts == {(0, 3): (1.0, 1.0), (1, 2): (0.0, 1.0)}  # positions 2 and 3 were never reached
+    rule.observe(1, 1, seen[:1], 1.0)
+    assert rule.counts == {(0, 3): (1.5, 1.5), (1, 2): (0.0, 1.0)}  # position 1 was not drafted
+    assert rule.accept(0, seen[0]) == pytest.approx((1.5 + 2 * 0.875) / 3.5)
+    assert rule.accept(1, seen[1]) == pytest.approx((0.0 + 2 * 0.625) / 3.0)
+    assert rule.accept(2, look(1.0)) == pytest.approx(0.875)  # nothing seen: the bin's middle
+    # .929 · .417 = .387 ≥ .3; · .125 is below
+    assert [rule.go_on(j, f) for j, f in enumerate(seen[:3])] == [True, True, False]
+    assert rule.go_on(0, seen[0])  # a new round starts from 1
+
+
+def test_beta_filter_with_a_threshold_to_begin() -> None:
+    """Bins of the same middle, 7/8: survival is .875, .766, .670, .586 …"""
+    tops = [0.9] * 9
+    assert [draft(BetaFilter(8, 0.6, bins=4, start=start), tops) for start in (0.88, 0.87, 0.1)] == [0, 3, 3]
+    assert draft(BetaFilter(8, 0.88, bins=4, start=0.87), tops) == 1  # begun, and not gone on
+    assert draft(BetaFilter(8, 0.6, bins=4), tops) == 3 and draft(BetaFilter(8, 0.88, bins=4), tops) == 0
+
+
+def test_beta_filter_forgets() -> None:
+    rule = BetaFilter(8, bins=1, weight=1.0, keep=0.9)
+    for _ in range(200):
+        rule.observe(1, 1, [look(0.5)], 1.0)
+    high = rule.accept(0, look(0.5))
+    for _ in range(30):
+        rule.observe(1, 0, [look(0.5)], 1.0)
+    assert high > 0.95 and rule.accept(0, look(0.5)) < 0.1
+
+
+# ── expected value ──
+
+
+def random_costs(draw: random.Random, most: int, draft_cost: float) -> StepCosts:
+    steps = [1.0]
+    for _ in range(most):
+        steps.append(max(0.5, steps[-1] + draw.choice([-0.4, 0.0, 0.02, 0.3, 1.2])))  # jagged, sometimes falling
+    return StepCosts(tuple(steps), draft_cost, draft_cost)
+
+
+def values(costs: StepCosts, tops: Sequence[float], rate: float, sunk: bool) -> list[float]:
+    expected = [1 + sum(math.prod(tops[:i]) for i in range(1, n + 1)) for n in range(len(tops) + 1)]
+    return [e - rate * (costs.target[n] + (0 if sunk else n * costs.draft)) for n, e in enumerate(expected)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drafting_stops_only_where_perfect_luck_would_not_pay(seed: int) -> None:
+    draw = random.Random(1000 + seed)
+    costs = random_costs(draw, 9, 0.08)
+    tops = [0.2 + 0.79 * draw.random() for _ in range(9)]
+    rule = ExpectedValue(costs, longest=9, optimism=1.0)
+    stopped = draft(rule, tops)
+    for n in range(10):  # before the first position where it stopped, perfect luck pays; there, it does not
+        known = values(costs, tops[:n], rule.rate, sunk=True)
+        lucky = values(costs, [*tops[:n], *[1.0] * (9 - n)], rule.rate, sunk=True)
+        later = [lucky[k] - rule.rate * (k - n) * costs.draft for k in range(n + 1, 10)]
+        pays = bool(later) and max(later) > known[-1]
+        if n < stopped:
+            assert pays
+    if stopped < 9:
+        # Either the step was not begun, or its distribution showed that neither it nor luck after it pays.
+        known = values(costs, tops[:stopped], rule.rate, sunk=True)
+        one = values(costs, tops[: stopped + 1], rule.rate, sunk=True)
+        lucky = values(costs, [*tops[: stopped + 1], *[1.0] * (8 - stopped)], rule.rate, sunk=True)
+        later = [lucky[k] - rule.rate * (k - stopped - 1) * costs.draft for k in range(stopped + 2, 10)]
+        assert max([one[-1], *later]) <= known[-1] + 1e-12 or rule.step_on(stopped) is False
+
+
+def decode(rule: LengthRule, alpha: float, costs: StepCosts, tokens: int, seed: int) -> tuple[float, set[int]]:
+    """Speed against plain decoding on positions accepted independently with probability α, and the lengths used."""
+    draw, seconds, made, used = random.Random(seed), 0.0, 0, set()
+    while made < tokens:
+        n = draft(rule, [alpha] * (len(costs.target) - 1))
+        steps = n + (n < rule.limit() and rule.step_on(n))
+        accepted = next((i for i in range(n) if draw.random() >= alpha), n)
+        taken = costs.target[n] + steps * costs.draft
+        rule.observe(n, accepted, [look(alpha)] * n, taken)
+        seconds, made = seconds + taken, made + accepted + 1
+        used.add(n)
+    return made * costs.target[0] / seconds, used
+
+
+@pytest.mark.parametrize(("draft_cost", "published"), [(0.0, 1.84), (0.05, 1.49)])
+def test_published_speed_on_the_glm_curve(draft_cost: float, published: float) -> None:
+    costs = StepCosts(GLM_SECONDS, draft_cost, draft_cost)
+    best = max(decode(Fixed(n), 0.8, costs, 20_000, 1)[0] for n in (11, 13))
+    assert best == pytest.approx(published, rel=0.02)
+    found, used = decode(ExpectedValue(costs), 0.8, costs, 20_000, 2)
+    assert found == pytest.approx(published, rel=0.02), used
+    myopic, lengths = decode(ExpectedValue(costs, look_ahead=0), 0.8, costs, 2_000, 2)
+    assert lengths == {0} and myopic == pytest.approx(1.0)
+
+
+def test_nothing_to_win_costs_little() -> None:
+    costs = StepCosts(GLM_SECONDS, 0.1, 0.1)
+    for alpha in (0.05, 0.3, 0.5):
+        assert decode(ExpectedValue(costs), alpha, costs, 8_000, 3)[0] > 0.97
+
+
+def test_overconfident_draft_costs_little() -> None:
+    """Its distribution says .95, a tenth is accepted: losses are noticed and bounded."""
+    costs, draw = StepCosts(GLM_SECONDS, 0.05, 0.05), random.Random(5)
+    rule, made, seconds = ExpectedValue(costs), 0, 0.0
+    while made < 20_000:
+        n = draft(rule, [0.95] * 15)
+        accepted = next((i for i in range(n) if draw.random() >= 0.1), n)
+        taken = costs.target[n] + n * 0.05
+        rule.observe(n, accepted, [look(0.95)] * n, taken)
+        made, seconds = made + accepted + 1, seconds + taken
+    assert made / seconds > 0.9
+
+
+def test_plain_decoding_and_its_probes() -> None:
+    costs = StepCosts((1.0, 1.1, 1.2), 0.1, 0.1)
+    rule = ExpectedValue(costs, patience=3, tries=1, probe=5)
+
+    def nothing_worth_it() -> Iterator[int]:
+        while True:
+            yield rule.limit()
+            tell(rule, 0, 0, 1.1)
+
+    # 3 idle rounds, 5 plain tokens, then a single probe each time
+    limits = list(itertools.islice(nothing_worth_it(), 15))
+    assert limits == [2, 2, 2, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 2]
+    rule.limit()
+    tell(rule, 2, 2, 1.4)
+    tell(rule, 0, 0, 1.0)
+    tell(rule, 0, 0, 1.0)
+    assert rule.limit() == 2  # the probe paid: patience starts anew
+    tell(rule, 0, 0, 1.0)
+    assert rule.limit() == 0
+
+
+def test_rested_tokens_count_as_rounds_of_one() -> None:
+    def rested(told_once: bool) -> ExpectedValue:
+        rule = ExpectedValue(StepCosts((1.0, 1.1, 1.2), 0.1, 0.1), patience=1, probe=40, memory=30.0)
+        tell(rule, 0, 0, 1.1)
+        assert rule.resting() == 40 and rule.limit() == 0
+        if told_once:
+            rule.rested(7, 7 * 1.3)
+            rule.rested(30, 30 * 1.2)
+        else:
+            for second in [1.3] * 7 + [1.2] * 30:
+                tell(rule, 0, 0, second)
+        assert rule.resting() == 3
+        rule.rested(3, 3.0)
+        assert rule.resting() == 0 and rule.limit() == 2
+        return rule
+
+    assert rested(True).rate == pytest.approx(rested(False).rate, rel=1e-12)
+    assert Fixed(0).resting() == 0  # a rule that never drafts has nothing to be told either
+
+
+def test_overhead_and_the_two_token_step_are_weighed_before_drafting() -> None:
+    def starts(draft_two: float, overhead: float, whole: bool) -> bool:
+        rule = ExpectedValue(StepCosts((1.0, 1.5), 0.2, draft_two, overhead), optimism=1.0, memory=1e9)
+        tell(rule, 1, 1 if whole else 0, 2.0 if whole else 1.0)  # leaves λ at 1
+        assert rule.rate == pytest.approx(1.0)
+        return rule.step_on(0)
+
+    # one lucky token brings 1 and costs .5 + .2
+    assert starts(0.2, 0.0, False) and starts(0.2, 0.29, False) and not starts(0.2, 0.31, False)
+    assert starts(0.6, 0.0, False) and not starts(0.6, 0.0, True) and starts(0.45, 0.0, True)
+
+
+def test_rate_is_a_moving_average() -> None:
+    rule = ExpectedValue(StepCosts((2.0, 2.0), 0.0, 0.0), memory=1e9)
+    assert rule.rate == pytest.approx(0.5)
+    tell(rule, 1, 1, 1.0)
+    assert rule.rate == pytest.approx((16 + 2) / (32 + 1))
+    short = ExpectedValue(StepCosts((2.0, 2.0), 0.0, 0.0), memory=1.0)
+    for _ in range(40):
+        tell(short, 1, 1, 1.0)
+    assert short.rate == pytest.approx(2.0)
+
+
+def test_calibration_is_used() -> None:
+    for bias, drafts in ((-1.0, True), (-9.0, False)):
+        rule = ExpectedValue(StepCosts((1.0, 1.05, 1.1, 1.15), 0.0, 0.0), Calibration(bias))
+        rule.limit()
+        assert rule.go_on(0, look(0.8)) == drafts

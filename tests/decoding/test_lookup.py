@@ -1,0 +1,133 @@
+"""What a lookup proposes, and pairs of drafter and verifier that the decoder refuses.
+
+That sampled texts follow the target's distribution: test_exact_decoding.py, and by sampling test_samples.py."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from table_model import TableModel
+
+from distill.decoding.costs import StepCosts
+from distill.decoding.decode import decode_text
+from distill.decoding.drafters import FallbackDrafter, ModelDrafter
+from distill.decoding.lengths import Fixed, LookupDrafter, LookupPrice, SuffixIndex
+from distill.decoding.rules import Rules
+from distill.errors import DataError
+from distill.sampler import Sampler
+
+torch.set_num_threads(1)
+V = 4
+
+
+def test_a_token_dropped_after_its_draw_is_refused() -> None:
+    """What it would do to the distribution: test_samples.py and test_exact_decoding.py."""
+    served, target, draft = Sampler(1.0), TableModel(V, 11), TableModel(V, 12)
+    drafter = ModelDrafter(draft, Fixed(3, n_min=2), served, random.random)
+    rules = Rules(served, "token", random=random.random)
+    with pytest.raises(DataError, match="dropped after the draw"):
+        decode_text(target, drafter, [1, 2], 3, rules)
+    assert len(decode_text(target, drafter, [1, 2], 3, rules, lossy=True).tokens) == 3
+
+
+def test_pairs_that_cannot_be() -> None:
+    target, draft = TableModel(V, 1), TableModel(V, 2)
+    sampled = ModelDrafter(draft, Fixed(2), Sampler(1.0), random.random)
+    with pytest.raises(DataError, match="greedy emits"):
+        decode_text(target, sampled, [1, 2], 3, Rules(Sampler(1.0), "greedy"))
+    with pytest.raises(ValueError, match="no verifier"):
+        decode_text(target, sampled, [1, 2], 3, Rules(Sampler(1.0), "distinct"))
+
+
+def copied(text: list[int], place: int, count: int) -> list[int]:
+    """What follows a place, copied token by token, so that a copy may read what it wrote."""
+    whole = list(text)
+    for i in range(count):
+        whole.append(whole[place + i])
+    return whole[len(text) :]
+
+
+def test_lookup_finds_the_longest_ending() -> None:
+    drafter = LookupDrafter(3)
+    drafter.begin([])
+    assert drafter.propose([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], 8, ()).tokens == [4, 9, 1]  # where 1, 2 was found last
+    assert drafter.propose([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 7, 7, 3], 2, ()).tokens == [9, 1]
+    assert drafter.propose([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 7, 7, 3, 8], 2, ()).tokens == []
+    drafter.begin([])
+    assert drafter.propose([5, 6, 7, 5], 8, (6,)).tokens == [6]
+    assert LookupDrafter(4, shortest=2).propose([5, 6, 7, 5], 8, ()).tokens == []
+    draws = random.Random(0)
+    for _ in range(200):
+        text = draws.choices(range(3), k=draws.randint(1, 40))
+        index = SuffixIndex()
+        for end in range(1, len(text) + 1):
+            index.read(text[:end])
+            size = next((n for n in range(end - 1, 0, -1) if text[end - n : end] in _windows(text[: end - 1], n)), 0)
+            assert index.match == size
+            if size:  # by hand: an earlier place of this very ending, with a token after it
+                assert 0 < index.place < end and text[index.place - size : index.place] == text[end - size : end]
+                assert index.continuation(5) == copied(text[:end], index.place, 5)
+
+
+def _windows(text: list[int], size: int) -> list[list[int]]:
+    return [text[i : i + size] for i in range(len(text) - size + 1)]
+
+
+def test_a_lookup_takes_constant_time_a_token() -> None:
+    """Steps of the automaton, counted: texts on which a search of the text would take quadratic time."""
+    fibonacci = [1, 0]
+    while len(fibonacci) < 20_000:
+        fibonacci = fibonacci + fibonacci[: max(1, round(len(fibonacci) / 1.618))]
+    for text in ([7] * 20_000, fibonacci[:20_000], [i * i % 97 for i in range(20_000)]):
+        index = SuffixIndex()
+        index.read(text)
+        assert len(index._next) <= 2 * len(text) and sum(map(len, index._next)) <= 3 * len(text)
+        assert index.match > 1000
+
+
+def test_a_lookup_learns_what_the_other_drafter_gives() -> None:
+    costs = StepCosts(tuple(1 + 0.01 * m for m in range(9)), 0.0, 0.0)
+    lookup = LookupDrafter(4, 1, LookupPrice(costs))
+    other = FallbackDrafter(lookup, LookupDrafter(3))
+    assert lookup.price is not None
+    other.begin([])
+    seen = [1, 2, 3, 9, 9, 1, 2]
+    assert other.propose(seen, 8, ()).tokens == [3, 9, 9, 1]  # its own: a match of two tokens pays at these costs
+    other.accepted(other.propose(seen, 8, ()), 0, 8, 1.0)
+    assert lookup.price.rival == -math.inf
+    for _ in range(40):  # rounds of the other drafter that give four tokens in the time of one
+        found = other.propose([4, 5, 6, 7, 8], 8, ())
+        other.accepted(found, 3, 9, 1.0)
+        other.begin([])
+    assert lookup.price.rival > 0 and other.propose(seen, 8, ()).tokens == [3, 9, 9]  # the other one's
+
+
+def test_a_priced_lookup_drafts_what_pays() -> None:
+    """Exact choices at given chances: by enumeration of every length."""
+    flat, steep = StepCosts(tuple(1 + 0.01 * m for m in range(9)), 0.0, 0.0), StepCosts(tuple(range(1, 10)), 0.0, 0.0)
+    for costs, rate in itertools.product((flat, steep), (0.5, 1.0, 1.4)):
+        price = LookupPrice(costs)
+        price._tokens, price._seconds = rate, 1.0
+        for match in (1, 2, 5, 12):
+            values = [
+                1
+                + sum(math.prod(price.chance(match + j) for j in range(i + 1)) for i in range(n))
+                - rate * costs.target[n]
+                for n in range(9)
+            ]
+            assert price.best(match, 8) == values.index(max(values))
+            price.rival = max(values) + 0.1
+            assert price.best(match, 8) == 0  # the other drafter gives more
+            price.rival = -math.inf
+    price = LookupPrice(flat)
+    before = price.chance(3)
+    for _ in range(200):
+        price.observe(3, 2, 0, 1.0)
+    assert price.chance(3) < 0.05 < before and price.chance(4) == pytest.approx(0.59)  # never reached
+    assert (
+        price.rate == pytest.approx(1.0, rel=0.01) and price.best(3, 1) == 1
+    )  # a token of 1 % costs less than it gives

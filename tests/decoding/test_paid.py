@@ -1,0 +1,308 @@
+"""Costs as rounds pay them, on models whose every step takes a known time of a clock that only they move."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from scipy.optimize import isotonic_regression
+from table_model import TableModel
+
+from distill.decoding.configured import ExpectedValue
+from distill.decoding.costs import accepted_by_position, measure_steps, shorter_rounds
+from distill.decoding.decode import decode_text, plain, speculative
+from distill.decoding.drafters import ModelDrafter
+from distill.decoding.lengths import Fixed, LengthRule
+from distill.decoding.round_costs import PaidMeter, measure_paid, prompts_as_long, rising
+from distill.decoding.rules import GREEDY, Rules
+from distill.engines.model import AroundModel
+from distill.errors import DataError
+from distill.measuring.compare import Prepared, TimedText, time_texts, totals
+from distill.measuring.timing import Predictions
+from distill.measuring.watch import Watch
+from distill.recipe import Configuration
+from distill.recipe.configuration import PLAIN
+
+MODULES = ("costs.paid", "costs.curve", "decode", "draft")
+
+
+class Clocked(AroundModel):
+    """A model whose step of m tokens takes `first` + `more`·(m − 1) seconds of the clock, and `deeper` for each token
+    that is cached."""
+
+    max_leaves = 0
+    capacity = 0
+    deeper = 0.0
+
+    def __init__(self, model: TableModel, clock: list[float], first: float, more: float) -> None:
+        super().__init__(model)
+        self._clock, self._first, self._more = clock, first, more
+        self.steps: list[int] = []
+        self.capacity = model.capacity
+
+    def extend(self, tokens: Sequence[int], *rest: Any, **named: Any) -> Any:
+        self._clock[0] += self._first + self._more * (len(tokens) - 1) + self.deeper * self.lengths[0]
+        self.steps.append(len(tokens))
+        return self.model.extend(tokens, *rest, **named)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Clocked, Clocked]:
+    clock = [0.0]
+    for module in MODULES:
+        monkeypatch.setattr(f"distill.speculative.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    target = TableModel(7, seed=3, capacity=400)
+    return Clocked(target, clock, 10.0, 1.5), Clocked(target.near(0.4, seed=5), clock, 2.0, 0.25)
+
+
+def test_each_part_of_a_round_is_found(pair: tuple[Any, Any]) -> None:
+    prompts = [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]]
+    paid = measure_paid(*pair, prompts, [3, 5], repeats=4)
+    assert paid.token == pytest.approx(10)
+    assert dict(paid.verify) == pytest.approx({n: 10 + 1.5 * n for n in (1, 2, 3, 5)})
+    for steps in (paid.by_argmax, paid.by_distribution):
+        assert (steps.first, steps.first_two, steps.later) == pytest.approx((2, 2.25, 2))
+    assert paid.target_prompt == pytest.approx((10 + 4 * 1.5) / 5) and paid.draft_prompt == pytest.approx(2.75 / 5)
+    costs = paid.step_costs()
+    assert costs.target == pytest.approx((10, 11.5, 13, 14.5)) and costs.overhead == 0  # 4 was not timed
+    assert (costs.draft, costs.draft_two) == pytest.approx((2, 2.25))
+
+
+class Building(Clocked):
+    """A model that takes 3 seconds more for a step of another size than the last one had."""
+
+    def extend(self, tokens: Sequence[int], *rest: Any, **named: Any) -> Any:
+        self._clock[0] += 3.0 * (len(tokens) != (self.steps or [0])[-1])
+        return super().extend(tokens, *rest, **named)
+
+
+def test_a_round_like_the_last_one_is_cheaper(pair: tuple[Any, Any]) -> None:
+    plainly, draft = pair
+    target = Building(plainly.model, plainly._clock, 10.0, 1.5)
+    meter = PaidMeter(target, draft, [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]], [1, 2, 4], (False,))
+    meter.until(6)
+    paid = meter.costs()
+    assert {n: whole[0] for n, whole in paid.settled.items()} == pytest.approx({n: 10 + 3.5 * n for n in (1, 2, 3, 4)})
+    assert all(whole - less == pytest.approx(0.25) for less, whole in paid.settled.values())
+    assert dict(paid.verify) == pytest.approx({n: 13 + 1.5 * n for n in (1, 2, 3, 4)})
+    # Fixed lengths are predicted from the one, rules reckon with the other.
+    assert paid.round_seconds(4, 0.0) == pytest.approx(16 + 4 * 2)
+    assert paid.step_costs().target[4] == pytest.approx(19)
+
+
+@pytest.mark.parametrize("building", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_the_prediction_is_what_a_request_takes(pair: tuple[Any, Any], length: int, building: bool) -> None:
+    """Also where steps of another size than the last one cost more: of length 1, a draft may take two every time."""
+    target, draft = pair
+    if building:
+        target = Building(target.model, target._clock, 10.0, 1.5)
+        draft = Building(draft.model, draft._clock, 2.0, 0.25)
+    meter = PaidMeter(
+        target, draft, [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]], [length], (False,) if building else (False, True)
+    )
+    meter.until(40 if building else 3)
+    paid = meter.costs()
+    assert paid.settled or not building
+    prompt, new = [2, 4, 6, 1, 3, 5], 300
+    alone, result = plain(target, prompt, new), speculative(target, draft, prompt, new, length)
+    measured = (alone.prefill_seconds + alone.seconds) / (result.prefill_seconds + result.seconds)
+    rounds = [one for one in result.rounds if one.drafted == length]
+    reached = [[one for one in rounds if one.accepted >= position] for position in range(length + 1)]
+    accepted = [len(after) / len(before) for before, after in itertools.pairwise(reached)]
+    # What a round of length 1 costs depends on the two before, of which the prediction knows the last.
+    tolerance = 0.04 if building else 0.02
+    assert paid.predicted_speedup(length, accepted, len(prompt), new) == pytest.approx(measured, rel=tolerance)
+
+
+def fixed(draft: Any, length: int) -> Prepared:
+    make = lambda: ModelDrafter(draft, Fixed(length), GREEDY, Rules().random)  # noqa: E731
+    return Prepared(Configuration(length=length), Rules(), make, length=length)
+
+
+def accepted_of(texts: Sequence[TimedText], one: Prepared) -> list[float]:
+    return accepted_by_position(
+        [(r.drafted, r.accepted) for text in texts if text.title == one.title for r in text.decoded.rounds]
+    )
+
+
+def test_texts_take_what_is_predicted_between_them(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no greedy chain of a fixed length is not predicted."""
+    for module in ("compare", "watch"):
+        clock = SimpleNamespace(perf_counter=lambda: pair[0]._clock[0])
+        monkeypatch.setattr(f"distill.benchmark.{module}.time", clock)
+    draws, watch = random.Random(1).random, Watch()
+    target, draft = watch.models(*pair)
+    others = [Configuration(rule="p_min", length=3, p_min=0.5), Configuration(drafter="lookup", length=3)]
+    prepared = [
+        Prepared(
+            one,
+            Rules(random=draws),
+            (lambda: ModelDrafter(draft, Fixed(3), Rules().sampler, draws)) if one.drafts else None,
+            length=one.max_length if one.drafts else 0,
+        )
+        for one in (PLAIN, Configuration(length=3), *others)
+    ]
+    prompts = [[2, 4, 6, 1, 3, 5], [1, 2, 3, 4, 5, 6], [3, 3, 3, 1, 1, 2]]
+    predictions = Predictions(*pair, prompts, prompts, 300, prepared)
+    texts = time_texts(target, draft, prompts, 300, prepared, "prompts", predictions.text, watch)
+    predictions.finish()
+    plainly, drafted = (totals(texts, one.title)[1].sum() for one in prepared[:2])
+    accepted = accepted_of(texts, prepared[1])
+    predicted = predictions.speedup(prepared[1].title, accepted, 300)
+    assert predicted == pytest.approx(plainly / drafted, rel=0.02)
+    assert [predictions.speedup(prepared[which].title, accepted, 300) for which in (0, 2, 3)] == [None, None, None]
+    plain_texts = [text for text in texts if text.title == PLAIN.title]
+    assert all(step.depth >= 6 for text in plain_texts for step in text.target)
+    assert len(plain_texts[0].target) == 299  # the steps between the texts are not theirs
+
+
+def test_prompts_as_long() -> None:
+    others = [[1, 2, 3], [4], [5, 6]]
+    assert prompts_as_long(others, [3, 3], 2) == [[1, 2, 3], [2, 3, 4]]
+    found = prompts_as_long(others, [9, 1, 5], 3)
+    assert [len(one) for one in found] == [1, 5, 9]
+    assert found == [[3], [5, 6, 1, 2, 3, 4][-5:], [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6][-9:]]
+
+
+def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where attention makes a step twice as dear, costs of short prompts would predict something else."""
+    for module in ("compare", "watch"):
+        clock = SimpleNamespace(perf_counter=lambda: pair[0]._clock[0])
+        monkeypatch.setattr(f"distill.benchmark.{module}.time", clock)
+    pair[0].deeper, pair[1].deeper = 0.01, 0.02
+    draws = random.Random(2)
+    others, prompts = [[1, 2, 3]], [[draws.randrange(7) for _ in range(length)] for length in (120, 200)]
+    both = [Prepared(PLAIN, Rules(), None), fixed(pair[1], 3)]
+    predictions = Predictions(*pair, prompts, prompts_as_long(others, [120, 200]), 150, both)
+    texts = time_texts(*pair, prompts, 150, both, "prompts", predictions.text)
+    predictions.finish()
+    plainly, drafted = (totals(texts, one.title)[1].sum() for one in both)
+    measured = plainly / drafted
+    accepted = accepted_of(texts, both[1])
+    assert predictions.speedup(both[1].title, accepted, 150) == pytest.approx(measured, rel=0.03)
+    shallow = PaidMeter(*pair, others, [3], (False,), 150)
+    shallow.until(4)
+    assert shallow.costs().predicted_speedup(3, accepted, 160, 150) > 1.08 * measured
+
+
+def test_a_pair_without_room_is_not_predicted(pair: tuple[Any, Any]) -> None:
+    for model in pair:
+        model.capacity = 12
+    nine = fixed(pair[1], 9)
+    predictions = Predictions(*pair, [[1, 2]], [[1, 2]], 8, [nine])
+    predictions.text()
+    predictions.finish()
+    assert predictions.speedup(nine.title, [1.0], 8) is None
+    assert predictions.refused is not None and "no room to time rounds of 9" in predictions.refused
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
+def test_rounds_of_a_length_are_told_from_longer_ones(seed: int, length: int) -> None:
+    """Every round is the one that is decoded, up to where all of a longer round was accepted and no more is known."""
+    target = TableModel(7, seed=seed)
+    draft = target.near(0.3 + 0.2 * seed, seed=seed + 50)
+
+    def rounds(drafted: int) -> list[tuple[int, int]]:
+        return [(r.drafted, r.accepted) for r in speculative(target, draft, [1, 2, 3], 200, drafted).rounds]
+
+    known, real = shorter_rounds(rounds(8), length), rounds(length)
+    # The text's limit cuts the last real one.
+    compared, whole = (next((i for i, (n, _) in enumerate(of) if n < length), len(of)) for of in (known, real))
+    real, compared = real[:whole], min(compared, whole)
+    assert known[:compared] == real[:compared] and compared > (8 if seed == 0 else 0)
+    assert accepted_by_position(known)[0] == pytest.approx(accepted_by_position(real)[0], abs=0.05)
+
+
+def test_what_is_behind_a_whole_round_is_not_known() -> None:
+    assert shorter_rounds([(4, 4), (4, 1)], 3) == [(3, 3), (0, 0), (3, 1)]
+    assert shorter_rounds([(4, 2), (4, 0)], 1) == [(1, 1), (1, 0), (1, 0)]
+    assert shorter_rounds([(2, 2)], 4) == [(2, 2)] and shorter_rounds([], 3) == []
+
+
+def test_acceptance_is_counted_where_a_position_was_reached() -> None:
+    # The last round was cut short: it says nothing of the second position.
+    assert accepted_by_position([(3, 3), (3, 1), (3, 0), (1, 1)]) == pytest.approx([3 / 4, 1 / 2, 1.0])
+    assert accepted_by_position([(2, 0)]) == [0.0] and accepted_by_position([]) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_pooled_as_scipy_pools_it(seed: int) -> None:
+    chance = random.Random(seed)
+    values = [chance.choice([1.0, 2.0, chance.random()]) + place * chance.random() for place in range(1 + seed)]
+    assert rising(values) == pytest.approx(isotonic_regression(values).x)
+
+
+def test_contexts_without_room_are_refused(pair: tuple[Any, Any]) -> None:
+    with pytest.raises(DataError, match="a context of 400 tokens has no room to time rounds of 397"):
+        measure_paid(*pair, [[1, 2]], [397], repeats=1)
+    long = [1 + i % 6 for i in range(399)]
+    assert measure_paid(*pair, [long], [2], repeats=2).verify[2] == pytest.approx(13)  # the prompt is shortened
+
+
+def test_a_target_alone_has_the_costs_of_its_steps(pair: tuple[Any, Any]) -> None:
+    """A lookup has no draft: the target stands in its place, and its cache must not hold two texts."""
+    target, _ = pair
+    counts = [*range(1, 8)]
+    steps = measure_steps(target, counts, 50, 3, target.vocabulary_size)
+    paid = measure_paid(target, target, [[1, 2, 3]], range(1, 7), repeats=3)
+    assert paid.step_costs().target == pytest.approx([steps[count][0] for count in counts])
+    assert paid.step_costs().draft == 0
+    near = measure_paid(target, target, [[1] * 399], [2, 5, 500], repeats=1)  # a context of 400: as deep as it allows
+    assert [*near.verify] == [2, 5]
+
+
+def test_a_draft_that_is_not_asked_reads_nothing(pair: tuple[Any, Any]) -> None:
+    """Where drafting costs more than it can bring, the draft takes no step; where it is asked late, it catches up."""
+    target, draft = pair
+    costs = measure_paid(target, draft, [[1, 2, 3]], range(1, 6), repeats=3).step_costs()
+    dear = ExpectedValue(costs=type(costs)(costs.target, 50.0, 50.0))
+    draft.steps.clear()
+    result = decode_text(target, ModelDrafter(draft, dear, Rules().sampler, Rules().random), [1, 2, 3], 40, Rules())
+    assert not draft.steps and result.tokens == plain(target, [1, 2, 3], 40).tokens
+
+    class Late(LengthRule):
+        """Drafts one token from the fourth round on."""
+
+        told: float | None = None
+
+        def __init__(self) -> None:
+            self.rounds: list[float] = []
+
+        def limit(self) -> int:
+            return int(len(self.rounds) >= 3)
+
+        def caught_up(self, seconds: float) -> None:
+            assert self.told is None
+            self.told = seconds
+
+        def observe(self, drafted: int, accepted: int, features: Any, seconds: float) -> None:
+            self.rounds.append(seconds)
+
+    late = Late()
+    result = decode_text(target, ModelDrafter(draft, late, Rules().sampler, Rules().random), [1, 2, 3], 12, Rules())
+    assert draft.steps[:2] == [6, 1] and late.told == pytest.approx(2 + 5 * 0.25)
+    assert late.rounds[:4] == pytest.approx([10, 10, 10, 2 + 11.5])
+    assert result.rounds[3].seconds == pytest.approx(2 + 5 * 0.25 + 2 + 11.5)
+    assert result.tokens == plain(target, [1, 2, 3], 12).tokens
+
+
+def test_small_contexts_and_drafts_without_tokens_end(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context with room for one long round a text; a draft whose logits are empty has none."""
+    clock = [0.0]
+    for module in MODULES:
+        monkeypatch.setattr(f"distill.speculative.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    small = TableModel(7, seed=3, capacity=12)
+    target, draft = Clocked(small, clock, 10.0, 1.5), Clocked(small.near(0.4, seed=5), clock, 2.0, 0.25)
+    paid = measure_paid(target, draft, [[1, 2, 3]], range(1, 9), repeats=2)
+    assert dict(paid.verify) == pytest.approx({n: 10 + 1.5 * n for n in range(1, 9)})
+    empty = TableModel(7, seed=3, capacity=400)
+    empty.table[:] = -torch.inf
+    with pytest.raises(DataError, match="proposes fewer tokens than it is asked for"):
+        measure_paid(pair[0], Clocked(empty, clock, 2.0, 0.25), [[1, 2, 3]], [2], repeats=1)

@@ -1,0 +1,381 @@
+"""Tree shapes against brute force: best-first growth, the budget, the best static shapes, and how shapes are filled."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table_model import TableModel
+
+from distill.decoding.calibration import Calibration
+from distill.decoding.lengths import ROOT, Features, Proposal, best_tokens, features_of
+from distill.decoding.trees import (
+    RankTally,
+    Shape,
+    ShapeTable,
+    best_first,
+    calibrated,
+    choose_shape,
+    expected_accepted,
+    sampled_tree,
+    top_tree,
+)
+from distill.decoding.verify import TREES, walk, walk_greedy
+
+torch.set_num_threads(1)
+
+V = 5
+DEPTH, BRANCHING = 3, 3
+
+
+class Draft:
+    """A table model after a context, with what `expand` was asked."""
+
+    def __init__(self, seed: int, vocabulary: int = V, sharpness: float = 2.0) -> None:
+        self.model = TableModel(vocabulary, seed, memory=2, sharpness=sharpness)
+        self.root = self.model.extend([0, 1], want=[1]).full().softmax(-1)[0]
+        self.calls: list[tuple[list[int], list[int]]] = []
+
+    def expand(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
+        self.calls.append((tokens, parents))
+        return self.model.extend(tokens, parents=parents).full().softmax(-1)
+
+    def distribution(self, path: Sequence[int]) -> torch.Tensor:
+        """The distribution after the tokens of a path, from the table itself."""
+        return self.model.table[self.model.place([0, 1, *path])].softmax(-1)
+
+    def chance(self, path: Sequence[int]) -> float:
+        """The product of probabilities down a path."""
+        return math.prod(self.distribution(path[:i])[token].item() for i, token in enumerate(path))
+
+
+def paths_of(proposal: Proposal) -> list[tuple[int, ...]]:
+    """The tokens from the root down to each node."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
+        found.append((*(found[parent] if parent != ROOT else ()), token))
+    return found
+
+
+def leaves(parents: Sequence[int]) -> int:
+    return len(parents) - len(set(parents) - {ROOT})
+
+
+def subtrees(universe: Sequence[tuple[int, ...]], nodes: int) -> Iterator[list[tuple[int, ...]]]:
+    """Every set of `nodes` paths that holds the parents of its members."""
+    for chosen in itertools.combinations(universe, nodes):
+        present = {(), *chosen}
+        if all(path[:-1] in present for path in chosen):
+            yield list(chosen)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.sampled_from([0.3, 1.0, 4.0]))
+def test_best_first_is_the_best_of_all_subtrees(seed: int, nodes: int, sharpness: float) -> None:
+    vocabulary, depth = (3, 3) if nodes < 4 else (2, 4)
+    draft = Draft(seed, vocabulary, sharpness)
+    proposal, values = best_first(draft.root, draft.expand, nodes, branching=vocabulary, depth=depth)
+    universe = [path for d in range(1, depth + 1) for path in itertools.product(range(vocabulary), repeat=d)]
+    chances = {path: draft.chance(path) for path in universe}
+    paths = paths_of(proposal)
+    assert len(set(paths)) == len(paths) == nodes and values == sorted(values, reverse=True)
+    assert values == pytest.approx([chances[path] for path in paths], abs=1e-12)
+    best = max(sum(chances[path] for path in tree) for tree in subtrees(universe, nodes))
+    assert sum(values) == pytest.approx(best, abs=1e-12)
+
+
+def node_by_node(draft: Draft, nodes: int, depth: int, branching: int) -> tuple[Proposal, list[float]]:
+    """The same tree by its definition: the best open node joins, and the draft gives that node's children."""
+
+    def children(value: float, ranks: tuple[int, ...], place: int, distribution: torch.Tensor) -> list[Any]:
+        features = features_of(distribution)
+        found = zip(*best_tokens(distribution, branching), strict=True)
+        return [
+            (-value * chance, len(ranks) + 1, (*ranks, rank), place, token, features)
+            for rank, (token, chance) in enumerate(found)
+        ]
+
+    pool, tree, number = children(1.0, (), ROOT, draft.root), [], {ROOT: ROOT}
+    while pool and len(tree) < nodes:
+        node = min(pool, key=lambda one: one[:3])
+        pool.remove(node)
+        loss, level, ranks, place, token, _ = node
+        tree.append(node)
+        if level < depth and len(tree) < nodes:
+            after = draft.expand([token], [number[place]])[0]
+            number[len(tree) - 1] = len(number) - 1
+            pool += children(-loss, ranks, len(tree) - 1, after)
+    proposal = Proposal([one[4] for one in tree], [one[3] for one in tree], None, [one[5] for one in tree])
+    return proposal, [-one[0] for one in tree]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 24), st.integers(1, 6), st.integers(1, V))
+def test_level_by_level_is_node_by_node(seed: int, nodes: int, depth: int, branching: int) -> None:
+    levels, single = Draft(seed), Draft(seed)
+    options = {"branching": branching, "depth": depth}
+    one, values = best_first(levels.root, levels.expand, nodes, **options)
+    two, same = node_by_node(single, nodes, depth, branching)
+    assert one == two and values == same
+    assert len(levels.calls) < depth and len(single.calls) < nodes
+    assert all(len(tokens) == 1 for tokens, _ in single.calls)
+    assert len(one.tokens) == min(nodes, sum(branching**d for d in range(1, depth + 1)))
+    # A smaller budget is a beginning of a larger one, so that it can be chosen afterwards.
+    fewer = Draft(seed)
+    small, _ = best_first(fewer.root, fewer.expand, max(1, nodes // 2), **options)
+    assert (one.tokens[: len(small.tokens)], one.parents[: len(small.parents)]) == (small.tokens, small.parents)
+    for path, known in zip(paths_of(one), one.features, strict=True):
+        assert known == features_of(levels.distribution(path[:-1]))
+    assert one.distributions is None
+
+
+SURE, LOST = Calibration(9.0), Calibration(-30.0, (0.0,))  # of every best token: accepted, or not
+
+
+def test_best_first_with_calibration() -> None:
+    """The calibration decides which nodes are worth having, not the draft's own probabilities."""
+    draft = Draft(3)
+    shy, values = best_first(draft.root, draft.expand, 6, calibration=SURE)
+    assert shy.is_chain and len(shy.tokens) == 6
+    chance, expected = 1.0, []
+    for path in paths_of(shy):
+        chance *= SURE.accept(0, Features(draft.distribution(path[:-1]).max().item(), 0.0, 0.0))
+        expected.append(chance)
+    assert values == pytest.approx(expected)
+    other = Draft(3)
+    flat, _ = best_first(other.root, other.expand, V, calibration=LOST)
+    assert flat.tokens[0] == best_tokens(other.root, 2)[0][1]  # the second best is the likeliest to be accepted
+    assert flat.parents.count(ROOT) > 1
+    plainly, features = Calibration(), Features(0.6, 0.3, 0.9)
+    assert calibrated([0.6, 0.3, 0.1], features, 0, plainly) == pytest.approx([0.6, 0.3, 0.1])
+    assert calibrated([1.0], Features(1.0, 0.0, 0.0), 0, plainly) == pytest.approx([1.0], abs=1e-5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 20), st.integers(1, 6))
+def test_best_first_with_few_branches(seed: int, nodes: int, most: int) -> None:
+    draft = Draft(seed)
+    draft.model.max_leaves = most
+    proposal, _ = best_first(draft.root, draft.expand, nodes, branching=3, depth=5, max_leaves=most)
+    assert leaves(proposal.parents) <= most and 1 <= len(proposal.tokens) <= nodes
+    asked = [parent for _, parents in draft.calls for parent in parents]
+    assert leaves(asked) <= most
+    if most == 1:
+        assert proposal.is_chain
+    free = Draft(seed)
+    unlimited, _ = best_first(free.root, free.expand, nodes, branching=3, depth=5)
+    if leaves(unlimited.parents) <= most and leaves(asked) < most:
+        assert proposal == unlimited
+
+
+def test_best_first_at_temperature_zero_is_a_chain() -> None:
+    draft = Draft(1)
+
+    def greedy(distribution: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(distribution.argmax(-1), V).double()
+
+    proposal, values = best_first(greedy(draft.root), lambda t, p: greedy(draft.expand(t, p)), 7, depth=5)
+    assert proposal.is_chain and values == [1.0] * 5
+    assert best_first(draft.root, draft.expand, 0) == (Proposal.chain([]), [])
+
+
+def test_best_tokens_by_hand() -> None:
+    distribution = torch.tensor([0.0, 0.2, 0.4, 0.2, 0.2, 0.0])
+    assert [best_tokens(distribution, k)[0] for k in (1, 2, 3, 4, 6, 9)] == [
+        [2],
+        [2, 1],
+        [2, 1, 3],
+        *[[2, 1, 3, 4]] * 3,
+    ]
+    known = features_of(torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
+    assert (known.top, known.second) == (0.5, 0.5) and known.entropy == pytest.approx(math.log(2))
+    assert features_of(torch.ones(1)) == Features(1.0, 0.0, 0.0)
+
+
+# Static shapes.
+
+
+def trees(nodes: int, depth: int, branching: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every tree as the set of its rank paths, siblings having ranks 0, 1, … without gaps."""
+    universe = [path for d in range(1, depth + 1) for path in itertools.product(range(branching), repeat=d)]
+    for tree in subtrees(universe, nodes):
+        if all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in tree for path in tree):
+            yield tuple(tree)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=3), st.integers(0, 4), st.integers(1, 3))
+def test_shape_table_is_the_best_of_all_shapes(acceptance: list[float], nodes: int, depth: int) -> None:
+    table = ShapeTable(acceptance, nodes, depth)
+    for d, n in itertools.product(range(1, depth + 1), range(nodes + 1)):
+        found = [sum(math.prod(acceptance[r] for r in p) for p in t) for t in trees(n, d, len(acceptance))]
+        if not found:
+            assert table.expected[d, n] == -math.inf
+            with pytest.raises(AssertionError):
+                table.shape(n, d)
+            continue
+        assert table.expected[d, n] == pytest.approx(max(found), abs=1e-12)
+        shape = table.shape(n, d)
+        assert len(shape) == n and max(shape.depths, default=0) <= d and max(shape.ranks, default=0) < len(acceptance)
+        assert expected_accepted(shape, acceptance) == pytest.approx(table.expected[d, n], abs=1e-12)
+
+
+def test_large_shape_table() -> None:
+    acceptance = [0.6, 0.15, 0.08, 0.04, 0.02]
+    table = ShapeTable(acceptance, 64, 12)
+    shape = table.shape(64, 12)
+    assert len(shape) == 64 and expected_accepted(shape, acceptance) == pytest.approx(table.expected[12, 64])
+    assert (table.expected[12, 1:] > table.expected[12, :-1]).all()
+    assert table.expected[12, 64] > expected_accepted(Shape.of_widths([1] * 12), acceptance)
+    assert table.expected[12, 62] > expected_accepted(Shape.of_widths([2] * 5), acceptance)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=3), st.randoms(use_true_random=False))
+def test_choice_of_shape_is_the_argmax(acceptance: list[float], draws: random.Random) -> None:
+    target = {m: draws.uniform(0.5, 3) for m in range(1, 8) if m == 1 or draws.random() < 0.8}
+    level = draws.uniform(0, 0.5)
+    shape = choose_shape(acceptance, 6, 4, target, lambda d: level * d)
+    table = ShapeTable(acceptance, 6, 4)
+    speeds = {
+        (n, d): (1 + table.expected[d, n]) / (target[n + 1] + level * d)
+        for n, d in itertools.product(range(7), range(5))
+        if n + 1 in target
+    }
+    depth = max(shape.depths, default=0)
+    found = (1 + expected_accepted(shape, acceptance)) / (target[len(shape) + 1] + level * depth)
+    assert found == pytest.approx(max(speeds.values()), abs=1e-12)
+
+
+def test_shapes_by_hand() -> None:
+    wide = Shape.of_widths([2, 3])
+    assert wide.parents == (-1, -1, 0, 0, 0, 1, 1, 1) and wide.depths == [1, 1, *[2] * 6] and leaves(wide.parents) == 6
+    assert wide.ranks == [0, 1, 0, 1, 2, 0, 1, 2]
+    assert expected_accepted(wide, [0.5, 0.2]) == pytest.approx(0.7 + 0.5 * 0.7 + 0.2 * 0.7)
+    assert leaves(()) == 0 and expected_accepted(Shape(()), [0.5]) == 0
+    for bad in ((0,), (-2,), (-1, 1), (-1, 2, 0)):
+        with pytest.raises(AssertionError):
+            Shape(bad)
+
+
+def test_rank_tally() -> None:
+    tally = RankTally()
+    tree = Proposal([1, 2, 3, 4, 5], [-1, -1, 0, 0, 1])
+    tally.observe(tree, [0, 3])  # rank 0, then rank 1, then a leaf
+    tally.observe(tree, [1])  # rank 1, then its one child refused
+    tally.observe(tree, [])
+    assert (tally.tried, tally.taken) == ([5, 4], [1, 2]) and tally.rates() == [0.2, 0.5]
+
+
+# Filling shapes.
+
+
+def shapes(draws: random.Random) -> Shape:
+    return Shape(tuple(draws.randrange(-1, node) for node in range(draws.randint(1, 12))))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_top_tree(seed: int) -> None:
+    draws = random.Random(seed)
+    draft, shape = Draft(seed), shapes(draws)
+    proposal = top_tree(shape, draft.root, draft.expand)
+    expected = set()
+    named: dict[int, tuple[int, ...]] = {ROOT: ()}
+    for node, (parent, rank) in enumerate(zip(shape.parents, shape.ranks, strict=True)):
+        if parent in named and rank < V:
+            distribution = draft.distribution(named[parent])
+            named[node] = (*named[parent], int(distribution.argsort(descending=True)[rank]))
+            expected.add(named[node])
+    assert set(paths_of(proposal)) == expected and len(proposal.tokens) == len(expected)
+    assert proposal.distributions is None and len(draft.calls) < max(shape.depths)
+    for parent, below in proposal.children().items():
+        distribution = draft.distribution(() if parent == ROOT else paths_of(proposal)[parent])
+        assert [proposal.tokens[child] for child in below] == distribution.argsort(descending=True)[
+            : len(below)
+        ].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.booleans(), st.integers(1, V))
+def test_sampled_tree_says_what_it_drew_from(seed: int, replacement: bool, possible: int) -> None:
+    draws = random.Random(seed)
+    draft, shape = Draft(seed), shapes(draws)
+
+    def cut(distribution: torch.Tensor) -> torch.Tensor:
+        kept = torch.where(distribution >= distribution.topk(possible).values[..., -1:], distribution, 0)
+        return kept / kept.sum(-1, keepdim=True)
+
+    proposal = sampled_tree(
+        shape, cut(draft.root), lambda t, p: cut(draft.expand(t, p)), random.Random(seed).random, replacement
+    )
+    paths = paths_of(proposal)
+    assert proposal.distributions is not None and proposal.distributions.shape == (len(paths), V)
+    below = proposal.children()
+    for node, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
+        distribution = cut(draft.distribution(() if parent == ROOT else paths[parent]))
+        earlier = [proposal.tokens[child] for child in below[parent] if child < node]
+        if not replacement:
+            assert token not in earlier
+            distribution[earlier] = 0
+            distribution /= distribution.sum()
+        torch.testing.assert_close(proposal.distributions[node], distribution, rtol=0, atol=1e-12)
+        assert proposal.distributions[node][token] > 0
+    # Nothing was removed: how many children there are follows from the shape and the distribution alone.
+    if replacement or (possible == V and max(shape.ranks) < V):
+        assert len(paths) == len(shape)
+    counts = Counter(shape.parents)
+    first = len(below.get(ROOT, []))
+    assert first == (counts[ROOT] if replacement else min(counts[ROOT], possible))
+
+
+def test_sampled_tree_follows_the_distribution() -> None:
+    """Two draws without replacement of three tokens: the distribution of the ordered pair, to 4.5 standard errors."""
+    distribution, count = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64), 4000
+    uniform = random.Random(5).random
+    shape = Shape.of_widths([2])
+    for replacement in (False, True):
+        found = Counter(
+            tuple(
+                sampled_tree(
+                    shape, distribution, lambda t, p: distribution.expand(len(t), 3), uniform, replacement
+                ).tokens
+            )
+            for _ in range(count)
+        )
+        for a, b in itertools.product(range(3), repeat=2):
+            first, second = distribution[a].item(), distribution[b].item()
+            chance = first * second if replacement else (a != b) * first * second / (1 - first)
+            assert abs(found[a, b] / count - chance) <= 4.5 * math.sqrt(chance * (1 - chance) / count)
+
+
+def test_a_distribution_with_almost_all_mass_on_one_token() -> None:
+    """What is left after the sure token is below rounding, and still a distribution over the others."""
+    distribution = torch.tensor([1.0, 1e-30, 3e-30], dtype=torch.float32)
+    drawn = sampled_tree(Shape.of_widths([3]), distribution, lambda t, p: distribution, random.Random(1).random, False)
+    assert drawn.tokens[0] == 0 and sorted(drawn.tokens) == [0, 1, 2]
+    assert drawn.distributions is not None
+    torch.testing.assert_close(drawn.distributions[1], torch.tensor([0, 0.25, 0.75], dtype=torch.float64))
+
+
+def test_greedy_walks_need_no_distributions() -> None:
+    """Nodes and token are those of `walk` with the greedy verifier; of siblings that are the same, the first counts."""
+    draws, lengths = random.Random(1), set()
+    for seed in range(200):
+        count, vocabulary = draws.randint(0, 12), 3
+        proposal = Proposal(
+            [draws.randrange(vocabulary) for _ in range(count)], [draws.randrange(-1, node) for node in range(count)]
+        )
+        logits = torch.randn(count + 1, vocabulary, generator=torch.Generator().manual_seed(seed))
+        found = walk_greedy(logits.argmax(-1).tolist(), proposal)
+        assert found == walk(TREES["greedy"], logits.softmax(-1), proposal, lambda: 0.0)
+        lengths.add(len(found[0]))
+    assert max(lengths) > 2

@@ -1,0 +1,131 @@
+"""The commands that serve a pair: their options, and what holds them to the programs they are for.
+
+tests/serving/test_real_server.py and test_real_vllm.py give them to real ones. DISTILL_VLLM_SOURCES, the folder that an
+installed vLLM's package lies in, looks for vLLM's in its sources.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from distill.engines import server_commands
+from distill.engines.server_commands import VLLM, llama_server, option_arguments, pair_arguments, transformers, vllm
+from distill.errors import RecipeError
+from distill.recipe import Gguf, parse_section
+from distill.recipe.measuring import GgufOptions
+
+SOURCES = os.environ.get("DISTILL_VLLM_SOURCES", "")
+# Of vLLM 0.32.0: fields of SpeculativeConfig (vllm/config/speculative.py), and options of `vllm serve`
+# (vllm/engine/arg_utils.py).
+VLLM_FIELDS = {"method", "model", "num_speculative_tokens", "draft_sample_method", "use_heterogeneous_vocab"}
+VLLM_OPTIONS = {"--speculative-config"}
+VLLM_ADVISED = {"--max-model-len", "--max-logprobs"}  # in remedies of `distill check`, and in the documents
+
+
+def options(**roles: Any) -> Gguf:
+    return parse_section(Gguf, roles)
+
+
+def test_a_pair_is_served_as_a_plain_draft() -> None:
+    assert llama_server("t.gguf", "d f.gguf", 4) == (
+        "llama-server -m t.gguf -md 'd f.gguf' --spec-type draft-simple --spec-draft-n-max 4"
+    )
+    assert pair_arguments("t", "d", 3, 0.5)[-2:] == ["--spec-draft-p-min", "0.5"]
+    assert pair_arguments("t", None, 3, 0.5) == ["-m", "t"]
+
+
+def test_every_option_of_ours_has_its_name_there_or_a_reason() -> None:
+    target = {"n_gpu_layers": 20, "device": ["CUDA0"], "tensor_split": [3, 1], "flash_attn": "on"}
+    target |= {"cache_type_k": "q8_0", "cache_type_v": "q8_0", "threads": 2, "threads_batch": 4, "ubatch_size": 64}
+    found = option_arguments(options(target=target))
+    assert dict(zip(found[::2], found[1::2], strict=True)) == {
+        **{"--n-gpu-layers": "20", "--device": "CUDA0", "--tensor-split": "3,1", "--flash-attn": "on"},
+        **{"--cache-type-k": "q8_0", "--cache-type-v": "q8_0", "--threads": "2", "--threads-batch": "4"},
+        "--ubatch-size": "64",
+    }
+    draft = {"n_gpu_layers": 0, "cache_type_k": "q4_0", "threads": 1, "threads_batch": 2}
+    assert option_arguments(options(draft=draft)) == [
+        *("--spec-draft-ngl", "0", "--spec-draft-type-k", "q4_0"),
+        *("--spec-draft-threads", "1", "--spec-draft-threads-batch", "2"),
+    ]
+    assert option_arguments(options(draft=draft), drafts=False) == []
+    known = set(server_commands.OF_TARGET)
+    assert known == set(GgufOptions.model_fields) and set(server_commands.OF_DRAFT) < known
+
+
+def test_a_draft_takes_from_its_target_what_it_has_no_option_for() -> None:
+    both = {"flash_attn": "on", "cache_type_v": "q4_0"}
+    assert option_arguments(options(target=both, draft=both))[-2:] == ["--spec-draft-type-v", "q4_0"]
+    for given in ({"flash_attn": "on"}, {"ubatch_size": 8}):
+        with pytest.raises(RecipeError, match=r"llama-server has no --[a-z-]+-draft"):
+            option_arguments(options(draft=given))
+
+
+def vllm_parts(command: str) -> tuple[set[str], dict[str, Any]]:
+    words = shlex.split(command.replace("\\\n", " "))
+    return {word for word in words if word.startswith("--")}, json.loads(words[words.index("--speculative-config") + 1])
+
+
+@pytest.mark.parametrize("probabilistic", [False, True])
+def test_vllm_gets_options_that_it_has(probabilistic: bool) -> None:
+    named, config = vllm_parts(vllm("org/target's", "draft", 5, probabilistic))
+    assert named <= VLLM_OPTIONS and set(config) <= VLLM_FIELDS and VLLM == "0.32.0"
+    assert config["method"] == "draft_model" and config["num_speculative_tokens"] == 5
+    assert config.get("draft_sample_method") == ("probabilistic" if probabilistic else None)
+
+
+def test_vllm_drafts_for_another_vocabulary_with_best_tokens_alone() -> None:
+    _, config = vllm_parts(vllm("target", "draft", 5, probabilistic=True, same_vocabulary=False))
+    assert config["use_heterogeneous_vocab"] is True and "draft_sample_method" not in config
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SOURCES, reason="DISTILL_VLLM_SOURCES names no installed vLLM")
+def test_vllm_has_them_in_its_sources() -> None:
+    folder = Path(SOURCES) / "vllm"
+    assert f"'{VLLM}" in (folder / "_version.py").read_text(encoding="utf-8")
+    tree = ast.parse((folder / "config" / "speculative.py").read_text(encoding="utf-8"))
+    config = next(
+        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "SpeculativeConfig"
+    )
+    fields = {
+        node.target.id for node in config.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    assert fields >= VLLM_FIELDS and '"draft_model"' in ast.unparse(tree).replace("'", '"')
+    options_there = (folder / "engine" / "arg_utils.py").read_text(encoding="utf-8")
+    assert all(f'"{option}"' in options_there for option in VLLM_OPTIONS | VLLM_ADVISED)
+    metrics = (folder / "v1" / "spec_decode" / "metrics.py").read_text(encoding="utf-8")
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"):
+        assert f'"vllm:spec_decode_{name}"' in metrics
+    protocol = (folder / "entrypoints" / "openai" / "completion" / "protocol.py").read_text(encoding="utf-8")
+    for name in ("cache_salt", "return_token_ids", "stream_options", "repetition_penalty"):
+        assert f"    {name}:" in protocol
+
+
+def test_transformers_takes_the_names_that_are_printed() -> None:
+    from transformers import GenerationConfig
+
+    config = GenerationConfig()
+    for same in (True, False):
+        program = transformers("target", "draft", 4, same)
+        ast.parse(program)
+        assert ("assistant_tokenizer" in program) is not same
+        names = [
+            line.split(".generation_config.")[1].split(" ")[0] for line in program.splitlines() if "_config." in line
+        ]
+        assert names and all(hasattr(config, name) for name in names)
+
+
+def test_no_removed_option_is_left_anywhere() -> None:
+    """--draft-max and its kin end today's llama-server."""
+    removed = ("--draft-max", "--draft-min", "--draft-n ")
+    places = [*(tiny.ROOT / "distill").rglob("*.py"), *(tiny.ROOT / "docs").glob("*.md"), tiny.ROOT / "README.md"]
+    assert not [path for path in places if any(name in path.read_text(encoding="utf-8") for name in removed)]

@@ -1,0 +1,186 @@
+"""The model with a cache of fixed size: whatever was extended, kept or rolled back, logits are a fresh prefill's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_batch import any_calls
+from test_tree_cache import Mirror, close, prefill
+from toys import KINDS, toy
+from transformers import MambaConfig, MambaForCausalLM
+
+from distill.engines.torch import static
+from distill.engines.torch.model import count, fetch, packed, send, unpacked
+from distill.engines.torch.static import FIRST_SIZE, StaticTorchModel
+from distill.errors import DataError
+
+torch.set_num_threads(1)
+
+HUGGING_FACE = {kind: toy(kind, seed=3) for kind in (*KINDS, "gemma2", "gemma3")}
+EVERY_DAY = ("qwen2", "llama", "gemma2")
+SOME = [kind if kind in EVERY_DAY else pytest.param(kind, marks=pytest.mark.slow) for kind in HUGGING_FACE]
+# Every layer has a window: one mask. In Gemma's, one layer of two has one.
+HUGGING_FACE["mistral, window"] = toy("mistral", seed=3, sliding_window=20)
+HUGGING_FACE["qwen2, window"] = toy(
+    "qwen2", seed=3, use_sliding_window=True, sliding_window=20, layer_types=["full_attention", "sliding_attention"]
+)
+WINDOWS = ("gemma2", "gemma3", "mistral, window", "qwen2, window")
+
+
+def check(hugging_face: Any, seed: int, steps: int = 14, **options: Any) -> StaticTorchModel:
+    """Do what a decoder could do, at random, and compare all logits with those of fresh prefills."""
+    draws = random.Random(seed)
+    model = StaticTorchModel(hugging_face, size=draws.choice([1, 30, 70, None]), **options)
+    mirror = Mirror(model, lambda text: prefill(hugging_face, text), close)
+    for _ in range(steps):
+        mirror.step(draws, model.max_leaves)
+    if mirror.nodes:
+        mirror.keep(mirror.path(len(mirror.nodes) - 1))
+    if len(mirror.context) < model.capacity - 1:
+        mirror.chain([1, 2])
+    return model
+
+
+@pytest.mark.parametrize("kind", SOME)
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 10**6))
+def test_after_anything_is_a_fresh_prefill(kind: str, seed: int) -> None:
+    check(HUGGING_FACE[kind], seed)
+
+
+@pytest.mark.parametrize("kind", SOME)
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 10**6), st.integers(1, 5))
+def test_rows_after_anything_are_fresh_prefills(kind: str, seed: int, rows: int) -> None:
+    any_calls(HUGGING_FACE[kind], rows, random.Random(seed), 10, StaticTorchModel)
+
+
+def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked of a part, of one row or of several."""
+    monkeypatch.setattr(static, "CHUNK", 7)
+    monkeypatch.setattr(static, "LONGEST_STEP", 3)
+    for seed in range(4):
+        check(HUGGING_FACE["qwen3"], seed)
+        any_calls(HUGGING_FACE["gemma3"], 3, random.Random(seed), 8, StaticTorchModel)
+
+
+def test_eager_attention_and_trees() -> None:
+    hugging_face = toy("llama", seed=3, attn_implementation="eager")
+    assert hugging_face.config._attn_implementation == "eager"
+    for seed in range(3):
+        assert check(hugging_face, seed).max_leaves > 1000
+
+
+def test_refusals_change_nothing() -> None:
+    rows = StaticTorchModel(HUGGING_FACE["llama"], rows=2)
+    rows.extend([1, 2, 3, 4], [1, 3])
+    for wrong in (
+        lambda: rows.extend([1, 2], parents=[-1, 0]),
+        lambda: rows.extend([1, 2]),
+        lambda: rows.extend([1, 61], [1, 1]),
+        lambda: rows.extend([1] * 159, [0, 159]),
+        lambda: rows.keep([[0], []]),
+        lambda: rows.rollback([2, 1]),
+        lambda: StaticTorchModel(HUGGING_FACE["llama"], rows=0),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+        assert rows.lengths == [1, 3]
+
+
+def test_an_overflow_does_not_reach_the_next_text() -> None:
+    """A mask hides any number but NaN, which an overflow leaves behind the tokens that count."""
+    hugging_face = HUGGING_FACE["qwen2"]
+    model = StaticTorchModel(hugging_face)
+    model.extend([1, 2, 3])
+    with torch.inference_mode():
+        for layer in model._cache.layers:
+            layer.values.fill_(torch.nan)
+    assert model.extend([4]).full().isnan().all()
+    model.rollback([0])
+    close(model.extend([5, 6]).full()[-1], prefill(hugging_face, [5, 6]))
+
+
+def test_the_cache_doubles_and_then_stays() -> None:
+    """Memory is taken when a text needs it, in doublings, and does not grow with the number of texts."""
+    model, sizes = StaticTorchModel(toy(seed=3, max_position_embeddings=2000)), []
+    assert model.size == FIRST_SIZE + 64
+    for _ in range(3):
+        model.rollback([0])
+        for _ in range(90):
+            model.extend([5] * 10)
+            sizes.append(model.size)
+    assert sorted(set(sizes)) == [320, 640, 1280] and sizes[90:] == [1280] * 180
+    assert all(layer.keys.shape[2] == 1280 for layer in model._cache.layers)
+    exact = StaticTorchModel(model.model, size=900)
+    before = exact.size
+    exact.extend([5] * 900)
+    assert before == exact.size == 1024  # 900, a step behind them, and up to the next 64
+    whole = StaticTorchModel(toy(seed=3), size=10**6)
+    assert whole.size == 256  # the context of 160, and a step behind it
+    model.close()
+    assert model._cache.layers[0].keys is None
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [(torch.bfloat16, 0.25), (torch.float16, 0.03), (torch.float64, 1e-9)])
+def test_other_types(kind: torch.dtype, tolerance: float) -> None:
+    """Logits lie as near those of a prefill as the type allows; fp64 shows that no other error enters."""
+    hugging_face = toy("llama", seed=3).to(kind)
+    draws = random.Random(1)
+
+    def compare(got: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=tolerance)
+
+    mirror = Mirror(StaticTorchModel(hugging_face), lambda text: prefill(hugging_face, text), compare)
+    for _ in range(14):
+        mirror.step(draws, 99)
+
+
+def test_models_that_are_refused() -> None:
+    small: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 20}
+    recurrent = MambaForCausalLM(MambaConfig(**small))
+    mixed = toy("qwen2", seed=3)
+    mixed.config.layer_types = ["linear_attention", "full_attention"]
+    strange = toy("qwen2", seed=3)
+    strange.config.layer_types = ["of_tomorrow", "full_attention"]
+    flexible = toy(seed=3)
+    flexible.config._attn_implementation = "flash_attention_2"
+    unknown = toy("mistral", sliding_window=20)
+    unknown.config.model_type = "another"
+    for model, reason in (
+        (recurrent, "recurrent state"),
+        (strange, "of_tomorrow"),
+        (mixed, "LinearAttentionLayer"),
+        (flexible, "flash_attention_2"),
+        (unknown, "windows were tested"),
+    ):
+        with pytest.raises(DataError, match=reason):
+            StaticTorchModel(model)
+
+
+def test_windows_take_chains() -> None:
+    assert [StaticTorchModel(HUGGING_FACE[kind]).max_leaves for kind in WINDOWS] == [0] * 4
+
+
+def test_padding_has_no_logits_and_messages_name_the_place() -> None:
+    model = StaticTorchModel(HUGGING_FACE["qwen2"], vocabulary=50, rows=2)
+    logits = model.extend([1, 2, 3], [1, 2])
+    assert model.vocabulary_size == 50 and logits.full().shape == (3, 50)
+    assert logits.place is not None and logits.place(2).endswith("row 1, after 2 tokens")
+    alone = StaticTorchModel(HUGGING_FACE["qwen2"]).extend([1, 2, 3], want=[1])
+    assert alone.place is not None and alone.place(0).endswith("after 2 tokens")
+
+
+def test_a_fetch_brings_all_types_at_once() -> None:
+    given = [torch.tensor([[1, 2**62]]), torch.tensor([True]), torch.tensor([0.1, -torch.inf]), torch.zeros(0, 3)]
+    before = count.fetches
+    for found in (fetch(*given), unpacked(packed(given), given)):
+        for got, expected in zip(found, given, strict=True):
+            assert got.dtype == expected.dtype and torch.equal(got, expected)
+    assert count.fetches == before + 1
+    assert torch.equal(send([[1, 2]], torch.device("cpu")), torch.tensor([[1, 2]]))

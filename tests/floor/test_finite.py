@@ -1,0 +1,303 @@
+"""NaN and infinite logits or weights: one message that names model and position, never a made-up token.
+
+Logits of −∞ are legal; a draft that has nothing else proposes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from table_model import TableModel
+from tables import TableRows
+from toys import toy
+
+from distill.decoding.batch import continue_prompts, decode_batch, plain_batch
+from distill.decoding.decode import Decoded, decode_text, plain
+from distill.decoding.drafters import Drafter, ModelDrafter
+from distill.decoding.lengths import Fixed, ProbabilityFloor, Proposal
+from distill.decoding.rules import Rules
+from distill.decoding.trees import Shape, TreeDrafter
+from distill.decoding.verify import CHAINS, TREES, draw, draw_chain, draw_token, walk
+from distill.engines.llama_cpp.context import GgufLogits
+from distill.engines.torch.model import BatchedTorchModel, TorchLogits, TorchModel
+from distill.errors import DataError, RecipeError
+from distill.sampler import Sampler
+
+INF, NAN = math.inf, math.nan
+Capture = pytest.CaptureFixture[str]
+WRONG = {"NaN": [0.0, NAN, 1.0], "+inf": [0.0, INF, 1.0], "all -inf": [-INF] * 3}
+SAMPLERS = (
+    Sampler(0),
+    Sampler(1.0),
+    Sampler(0.7, top_k=2),
+    Sampler(1.3, top_p=0.8),
+    Sampler(1.0, min_p=0.1),
+    Sampler(0, repetition_penalty=1.2),
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# Samplers and logits.
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_sampler_names_the_row(sampler: Sampler, wrong: str, dtype: torch.dtype) -> None:
+    values = torch.tensor([[0.0, -INF, 1.0], WRONG[wrong]], dtype=dtype)
+    with pytest.raises(DataError, match="place 1"):
+        sampler.probabilities(values, [[], []], lambda row: f"place {row}")
+    assert bool(sampler.probabilities(values[:1], [[]]).sum() > 0.99)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_an_empty_draft_has_no_distribution(sampler: Sampler) -> None:
+    found = sampler.probabilities(torch.tensor([[-INF, 2.0, 1.0], [-INF] * 3]), [[], []], empty=True)
+    assert float(found[0].sum()) == pytest.approx(1) and found[1].tolist() == [0, 0, 0]
+    with pytest.raises(DataError, match="nan"):
+        sampler.probabilities(torch.tensor([WRONG["NaN"]]), [[]], empty=True)
+
+
+@pytest.mark.parametrize("temperature", [1e-20, 1e-38, 1e-40, 1e-45, 1e-60, 1e-300, 5e-324])
+def test_a_temperature_too_small_is_greedy(temperature: float) -> None:
+    rows = torch.tensor([[3.0, 90.0, -2.0], [-3.0, -90.0, -2.0], [0.0, -INF, -1.0], [1e30, 2e30, 0.0]])
+    for sampler in (Sampler(temperature), Sampler(temperature, top_k=2), Sampler(temperature, top_p=0.5, min_p=0.1)):
+        assert torch.equal(sampler.probabilities(rows), Sampler(0).probabilities(rows))
+
+
+@pytest.mark.parametrize("temperature", [INF, NAN, -1.0, 1e39])
+def test_temperatures_that_are_none(temperature: float) -> None:
+    with pytest.raises(RecipeError, match="temperature"):
+        Sampler(temperature)
+
+
+class Files:
+    generation, path = 0, "model"
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("engine", ["torch", "gguf"])
+def test_an_argmax_is_checked(engine: str, wrong: str) -> None:
+    def logits(rows: list[list[float]]) -> Any:
+        if engine == "torch":
+            return TorchLogits(torch.tensor(rows), lambda row: f"model after {row} tokens")
+        values = numpy.array(rows, dtype=numpy.float32)
+        return GgufLogits(Files(), values, range(len(rows)))  # type: ignore[arg-type]
+
+    bad = logits([[-INF, 1.0, 0.0], WRONG[wrong]])
+    with pytest.raises(DataError, match="model after 1 tokens"):
+        bad.argmax()
+    with pytest.raises(DataError, match="model after 0 tokens"):  # a lone row
+        logits([WRONG[wrong]]).argmax()
+    assert logits([[-INF, 1.0, 1.0]]).argmax() == [1]
+    if wrong == "all -inf":
+        assert bad.argmax(-1) == [1, -1]
+    else:
+        with pytest.raises(DataError):
+            bad.argmax(-1)
+
+
+# Draws and verifiers.
+
+
+@pytest.mark.parametrize("distribution", [[NAN] * 3, [0.5, NAN, 0.5], [0.0] * 3, [INF, 1.0, 0.0]])
+def test_nothing_is_drawn_from_no_distribution(distribution: list[float]) -> None:
+    for uniform in (0.0, 0.3, 0.999999):
+        with pytest.raises(DataError, match="no token can be drawn"):
+            draw_token(torch.tensor(distribution), lambda uniform=uniform: uniform)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("verifier", ["token", "match", "block"])
+def test_nan_is_never_accepted(verifier: str) -> None:
+    tokens, q = torch.tensor([1, 2]), torch.full((2, 3), 1 / 3)
+    for p in (torch.full((3, 3), NAN), torch.tensor([[0.2, NAN, 0.8], [0.1, 0.8, 0.1], [1.0, 0.0, 0.0]])):
+        for draft in (q, None):
+            proposal = Proposal.chain(tokens.tolist(), draft)
+            for seed in range(20):
+                with pytest.raises(DataError, match="no token can be drawn"):
+                    draw_chain(verifier, p, proposal, random.Random(seed).random)
+                with pytest.raises(DataError, match="no token can be drawn"):
+                    draw(CHAINS[verifier](p, draft, tokens), random.Random(seed).random)
+
+
+@pytest.mark.parametrize("verifier", ["token", "match", "distinct"])
+def test_nan_is_never_accepted_in_a_tree(verifier: str) -> None:
+    proposal = Proposal([0, 2, 1], [-1, -1, 0], torch.full((3, 3), 1 / 3))
+    for seed in range(20):
+        with pytest.raises(DataError, match="no token can be drawn"):
+            walk(TREES[verifier], torch.full((4, 3), NAN), proposal, random.Random(seed).random)
+
+
+# Models decoded.
+
+
+def damaged(table: TableModel, value: float, row: int | None = None) -> TableModel:
+    """The same with this value in one column, or in all columns of the row of a context."""
+    other = table.near(0.0, 0)
+    if row is None:
+        other.table[:, 1] = value
+    else:
+        other.table[row] = value
+    return other
+
+
+TREE = Shape((-1, -1, 0))
+DRAFTERS: dict[str, tuple[Callable[[TableModel, Callable[[], float]], Drafter], Rules]] = {
+    "greedy": (lambda m, r: ModelDrafter(m, Fixed(3), Sampler(0), r), Rules()),
+    "greedy by floor": (lambda m, r: ModelDrafter(m, ProbabilityFloor(3, 0.1), Sampler(0), r), Rules()),
+    "sampled": (lambda m, r: ModelDrafter(m, Fixed(3), Sampler(1), r), Rules(Sampler(1), "token")),
+    "block": (lambda m, r: ModelDrafter(m, Fixed(3), Sampler(1), r), Rules(Sampler(1), "block")),
+    "argmax": (lambda m, r: ModelDrafter(m, Fixed(3), Sampler(1), r, True), Rules(Sampler(1), "match")),
+    "best tree": (lambda m, r: TreeDrafter(m, Sampler(0), r, 4), Rules()),
+    "static tree": (lambda m, r: TreeDrafter(m, Sampler(0), r, 3, shape=TREE, best=True), Rules()),
+    "drawn tree": (lambda m, r: TreeDrafter(m, Sampler(1), r, 3, shape=TREE), Rules(Sampler(1), "token")),
+    "distinct tree": (
+        lambda m, r: TreeDrafter(m, Sampler(1), r, 3, shape=TREE, distinct=True),
+        Rules(Sampler(1), "distinct"),
+    ),
+}
+
+
+def decoded(target: TableModel, draft: TableModel, kind: str, seed: int) -> Decoded:
+    make, rules = DRAFTERS[kind]
+    draws = random.Random(seed).random
+    rules = Rules(rules.sampler, rules.verifier, random=draws)
+    return decode_text(target, make(draft, draws), [0, 2], 12, rules)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_damaged_target_or_draft_ends_the_text(kind: str, value: float) -> None:
+    target = TableModel(4, 7, memory=1)
+    for pair in ((damaged(target, value), target), (target, damaged(target, value))):
+        with pytest.raises(DataError, match="not finite"):
+            decoded(*pair, kind, 0)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_an_empty_draft_proposes_nothing(kind: str) -> None:
+    """Everywhere, and after one token only; the greedy text is the target's own."""
+    target = TableModel(4, 7, memory=1)
+    draft = target.near(0.5, 3)
+    nowhere = damaged(draft, -INF)
+    nowhere.table[:] = -INF
+    silent = decoded(target, nowhere, kind, 1)
+    assert len(silent.tokens) == 12 and all(r.drafted == 0 for r in silent.rounds)
+    for token in range(4):
+        result = decoded(target, damaged(draft, -INF, draft.place([token])), kind, 2)
+        assert len(result.tokens) == 12 and all(0 <= own < 4 for own in result.tokens)
+        if DRAFTERS[kind][1].sampler.temperature == 0:
+            assert result.tokens == plain(target, [0, 2], 12).tokens
+
+
+@pytest.mark.parametrize("sampler", [Sampler(0), Sampler(1.0), Sampler(0, repetition_penalty=1.1)])
+def test_batches(sampler: Sampler) -> None:
+    whole = TableModel(4, 7, memory=1)
+    prompts, verifier = [[0, 2], [1], [3, 3]], "token" if sampler.temperature else "match"
+    randoms = [random.Random(seed).random for seed in range(3)]
+    rules = Rules(sampler, "greedy" if sampler == Sampler(0) else verifier)
+    for value in (NAN, INF):
+        broken = damaged(whole, value)
+        with pytest.raises(DataError, match="not finite"):
+            plain_batch(TableRows(broken, 3), prompts, 9, rules, randoms)
+        for pair in ((broken, whole), (whole, broken)):
+            target, draft = (TableRows(model, 3) for model in pair)
+            with pytest.raises(DataError, match="not finite"):
+                decode_batch(target, draft, prompts, 9, rules, 3, randoms)
+    empty = damaged(whole, -INF)
+    empty.table[:] = -INF
+    results = decode_batch(TableRows(whole, 3), TableRows(empty, 3), prompts, 9, rules, 3, randoms)
+    assert all(len(result.tokens) == 9 and all(r.drafted == 0 for r in result.rounds) for result in results)
+
+
+def test_model_and_position_are_named() -> None:
+    """In a chain, a chosen place, a tree, a row of a batch and a batch of samples."""
+    model = toy(seed=1)
+    with torch.no_grad():
+        model.model.norm.weight[3] = NAN
+    model.config._name_or_path = "models/mine"
+    one = TorchModel(model)
+    for extend, lengths in (
+        (lambda: one.extend([1, 2, 3]), 1),
+        (lambda: one.extend([4, 5], want=[1]), 5),
+        (lambda: one.extend([6, 7], parents=[-1, 0], want=[1]), 7),
+    ):
+        with pytest.raises(DataError, match=re.escape(f"models/mine after {lengths} tokens")):
+            extend().argmax()
+    rows = BatchedTorchModel(model, 3)
+    with pytest.raises(DataError, match="models/mine, row 2, after 2 tokens"):
+        rows.extend([5, 6], [0, 0, 2], want=[1]).argmax()
+    with pytest.raises(DataError, match="models/mine after 3 tokens"):
+        continue_prompts(model, [[1, 2, 3], [4]], Sampler(1.0), 4, [0, 1], [])
+
+
+# Commands.
+
+
+def spoiled(folder: Path, name: str, value: float, to: Path) -> Path:
+    """A copy of a model folder whose final norm holds one such weight."""
+    shutil.copytree(folder, to / name)
+    weights = load_file(to / name / "model.safetensors")
+    weights["model.norm.weight"][0] = value
+    save_file(weights, to / name / "model.safetensors", {"format": "pt"})
+    return to / name
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_commands_name_the_damaged_model(
+    world: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    monkeypatch.setattr("distill.machine.usable_cores", lambda: 1)
+    whole, broken = world / "target", spoiled(world / "target", "broken", value, tmp_path)
+    for target, draft in ((broken, whole), (whole, broken)):
+        pair = ("--target", target, "--draft", draft)
+        for options in ((), ("--temperature", 0.8), ("--drafter", "tree"), ("--temperature", 1, "--verifier", "block")):
+            assert tiny.call("generate", "def alpha(", *pair, "--tokens", 8, *options) == 2
+            told = capsys.readouterr().err
+            assert "are not finite" in told and f"{broken} after " in told and "Traceback" not in told
+        for options in (("--kl",), ("--acceptance",)):
+            text = ("--text", world / "corpus" / "test", "--prompts", 4)
+            assert tiny.call("eval", *pair, *text, *options) == 2
+            told = capsys.readouterr().err
+            assert "are not finite" in told and f"{broken} after " in told and "Traceback" not in told
+
+
+def test_training_stops_at_a_loss_that_is_not_finite(
+    world: Path, finished: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is named, its weights are not saved, and the last checkpoint goes on afterwards."""
+    from distill.training.step import Learner
+
+    run = tmp_path / "tiny"
+    shutil.copytree(finished, run)
+    forward, calls = Learner.forward, [0]
+
+    def diverges(self: Learner, *arguments: Any) -> Any:
+        total, sums = forward(self, *arguments)
+        calls[0] += 1
+        if calls[0] > 4:
+            sums.vector[next(i for i, name in enumerate(sums.names) if name.startswith("loss/"))] = NAN
+        return total, sums
+
+    training = ("train", world / "recipe.yaml", "--runs", tmp_path, "--until", "train")
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "forward", diverges)
+        assert tiny.call(*training, "--redo", "train") == 2
+    told = capsys.readouterr().err
+    assert re.search(r"not finite at step \d", told) and "step-0" in told and "train.rate" in told
+    saved = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    assert saved and saved[-1] in told
+    assert tiny.call(*training) == 0
+    assert tiny.digest(run / "draft" / "model.safetensors") == tiny.digest(finished / "draft" / "model.safetensors")

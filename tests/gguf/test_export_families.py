@@ -1,0 +1,246 @@
+"""Families of models in GGUF that are refused, K-types, importance matrices, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from test_export import SIZES, build, held_out_texts, needs_llama, train_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from distill.errors import DataError
+from distill.export.parity import Source, compare, faults_of
+from distill.gguf.families import read_shape
+from distill.gguf.writer import export_files, export_gguf, importance_of
+from distill.recipe.measuring import OUTTYPES
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(size=512)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "experts": ("qwen2", {"num_experts": 8}, "mixture of experts"),
+    "mixtral": ("qwen2", {"model_type": "mixtral"}, "mixture of experts"),
+    "unknown": ("qwen2", {"model_type": "mamba"}, "supported: llama"),
+    "images": ("qwen2", {"model_type": "gemma3", "text_config": {}}, "images"),
+    "gemma scale": ("gemma2", {"query_pre_attn_scalar": 144}, "query_pre_attn_scalar"),
+    "gemma order": ("gemma3_text", {"layer_types": ["full_attention"] * 2}, "every 6th layer"),
+    "smollm3 order": ("smollm3", {"no_rope_layers": [1, 0]}, "position-free"),
+    "longrope": ("qwen2", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
+    "partial rotation": ("qwen2", {"partial_rotary_factor": 0.5}, "8 of 16 dimensions"),
+    "odd rotation": ("phi3", {"partial_rotary_factor": 0.95}, "15 of 16 dimensions"),
+    "activation": ("gemma", {"hidden_activation": "relu"}, "relu"),
+    "granite scale": ("granite", {"logits_scaling": 0}, "logits_scaling"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_llama_cpp_computes_otherwise(name: str, tmp_path: Path) -> None:
+    kind, changes, message = REFUSED[name]
+    config = SIZES | {"model_type": kind, "vocab_size": 100, "head_dim": 16, "query_pre_attn_scalar": 16} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError) as caught:
+        read_shape(tmp_path)
+    assert message in f"{caught.value} {caught.value.hint}"
+
+
+def test_a_window_that_llama_cpp_leaves_out_is_told(tmp_path: Path) -> None:
+    config = SIZES | {"model_type": "mistral", "vocab_size": 100, "sliding_window": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "beyond 64 tokens" in read_shape(tmp_path).notes[0]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": None}))
+    assert read_shape(tmp_path).notes == ()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A qwen2 with rows of 256, which K-types divide."""
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    wide = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.06}
+    build("qwen2-untied", folder, tokenizer, **wide)
+    return folder
+
+
+# Types of one construction, by rising bits; iq4_xs and iq4_nl round weights to the same 16 values.
+RISING = (
+    ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"),
+    ("q3_k_l", "iq4_xs", "q5_k_s"),
+    ("q3_k_l", "iq4_nl", "q5_k_s"),
+    ("q4_0", "q5_0", "q8_0", "f16"),
+    ("q4_1", "q5_1", "q8_0", "bf16", "f32"),
+)
+
+
+def kl_by_type(folder: Path, place: Path, texts: list[str], positions: int) -> dict[str, float]:
+    """The KL of every type, each loaded in llama.cpp; all are written in one pass."""
+    source, found = Source.open(folder), dict[str, float]()
+    for report in export_files(folder, {place / f"{outtype}.gguf": outtype for outtype in OUTTYPES}):
+        assert report.bytes == report.path.stat().st_size and report.fallback_tensors == 0
+        parity = compare(source, report.path, texts, positions)
+        assert faults_of(parity, report.outtype) == [], report.outtype
+        assert parity.kl is not None
+        found[report.outtype] = parity.kl
+    assert {path.name for path in place.iterdir()} == {f"{outtype}.gguf" for outtype in OUTTYPES}
+    return found
+
+
+@needs_llama
+def test_kl_falls_as_bits_rise(wide: Path, tmp_path: Path) -> None:
+    """In two layers, the K-types of one number hardly differ."""
+    found = kl_by_type(wide, tmp_path, [text[:800] for text in held_out_texts()[:2]], 200)
+    for family in (("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k"), *RISING[-2:]):
+        values = [found[outtype] for outtype in family]
+        assert values == sorted(values, reverse=True), (family, found)
+
+
+@needs_llama
+@pytest.mark.slow
+def test_kl_of_the_demo_target_falls_as_bits_rise(tmp_path: Path) -> None:
+    text = (tiny.ROOT / "data" / "test" / "chunk.py").read_text()
+    found = kl_by_type(tiny.ROOT / "data" / "demo-target", tmp_path, [text], 512)
+    assert {outtype for family in RISING for outtype in family} == set(OUTTYPES)
+    for family in RISING:
+        values = [found[outtype] for outtype in family]
+        assert values == sorted(values, reverse=True), (family, found)
+
+
+@needs_llama
+def test_type_of_single_tensors_and_importance(wide: Path, tmp_path: Path) -> None:
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "imatrix")
+    for layer in range(2):
+        for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+            writer.add_tensor(f"blk.{layer}.{part}.weight.in_sum2", np.linspace(1, 500, 256, dtype=np.float32)[None])
+            writer.add_tensor(f"blk.{layer}.{part}.weight.counts", np.full((1, 1), 10, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert importance_of(tmp_path / "imatrix.gguf", wide)["blk.0.attn_q.weight"][-1] == 50
+    files = {}
+    for name, options in {
+        "plain": {},
+        "head": {"tensor_types": (("token_embd", "q8_0"),)},
+        "weighed": {"importance": tmp_path / "imatrix.gguf"},
+    }.items():
+        export_files(wide, {tmp_path / f"{name}.gguf": "q4_k_m"}, **options)
+        files[name] = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / f"{name}.gguf").tensors}
+    assert files["plain"]["blk.0.attn_q.weight"].tensor_type.name == "Q4_K"
+    assert files["head"]["token_embd.weight"].tensor_type.name == "Q8_0"
+    assert files["plain"]["token_embd.weight"].tensor_type.name != "Q8_0"
+    assert (files["plain"]["blk.0.attn_q.weight"].data != files["weighed"]["blk.0.attn_q.weight"].data).any()
+    for options, message in (
+        ({"tensor_types": (("token_embd", "q9"),)}, "q9"),
+        ({"importance": tmp_path / "plain.gguf"}, "importance"),
+    ):
+        with pytest.raises(DataError, match=message):
+            export_files(wide, {tmp_path / "bad.gguf": "q4_k_m"}, **options)
+        assert not [path for path in tmp_path.iterdir() if "bad" in path.name]
+
+
+@pytest.mark.slow
+@needs_llama
+def test_importance_measured_on_a_text(tmp_path: Path) -> None:
+    demo, kl = tiny.ROOT / "data" / "demo-target", []
+    calibration = tmp_path / "calibration.txt"
+    calibration.write_text("\n".join(held_out_texts(("validation",)))[:30_000], encoding="utf-8")
+    for importance in (None, calibration):
+        export_files(demo, {tmp_path / "m.gguf": "q2_k"}, importance=importance)
+        kl.append(compare(Source.open(demo), tmp_path / "m.gguf", held_out_texts(("test",))[:1], 400).kl)
+    assert kl[1] < 0.9 * kl[0]
+    for content, message in (("a", "too short"), (b"\xff", "not UTF-8")):
+        calibration.write_bytes(content.encode() if isinstance(content, str) else content)
+        with pytest.raises(DataError, match=message):
+            export_files(demo, {tmp_path / "n.gguf": "q2_k"}, importance=calibration)
+    with pytest.raises(DataError, match="cannot be read"):
+        export_files(demo, {tmp_path / "n.gguf": "q2_k"}, importance=tmp_path / "nowhere")
+    assert not [path for path in tmp_path.iterdir() if "n.gguf" in path.name]
+
+
+@needs_llama
+def test_command_checks_and_says_so(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build("qwen2-untied", tmp_path / "model", tokenizer)
+    arguments = ("export-gguf", tmp_path / "model", "--to", tmp_path / "out", "--outtype", "q4_k_m")
+    assert tiny.call(*arguments) == 0
+    line = capsys.readouterr().out
+    assert "rows do not fit" in line and "0 of" in line and "KL" in line
+    assert tiny.call(*arguments) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert tiny.call(*arguments, "--overwrite", "--no-check") == 0
+    assert "not checked" in capsys.readouterr().out
+    # A file that is not its source's: the weights are changed between the writing and the check.
+    from unittest import mock
+
+    from distill.gguf import writer
+
+    real = writer.export_files
+
+    def other(*given: Any, **options: Any) -> Any:
+        report = real(*given, **options)
+        build("qwen2-untied", tmp_path / "model", tokenizer, initializer_range=0.3)
+        return report
+
+    with mock.patch.object(writer, "export_files", other):
+        assert tiny.call(*arguments, "--overwrite") == 2
+    assert "KL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("README.md", "---\nlicense: [\n---\n", "model card"),
+        ("README.md", "---\nlicense: {a: b}\n---\n", "general.license"),
+        ("README.md", "---\ntags: [1, 2]\n---\n", "general.tags"),
+        ("README.md", "---\nbase_model: [{name: 5}]\n---\n", "general.base_model.0.name"),
+        ("generation_config.json", '{"temperature": "hot"}', "general.sampling.temp"),
+        ("generation_config.json", '{"top_k": 1e30}', "general.sampling.top_k"),
+        ("generation_config.json", "[1]", "model card"),
+        ("README.md", b"\xff\xfe", "model card"),
+    ],
+)
+def test_model_cards_that_cannot_be_read(
+    file: str, content: str | bytes, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    build("qwen2-untied", tmp_path / "model", tokenizer, num_hidden_layers=1)
+    (tmp_path / "model" / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@needs_llama
+@pytest.mark.parametrize("outtype", ["f16", "q4_k_m"])
+def test_a_missing_shard_leaves_no_file(outtype: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build("qwen2-untied", tmp_path / "model", tokenizer)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    shard = sorted((tmp_path / "model").glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(DataError, match=shard.name):
+        export_gguf(tmp_path / "model", tmp_path / "m.gguf", outtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@needs_llama
+def test_a_draft_is_held_against_its_target(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build("qwen2-untied", tmp_path / "model", tokenizer)
+    build("qwen2-untied", tmp_path / "other", train_tokenizer(size=560))
+    for name in ("model", "other"):
+        export_gguf(tmp_path / name, tmp_path / f"{name}.gguf", "f16")
+    arguments = ("export-gguf", tmp_path / "model", "--outtype", "bf16", "--no-check", "--to", tmp_path / "out")
+    assert tiny.call(*arguments, "--target", tmp_path / "model.gguf") == 0
+    draft = tmp_path / "out" / "model-bf16.gguf"
+    assert f"llama-server -m {tmp_path / 'model.gguf'} -md {draft} --spec-type" in capsys.readouterr().out
+    assert tiny.call(*arguments, "--overwrite", "--target", tmp_path / "other.gguf") == 2
+    assert "does not fit" in capsys.readouterr().err

@@ -1,0 +1,552 @@
+"""`distill speedup --target A --draft B`: figures against steps by hand, prompts against transformers, whole calls."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import tiny
+from table_model import TableModel
+from toys import toy
+
+from distill.data.prompts import read_user_prompts, sources_of
+from distill.decoding.decode import Decoded, Round, speculative
+from distill.decoding.rules import Rules
+from distill.engines.model import ROOT
+from distill.engines.torch.hugging_face import load_tokenizer
+from distill.engines.torch.static import StaticTorchModel
+from distill.errors import DataError
+from distill.files import read_result
+from distill.measuring.compare import Prepared, TimedText, by_class, by_depth, round_figures
+from distill.measuring.speedup import need_other_prompts
+from distill.measuring.speedup_results import Measurement, RoundFigures, StepFigures
+from distill.measuring.speedup_tables import PairSpeedup
+from distill.measuring.timing import explain
+from distill.measuring.watch import Step, Watch
+from distill.recipe import Chat, Configuration, Corpus
+from distill.recipe.configuration import PLAIN
+
+Capture = pytest.CaptureFixture[str]
+LLAMA = pytest.mark.skipif(
+    not __import__("importlib.util").util.find_spec("llama_cpp"), reason="needs llama-cpp-python"
+)
+
+
+# Steps and rounds by hand.
+
+CHAIN = Configuration(length=2)
+
+
+def prepared(configuration: Configuration) -> Prepared:
+    return Prepared(configuration, Rules(), None if configuration is PLAIN else lambda: None)  # type: ignore[arg-type, return-value]
+
+
+def steps_at(depths: Sequence[int], tokens: Sequence[int], seconds: float, gap: float) -> list[Step]:
+    return [Step(d, m, i * (seconds + gap), seconds) for i, (d, m) in enumerate(zip(depths, tokens, strict=True))]
+
+
+PLAIN_TEXT = TimedText(0, "plain", 2.5, Decoded(tokens=[1] * 4), steps_at([126, 127, 128], [1, 1, 1], 0.5, 0.25))
+# Two rounds: 2 drafted and both accepted, then 2 drafted and none; the second begins with two tokens.
+DRAFTED = TimedText(
+    *(0, CHAIN.title, 3.0),
+    Decoded(tokens=[1] * 5, rounds=[Round(126, 2, 2, 2.0), Round(129, 2, 0, 1.0)]),
+    steps_at([126, 129], [3, 3], 0.75, 0.0),
+    steps_at([126, 127, 128, 130], [1, 1, 2, 1], 0.125, 0.0),
+)
+ALONE = StepFigures(100, {1: 0.5, 3: 0.625}, {1: 0.0625, 2: 0.09375})
+
+
+def test_the_seconds_of_a_round() -> None:
+    found = round_figures(prepared(CHAIN), [PLAIN_TEXT, DRAFTED], ALONE, synchronous=True)
+    assert (found.rounds, found.tokens, found.most, found.verified, found.draft_steps) == (2, 2.0, 3.0, 3.0, 2.0)
+    assert (found.seconds, found.target_seconds, found.draft_seconds) == (1.5, 0.75, 0.25)
+    assert found.overhead_seconds == 0.5
+    # τ ÷ (T(3) + 2 D(1)): the step of two tokens counts as one.
+    assert found.bound == pytest.approx(2 / (0.625 + 2 * 0.0625))
+    assert found.tokens_per_second == pytest.approx(4 / 3) and found.attained == pytest.approx(0.5)
+    drawn = replace(prepared(Configuration(drafter="tree", nodes=2)), name=CHAIN.title)
+    tree = round_figures(drawn, [DRAFTED], ALONE, synchronous=False)
+    assert tree.bound == pytest.approx(4 / (2 * 0.625 + 3 * 0.0625 + 0.09375))  # of a tree two nodes are two nodes
+    assert tree.target_seconds is tree.draft_seconds is tree.overhead_seconds is None
+
+
+def test_the_seconds_of_a_plain_step_run_to_the_next_one() -> None:
+    found = round_figures(prepared(PLAIN), [PLAIN_TEXT, DRAFTED], ALONE, synchronous=True)
+    assert (found.rounds, found.tokens) == (3, 1.0)
+    assert found.seconds == pytest.approx((0.75 + 0.75 + 0.5) / 3)  # what comes after the last step is not known
+    assert found.target_seconds == pytest.approx(0.5) and found.attained == pytest.approx(0.5 / found.seconds)
+
+
+def test_figures_by_depth() -> None:
+    one = prepared(CHAIN)
+    found = by_depth([PLAIN_TEXT, DRAFTED], [prepared(PLAIN), one])
+    assert [(figures.group, figures.count, figures.tokens) for figures in found] == [("0–127", 1, 3), ("128–255", 1, 1)]
+    assert [figures.acceptance for figures in found] == [1.0, 0.0]
+    assert found[0].speedup == pytest.approx(3 / 2.0 * 0.75)  # plain steps at 126 and 127 took .75 s each
+    assert found[1].speedup == pytest.approx(1 / 1.0 * 0.5)
+
+
+def test_figures_by_class() -> None:
+    one = prepared(CHAIN)
+    seconds = {"plain": [2.0, 4.0, 6.0], one.title: [1.0, 4.0, 3.0]}
+    texts = []
+    for title, own in seconds.items():
+        for prompt, taken in enumerate(own):
+            rounds = [Round(3, 2, prompt, taken)] * (title != "plain")
+            texts.append(TimedText(prompt, title, taken, Decoded(tokens=[1] * 6, rounds=rounds)))
+    found = by_class(texts, [prepared(PLAIN), one], ["code", "chat", "code"])
+    groups = [(figures.group, figures.configuration, figures.count) for figures in found]
+    assert groups == [(group, title, count) for group, count in (("code", 2), ("chat", 1)) for title in seconds]
+    assert [figures.speedup for figures in found] == pytest.approx([1, 2, 1, 1])
+    assert found[1].acceptance == 0.5 and found[1].speedup_low == pytest.approx(2)  # both prompts take half the time
+    assert math.isnan(found[3].speedup_low)
+    assert by_class(texts, [prepared(PLAIN), one], ["code"] * 3) == []
+
+
+def measured(configuration: Configuration, speedup: float, low: float, acceptance: float | None) -> Measurement:
+    drafts = configuration.drafts
+    return Measurement(
+        *("p", "b", configuration.title, None, configuration.drafter if drafts else None, None, None, None),
+        *(8, 1.0, 8.0, 8.0, None, acceptance, speedup, low, speedup + (speedup - low), None, 1, 0, 0, None),
+    )
+
+
+def told(
+    speedup: float,
+    low: float,
+    costs: tuple[float, float, float],
+    tokens: float,
+    draft: float = 0.1,
+    predicted: float | None = None,
+) -> str:
+    """The sentences about a chain of 4 whose rounds cost so much in target, draft and beside them, in plain steps."""
+    one = Configuration(length=4)
+    drafted = replace(measured(one, speedup, low, (tokens - 1) / 4), predicted=predicted)
+    rows = [measured(PLAIN, 1, 1, None), drafted]
+    rounds = [
+        RoundFigures("plain", 9, 1, 1, 1, 0, 0.5, 0.5, 0, 0, 2, 2, 1),
+        RoundFigures(one.title, 9, tokens, 5, 5, 4, sum(costs) / 2, *(part / 2 for part in costs), 1, 1, 1),
+    ]
+    steps = StepFigures(64, {1: 0.5, 5: 0.6}, {1: draft / 2})
+    return " ".join(explain(steps, rows, rounds, None, {PLAIN.title: 0.010, one.title: 0.018}))
+
+
+def test_a_rule_that_hardly_drafts_is_told_from_a_pair_that_cannot_pay() -> None:
+    """The fastest is one that verifies 1.1 tokens a round; why its sibling of a fixed length does not pay is told."""
+    sparing = Configuration(rule="expected-value", length=4, calibration="none")
+    fixed = Configuration(length=2)
+    rows = [
+        measured(PLAIN, 1, 1, None),
+        replace(measured(sparing, 0.95, 0.9, 0.3), length=None, rule="expected-value"),
+        replace(measured(fixed, 0.75, 0.5, 0.3), length=2),
+    ]
+    rounds = [
+        RoundFigures("plain", 9, 1, 1, 1, 0, 0.5, 0.5, 0, 0, 2, 2, 1),
+        RoundFigures(sparing.title, 9, 1.05, 1.1, 1.1, 0.5, 0.55, 0.5, 0.025, 0.025, 1, 1, 1),
+        RoundFigures(fixed.title, 9, 1.5, 3, 3, 2, 1.0, 0.75, 0.2, 0.05, 1, 1, 1),
+    ]
+    steps = StepFigures(64, {1: 0.5, 3: 0.75}, {1: 0.05})
+    said = " ".join(explain(steps, rows, rounds, None, {one.configuration: 0.01 for one in rounds}))
+    assert "no faster than plain decoding: it verifies 1.10 tokens a round, so it hardly drafts: its rule" in said
+    assert f"with every drafted token accepted, the rounds of `{fixed.title}` would give 1.50× instead of 0.75×" in said
+    rows[1] = replace(rows[1], drafter="lookup", rule=None)
+    other = " ".join(explain(steps, rows, rounds, None, {one.configuration: 0.01 for one in rounds}))
+    assert "hardly drafts. What to change" in other  # no rule decided it
+
+
+# What stands in the sentences about a speedup, its lower end, and rounds of these costs that give so many tokens.
+TOLD: dict[str, tuple[Any, ...]] = {
+    "A round costs 1.70 plain steps (the target's step over 5.0 tokens 1.20, 4.0": (2.0, 1.8, (1.2, 0.4, 0.1), 3.4),
+    "accepted, the rounds of `draft, γ = 4` would give 2.94× instead of 2.00×": (2.0, 1.8, (1.2, 0.4, 0.1), 3.4),
+    "with a draft that costs nothing, the rounds": (0.6, 0.5, (1.2, 6.0, 0.1), 4.0, 1.5),
+    "if verifying cost no more than a plain step, the rounds": (0.6, 0.5, (4.0, 1.0, 0.2), 4.0),
+    "with nothing spent beside the models, the rounds": (0.6, 0.5, (1.2, 0.9, 5.0), 4.0),
+    "No change of one thing makes drafting faster than plain decoding here. The most, with a": (
+        *(0.2, 0.1, (4.0, 4.0, 4.0), 4.0),
+    ),
+    "fewer tokens than the plain steps that it costs (accepted: 20%)": (0.9, 0.8, (1.5, 0.4, 0.1), 1.8),
+    "the prompt takes 18.0 ms with the draft, 10.0 ms without": (0.95, 0.9, (1.5, 0.4, 0.1), 2.1),
+    "not by more than these prompts vary": (1.05, 0.9, (1.5, 0.4, 0.1), 2.2),
+}
+
+
+@pytest.mark.parametrize("words", TOLD)
+def test_what_is_told_about_a_speedup(words: str) -> None:
+    sentences = told(*TOLD[words])
+    assert words in sentences and ("no faster than plain decoding" in sentences) is (TOLD[words][0] < 1)
+
+
+def test_training_changes_no_lookup_and_where_nothing_is_left_to_gain_nothing_is_advised() -> None:
+    one = Configuration(drafter="lookup", length=4)
+    rounds = [
+        RoundFigures("plain", 9, 1, 1, 1, 0, 0.5, 0.5, 0, 0, 2, 2, 1),
+        RoundFigures(one.title, 9, 2, 5, 5, 0, 0.7, 0.6, 0, 0.1, 1, 1, 1),
+    ]
+    rows = [measured(PLAIN, 1, 1, None), measured(one, 1.4, 1.3, 0.2)]
+    assert "if verifying cost no more" in " ".join(explain(StepFigures(64, {1: 0.5}, {}), rows, rounds, None, {}))
+    rounds[1] = replace(rounds[1], most=2, target_seconds=0.5, overhead_seconds=0.0001, seconds=0.5001)
+    assert "What to change" not in " ".join(explain(StepFigures(64, {1: 0.5}, {}), rows, rounds, None, {}))
+
+
+def test_a_speed_far_from_its_prediction_is_doubted() -> None:
+    for predicted, doubted in ((0.69, True), (1.0, False), (1.23, False), (1.6, True), (None, False)):
+        sentences = told(1.23, 0.61, (1.5, 0.4, 0.1), 2.2, predicted=predicted)
+        assert ("another program used the machine" in sentences) is doubted
+
+
+def test_every_step_of_both_models_is_noted() -> None:
+    target, draft = TableModel(6), TableModel(6, seed=1)
+    watch = Watch()
+    decoded = speculative(*watch.models(target, draft), [1, 2, 3], 12, 2)  # type: ignore[arg-type]
+    steps, drafting = watch.take()
+    assert len(steps) == len(decoded.rounds) and drafting  # but for the prompt
+    assert [step.tokens for step in steps] == [r.drafted + 1 for r in decoded.rounds]
+    assert [step.depth for step in steps] == [r.depth for r in decoded.rounds]
+    assert sum(step.seconds for step in steps) < decoded.seconds
+    assert watch.take() == ([], [])
+    big, small = watch.models(target, target)  # type: ignore[arg-type]
+    assert big is small
+    big.rollback([0])
+    big.extend([1, 2])
+    assert [step.tokens for step in watch.target] == [2] and not watch.draft
+
+
+def test_steps_of_static_models_are_noted() -> None:
+    """Chains and trees; either the model or the watched one goes on with a text."""
+    model, watch = StaticTorchModel(toy()), Watch()
+    watched, _ = watch.models(model, model)
+    assert isinstance(watched, StaticTorchModel)
+    watched.extend([1, 2, 3])
+    watched.extend([4, 5], parents=[ROOT, ROOT])
+    watched.keep([[1]])
+    watched.extend([6, 7])
+    assert model.lengths == watched.lengths == [6]
+    assert [(step.depth, step.tokens) for step in watch.target] == [(0, 3), (3, 2), (4, 2)]
+    model.rollback([4])
+    assert watched.lengths == [4] and watch.take()[0][0].depth == 3
+
+
+# Prompts.
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """target/, draft/, other/ (of another vocabulary), GGUF files of the first two, and files of prompts."""
+    folder = tmp_path_factory.mktemp("pairs")
+    tiny.build_model(folder / "target", layers=3)
+    tiny.build_model(folder / "draft", layers=1)
+    tiny.build_model(folder / "other", layers=1, vocabulary=350, seeds=range(30, 45))
+    (folder / "target" / "chat_template.jinja").write_text(TEMPLATE)
+    with (folder / "texts.jsonl").open("w") as file:
+        for index in range(16):
+            record = {"text": tiny.document(200 + index)[:700], "category": "even" if index % 2 == 0 else "odd"}
+            file.write(json.dumps(record) + "\n")
+    questions = [f"def {word}(buffer, stream):" for word in tiny.WORDS[:6]]
+    (folder / "chat.csv").write_text("prompt,category\n" + "".join(f'"{one}",asked\n' for one in questions))
+    messages = [{"messages": [{"role": "user", "content": one}]} for one in questions]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in messages))
+    (folder / "plain.txt").write_text("\n".join(tiny.document(seed) for seed in range(100, 106)))
+    if shutil.which("cmake") or __import__("importlib.util").util.find_spec("llama_cpp"):
+        from distill.gguf.writer import export_gguf
+
+        for name in ("target", "draft"):
+            export_gguf(folder / name, folder / f"{name}.gguf", "f32")
+    return folder
+
+
+def asked(place: Path, name: str, target: str = "target", **more: Any) -> Any:
+    settings = {"count": 4, "others": 0, "tokens": 16, "room": 200} | more
+    return read_user_prompts(str(place / target), Corpus(sources=sources_of([place / name])), Chat(), **settings)
+
+
+@pytest.mark.parametrize("name", ["chat.csv", "chat.jsonl"])
+def test_prompts_go_through_the_template_of_the_target(name: str, place: Path) -> None:
+    tokenizer = load_tokenizer(str(place / "target"))
+    found = asked(place, name)
+    texts = [f"<|user|>def {word}(buffer, stream):\n<|assistant|>" for word in tiny.WORDS[:6]]
+    assert {tokenizer.decode(prompt.ids) for prompt in found.measured} < set(texts)
+    wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert all(prompt.ids in wanted for prompt in found.measured) and len(found.measured) == 4
+    assert set(found.classes()) == {"asked" if name == "chat.csv" else "chat.jsonl"}
+
+
+@LLAMA
+@pytest.mark.parametrize("name", ["chat.jsonl", "texts.jsonl", "plain.txt"])
+def test_a_gguf_file_gives_the_prompts_of_its_folder(name: str, place: Path) -> None:
+    folder, file = asked(place, name), asked(place, name, "target.gguf")
+    assert [prompt.ids for prompt in file.measured] == [prompt.ids for prompt in folder.measured]
+
+
+def test_prompts_to_fit_on_are_others(place: Path) -> None:
+    found = asked(place, "texts.jsonl", count=6, others=8)
+    assert len(found.measured) == 6 and len(found.others) == 8
+    assert not {one.id for one in found.measured} & {one.id for one in found.others}
+    few = asked(place, "chat.jsonl", count=6, others=8)
+    assert len(few.measured) == len(few.others) == 3
+    assert set(asked(place, "texts.jsonl", count=16).classes()) == {"even", "odd"}
+
+
+def test_prompts_that_are_too_long_are_counted(place: Path) -> None:
+    long = json.dumps({"prompt": "def alpha beta " * 200})
+    (place / "long.jsonl").write_text((place / "chat.jsonl").read_text() + long + "\n")
+    assert asked(place, "long.jsonl", count=7).dropped == {"prompts of more than 200 tokens": 1}
+
+
+# Whole calls.
+
+QUICK = ("--tokens", 12, "--prompt-tokens", 16, "--count", 4, "--threads", 1)
+
+
+def call(place: Path, capsys: Capture, *arguments: Any, target: str = "target", draft: str | None = "draft") -> str:
+    pair = ["--target", place / target, *(["--draft", place / draft] if draft else [])]
+    with tiny.one_thread():
+        code = tiny.call("speedup", *pair, *QUICK, *arguments)
+    found = capsys.readouterr()
+    assert code == 0, found.err
+    return found.out
+
+
+@pytest.mark.parametrize("engine", [(), ("--static", "--draft-device", "cpu")])
+def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture, tmp_path: Path) -> None:
+    """Also with static caches, whose rounds drive both models past `extend`."""
+    out = tmp_path / "measured.json"
+    more = ("--configuration", "{drafter: tree, nodes: 4, length: 2, calibration: none}", "--batch", "1,2", "--to", out)
+    more = (*more, *engine)
+    text = call(place, capsys, "--prompts", place / "texts.jsonl", "--lengths", "1,3", *more)
+    found = read_result(out, PairSpeedup)
+    assert [row.configuration for row in found.measurements] == [
+        *("plain", "draft, γ = 1", "draft, γ = 3", "tree of 4, depth ≤ 2, none")
+    ]
+    assert all(row.different == 0 and (row.identical or 0) + (row.excused or 0) == 4 for row in found.measurements)
+    assert found.classes == {"even": found.classes["even"], "odd": 4 - found.classes["even"]}
+    for row, one in zip(found.measurements, found.rounds, strict=True):
+        assert row.configuration == one.configuration
+        assert row.tokens_per_round is None or one.tokens == pytest.approx(row.tokens_per_round)
+        assert one.target_seconds is not None and one.draft_seconds is not None and one.overhead_seconds is not None
+        assert one.target_seconds + one.draft_seconds + one.overhead_seconds == pytest.approx(one.seconds)
+        assert one.overhead_seconds > 0 and one.attained == pytest.approx(one.tokens_per_second / one.bound)
+    chain = found.rounds[2]
+    bound = chain.tokens * chain.rounds
+    assert chain.verified <= 4 and {1, 4} <= set(found.steps.target) and 1 in found.steps.draft
+    assert chain.bound >= bound / (chain.rounds * (max(found.steps.target.values()) + 3 * found.steps.draft[1]))
+    assert {one.batch for one in found.batches} == {1, 2} and len(found.batches) == 4
+    assert found.batches[0].tokens_per_round == pytest.approx(found.measurements[1].tokens_per_round or 0)
+    assert "drafter tree drafts for one text at a time" in text and "| even | draft, γ = 3 |" in text
+    assert "| attained |" in text and "A round costs" in text and f"`{found.command}`" in text
+    assert ("PyTorch's settings" in text) == bool(engine)
+    assert found.pytorch == ("static cache, draft on cpu" if engine else "")
+    assert not list(tmp_path.glob("runs"))
+    # Fixed lengths are predicted in both caches.
+    assert [row.predicted is not None for row in found.measurements] == [False, True, True, False]
+    assert all((row.predicted or 1) > 0 for row in found.measurements)
+    assert "Predicted, for fixed lengths" in text
+
+
+@LLAMA
+def test_a_pair_of_gguf_files(place: Path, capsys: Capture) -> None:
+    options = ("-ctk", "f32", "--flash-attn-draft", "on", "-o", "json")
+    files = {"target": "target.gguf", "draft": "draft.gguf"}
+    found = json.loads(call(place, capsys, "--prompts", place / "chat.jsonl", "--lengths", 2, *options, **files))
+    assert found["backend"] == "gguf" and found["gguf"] == "target: cache-type-k f32; draft: flash-attn on"
+    row = found["measurements"][1]
+    assert row["different"] == 0 and row["tokens_per_round"] >= 1 and row["predicted"] > 0
+    assert found["chosen"]["length"] in (0, 2)
+
+
+def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Capture) -> None:
+    more = [
+        "{rule: expected-value, length: 3}",
+        "{drafter: tree, length: 2}",
+        "{drafter: lookup, length: 3}",
+        "{drafter: lookup+tree, length: 3, depth: 2}",
+        "{drafter: lookup+draft, length: 3, rule: p_min, p_min: 0.01}",
+    ]
+    options = [part for one in more for part in ("--configuration", one)]
+    text = call(place, capsys, "--prompts", place / "texts.jsonl", "--lengths", 0, *options, "-o", "json")
+    found = json.loads(text)
+    assert found["calibration"]["prompts"] == 8 and found["prompts"] == 4 and found["chosen"] is None
+    assert len(found["measurements"]) == 6 and all(row["different"] == 0 for row in found["measurements"])
+
+
+@LLAMA
+@pytest.mark.parametrize("length", [31, pytest.param(63, marks=pytest.mark.slow)])
+def test_texts_that_end_before_the_longest_draft(place: Path, capsys: Capture, length: int) -> None:
+    """And steps of one more token that are timed in contexts that the texts do not need."""
+    rule = f"{{rule: expected-value, length: {length}}}"
+    options = ("--lengths", length, "--configuration", rule, "--tokens", 8, "-o", "json")
+    files = {"target": "target.gguf", "draft": "draft.gguf"}
+    found = json.loads(call(place, capsys, "--prompts", place / "plain.txt", *options, "--count", 2, **files))
+    assert [row["different"] for row in found["measurements"]] == [0, 0, 0]
+
+
+def test_sampled_texts_have_a_sampled_base(place: Path, capsys: Capture) -> None:
+    options = ("--temperature", 0.8, "--verifier", "block", "--lengths", 2, "-o", "jsonl")
+    text = call(place, capsys, "--prompts", place / "plain.txt", *options)
+    rows = [row for line in text.splitlines() if (row := json.loads(line))["table"] == "configurations"]
+    titles = ["plain", "plain, sampled", "draft, γ = 2, verifier block, sampled"]
+    assert [row["configuration"] for row in rows] == titles
+    assert rows[2]["plain tokens/s"] == rows[1]["tokens/s"] != rows[0]["tokens/s"]
+    assert rows[2]["distribution"] == "the target's" and rows[2]["same text"] == "sampled"
+
+
+def test_a_draft_of_another_vocabulary(place: Path, capsys: Capture) -> None:
+    options = ("--prompts", place / "plain.txt", "--lengths", 2, "--drafter", "string")
+    extra = ("--configuration", "{drafter: intersection, length: 2}", "-o", "json")
+    found = json.loads(call(place, capsys, *options, *extra, draft="other"))
+    assert [row["drafter"] for row in found["measurements"]] == [None, "string", "intersection"]
+    assert all(row["different"] == 0 for row in found["measurements"]) and found["steps"]["draft"]
+
+
+def test_a_draft_larger_than_its_target(place: Path, capsys: Capture) -> None:
+    options = ("--prompts", place / "plain.txt", "--lengths", 2)
+    text = call(place, capsys, *options, target="draft", draft="target")
+    assert "no faster than plain decoding" in text or "not by more than these prompts vary" in text
+
+
+def test_lookup_needs_no_draft(place: Path, capsys: Capture) -> None:
+    options = ("--prompts", place / "plain.txt", "--lengths", 4, "--drafter", "lookup", "-o", "json")
+    found = json.loads(call(place, capsys, *options, draft=None))
+    assert found["draft"] is None and found["steps"]["draft"] == {} and found["rounds"][1]["draft_steps"] == 0
+
+
+@LLAMA
+def test_a_lookup_that_is_priced_needs_no_draft(place: Path, capsys: Capture) -> None:
+    """Its costs are the target's steps, also where the context is as long as the texts."""
+    priced = "{drafter: lookup, length: 8, rule: expected-value}"
+    options = ("--prompts", place / "plain.txt", "--lengths", 0, "--configuration", priced, "--tokens", 12)
+    found = json.loads(call(place, capsys, *options, "-o", "json", target="target.gguf", draft=None))
+    assert [row["drafter"] for row in found["measurements"]] == [None, "lookup"]
+    assert all(row["different"] == 0 for row in found["measurements"])
+
+
+def test_batches_of_models_with_windows_are_refused_at_once(place: Path, tmp_path: Path, capsys: Capture) -> None:
+    shutil.copytree(place / "target", tmp_path / "target")
+    path = tmp_path / "target" / "config.json"
+    windows = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0, "layer_types": None}
+    path.write_text(json.dumps(json.loads(path.read_text()) | windows))
+    pair = ("--target", tmp_path / "target", "--draft", place / "draft", "--prompts", place / "plain.txt")
+    with mock.patch("distill.measuring.speedup.measure_pair", side_effect=AssertionError("measured")):
+        assert "add --static" in tiny.refused(capsys, "speedup", *pair, "--lengths", 2, "--batch", 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--prompts", "{}/empty.jsonl"], "empty.jsonl is empty"),
+        (["--prompts", "{}/missing.jsonl"], "there is no file {}/missing.jsonl"),
+        (["--prompts", "{}/short.txt"], "the files give 0 prompts"),
+        (["--prompts", "{}/keys.jsonl"], "field `text` (it has: a)\n  records need a field text, prompt, "),
+        ([], "a pair without a run needs --prompts\n"),
+        (["--draft", "{}/other"], "--drafter string"),
+        (["--draft", "{}/nothing"], "nothing"),
+        (["--drafter", "lookup"], "no configuration asks the draft"),
+        (["--lengths", "0"], "nothing is to be measured but plain decoding"),
+        (["--lengths", "64"], "length: must be at most 63"),
+        (["--lengths", "2", "--configuration", "{length: 2}"], "is asked for twice"),
+        (["--configuration", "p_min"], "not a mapping"),
+        (["--configuration", "{rule: pmin}"], "there is no rule 'pmin'"),
+        (["--configuration", "{sampler: recipe}"], "give the sampler's --temperature"),
+        (["--configuration", "{drafter: string}"], "asks a draft of the target's vocabulary"),
+        (["--temperature", "1", "--verifier", "greedy"], "the options: `draft, γ = 1, verifier greedy, sampled` would"),
+        (["--verifier", "distinct"], "no verifier `distinct` for chains"),
+        (["--top-p", "0.5"], "--top-p does nothing without --temperature"),
+        (["--batch", "16"], "--batch 16 needs as many prompts, and there are 4"),
+        (["--batch", "0"], "at least 1 text"),
+        (["--tokens", "4000"], "of the context of 512 for a prompt"),
+        (["--dtype", "int8"], "there is no dtype 'int8'"),
+        (["--to", "{}/nowhere/x.json"], "there is no folder {}/nowhere"),
+        (["-ngl", "4"], "PyTorch runs {}/target"),
+        (["--compile"], "set static, too"),
+        (["--static", "--draft-device", "nowhere"], "device `nowhere` cannot be used"),
+        (
+            ["--target", "{}/target.gguf", "--draft", "{}/draft.gguf", "--static"],
+            "--static: {}/target.gguf runs in llama.cpp",
+        ),
+        (["--again"], "--again was given for a pair of models"),
+        (["-o", "xml"], "output format `xml` is unknown"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_error(options: list[str], words: str, place: Path, capsys: Capture) -> None:
+    (place / "empty.jsonl").write_text("")
+    (place / "short.txt").write_text("alpha\n")
+    (place / "keys.jsonl").write_text('{"a": 1}\n')
+    filled = [option.replace("{}", str(place)) for option in options]
+    given = ["--target", str(place / "target"), *([] if "--draft" in filled else ["--draft", str(place / "draft")])]
+    given += ["--prompts", str(place / "texts.jsonl")] if options and "--prompts" not in filled else []
+    quick = [] if "--tokens" in filled else ["--tokens", "12"]
+    assert tiny.call("speedup", *given, *quick, "--count", 4, "--prompt-tokens", 16, "--threads", 1, *filled) == 2
+    error = capsys.readouterr().err
+    assert words.replace("{}", str(place)) in error and "Traceback" not in error
+
+
+def test_options_of_pairs_are_refused_for_a_run(capsys: Capture) -> None:
+    assert tiny.call("speedup", "my-run", "--lengths", "2") == 2
+    assert "--lengths was given without a pair of models" in capsys.readouterr().err
+
+
+def test_the_pair_of_a_run_on_other_prompts(place: Path, finished: Path, world: Path, capsys: Capture) -> None:
+    """A run with prompts is its target and draft by name: the same prompts, texts and counts."""
+    more = [*QUICK, "--prompts", place / "plain.txt", "--lengths", "2", "-o", "json"]
+    pair = ["--target", world / "target", "--draft", finished / "draft"]
+    reports = []
+    for named in (pair, [finished], ["tiny", "--runs", finished.parent]):
+        with tiny.one_thread():
+            assert tiny.call("speedup", *named, *more) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    wanted, *others = (
+        [[row[key] for key in ("configuration", "tokens", "acceptance", "identical")] for row in one["measurements"]]
+        for one in reports
+    )
+    assert wanted == others[0] == others[1] and len(wanted) == 2
+    assert tiny.call("speedup", finished, *more, "--again") == 2
+    assert "--again was given for a pair of models" in capsys.readouterr().err
+
+
+def test_the_settings_of_a_run_hold_on_other_prompts(
+    place: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine, threads and template, unless an option says otherwise."""
+    import yaml
+
+    from distill.measuring import speedup as any_pair
+
+    config = yaml.safe_load((copied / "config.yaml").read_text())
+    changed = {"pytorch": {"prepack": True}, "threads": 1, "chat": {"system": ["Be brief."]}}
+    (copied / "config.yaml").write_text(yaml.safe_dump(config | changed))
+    seen: list[Any] = []
+
+    def noted(recipe: Any, *_: Any, **__: Any) -> None:
+        seen.append(recipe)
+        raise DataError("seen")
+
+    monkeypatch.setattr(any_pair, "measure_any_pair", noted)
+    for more in ((), ("--no-prepack",)):
+        assert tiny.call("speedup", copied, "--prompts", place / "plain.txt", *more) == 2
+    first, second = seen
+    assert first.pytorch.prepack and first.threads == 1 and first.chat.system == ("Be brief.",)
+    assert not second.pytorch.prepack and second.chat == first.chat
+
+
+def test_a_run_without_a_trained_draft_is_no_pair(place: Path, ready: Path, capsys: Capture) -> None:
+    assert tiny.call("speedup", ready, "--prompts", place / "plain.txt") == 2
+    assert f"{ready} has no trained draft yet" in capsys.readouterr().err
+
+
+def test_what_needs_other_prompts() -> None:
+    def needs(**settings: Any) -> bool:
+        return need_other_prompts([Configuration(**settings)])
+
+    assert needs(rule="expected-value") and needs(rule="expected-value", calibration="none") and needs(drafter="tree")
+    assert not needs(length=3) and not needs(drafter="tree", nodes=3, calibration="none")

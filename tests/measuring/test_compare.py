@@ -1,0 +1,224 @@
+"""Plain beside speculative: interleaved texts, speedups with paired intervals, chosen lengths, and greedy identity."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from table_model import TableModel
+from test_configurations import recipe_with
+from test_cost import counting
+from test_measure import rounds_of
+from toys import Scripted, random_prompts, toy
+
+from distill.data.texts import first_difference
+from distill.decoding.decode import Decoded, Round, plain, speculative
+from distill.decoding.rules import Rules
+from distill.engines.torch.model import TorchLogits, TorchModel
+from distill.intervals import speed_ratio
+from distill.measuring import speedup
+from distill.measuring.calibrate import Choice
+from distill.measuring.compare import (
+    Fitted,
+    Prepared,
+    TimedText,
+    choose_length,
+    judge_identity,
+    measurements,
+    prepare_all,
+    time_texts,
+)
+from distill.measuring.evaluation import write_rounds
+from distill.measuring.identity import TORCH_NOISE, Identity, is_tie, tie_noise
+from distill.measuring.speedup_results import PairMeasured
+from distill.measuring.timing import _others_drafted
+from distill.recipe import Configuration
+from distill.recipe.measuring import fixed_length
+
+PAIR = PairMeasured("a pair", "pytorch")
+PLAIN, TWO, THREE, FIVE = (Prepared(fixed_length(n), Rules(), None, None, n) for n in (0, 2, 3, 5))
+
+
+def timed(prompt: int, length: int, tokens: int, seconds: float, rounds: list[Round] | None = None) -> TimedText:
+    decoded = Decoded(list(range(tokens)), [False] * tokens, rounds or [])
+    return TimedText(prompt, fixed_length(length).title, seconds, decoded)
+
+
+def test_measurements_by_hand() -> None:
+    texts = [
+        timed(0, 0, 10, 2.0),
+        timed(1, 0, 30, 4.0),
+        timed(0, 2, 10, 1.0, rounds_of((2, 2), (2, 1))),
+        timed(1, 2, 30, 3.0, rounds_of((2, 0), (1, 1))),
+        timed(0, 5, 10, 4.0, rounds_of((0, 0))),
+        timed(1, 5, 30, 8.0, rounds_of((0, 0))),
+    ]
+    plain_row, two, five = measurements(texts, [PLAIN, TWO, FIVE], {}, PAIR)
+    assert (plain_row.length, plain_row.tokens, plain_row.seconds) == (0, 40, 6.0)
+    assert plain_row.tokens_per_round is None and plain_row.acceptance is None
+    assert (plain_row.speedup, plain_row.speedup_low, plain_row.speedup_high) == (1, 1, 1)
+    assert two.tokens_per_second == 10 and two.speedup == pytest.approx(1.5)
+    assert two.tokens_per_round == (3 + 2 + 1 + 2) / 4 and two.acceptance == 4 / 7
+    # resamples of two prompts: twice the first (2.0), twice the second (4/3), or one each (1.5)
+    assert two.speedup_low == pytest.approx(4 / 3) and two.speedup_high == pytest.approx(2)
+    assert five.acceptance is None and five.tokens_per_round == 1 and five.speedup == 0.5
+
+
+def test_speed_ratio_is_paired() -> None:
+    """Prompts differ a hundredfold, each gains exactly a half: a paired interval has no width."""
+    base = numpy.array([0.1, 1.0, 10.0, 3.0])
+    tokens = numpy.array([5.0, 50.0, 500.0, 150.0])
+    found = speed_ratio(tokens, base / 1.5, tokens, base)
+    assert (found.mean, found.low, found.high) == pytest.approx((1.5, 1.5, 1.5))
+    # another number of tokens counts, not seconds alone
+    assert speed_ratio(2 * tokens, base, tokens, base).mean == pytest.approx(2)
+    assert speed_ratio([10, 10], [1, 2], [10, 10], [2, 4]).mean == pytest.approx(2)
+    assert math.isnan(speed_ratio([], [], [], []).mean)
+
+
+def test_length_is_chosen_on_even_prompts_and_reported_on_odd_ones() -> None:
+    texts = []
+    for prompt in range(8):
+        even = prompt % 2 == 0
+        texts += [
+            timed(prompt, 0, 10, 1.0),
+            timed(prompt, 2, 10, 0.5 if even else 0.8),
+            timed(prompt, 4, 10, 0.6 if even else 0.1),
+        ]
+    sweep = [fixed_length(2), fixed_length(4)]
+    found = choose_length(texts, sweep, PAIR)
+    assert found.length == 2 and found.speedup == pytest.approx(1.25)
+    assert found.speedup_low == pytest.approx(1.25) == found.speedup_high
+    slow = [TimedText(t.prompt, t.title, t.seconds * (1 if t.title == PLAIN.title else 3), t.decoded) for t in texts]
+    found = choose_length(slow, sweep, PAIR)
+    assert (found.length, found.speedup) == (0, 1)
+    # Uneven prompts only: no resample may be made of prompts that have no text.
+    for count in (2, 3, 4, 5):
+        assert choose_length([t for t in texts if t.prompt < count], sweep, PAIR).length == 2
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "where"),
+    [([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 5, 3], 1), ([1, 2], [1, 2, 3], 2), ([], [], None), ([], [4], 0)],
+)
+def test_first_difference(left: list[int], right: list[int], where: int | None) -> None:
+    assert first_difference(left, right) == first_difference(right, left) == where
+
+
+def test_verdicts_on_texts() -> None:
+    """A text that differs where the two best logits are far apart is different, and excused only below the noise."""
+    target = TorchModel(toy())
+    prompts = random_prompts(2, 61, seed=8)
+    texts = [plain(target, p, 12).tokens for p in prompts]
+    wrong = [*texts[0][:5], (texts[0][5] + 1) % 61, *texts[0][6:]]
+    decoded = [TimedText(i, PLAIN.title, 1.0, Decoded(texts[i])) for i in range(2)]
+    decoded += [TimedText(0, THREE.title, 1.0, Decoded(wrong)), TimedText(1, THREE.title, 1.0, Decoded(texts[1]))]
+    with torch.inference_mode():
+        best = target.model(torch.tensor([[*prompts[0], *texts[0][:5]]])).logits[0, -1].topk(2).values
+    gap = float(best[0] - best[1])
+    assert gap > 1e-3
+
+    def judged(noise: float, sizes: tuple[int, ...] = ()) -> dict[str, Identity]:
+        return judge_identity(target, prompts, decoded, [PLAIN, THREE], noise, sizes)
+
+    assert judged(gap * 0.9) == {THREE.title: Identity(1, 0, 1)}
+    # Taken in other pieces the fp32 target says the same: that excuses nothing.
+    assert judged(gap * 0.9, (2, 3, 4)) == {THREE.title: Identity(1, 0, 1)}
+    assert not is_tie(
+        target, prompts[0], wrong, texts[0], 5, gap * 0.9, (2, 3, 4)
+    )  # nor a text that is not the plain one
+    assert judged(gap * 1.1) == {THREE.title: Identity(1, 1, 0)}
+
+
+class Rounded(TableModel):
+    """Two best tokens within rounding, ordered by how many tokens are taken at once: what a shorter type may do."""
+
+    def extend(self, tokens, *args, **named):  # type: ignore[no-untyped-def]
+        logits = super().extend(tokens, *args, **named).full()
+        best = logits.topk(2, -1).indices
+        top = logits.gather(-1, best[:, :1])
+        shift = 1e-2 if len(tokens) > 1 else -1e-2
+        return TorchLogits(logits.scatter(-1, best[:, 1:], top + shift))
+
+
+class Remembering(TableModel):
+    """Two best tokens whose order hangs on how tokens were taken long before, which a cache keeps."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.together: list[int] = []  # for each token of the context: how many it was taken with
+
+    def extend(self, tokens, *args, **named):  # type: ignore[no-untyped-def]
+        start = self.lengths[0]
+        self.together = self.together[:start] + [len(tokens)] * len(tokens)
+        found = super().extend(tokens, *args, **named).full()
+        asked = range(len(tokens)) if named.get("want") is None else named["want"]
+        long_ago = [max(self.together[4 : max(start + at - 8, 4)], default=1) > 1 for at in asked]
+        shift = torch.tensor([[1e-2 if together else -1e-2] for together in long_ago], dtype=found.dtype).reshape(-1, 1)
+        best = found.topk(2, -1).indices
+        return TorchLogits(found.scatter(-1, best[:, 1:], found.gather(-1, best[:, :1]) + shift))
+
+
+@pytest.mark.parametrize("kind", [Rounded, Remembering])
+def test_a_rounding_tie_of_a_shorter_type_is_excused(kind: type[TableModel]) -> None:
+    target, draft = kind(5, 1), TableModel(5, 2)
+    for sizes, expected in (((), Identity(0, 0, 2)), (range(2, 6), Identity(0, 2, 0))):  # fp32 is not as coarse
+        found = Identity()
+        for prompt in ([0, 1], [3, 4, 2]):
+            other = speculative(target, draft, prompt, 48, 4).tokens
+            found.count(target, prompt, plain(target, prompt, 48).tokens, other, TORCH_NOISE, sizes)
+        assert found == expected
+
+
+def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
+    """Rounding differs by how many tokens a step takes: of chains, lookups and trees, chosen ones too."""
+    chosen = Configuration(drafter="tree", length=1)
+    others = (
+        chosen,
+        Configuration(drafter="lookup+tree", length=4, nodes=6),
+        Configuration(length=9, sampler="recipe"),
+    )
+    choice = Choice(chosen.title, 8, 1.5, 1.0, 1.2, [])
+    assert _others_drafted(others, {chosen.title: choice}) == [4, 6, 8]
+    assert _others_drafted(others[2:], {}) == []
+    recipe = recipe_with()
+    half = recipe.model_copy(update={"target": recipe.target.model_copy(update={"dtype": "bfloat16"})})
+    target = TorchModel(toy())
+    prompt, text = [1, 2], [*range(20)]
+    assert tie_noise(half, "pytorch", target, prompt, text, [1], [4, 6, 8])[1] == (2, 5, 7, 9)
+    assert tie_noise(half, "pytorch", target, prompt, text, [1, 3])[1] == (2, 3, 4)
+    assert tie_noise(recipe, "pytorch", target, prompt, text, [1]) == (TORCH_NOISE, ())
+
+
+def test_every_configuration_decodes_every_prompt() -> None:
+    target, draft = Scripted(counting, 40, 10), Scripted(counting, 30, 10)
+    prompts = [[1, 2], [3], [4, 5, 6] * 8]
+    prepared = prepare_all(recipe_with(), [fixed_length(1), fixed_length(4)], (), draft, (), Fitted())
+    texts = time_texts(target, draft, prompts, 9, prepared, "x")
+    titles = [one.title for one in prepared]
+    assert sorted((t.prompt, t.title) for t in texts) == sorted(itertools.product(range(3), titles))
+    assert [t.title for t in texts if t.prompt == 1] == [*titles[1:], titles[0]]  # the order turns
+    for t in texts:
+        room = min(9, 30 - len(prompts[t.prompt]))
+        assert t.decoded.tokens == [(prompts[t.prompt][-1] + 1 + i) % 10 for i in range(room)] and t.seconds > 0
+
+
+def test_acceptance_is_that_of_the_texts_that_are_timed(tmp_path: Path) -> None:
+    """Of the trained draft, of the prompts that are timed, and no deeper than they go."""
+    rounds = [
+        [Round(3, 2, 2, 0.1), Round(6, 2, 0, 0.1), Round(7, 2, 0, 0.1)],  # a prompt of 2: 5 new tokens end before 7
+        [Round(5, 2, 1, 0.1), Round(7, 1, 1, 0.1)],  # a prompt of 4
+        [Round(2, 2, 2, 0.1)] * 9,  # a prompt that is not timed
+    ]
+    write_rounds(tmp_path / "rounds.parquet", {"before": [[Round(3, 2, 2, 0.1)]], "after": rounds})
+    run: Any = SimpleNamespace(path=tmp_path.joinpath)
+    assert speedup._evaluated_rounds(run, [[1, 2], [1, 2, 3, 4]], 5) == [[(2, 2), (2, 0)], [(2, 1), (1, 1)]]
+    assert speedup._evaluated_rounds(run, [[1, 2]], 9) == [[(2, 2), (2, 0), (2, 0)]]
+    write_rounds(tmp_path / "rounds.parquet", {"before": [[]], "after": [[]]})  # texts that ended at once
+    assert speedup._evaluated_rounds(run, [[1, 2]], 9) == [[]]

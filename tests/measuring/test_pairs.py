@@ -1,0 +1,141 @@
+"""`distill eval` with several drafts, targets or GGUF types: each pair as it is alone, and beside the first."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tiny
+import torch
+
+from distill.decoding.costs import predicted_speedups
+from distill.measuring.acceptance import STRETCH, worst_stretches
+from distill.measuring.slices import METRICS, SlicedValues
+
+Capture = pytest.CaptureFixture[str]
+
+
+def measured(capsys: Capture, *arguments: object) -> Any:
+    capsys.readouterr()
+    assert tiny.call("eval", *arguments, "-o", "json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def acceptance(report: Any) -> dict[str, float]:
+    return {name: one["acceptance_sampling"]["mean"] for name, one in report["domains"]["answers"].items()}
+
+
+def test_drafts_are_paired_by_prompt(finished: Path, world: Path, capsys: Capture, tmp_path: Path) -> None:
+    """Each is measured as alone, slices included; the difference is that of the means, and nothing in any resample for
+    the same draft in another place."""
+    before, after = finished / "cut", finished / "draft"
+    again = shutil.copytree(before, tmp_path / "cut")
+    common = ["--target", world / "target", "--text", world / "corpus", "--prompts", 8]
+    report = measured(capsys, *common, "--draft", before, "--draft", after, "--draft", again)
+    names = [str(before), str(after), str(again)]  # two have one short name
+    assert [*report["pairs"]] == names and not report["positions"] and set(report["domains"]) == {"answers"}
+    for name, draft in zip(names, (before, after), strict=False):
+        alone = measured(capsys, *common, "--draft", draft, "--kl")
+        assert report["domains"]["answers"][name] == alone["domains"]["answers"]["draft"]
+        for one, own in zip(report["slices"], alone["slices"], strict=True):
+            assert one["acceptance"][name] == own["acceptance"]["draft"]
+    first, second, same = (report["pairs"][name] for name in names)
+    gap, means = second["difference"], acceptance(report)
+    assert gap["mean"] == pytest.approx(means[names[1]] - means[names[0]])
+    assert gap["low"] <= gap["mean"] <= gap["high"]
+    assert first["difference"] is None and same["difference"] == {"mean": 0, "low": 0, "high": 0}
+    assert all(0 <= one["worst"][0]["acceptance"] <= means[name] for name, one in report["pairs"].items())
+
+
+def test_a_draft_on_several_targets(finished: Path, world: Path, capsys: Capture) -> None:
+    """The draft itself as a target accepts all of it, the other target less; with --acceptance rounds are decoded."""
+    pair = ["--target", world / "target", "--target", finished / "draft", "--draft", finished / "draft"]
+    pair += ["--text", world / "corpus", "--prompts", 6]
+    report = measured(capsys, *pair, "--kl", "--acceptance")
+    assert acceptance(report)["draft for draft"] == pytest.approx(1, abs=1e-5)
+    assert report["pairs"]["draft for draft"]["difference"]["low"] > 0
+    assert [*report["positions"]] == ["draft for target", "draft for draft"] and not report["slices"]
+    assert (
+        report["tokens_per_round"]["draft for draft"]["mean"] > report["tokens_per_round"]["draft for target"]["mean"]
+    )
+    assert tiny.call("eval", *pair) == 0
+    printed = capsys.readouterr().out
+    assert "difference to the first, by prompt" in printed and "draft for target: " in printed
+
+
+def test_the_worst_stretch_is_found() -> None:
+    """Against every stretch of every text, in two parts each."""
+    draws = numpy.random.default_rng(3)
+    texts = [draws.integers(0, 26, size).tolist() for size in (40, 9, 70, 31)]
+    values = {number: torch.from_numpy(draws.random((len(text), len(METRICS)))) for number, text in enumerate(texts)}
+    sliced = SlicedValues({}, {"a": {number: [own[:5], own[5:]] for number, own in values.items()}})
+    found = worst_stretches(sliced, "a", 4, texts, lambda token: bytes([97 + token]))
+    least = []
+    for number, text in enumerate(texts):
+        own = values[number][:, 4].tolist()
+        size = min(STRETCH, len(text))
+        means = {at: sum(own[at : at + size]) / size for at in range(len(text) - size + 1)}
+        at = min(means, key=lambda at: means[at])
+        least.append((means[at], "".join(chr(97 + token) for token in text[at : at + size])))
+    assert [(pytest.approx(one.acceptance), one.text) for one in found] == sorted(least)[:3]
+
+
+def test_a_pair_in_several_types(world: Path, capsys: Capture) -> None:
+    """The target as its own draft differs by its type and cache alone: not at all in f32, more in q4_0 than in q8_0.
+    Predictions follow from the steps."""
+    kinds = [word for kind in ("f32", "q8_0", "q4_0") for word in ("--outtype", kind)]
+    pair = ["--target", world / "target", "--draft", world / "target", "--text", world / "corpus", "--prompts", 6]
+    report = measured(capsys, *pair, *kinds, "--target-outtype", "f32", "--cache-type", "f32", "--cache-type", "f16")
+    assert len(report["pairs"]) == 6
+    kl = {name: one["forward_kl"]["mean"] for name, one in report["domains"]["answers"].items()}
+    accepted = acceptance(report)
+    assert kl["f32, cache f16"] == 0  # the target's cache is of f16, too
+    assert 0 < kl["f32, cache f32"] < 1e-5 < kl["q8_0, cache f16"] < kl["q4_0, cache f16"]
+    assert accepted["f32, cache f16"] == pytest.approx(1, abs=1e-6)
+    assert accepted["q4_0, cache f16"] < accepted["q8_0, cache f16"] < 1
+    costs = {name: one["costs"] for name, one in report["pairs"].items()}
+    for name, one in costs.items():
+        speeds = predicted_speedups(one["target_seconds"], one["draft_seconds"], [accepted[name]] * 8)
+        assert one["speedup"] == pytest.approx(max(speeds)) and one["length"] == speeds.index(max(speeds))
+    sizes = [costs[f"{kind}, cache f16"]["draft_bytes"] for kind in ("q4_0", "q8_0", "f32")]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[1] < sizes[2] == costs["f32, cache f16"]["target_bytes"]
+
+
+def test_types_agree_with_the_evaluation_of_the_files(
+    finished: Path, world: Path, capsys: Capture, tmp_path: Path
+) -> None:
+    """The same files, evaluated as a pair of GGUF files on the same prompts; of a run, on its own prompts."""
+    for name, folder in (("target", world / "target"), ("draft", finished / "draft")):
+        assert tiny.call("export-gguf", folder, "--outtype", "f16", "--to", tmp_path / name) == 0
+    files = [next((tmp_path / name).glob("*.gguf")) for name in ("target", "draft")]
+    text = ["--text", world / "corpus", "--prompts", 6]
+    pair = ["--target", files[0], "--draft", files[1], *text]
+    folders = ["--target", world / "target", "--draft", finished / "draft", *text]
+    own = measured(capsys, *pair, "--kl")["domains"]["answers"]["draft"]
+    for form in (pair, folders):
+        found = measured(capsys, *form, "--cache-type", "f16")["domains"]["answers"]["f16"]
+        assert found["tokens"] == own["tokens"]
+        for name in ("forward_kl", "acceptance_sampling"):
+            assert found[name]["mean"] == pytest.approx(own[name]["mean"], rel=1e-3)
+    assert "has its types already" in tiny.refused(capsys, "eval", *pair, "--outtype", "q8_0")
+    assert tiny.call("eval", finished, "--outtype", "f16", "--outtype", "q8_0") == 0
+    printed = capsys.readouterr().out
+    assert "speedup" in printed and "predicted from measured steps" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--draft", "a", "--draft", "b"], "needs --target, --draft and --text"),
+        (["--outtype", "f16", "--target", "x"], "needs --target, --draft and --text"),
+        (["run", "--target", "a", "--draft", "b", "--text", "t"], "name a run alone"),
+        (["--outtype", "q9"], "--outtype q9 is unknown"),
+        (["--outtype", "f16", "--cache-type", "q2_k"], "--cache-type q2_k is unknown"),
+    ],
+)
+def test_mistakes(arguments: list[str], words: str, capsys: Capture) -> None:
+    assert words in tiny.refused(capsys, "eval", *arguments)

@@ -1,0 +1,91 @@
+"""The static cache from recipes and the command line: the same text, keys of stages, and what is refused beforehand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from test_stream import PROMPT, Capture, asked, folders
+from toys import save_toy, toy_tokenizer
+from transformers import Phi3Config, Phi3ForCausalLM
+
+from distill.decoding.costs import measure_steps
+from distill.engines.loaded import load_pair
+from distill.engines.torch.static import StaticTorchModel
+from distill.errors import DataError, RecipeError
+from distill.measuring.stream import stream
+from distill.pipeline.preflight import check_device, check_static
+from distill.recipe import PyTorch, Target, load_recipe
+
+__all__ = ["folders"]  # a fixture
+torch.set_num_threads(1)
+STATIC = PyTorch(static=True)
+
+
+def test_a_static_pair_continues_as_the_other(folders: Path, capsys: Capture) -> None:
+    """Also beyond the draft's context, with trees, and with a grammar."""
+    for request in (
+        asked(drafter="none"),
+        asked(),
+        asked(rule="p_min", p_min=0.2),
+        asked(drafter="lookup+draft"),
+        asked(drafter="tree"),
+        asked(grammar=("regex", "[a-z ]+")),
+    ):
+        for draft in ("draft", "short"):
+            texts = []
+            for settings in (PyTorch(), STATIC, PyTorch(static=True, draft_device="cpu")):
+                stream(
+                    Target(model=str(folders / "target")), str(folders / draft), PROMPT, 30, request, "cpu", 1, settings
+                )
+                texts.append(capsys.readouterr().out)
+            assert texts[0] == texts[1] == texts[2] and len(texts[0]) > len(PROMPT) + 5
+
+
+def test_the_size_comes_from_the_request(folders: Path) -> None:
+    target = Target(model=str(folders / "target"))
+    with load_pair(target, str(folders / "draft"), pytorch=STATIC, tokens=70) as pair:
+        assert isinstance(pair.target, StaticTorchModel) and isinstance(pair.draft, StaticTorchModel)
+        assert pair.target.size == pair.draft.size == 192  # 70, a step behind them, and up to the next 64
+        # What times steps takes this model as any other.
+        found = measure_steps(pair.target, [1, 2, 5], 20, 2, pair.target.vocabulary_size)
+        assert set(found) == {1, 2, 5} and pair.target.lengths == [20]
+
+
+def test_options_and_keys_that_do_not_go_together(world: Path, folders: Path, tmp_path: Path, capsys: Capture) -> None:
+    pair = ("generate", "def f(", "--target", folders / "target", "--draft", folders / "draft", "--tokens", 5)
+    assert tiny.call(*pair, "--compile") == 2
+    assert "set static, too" in capsys.readouterr().err
+    assert tiny.call(*pair, "--draft-device", "nowhere") == 2
+    assert "device `nowhere` cannot be used" in capsys.readouterr().err
+    assert tiny.call(*pair, "--static") == 0
+    assert capsys.readouterr().out.startswith("def f(")
+    with pytest.raises(RecipeError, match=r"settings of PyTorch"):
+        load_pair(Target(model="a.gguf"), pytorch=STATIC)
+    with pytest.raises(RecipeError, match="set static, too"):
+        load_recipe(world / "recipe.yaml", ("pytorch.compile=true",))
+    with pytest.raises(Exception, match="device `nowhere` cannot be used"):
+        check_device(load_recipe(world / "recipe.yaml", ("pytorch.draft_device=nowhere",)))
+
+
+def test_check_refuses_a_target_that_cannot(world: Path, tmp_path: Path, capsys: Capture) -> None:
+    tokenizer, folder = toy_tokenizer(), tmp_path / "windows"
+    config = Phi3Config(
+        **{"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 20},
+        **{"pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
+    )
+    save_toy(Phi3ForCausalLM(config), tokenizer, folder)
+    static = ("pytorch.static=true", f"cut.donor={folder}")
+    assert check_static(load_recipe(world / "recipe.yaml", static[:1])) == []
+    assert check_static(load_recipe(world / "recipe.yaml", (*static, "speedup.backends=[gguf]"))) == []
+    with pytest.raises(DataError, match=r"windows cannot decode with a static cache: .*it is phi3"):
+        check_static(load_recipe(world / "recipe.yaml", static))
+    assert tiny.call("check", world / "recipe.yaml", "pytorch.static=true") == 0
+
+
+def test_tables_say_how_a_pair_decodes() -> None:
+    assert PyTorch().suffix == "" and STATIC.suffix == ", static cache"
+    assert PyTorch(static=True, compile=True, draft_device="cpu").suffix == ", static cache, compiled, draft on cpu"

@@ -1,0 +1,688 @@
+"""Questions that the target itself writes: headers, filters, rounds, further turns, resuming, every writer, reports."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import question_worlds as worlds
+import tiny
+from killed_runs import run_jobs
+from question_worlds import scripted
+from writing_worlds import BadServer, Interrupted, interrupt_after
+
+from distill.data.chat_template import ChatTemplate
+from distill.data.corpus import corpus
+from distill.data.packing import Packed
+from distill.data.sources import read_documents, split_of, with_questions
+from distill.data.texts import AskedQuestions, CorpusTexts, QuestionTexts, Reply, Request, SplitTexts, read_prompts
+from distill.engines.torch.hugging_face import encode, load_tokenizer
+from distill.errors import DataError, RecipeError
+from distill.files import read_json, read_result
+from distill.pipeline.rehearsal import QUESTIONS, Rehearsed, expect, shortened
+from distill.pipeline.running import plan_run
+from distill.pipeline.stages import STAGES, Contents, find_stage, key_parts
+from distill.recipe import Chat, Recipe, load_recipe, parse_recipe
+from distill.report.sections import texts
+from distill.report.tables import RunResults
+from distill.run import Run
+from distill.teacher.questions import (
+    ALIKE,
+    EQUAL,
+    LOOPING,
+    NOT_ENDED,
+    SHORT,
+    SIMILAR,
+    SPECIAL,
+    WORDLESS,
+    Asking,
+    distinct,
+    grams,
+    lengths,
+    questions,
+    repeats,
+    words,
+)
+from distill.teacher.writers import GgufWriter, TorchWriter
+
+Capture = pytest.CaptureFixture[str]
+WORDS = [
+    f"{first}{second}" for first in ("ba", "ke", "lo", "mi", "nu", "ra") for second in ("den", "fil", "gor", "tam")
+]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A world whose target writes questions; nobody changes it."""
+    folder = tmp_path_factory.mktemp("talking")
+    worlds.build(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def asked(talking: Path) -> Path:
+    """A run whose questions and corpus are there; nobody changes it."""
+    with tiny.one_thread():
+        assert tiny.call("train", talking / "recipe.yaml", "--runs", talking / "runs", "--until", "corpus") == 0
+    return talking / "runs" / "tiny"
+
+
+def recipe_of(source: dict[str, Any], **more: Any) -> Recipe:
+    return parse_recipe({"name": "a", "target": {"model": "m"}, "corpus": {"sources": [source]}, **more}, "it")
+
+
+def sentence(request: Request) -> str:
+    """Six words drawn by a request's own seed."""
+    return " ".join(random.Random(request.seed).choices(WORDS, k=6)) + "?"
+
+
+def lines_of(run: Run, name: str = "target.jsonl") -> list[list[dict[str, str]]]:
+    return [json.loads(line)["messages"] for line in run.path("questions", name).read_text().splitlines()]
+
+
+def summary_of(run: Run) -> AskedQuestions:
+    return read_result(run.path("questions", "summary.json"), QuestionTexts).sources[0]
+
+
+# ── the recipe ──
+
+ASKING = {"kind": "target", "questions": 5}
+CHAT_SERVER = {"writer": {"urls": ["http://localhost:1/v1"], "api": "chat"}}
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "fault"),
+    [
+        ({"kind": "target"}, {}, "questions is missing"),
+        (ASKING | {"path": "x"}, {}, r"sources.0.path: a source of kind target reads no file .* leave path out"),
+        (ASKING | {"pattern": "*"}, {}, "pattern: for files and data sets alone, and this source is of kind target"),
+        (ASKING | {"given": False, "form": "text"}, {}, "form, given: for files and data sets alone"),
+        ({"kind": "jsonl", "path": "a", "turns": 2}, {}, "turns: for kind target alone, and this source is of kind j"),
+        ({"kind": "tree", "path": "a", "tokens": 96}, {}, "tokens: for kind target alone"),
+        ({"kind": "jsonl"}, {}, "corpus.sources.0.path: is missing"),
+        (ASKING | {"temperature": 0}, {}, "temperature: must be above 0"),
+        (ASKING | {"turns": 5}, {}, "turns is 5, and chat.turns lets the target answer 4"),
+        (ASKING, {"answers": CHAT_SERVER}, "api chat sends whole messages: use api: completions"),
+        (ASKING, {"target": {"model": "m", "load": False}, "answers": {"prompts": 0, "traffic": {"path": "t"}}}, "qu"),
+    ],
+)
+def test_mistakes(source: dict[str, Any], more: dict[str, Any], fault: str) -> None:
+    with pytest.raises(RecipeError, match=fault):
+        recipe_of(source, **more)
+
+
+def test_defaults_and_what_is_written() -> None:
+    found = recipe_of(ASKING).model_dump(mode="json")["corpus"]["sources"][0]
+    assert {name: found[name] for name in ("questions", "tokens", "temperature", "top_p", "turns")} == {
+        "questions": 5,
+        "tokens": 96,
+        "temperature": 1.0,
+        "top_p": 0.99,
+        "turns": 1,
+    }
+    assert "path" not in found and "pattern" not in found
+    assert parse_recipe(recipe_of(ASKING).model_dump(mode="json"), "again") == recipe_of(ASKING)
+
+
+def test_other_runs_keep_their_keys_and_stages(world: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(world / "recipe.yaml")
+    run = Run(tmp_path, recipe)
+    assert "questions" not in [action.stage.name for action in plan_run(recipe, run)]
+    parts = key_parts(find_stage("corpus"), recipe, run, Contents(run))
+    assert not [name for name in parts if "questions" in name]
+    keys = "kind path pattern form field fields given label weight subset hub_split exclude split keep"
+    assert set(parts["corpus"]["sources"][0]) == set(keys.split())
+    assert STAGES[0].name == "questions" and STAGES[0].precious
+
+
+def test_the_key_holds_what_the_questions_depend_on(talking: Path, tmp_path: Path) -> None:
+    def parts(*overrides: str) -> dict[str, Any]:
+        recipe, run = worlds.begin(talking, tmp_path, *overrides)
+        return key_parts(find_stage("questions"), recipe, run, Contents(run))
+
+    before = parts()
+    assert before["corpus.sources.questions"] == [24] and before["corpus.sources.top_p"] == [0.99]
+    same = ("corpus.sources.0.label=a", "corpus.sources.0.weight=2", "answers.new_tokens=20", "sampler.temperature=0.5")
+    for override in (*same, "corpus.block=256", "chat.turns=6"):
+        assert parts(override) == before, override
+    for override in ("corpus.sources.0.temperature=0.7", "chat.system=[]", "seed=1", "answers.group=4"):
+        assert parts(override) != before, override
+    two = "corpus.sources.0.turns=2"
+    assert parts(two, "answers.new_tokens=20") != parts(two) and parts(two, "sampler.temperature=0.5") != parts(two)
+
+
+# ── headers ──
+
+
+@pytest.mark.parametrize(
+    ("style", "header", "end"),
+    [
+        ("llama-3", "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n", None),
+        ("mistral", "<s>[INST] ", "[/INST]"),
+        ("gemma", "<bos><start_of_turn>user\n", "<end_of_turn>"),
+        ("r1", "<|begin|><|User|>", "<|Assistant|>"),
+        ("qwen-3", "<|im_start|>user\n", None),
+    ],
+)
+def test_headers_and_ends(talking: Path, style: str, header: str, end: str | None) -> None:
+    tokenizer = worlds.dressed(talking, style)
+    template = ChatTemplate(tokenizer, Chat())
+    found = template.user_header([], [tokenizer.eos_token_id])
+    assert (found.text, found.end) == (header, end)
+    for text in ("value", "What is this?", "é", "7"):
+        prompt = template.prompt([{"role": "user", "content": text}])
+        assert prompt[: len(found.ids)] == found.ids, "the tokens of the header are those of every prompt"
+    assert tokenizer.decode(found.ids) == (header.rstrip(" ") if style == "mistral" else header)
+
+
+def test_a_header_has_the_system_prompt_and_the_turns_before(talking: Path) -> None:
+    template = ChatTemplate(worlds.dressed(talking, "qwen-3"), Chat())
+    talk = [
+        {"role": "system", "content": "S."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+    assert template.user_header(talk[:1], []).text == "<|im_start|>system\nS.<|im_end|>\n<|im_start|>user\n"
+    whole = template.user_header(talk, [])
+    assert whole.text.endswith("<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\n") and whole.end == "<|im_end|>"
+
+
+EVERY = "{% for m in messages %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        (EVERY + "<|im_start|>{{ m['content'] | upper }}{% endfor %}", "does not write a user's message as it is"),
+        (EVERY + "{{ m['content'] }}<|im_end|>{% endfor %}", "writes nothing before a user's message"),
+        (EVERY + "<|im_start|>{{ m['content'] | length }} {{ m['content'] }}{% endfor %}", "depends on the message"),
+        ("{{ raise_exception('only tools') }}", "only tools"),
+    ],
+)
+def test_templates_without_a_header(talking: Path, monkeypatch: pytest.MonkeyPatch, template: str, fault: str) -> None:
+    tokenizer = worlds.dressed(talking, "qwen-3", template)
+    monkeypatch.setattr("distill.teacher.questions.load_tokenizer", lambda _: tokenizer)
+    recipe = load_recipe(talking / "recipe.yaml", ["chat.system=[]"])
+    with pytest.raises(DataError, match=f"no user header that questions could be written behind: .*{fault}"):
+        Asking(recipe, recipe.corpus.asked[0], 0)
+
+
+def test_what_check_refuses(talking: Path, capsys: Capture) -> None:
+    recipe = talking / "recipe.yaml"
+    assert tiny.call("check", recipe, f"target.model={talking / 'plain'}") == 2
+    assert "need the target's chat template, and its tokenizer has none" in capsys.readouterr().err
+    assert tiny.call("check", recipe, "corpus.sources.0.tokens=90") == 2
+    told = capsys.readouterr().err
+    assert (
+        "a question of corpus.sources may have 90 tokens" in told and "room for 104 before answers.new_tokens" in told
+    )
+
+
+def test_check_shows_what_will_be_asked(talking: Path, capsys: Capture) -> None:
+    assert tiny.call("check", talking / "recipe.yaml", "chat.system=[]", "corpus.sources.0.questions=9") == 0
+    shown = capsys.readouterr().out
+    assert (
+        "questions: 9 of the target's own, from at most 27 texts of at most 32 tokens, at temperature 1 and top-p 0.99"
+    ) in shown
+    assert "user header (4 tokens): '<|im_start|>user\\n'" in shown, shown
+    assert "warning: about 2.2 documents go to the test split; raise questions, or corpus.test" in shown
+    assert "check passed" in shown and "not checked" not in shown
+
+
+# ── filters ──
+
+
+def test_words_and_grams() -> None:
+    assert words("What's THE time, 你好?") == ["what", "s", "the", "time", "你", "好"]
+    assert list(grams("a b c d", 3)) == [("a", "b", "c"), ("b", "c", "d")]
+    assert list(grams("a b", 3)) == [("a", "b")]
+    assert distinct(["a b a", "a"], 1) == 2 / 4 and distinct(["a b a", "b a"], 2) == 2 / 3
+    assert lengths([]) == (0, 0) and lengths([5]) == (5, 5) and lengths(list(range(1, 21))) == (10.5, 18)
+
+
+def brute(texts: list[str]) -> list[str]:
+    kept: list[tuple[str, set[tuple[str, ...]]]] = []
+    found = []
+    for text in texts:
+        plain, own = " ".join(text.casefold().split()), set(grams(text, 3))
+        if any(plain == other for other, _ in kept):
+            found.append(EQUAL)
+        elif any(len(own & other) / len(own | other) >= SIMILAR for _, other in kept):
+            found.append(ALIKE)
+        else:
+            found.append("")
+            kept.append((plain, own))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_repeats_are_those_of_comparing_all_pairs(seed: int) -> None:
+    draw = random.Random(seed)
+    texts: list[str] = []
+    for _ in range(400):
+        found = draw.choices(WORDS[:9], k=draw.randrange(1, 24))
+        if texts and draw.random() < 0.5:
+            found = draw.choice(texts).split()
+            found[draw.randrange(len(found))] = draw.choice(WORDS)
+        texts.append(" ".join(found))
+    verdicts = repeats(texts)
+    assert verdicts == brute(texts)
+    assert min(Counter(verdicts)[kind] for kind in (EQUAL, ALIKE, "")) > 5
+
+
+def test_repeats_of_many_texts_with_one_beginning() -> None:
+    """Their common beginning is among the rarest grams of none: few pairs are compared."""
+    draw = random.Random(0)
+    texts = ["Write a Python function that " + " ".join(draw.choices(WORDS, k=12)) for _ in range(5000)]
+    compared = 0
+
+    def counted(own: frozenset[int], other: frozenset[int]) -> bool:
+        nonlocal compared
+        compared += 1
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distill.teacher.questions._alike", counted)
+        repeats(texts)
+    assert compared < 20 * len(texts)
+
+
+def test_every_reason_is_counted(talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constructed texts, one per reason and three that stay."""
+    recipe, run = worlds.begin(talking, tmp_path, "corpus.sources.0.questions=24", "answers.batch=20")
+    tokenizer = load_tokenizer(recipe.target.model)
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    long = "tell me why the buffer of the parser is a stream"
+    texts: list[str | list[int]] = [
+        "What is the total of alpha and beta?",
+        "what  is the TOTAL of alpha and beta?\n",
+        encode(tokenizer, "and so on and on"),
+        "",
+        " ?!",
+        "ab",
+        "value\x07 of index",
+        [*encode(tokenizer, "value of"), start, *encode(tokenizer, "index"), tokenizer.eos_token_id],
+        "a text with <|im_end|> spelled out",
+        "value " * 12,
+        f"{long} of the index",
+        f"{long} of the value",
+        "Why?  Because of the token.",
+        "refuse this text please",
+    ]
+    template = tokenizer.chat_template.replace(
+        "{% set last", "{% if 'refuse' in messages[-1]['content'] %}{{ raise_exception('no') }}{% endif %}{% set last"
+    )
+    monkeypatch.setattr(
+        "distill.teacher.questions.load_tokenizer", lambda _: worlds.dressed(talking, "qwen-3", template)
+    )
+
+    def text(request: Request) -> str | Reply:
+        number = int(request.id.partition("/")[0].rpartition("-")[2])
+        found = texts[number] if number < len(texts) else []
+        if isinstance(found, str):
+            return found
+        return Reply(request.id, found, found[-1:] == [tokenizer.eos_token_id])
+
+    script = scripted(monkeypatch, recipe, text)
+    questions(recipe, run)
+    found = summary_of(run)
+    kept = [messages[-1]["content"] for messages in lines_of(run)]
+    assert kept == [texts[0], f"{long} of the index", "Why?  Because of the token."]
+    assert (found.wanted, found.asked, found.usable, found.kept) == (24, 72, 3, 3)
+    assert found.dropped == {
+        EQUAL: 1,
+        ALIKE: 1,
+        NOT_ENDED: 1 + 72 - len(texts),
+        WORDLESS: 2,
+        SHORT: 1,
+        SPECIAL: 3,
+        LOOPING: 1,
+        "the target's chat template refuses it (no)": 1,
+    }
+    assert found.repeated == round(2 / 72, 4) and found.examples == kept
+    assert found.median_tokens == sorted(len(encode(tokenizer, text)) for text in kept)[1]
+    one = script.recipes[0]
+    assert (one.sampler.temperature, one.sampler.top_p, one.sampler.top_k) == (1.0, 0.99, 0)
+    assert {request.limit for request in script.asked} == {32}
+
+
+# ── rounds ──
+
+
+def test_rounds_go_on_until_enough_are_usable(
+    talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Every third text is empty; system prompts and seeds are each text's own."""
+    recipe, run = worlds.begin(talking, tmp_path, "corpus.sources.0.questions=24", "answers.batch=4")
+
+    def text(request: Request) -> str:
+        return "" if request.seed % 3 == 0 else sentence(request)
+
+    script = scripted(monkeypatch, recipe, text)
+    questions(recipe, run)
+    found = summary_of(run)
+    assert found.kept == 24 and found.asked == len(script.asked) and found.asked % 4 == 0
+    assert 24 < found.asked < 72 and found.usable == found.asked - found.dropped[WORDLESS]
+    by_number = sorted(script.asked, key=lambda request: request.id)
+    usable = [text(request) for request in by_number if text(request)]
+    assert [messages[-1]["content"] for messages in lines_of(run)] == usable[:24], "the first usable ones"
+    assert {messages[0]["content"] for messages in lines_of(run)} == {"Be short.", "Be kind."}
+    assert len({request.seed for request in script.asked}) == found.asked
+    told = capsys.readouterr().err
+    assert f"24 of 24 questions: {found.usable} of {found.asked} texts that the target wrote are usable" in told
+    assert told.count("such as: ") == 3 and "3-grams 100 %" in told
+
+
+def test_too_few_are_told_and_none_refused(
+    talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    recipe, run = worlds.begin(talking, tmp_path / "few")
+    scripted(monkeypatch, recipe, lambda request: sentence(request) if request.seed % 8 == 0 else "")
+    questions(recipe, run)
+    found = summary_of(run)
+    assert found.asked == 3 * 24 and found.kept == found.usable < 24
+    assert f"warning: only {found.kept} of 24 questions" in capsys.readouterr().err
+    recipe, run = worlds.begin(talking, tmp_path / "none")
+    scripted(monkeypatch, recipe, lambda request: "")
+    with pytest.raises(DataError, match="no usable question in 72 texts: 72 without words"):
+        questions(recipe, run)
+
+
+def test_questions_begin_with_an_opening_drawn_for_each(talking: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The target continues the opening, and what it adds is checked together with it."""
+    openings = ["Translate into French:", "List the names in this text:\n\n"]
+    more = [f"corpus.sources.0.openings={json.dumps(openings)}", "corpus.sources.0.turns=2", "corpus.block=256"]
+    recipe, run = worlds.begin(talking, tmp_path, "corpus.sources.0.questions=24", *more)
+    tokenizer = load_tokenizer(recipe.target.model)
+    script = scripted(monkeypatch, recipe, lambda request: "" if request.seed % 5 == 0 else " " + sentence(request))
+    questions(recipe, run)
+    begun = [one for one in script.asked if one.id.endswith("/1")]
+    written = [tokenizer.decode(one.ids).partition("<|im_start|>user\n")[2] for one in begun]
+    assert set(written) == set(openings), "nothing but the opening stands behind the header"
+    again = [tokenizer.decode(one.ids) for one in script.asked if one.id.endswith("/2")]
+    assert again and not any(text.endswith(tuple(openings)) for text in again), "a later turn is free"
+    found = [next(one["content"] for one in messages if one["role"] == "user") for messages in lines_of(run)]
+    by_opening = {opening: [text for text in found if text.startswith(opening)] for opening in openings}
+    assert sum(map(len, by_opening.values())) == len(found) == 24 and all(by_opening.values())
+    assert all(text.endswith("?") for text in found), "an opening with nothing behind it is no question"
+    assert summary_of(run).dropped[WORDLESS] > 0
+
+
+@pytest.mark.parametrize(
+    ("opening", "fault"), [("Translate ", "ends in a space"), (" \n", "has no words"), ("", "has no words")]
+)
+def test_an_opening_that_cannot_be_continued_is_refused(opening: str, fault: str) -> None:
+    with pytest.raises(RecipeError, match=fault):
+        recipe_of({**ASKING, "openings": ["How", opening]})
+
+
+# ── the same file ──
+
+
+def test_one_seed_gives_one_file(asked: Path, talking: Path, tmp_path: Path) -> None:
+    recipe, run = worlds.begin(talking, tmp_path / "same")
+    questions(recipe, run)
+    assert tiny.contents(run.path("questions")) == tiny.contents(asked / "questions")
+    recipe, other = worlds.begin(talking, tmp_path / "other", "seed=1")
+    questions(recipe, other)
+    assert lines_of(other) != lines_of(run) and len(lines_of(other)) == 24
+
+
+@pytest.fixture(scope="module")
+def gguf(talking: Path) -> Path:
+    from distill.gguf.writer import export_gguf
+
+    export_gguf(talking / "target", talking / "target.gguf", "f32")
+    return talking / "target.gguf"
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("kind", [TorchWriter, GgufWriter])
+def test_interrupted_questions_end_in_equal_bytes(
+    talking: Path, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, turns: int
+) -> None:
+    more = ["corpus.sources.0.questions=16", f"corpus.sources.0.turns={turns}", "corpus.block=192"]
+    if kind is GgufWriter:
+        more.append(f"answers.writer={json.dumps({'gguf': str(gguf)})}")
+    recipe, whole = worlds.begin(talking, tmp_path / "whole", *more)
+    questions(recipe, whole)
+    _, run = worlds.begin(talking, tmp_path / "run", *more)
+    for replies in (1, 7, 5):
+        with monkeypatch.context() as patch:
+            interrupt_after(patch, kind, replies)
+            with pytest.raises(Interrupted):
+                questions(recipe, run)
+    questions(recipe, run)
+    assert tiny.contents(run.path("questions")) == tiny.contents(whole.path("questions"))
+    assert sorted(summary_of(run).turns) == [str(number + 1) for number in range(turns)]
+
+
+@pytest.mark.slow
+def test_a_killed_stage_goes_on(asked: Path, talking: Path, tmp_path: Path) -> None:
+    arguments = ["train", str(talking / "recipe.yaml"), "--until", "corpus", "--runs"]
+    jobs = [{"argv": [*arguments, str(tmp_path / str(event))], "event": event} for event in (9, 12, 17, 22)]
+    jobs += [{"argv": job["argv"]} for job in jobs]
+    outcomes = run_jobs(tmp_path, jobs)
+    assert [one["code"] for one in outcomes] == [-9] * 4 + [0] * 4, outcomes
+    for job in jobs[:4]:
+        run = Path(job["argv"][-1]) / "tiny"
+        for folder in ("questions", "corpus"):
+            assert tiny.contents(run / folder) == tiny.contents(asked / folder)
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_same_files(asked: Path, talking: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml"]
+    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "distill", "train"]
+    command += [str(talking / "recipe.yaml"), "--runs", str(tmp_path), "--until", "corpus"]
+    found = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    assert "of process 0" in found.stderr
+    for folder in ("questions", "corpus"):
+        assert tiny.contents(tmp_path / "tiny" / folder) == tiny.contents(asked / folder)
+
+
+# ── writers ──
+
+
+def test_a_gguf_file_and_a_server_write_questions(talking: Path, gguf: Path, tmp_path: Path) -> None:
+    """Of a target that is never loaded, too."""
+    never = ["target.load=false", "teacher.server={urls: [http://localhost:1/v1], model: m}", f"cut.donor={tmp_path}"]
+    more = [f"answers.writer={json.dumps({'gguf': str(gguf)})}", "corpus.sources.0.questions=6", *never]
+    recipe, run = worlds.begin(talking, tmp_path / "gguf", *more)
+    questions(recipe, run)
+    assert len(lines_of(run)) == 6
+    assert read_json(run.path("questions", "summary.json"))["writer"] == "gguf"
+    tokenizer = load_tokenizer(recipe.target.model)
+
+    class Asked(BadServer):
+        def completion(self, body: dict[str, Any], prompt: Any, kind: str) -> dict[str, Any]:
+            text = sentence(Request("", [], body.get("seed", 0), 0))
+            choice = {"text": text, "finish_reason": "stop", "index": 0}
+            usage = {"prompt_tokens": len(prompt), "completion_tokens": len(encode(tokenizer, text)) + 1}
+            return {"model": body["model"], "choices": [choice], "usage": usage}
+
+    with Asked(tokenizer, lambda *_: "ok") as server:
+        served = {"urls": [server.url], "model": "tiny", "concurrency": 2}
+        recipe, run = worlds.begin(talking, tmp_path / "server", f"answers.writer={json.dumps(served)}", *more[1:])
+        questions(recipe, run)
+        body = server.bodies[0]
+        assert (body["temperature"], body["top_p"], body["max_tokens"]) == (1.0, 0.99, 32) and "stop" not in body
+        header = tokenizer.decode(body["prompt"])
+        assert header.endswith("<|im_start|>user\n") and header.startswith("<|im_start|>system\nBe ")
+    assert len(lines_of(run)) == 6 and all(len(one[-1]["content"].split()) == 6 for one in lines_of(run))
+
+
+def test_a_template_whose_users_end_otherwise_is_stopped_there(
+    talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, run = worlds.begin(
+        talking, tmp_path, "chat={system: []}", "answers.repetition_penalty=1.3", "answers.stop=[x]"
+    )
+    tokenizer = worlds.dressed(talking, "mistral")
+    monkeypatch.setattr("distill.teacher.questions.load_tokenizer", lambda _: tokenizer)
+    script = scripted(monkeypatch, recipe, sentence)
+    questions(recipe, run)
+    assert {one.answers.stop for one in script.recipes} == {("[/INST]",)}
+    assert {one.answers.repetition_penalty for one in script.recipes} == {1.0}
+
+
+# ── conversations and splits ──
+
+
+def test_a_hash_of_the_question_gives_its_split(asked: Path, talking: Path) -> None:
+    recipe = load_recipe(talking / "recipe.yaml")
+    run = Run(asked, recipe)
+    documents, dropped = read_documents(with_questions(recipe.corpus, run.path("questions")))
+    assert not dropped and len(documents) == 24 and {one.source for one in documents} == {"target.jsonl"}
+    summary = read_json(run.path("corpus", "summary.json"))
+    for one in documents:
+        assert one.split == split_of(one.name, 0.25, 0.25) and one.own and one.messages is not None
+    for split in ("train", "validation", "test"):
+        assert summary[split]["documents"] == sum(one.split == split for one in documents)
+        contents = [messages[-1]["content"] for messages in lines_of(run)]
+        for prompt in read_prompts(run, split):
+            assert prompt.chat is not None and prompt.chat["messages"][-1]["content"] in contents
+            assert [message["role"] for message in prompt.chat["messages"]] == ["system", "user"]
+
+
+def test_labels_weights_and_other_sources(talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps({"prompt": f"ask {n} of them"}) + "\n" for n in range(40)))
+    sources = [
+        {"kind": "target", "questions": 24, "tokens": 32, "label": "own", "weight": 1},
+        {"kind": "jsonl", "path": str(tmp_path / "other.jsonl"), "label": "given", "weight": 3},
+        {"kind": "target", "questions": 5, "tokens": 20, "label": "more", "weight": 0, "temperature": 0.5},
+    ]
+    recipe, run = worlds.begin(talking, tmp_path / "run", f"corpus.sources={json.dumps(sources)}")
+    script = scripted(monkeypatch, recipe, sentence)
+    questions(recipe, run)
+    assert len(lines_of(run)) == 24 and len(lines_of(run, "target-2.jsonl")) == 5
+    assert {one.sampler.temperature for one in script.recipes} == {1.0, 0.5}
+    assert {request.limit for request in script.asked} == {32, 20}
+    corpus(recipe, run)
+    assert Counter(one.label for one in read_prompts(run, "train")) == {"given": 9, "own": 3}
+
+
+def talk(request: Request) -> str | list[int]:
+    """An answer or a question by the request's name; the first two conversations end early."""
+    number, turn = int(request.id.partition("/")[0].rpartition("-")[2]), request.id.partition("/")[2]
+    if turn.endswith("answer"):
+        return [] if number == 0 else f"Answer {turn[0]} to {number}."
+    return "" if number == 1 and turn == "2" else f"{turn} {sentence(request)}"
+
+
+def test_further_turns(talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    more = ("corpus.sources.0.turns=3", "corpus.block=256", "corpus.tokens=9999", "sampler.temperature=0.5")
+    more += ("chat.system=[]",)
+    recipe, run = worlds.begin(talking, tmp_path, *more)
+    script = scripted(monkeypatch, recipe, talk)
+    questions(recipe, run)
+    found = summary_of(run)
+    assert found.turns == {"1": 2, "3": 22}
+    assert found.dropped_turns == {"answer: empty": 1, WORDLESS: 1}
+    assert "user's turns: 2 of 1, 22 of 3; conversations that end early: 1 answer: empty, 1 " in capsys.readouterr().err
+    by_stage = Counter((one.sampler.temperature, one.sampler.top_p) for one in script.recipes)
+    assert by_stage[(0.5, 1.0)] == 2, "answers are drawn by the served sampler"
+    kinds = {request.id.partition("/")[2]: request for request in script.asked}
+    assert set(kinds) == {"1", "2", "3", "1/answer", "2/answer"} and kinds["1/answer"].limit == 24
+    tokenizer = load_tokenizer(recipe.target.model)
+    last = tokenizer.decode(kinds["3"].ids)
+    assert last.count("<|im_start|>user\n") == 3 and last.endswith("<|im_end|>\n<|im_start|>user\n")
+    lines = lines_of(run)
+    assert [len(messages) for messages in lines] == [1, 1, *[5] * 22]
+    assert [one["role"] for one in lines[2]] == ["user", "assistant", "user", "assistant", "user"]
+
+    corpus(recipe, run)
+    prompts = read_prompts(run, "train")
+    assert prompts
+    for prompt in prompts:
+        assert prompt.chat is not None
+        assert prompt.chat["turns"] == [] and prompt.chat["messages"][-1]["role"] == "user"
+        assert prompt.chat["messages"] in lines, "the last question is asked, behind the target's own answers"
+        assert prompt.ids == ChatTemplate(tokenizer, recipe.chat).prompt(prompt.chat["messages"])
+    given = Packed.load(run.path("corpus", "text-train.safetensors"))
+    scored = tokenizer.decode(given.labels()[given.mask].tolist())
+    conversations = sum(len(prompt.chat["messages"]) == 5 for prompt in prompts if prompt.chat)
+    assert conversations and scored.count("Answer 1 to") >= conversations, "its answers are learnt from"
+    assert "?" not in scored, "its questions are not"
+
+
+# ── rehearsals and reports ──
+
+
+def test_a_rehearsal_asks_fewer(talking: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(talking / "recipe.yaml", ["corpus.sources.0.questions=4800", "corpus.test=0.04"])
+    short = shortened(recipe, tmp_path)
+    assert short.corpus.asked[0].questions == QUESTIONS and short.corpus.test == short.corpus.validation == 0.25
+    measured = Rehearsed("questions", 12.0, 10.0, 10**8, 0, 10**6)
+    run = Run(tmp_path / short.name, short)
+    (found,) = expect(recipe, short, run, [measured])
+    assert found.low == found.high == 2 + 100 * 10 and found.disk_bytes == 100 * 10**6
+    served = load_recipe(
+        talking / "recipe.yaml", ["answers.writer={gguf: a.gguf, concurrency: 8}", "corpus.sources.0.questions=96"]
+    )
+    (found,) = expect(served, shortened(served, tmp_path), run, [measured])
+    assert (found.low, found.high) == (2 + 2 * 10, 2 + 2 * 10)
+
+
+def test_the_page_shows_questions_and_escapes_them(world: Path) -> None:
+    split = SplitTexts(10, 0, 0, 5)
+    one = AskedQuestions(
+        file="target.jsonl",
+        header="<|im_start|>user\n",
+        temperature=1.0,
+        top_p=0.99,
+        tokens=96,
+        wanted=200,
+        asked=256,
+        usable=202,
+        kept=200,
+        dropped={NOT_ENDED: 50, EQUAL: 4},
+        turns={"1": 20, "2": 180},
+        dropped_turns={"answer: looping": 20},
+        median_tokens=14.5,
+        most_tokens=33.0,
+        distinct=[0.31, 0.744, 0.92],
+        repeated=0.0156,
+        examples=["<script>alert(1)</script>", "What is & why?", "x" * 500],
+    )
+    results = RunResults.__new__(RunResults)
+    for name, value in {
+        "questions": QuestionTexts("gguf", [one]),
+        "corpus": CorpusTexts({}, split, split, split),
+        "answers": None,
+        "held_out": {},
+        "command": "distill train",
+    }.items():
+        object.__setattr__(results, name, value)
+    page = texts(results)
+    for shown in ("self-asked questions", "200", "256", "202", "14.5", "33.0", "31.0 %", "74.4 %", "92.0 %", "1.6 %"):
+        assert shown in page, shown
+    assert "<script>" not in page and "&lt;script&gt;alert(1)" in page and "What is &amp; why?" in page
+    assert "50 not ended within the limit, 4 equal to another" in page
+    assert "20 of 1, 180 of 2; ended early: 20 answer: looping" in page
+    object.__setattr__(results, "questions", None)
+    assert "self-asked" not in texts(results)
+
+
+@pytest.mark.slow
+def test_a_whole_run_without_any_data(talking: Path, tmp_path: Path, capsys: Capture) -> None:
+    recipe = talking / "recipe.yaml"
+    assert tiny.call("train", recipe, "--runs", tmp_path, "corpus.sources.0.turns=2", "corpus.block=192") == 0
+    page = (tmp_path / "tiny" / "report.html").read_text()
+    assert "self-asked questions" in page
+    capsys.readouterr()
+    assert tiny.call("train", recipe, "--runs", tmp_path, "--rehearse") == 0
+    assert "| questions |" in capsys.readouterr().out
+    changed = ("corpus.sources.0.questions=30", "corpus.sources.0.turns=2", "corpus.block=192")
+    assert tiny.call("train", recipe, "--runs", tmp_path, *changed) == 2
+    assert "corpus.sources.0.questions: 24 -> 30" in capsys.readouterr().err

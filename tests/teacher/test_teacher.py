@@ -1,0 +1,585 @@
+"""The teacher in its three kinds: its distributions are the target's own, and what rests on other things is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+from toys import CLASSES, save_toy, toy, toy_tokenizer
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    Qwen2ForCausalLM,
+)
+
+from distill import processes
+from distill.data.packing import Packed, attention_mask, document_masks, pack
+from distill.engines.torch.hugging_face import load_model, quantisation
+from distill.errors import DataError, RecipeError, RunError
+from distill.files import read_json, write_json, write_text
+from distill.recipe import Recipe, Target, load_recipe, parse_recipe
+from distill.run import Run
+from distill.teacher.answers import answers
+from distill.teacher.distributions import CompactTeacher, Head, LogitForm, TeacherChunk, logit_form, require_head
+from distill.teacher.likeliest import ModelReader, mean_masses
+from distill.teacher.stage import teacher, training_blocks
+from distill.teacher.store import OnlineTarget, TeacherStore, bytes_per_position, open_teacher, require_fit
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+ROWS = 307  # of the models; the tokenizer has 300 tokens, the rest pads
+TOKENS = 300
+FORMS = {
+    "qwen2": LogitForm(),
+    "gemma2": LogitForm(1.0, 4.0),
+    "granite": LogitForm(1 / 3.0),
+    "cohere": LogitForm(0.25),
+}
+CAPS = {"final_logit_softcapping": 4.0, "attn_logit_softcapping": 3.0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 5, "tie_word_embeddings": True, **CAPS},
+    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.7},
+    "cohere": {"logit_scale": 0.25, "tie_word_embeddings": True},
+}
+CLASSES.update(granite=(GraniteConfig, GraniteForCausalLM), cohere=(CohereConfig, CohereForCausalLM))
+
+
+def target(kind: str) -> Any:
+    """A random target of one architecture."""
+    return toy(kind, vocabulary=ROWS, **SETTINGS.get(kind, {}))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each target as a folder with a tokenizer of 300 tokens."""
+    base, tokenizer = tmp_path_factory.mktemp("targets"), toy_tokenizer(TOKENS)
+    assert len(tokenizer) <= TOKENS + 1 <= ROWS
+    return {kind: save_toy(target(kind), tokenizer, base / kind) for kind in FORMS}
+
+
+def text(count: int, seed: int) -> list[int]:
+    return torch.randint(0, TOKENS, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def begin(folder: Path, model: Path, **settings: Any) -> tuple[Recipe, Run]:
+    """A run whose corpus and answers are there: 12 answers and some text, packed into blocks of 24 positions."""
+    compact = settings.get("kind", "compact") == "compact"
+    recipe = parse_recipe(
+        {
+            "name": "made",
+            "device": "cpu",
+            "target": {"model": str(model), **settings.pop("target", {})},
+            "corpus": {"sources": [{"kind": "text", "path": str(folder)}], "block": 24},
+            "answers": {"prompt_tokens": 8, "new_tokens": 12, "batch": 2, "group": 2},
+            "teacher": {"shard_blocks": 2, "batch": 3, "top_k": 16} | ({"mass": None} if compact else {}) | settings,
+        },
+        "test",
+    )
+    run = Run(folder, recipe)
+    lines = [
+        {"id": str(n), "prompt": text(2 + n % 5, n), "answer": text(3 + n % 8, 50 + n), "looping": n == 4, "source": ""}
+        for n in range(12)
+    ]
+    write_text(run.path("answers", "train-00000.jsonl"), "".join(json.dumps(line) + "\n" for line in lines))
+    write_json(run.path("answers", "manifest.json"), {"sampler": recipe.sampler.model_dump(mode="json")})
+    run.path("corpus").mkdir(parents=True)
+    pack([(text(31, 90), 1), (text(9, 91), 1)], 24, split_long=True).save(run.path("corpus", "text-train.safetensors"))
+    return recipe, run
+
+
+def finish(run: Run, artifacts: list[Path]) -> None:
+    run.finish("teacher", "key", {}, artifacts, time.time())
+
+
+def made(folder: Path, model: Path, **settings: Any) -> tuple[Recipe, Run]:
+    """The same with a finished teacher."""
+    recipe, run = begin(folder, model, **settings)
+    finish(run, teacher(recipe, run))
+    return recipe, run
+
+
+@torch.no_grad()
+def own_distributions(model: Any, blocks: Packed, temperature: float) -> Tensor:
+    """log p [N, V] in fp64 at the scored positions: the model in fp64, each document alone, without our masks."""
+    exact, rows = copy.deepcopy(model).double(), []
+    for block in range(len(blocks)):
+        for document in range(int(blocks.documents[block].max()) + 1):
+            here = blocks.documents[block] == document
+            logits = exact(input_ids=blocks.ids[block][here].long().unsqueeze(0), use_cache=False).logits[0]
+            scored = blocks.mask[block][here]
+            rows.append((logits[scored][:, : len(toy_vocabulary())] / temperature).log_softmax(-1))
+    return torch.cat(rows)
+
+
+def toy_vocabulary() -> range:
+    return range(max(toy_tokenizer(TOKENS).get_vocab().values()) + 1)
+
+
+def spread(chunk: TeacherChunk, columns: int) -> Tensor:
+    """log p [N, C] of a chunk that names every column but the tail's."""
+    if chunk.ids is None:
+        return chunk.log_probabilities
+    logs = chunk.log_tail.unsqueeze(-1).expand(-1, columns + 1).clone()
+    return logs.scatter(-1, chunk.ids, chunk.log_probabilities)[:, :columns]
+
+
+@pytest.mark.parametrize("kind", ["compact", "exact", "online"])
+@pytest.mark.parametrize("architecture", FORMS)
+def test_every_kind_gives_the_models_own_distributions(
+    architecture: str, kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Whole and over kept tokens alone, at two temperatures; a compact one that stores all but one entry too."""
+    settings = {"top_k": 5000, "mass": None, "temperatures": [1.0, 2.0]} if kind == "compact" else {}
+    recipe, run = made(tmp_path, folders[architecture], kind=kind, **settings)
+    source = open_teacher(run, recipe, CPU)
+    size = len(toy_vocabulary())
+    assert source.vocabulary == size < ROWS and source.blocks == len(source.packed)
+    index = torch.tensor([3, 0, 4])
+    distributions = source.teacher(index, CPU)
+    model = load_model(str(folders[architecture]), "float32", CPU)
+    # fp16 holds log p with 11 bits: that of a token with p = e⁻¹⁶ is off by up to 2⁻⁷·½.
+    close = {"rtol": 6e-4, "atol": 1e-4} if kind == "compact" else {"rtol": 1e-5, "atol": 3e-5}
+    kept = torch.arange(1, size, 3)
+    for temperature in (1.0, 2.0):
+        expected = own_distributions(model, source.packed.take(index), temperature)
+        assert len(distributions) == len(expected) == int(source.packed.mask[index].sum())
+        assert distributions.columns == size
+        halves = [distributions.chunk(slice(0, 7), temperature), distributions.chunk(slice(7, None), temperature)]
+        assert all(part.log_probabilities.dtype == torch.float32 for part in halves)
+        whole = torch.cat([spread(part, size) for part in halves])
+        torch.testing.assert_close(whole.double(), expected, **close)
+        trimmed = distributions.restrict(kept)
+        chunk = trimmed.chunk(slice(None), temperature)
+        assert trimmed.columns == len(kept)
+        if kind != "compact":
+            torch.testing.assert_close(chunk.log_probabilities.double(), expected[:, kept], **close)
+        named = chunk.log_probabilities.double().exp().sum(-1)
+        rest = expected.exp().sum(-1) - expected[:, kept].exp().sum(-1)
+        if kind == "compact":  # the one token that is not stored is in the tail, kept or not
+            assert chunk.ids is not None
+            least = expected.min(-1).values.exp()
+            assert bool(((chunk.log_tail.double().exp() - rest).abs() < least + 2e-3).all())
+            gone = chunk.ids == len(kept)
+            assert bool((chunk.log_probabilities[gone] == -torch.inf).all())
+            rows, columns = (~gone).nonzero(as_tuple=True)
+            found = chunk.log_probabilities[rows, columns].double()
+            torch.testing.assert_close(found, expected[rows, kept[chunk.ids[rows, columns]]], **close)
+        else:
+            torch.testing.assert_close(chunk.log_tail.double().exp(), rest, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(named + chunk.log_tail.double().exp(), torch.ones_like(named), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("architecture", FORMS)
+def test_logit_forms(architecture: str, folders: dict[str, Path]) -> None:
+    model = load_model(str(folders[architecture]), "float32", CPU)
+    assert logit_form(model.config) == FORMS[architecture]
+    blocks = pack([(text(20, 7), 1)], 24, split_long=False)
+    head = Head.of(model, TOKENS)
+    require_head(model, head, blocks)
+    wrong = Head(head.weight, head.bias, LogitForm(FORMS[architecture].scale * 1.01, FORMS[architecture].soft_cap))
+    with pytest.raises(DataError, match="kind: compact") as caught:
+        require_head(model, wrong, blocks)
+    assert architecture in str(caught.value) and "differ by" in str(caught.value)
+
+
+class Louder(Qwen2ForCausalLM):
+    """An architecture that does something after its head that no configuration key tells."""
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        output = super().forward(*arguments, **named)
+        output.logits = output.logits + 0.5 * output.logits.roll(1, -1)
+        return output
+
+
+def test_an_unknown_step_after_the_head_is_refused(folders: dict[str, Path]) -> None:
+    model = Louder.from_pretrained(folders["qwen2"]).eval()
+    blocks = pack([(text(20, 7), 1)], 24, split_long=False)
+    with pytest.raises(DataError, match="cannot be computed from its last hidden states"):
+        OnlineTarget(model, blocks, {"vocabulary": TOKENS}, 2)
+
+
+def test_a_bias_of_the_head_is_kept(folders: dict[str, Path], tmp_path: Path) -> None:
+    """phi has one; a store that forgot it would be far off."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    config = PhiConfig(
+        vocab_size=ROWS,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(3)
+    model = PhiForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.bias.normal_(0, 1)
+    folder = save_toy(model, toy_tokenizer(TOKENS), tmp_path / "phi")
+    recipe, run = made(tmp_path / "run", folder, kind="exact")
+    source = open_teacher(run, recipe, CPU)
+    found = source.teacher(torch.tensor([1]), CPU).chunk(slice(None)).log_probabilities
+    expected = own_distributions(model, source.packed.take(torch.tensor([1])), 1.0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=3e-5)
+
+
+def test_a_trimmed_head_reads_an_exact_store_without_its_other_columns(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The kept tokens' probabilities and the mass of the others are those of the whole distributions, in any order."""
+    _, run = made(tmp_path / "run", folders["qwen2"], kind="exact")
+    cpu, index = torch.device("cpu"), torch.tensor([2, 0, 1, 2])
+    kept = torch.arange(3, TeacherStore(run).vocabulary, 5)
+    store = TeacherStore(run)
+    whole = store.teacher(index, cpu)
+    rows = slice(4, len(whole) - 3)
+    logs = whole.chunk(rows).log_probabilities.double()
+    found = whole.restrict(kept).chunk(rows)
+    torch.testing.assert_close(found.log_probabilities.double(), logs[:, kept], rtol=0, atol=1e-5)
+    others = torch.ones(store.vocabulary, dtype=torch.bool)
+    others[kept] = False
+    torch.testing.assert_close(found.log_tail.double().exp(), logs[:, others].exp().sum(-1), rtol=0, atol=1e-5)
+    fresh = TeacherStore(run)
+    fresh.teacher(torch.tensor([1]), cpu).restrict(kept).chunk(slice(0, 1))
+    again = fresh.teacher(index, cpu).restrict(kept).chunk(rows)
+    assert torch.equal(again.log_probabilities, found.log_probabilities) and torch.equal(again.log_tail, found.log_tail)
+
+
+def test_types_of_an_exact_store(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "a", folders["qwen2"], kind="exact", dtype="bfloat16")
+    store = TeacherStore(run)
+    assert store.manifest["hidden_dtype"] == "bfloat16"
+    rounded = store.teacher(torch.tensor([0]), CPU).chunk(slice(None)).log_probabilities
+    recipe, run = made(tmp_path / "b", folders["qwen2"], kind="exact")
+    full = open_teacher(run, recipe, CPU).teacher(torch.tensor([0]), CPU).chunk(slice(None)).log_probabilities
+    difference = float((rounded - full).abs().max())
+    assert 1e-4 < difference < 0.5
+    small, large = (path / "teacher" / "shard-00000.safetensors" for path in (tmp_path / "a", tmp_path / "b"))
+    assert large.stat().st_size - small.stat().st_size >= 2 * 24 * 32 * 2
+    model = load_model(str(folders["qwen2"]), "float32", CPU)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1e6)
+    loud = save_toy(model, toy_tokenizer(TOKENS), tmp_path / "loud")
+    recipe, run = begin(tmp_path / "c", loud, kind="exact", dtype="float16")
+    with pytest.raises(DataError, match=r"not finite in float16[\s\S]*teacher\.dtype"):
+        teacher(recipe, run)
+
+
+def test_an_online_teacher_stores_no_distributions_and_loads_no_target(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import distill.teacher.stage as stage
+
+    monkeypatch.setattr(stage, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    recipe, run = made(tmp_path, folders["qwen2"], kind="online")
+    store = TeacherStore(run)
+    assert set(store._shards[0].keys()) == {"ids", "documents", "positions", "mask"}
+    assert torch.equal(store.packed.ids, training_blocks(recipe, run)[0].ids)
+    model = load_model(str(folders["qwen2"]), "float32", CPU)
+    source = open_teacher(run, recipe, CPU, model)
+    assert isinstance(source, OnlineTarget) and source.model is model
+    whole = source.teacher(torch.arange(5), CPU)
+    assert not whole.chunk(slice(None)).log_probabilities.requires_grad
+    single = torch.cat([source.teacher(torch.tensor([b]), CPU).chunk(slice(None)).log_probabilities for b in range(5)])
+    torch.testing.assert_close(whole.chunk(slice(None)).log_probabilities, single, rtol=1e-5, atol=1e-5)
+
+
+def test_temperatures_that_are_not_stored_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe, run = made(tmp_path, folders["qwen2"], temperatures=[1.0, 2.0])
+    distributions = open_teacher(run, recipe, CPU).teacher(torch.tensor([0, 2]), CPU)
+    assert isinstance(distributions, CompactTeacher)
+    model = load_model(str(folders["qwen2"]), "float32", CPU)
+    expected = own_distributions(model, TeacherStore(run).packed.take(slice(0, 3, 2)), 2.0)
+    chunk = distributions.chunk(slice(None), 2.0)
+    assert chunk.ids is not None
+    torch.testing.assert_close(chunk.log_probabilities.double(), expected.gather(-1, chunk.ids), rtol=1e-3, atol=2e-3)
+    tail = expected.scatter(-1, chunk.ids, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(chunk.log_tail.double(), tail, rtol=1e-3, atol=2e-3)
+    with pytest.raises(DataError, match=r"holds temperatures 1, 2, not 1\.5"):
+        distributions.chunk(slice(None), 1.5)
+
+
+def test_entries_by_mass(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The fewest entries that hold the mass, by the model's own distributions on the sample; top_k is the cap."""
+    recipe, run = made(tmp_path / "a", folders["qwen2"], top_k=200, mass=0.9)
+    blocks = training_blocks(recipe, run)[0]
+    sample = blocks.take(torch.linspace(0, len(blocks) - 1, 3).round().long())
+    model = load_model(str(folders["qwen2"]), "float32", CPU)
+    distribution = own_distributions(model, sample, 1.0).exp().sort(-1, descending=True).values.cumsum(-1).mean(0)
+    torch.testing.assert_close(
+        mean_masses(ModelReader(model, len(toy_vocabulary())), sample, 200), distribution[:200], rtol=1e-5, atol=1e-5
+    )
+    wanted = int((distribution >= 0.9).nonzero()[0]) + 1
+    store = TeacherStore(run)
+    assert store.manifest["k"] == wanted and 1 < wanted < 200
+    assert store._block("top_ids", 0).shape == (24, wanted)
+    _, run = made(tmp_path / "b", folders["qwen2"], top_k=3, mass=0.9)
+    assert TeacherStore(run).manifest["k"] == 3
+
+
+def test_resumes_by_the_shard(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe, run = begin(tmp_path, folders["qwen2"])
+    teacher(recipe, run)
+    before = tiny.contents(run.path("teacher"))
+    shards = sorted(run.path("teacher").glob("*.safetensors"))
+    assert len(shards) == 4
+    shards[0].unlink()
+    stands = shards[2].stat().st_mtime_ns
+    run.path("teacher", "manifest.json").unlink()
+    teacher(recipe, run)
+    assert tiny.contents(run.path("teacher")) == before
+    assert shards[2].stat().st_mtime_ns == stands
+
+
+@pytest.mark.parametrize("name", ["shard-00001.safetensors", "head.safetensors"])
+def test_a_damaged_file_is_refused(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe, run = made(tmp_path, folders["qwen2"], kind="exact")
+    path = run.path("teacher", name)
+    path.write_bytes(path.read_bytes()[:-1] + b"\x00\x01"[path.read_bytes()[-1] == 0 :][:1])
+    with pytest.raises(DataError, match=rf"{name} is damaged[\s\S]*--redo teacher"):
+        open_teacher(run, recipe, CPU)
+
+
+@pytest.mark.parametrize("kind", ["compact", "exact", "online"])
+def test_processes_share_the_shards(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"kind": kind} | ({"mass": 0.8} if kind == "compact" else {})
+    recipe, run = begin(tmp_path / "one", folders["qwen2"], **settings)
+    teacher(recipe, run)
+    wanted = tiny.contents(run.path("teacher"))
+    recipe, run = begin(tmp_path / "three", folders["qwen2"], **settings)
+    with pytest.raises(RunError, match="was not written by the process it was assigned to"):
+        teacher(recipe, run, (0, 3))
+    first = set(run.path("teacher").glob("shard-*.safetensors"))
+    teacher(recipe, run, (2, 3))
+    third = set(run.path("teacher").glob("shard-*.safetensors")) - first
+    assert {path.stem[-1] for path in first} == {"0", "3"} and {path.stem[-1] for path in third} == {"2"}
+    teacher(recipe, run, (1, 3))
+    assert not run.path("teacher", "manifest.json").exists()
+    teacher(recipe, run, (0, 3))
+    assert tiny.contents(run.path("teacher")) == wanted
+    with pytest.raises(RunError, match=r"5 processes were started, and there are 4 teacher shards"):
+        teacher(recipe, run, (3, 5))
+
+
+def test_processes_share_the_answers(folders: dict[str, Path], tmp_path: Path) -> None:
+    def write(name: str) -> tuple[Recipe, Run]:
+        recipe, run = begin(tmp_path / name, folders["qwen2"])
+        shutil.rmtree(run.path("answers"))
+        lines = [json.dumps({"id": str(n), "ids": text(4 + n % 3, n), "source": ""}) for n in range(7)]
+        write_text(run.path("corpus", "prompts-train.jsonl"), "\n".join(lines) + "\n")
+        return recipe, run
+
+    recipe, run = write("one")
+    answers(recipe, run)
+    wanted = tiny.contents(run.path("answers"))
+    assert len(wanted) == 5 and read_json(run.path("answers", "manifest.json"))["sampler"]["temperature"] == 1
+    recipe, run = write("two")
+    answers(recipe, run, (1, 2))
+    assert {path.name for path in run.path("answers").iterdir()} == {"train-00001.jsonl", "train-00003.jsonl"}
+    answers(recipe, run, (0, 2))
+    assert tiny.contents(run.path("answers")) == wanted
+    with pytest.raises(RunError, match=r"5 processes .* 4 groups of prompts[\s\S]*lower answers.group"):
+        answers(recipe, run, (0, 5))
+
+
+def test_shares_cover_the_work_once() -> None:
+    for count in range(1, 6):
+        parts = [processes.share_of(range(11), (index, count), "items", "nothing") for index in range(count)]
+        assert sorted(item for part in parts for item in part) == list(range(11))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert (processes.process_index(), processes.process_count(), processes.is_main()) == (0, 1, True)
+    processes.barrier()
+
+
+JOB = """
+import json
+import sys
+from pathlib import Path
+from distill import processes
+from distill.recipe import parse_recipe
+from distill.run import Run
+from distill.teacher.stage import teacher
+recipe = parse_recipe(json.loads(Path(sys.argv[1]).read_text()), "test")
+teacher(recipe, Run(Path(sys.argv[2]), recipe))
+print(f"\\n{processes.process_index()}/{processes.process_count()} {processes.is_main()}", flush=True)
+processes.leave()
+raise AssertionError("left, and still here")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_make_one_store(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe, run = begin(tmp_path / "one", folders["qwen2"], mass=0.8)
+    teacher(recipe, run)
+    recipe, both = begin(tmp_path / "two", folders["qwen2"], mass=0.8)
+    (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
+    (tmp_path / "job.py").write_text(JOB)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    result = subprocess.run(
+        [sys.executable, *command, str(tmp_path / "job.py"), str(tmp_path / "recipe.json"), str(both.folder)],
+        cwd=tiny.ROOT,
+        env={**os.environ, "PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert {"0/2 True", "1/2 False"} <= set(result.stdout.splitlines())
+    assert "of process 0" in result.stderr and "of process 1" in result.stderr
+    assert tiny.contents(both.path("teacher")) == tiny.contents(run.path("teacher"))
+
+
+def test_what_does_not_fit_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run", folders["qwen2"], temperatures=[1.0, 2.0])
+    manifest = open_teacher(run, recipe, CPU).manifest
+    config = LlamaConfig(vocab_size=ROWS)
+    require_fit(manifest, recipe, config)
+    with pytest.raises(DataError, match=rf"cover {len(toy_vocabulary())} tokens, the draft has 200"):
+        require_fit(manifest, recipe, LlamaConfig(vocab_size=200))
+    with pytest.raises(DataError, match=r"target .*qwen2, the recipe has .*granite[\s\S]*--redo teacher"):
+        require_fit(manifest, recipe.model_copy(update={"target": Target(model=str(folders["granite"]))}), config)
+    hub = {"target_digest": manifest["target_digest"], "tokenizer_digest": "of another revision"}
+    with pytest.raises(DataError, match=r"tokenizer .* with other content"):
+        require_fit(manifest | hub, recipe, config)
+    # The same folder with one weight changed is another target.
+    model = load_model(str(folders["qwen2"]), "float32", CPU)
+    folder = save_toy(model, toy_tokenizer(TOKENS), tmp_path / "target")
+    recipe, run = made(tmp_path / "other", folder)
+    manifest = TeacherStore(run).manifest
+    require_fit(manifest, recipe, config)
+    with torch.no_grad():
+        model.model.norm.weight[3] += 1
+    model.save_pretrained(folder)
+    with pytest.raises(DataError, match=r"target .* with other content"):
+        require_fit(manifest, recipe, config)
+
+
+def test_the_sampler_is_that_of_the_answers(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe, run = begin(tmp_path, folders["qwen2"])
+    hot = recipe.sampler.model_copy(update={"temperature": 1.3}).model_dump(mode="json")
+    write_json(run.path("answers", "manifest.json"), {"sampler": hot})
+    finish(run, teacher(recipe, run))
+    assert TeacherStore(run).manifest["sampler"] == hot
+
+
+def test_the_manifest(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe, run = made(tmp_path, folders["cohere"], kind="exact")
+    manifest = read_json(run.path("teacher", "manifest.json"))
+    assert sum(manifest["shard_blocks"]) == len(training_blocks(recipe, run)[0])
+    assert manifest["logit_form"] == {"scale": 0.25, "soft_cap": 0.0}
+    write_json(run.path("teacher", "manifest.json"), manifest | {"format": 1})
+    with pytest.raises(DataError, match="of format 1, this is format 2"):
+        TeacherStore(run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"temperatures": [2.0]}, "must include 1"),
+        ({"temperatures": [1.0, 1.0]}, "none twice"),
+        ({"temperatures": [1.0, 0.0]}, "must be positive"),
+        (
+            {"kind": "online", "temperatures": [1.0, 2.0]},
+            "temperatures is a setting of kind compact, but kind is online",
+        ),
+        ({"kind": "exact", "mass": 0.9}, "mass is a setting of kind compact"),
+        ({"dtype": "bfloat16"}, "dtype is a setting of kind exact"),
+        ({"mass": 1.0}, "must be below 1"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=said):
+        begin(tmp_path, tmp_path, **settings)
+
+
+def test_quantised_and_sharded_targets(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    eight, four = quantisation("int8", "bfloat16"), quantisation("int4", "bfloat16")
+    assert eight.load_in_8bit and not eight.load_in_4bit
+    assert four.load_in_4bit and four.bnb_4bit_quant_type == "nf4" and four.bnb_4bit_use_double_quant
+    assert four.bnb_4bit_compute_dtype == torch.bfloat16
+    reference = str(folders["qwen2"])
+    monkeypatch.setattr("transformers.utils.is_bitsandbytes_available", lambda: False)
+    with pytest.raises(RunError, match=r"int4 weights need the package bitsandbytes[\s\S]*pip install"):
+        load_model(reference, "float32", CPU, quantise="int4")
+    with pytest.raises(RunError, match=r"this run is on the CPU[\s\S]*target.shard"):
+        load_model(reference, "float32", CPU, shard=True)
+    monkeypatch.setattr("distill.engines.torch.hugging_face.process_count", lambda: 2)
+    with pytest.raises(RunError, match="2 processes would each spread the target"):
+        load_model(reference, "float32", torch.device("cuda"), shard=True)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.05), ("int4", 1.5)])
+def test_a_quantised_target_gives_distributions(kind: str, most: float, tmp_path: Path) -> None:
+    """bitsandbytes runs on a CPU too; where it is installed, the distributions are near those of the whole weights."""
+    pytest.importorskip("bitsandbytes")
+    model = toy("llama", vocabulary=ROWS, hidden_size=64, intermediate_size=128)  # 4-bit weights come 64 at a time
+    folder = save_toy(model, toy_tokenizer(TOKENS), tmp_path / "llama")
+    distributions = []
+    for name, target in (("whole", {}), ("quantised", {"quantise": kind})):
+        recipe, run = made(tmp_path / name, folder, kind="exact", target={"dtype": "bfloat16"} | target)
+        assert TeacherStore(run).manifest["quantise"] == target.get("quantise")
+        distributions.append(
+            open_teacher(run, recipe, CPU).teacher(torch.arange(4), CPU).chunk(slice(None)).log_probabilities
+        )
+    divergence = float((distributions[0].exp() * (distributions[0] - distributions[1])).sum(-1).mean())
+    other = float(
+        (distributions[0].exp() * (distributions[0] - distributions[1].roll(1, 0))).sum(-1).mean()
+    )  # of distributions at other positions
+    assert 1e-6 < divergence < most < other / 2
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 9, "temperatures": [1.0, 2.0]}, {"kind": "exact"}, {"kind": "online"}])
+def test_the_size_that_is_announced(settings: dict[str, Any], folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe, run = made(tmp_path, folders["qwen2"], shard_blocks=4, **settings)
+    each = bytes_per_position(recipe.teacher, 32, recipe.target.dtype)
+    for number, blocks in enumerate(TeacherStore(run).manifest["shard_blocks"]):
+        header = run.path("teacher", f"shard-{number:05d}.safetensors").stat().st_size - blocks * 24 * each
+        assert 0 < header < 800
+
+
+def test_answers_that_are_all_dropped_are_one_error(world: Path, tmp_path: Path) -> None:
+    """A corpus of questions has no text beside them."""
+    recipe = load_recipe(world / "recipe.yaml", ["corpus.tokens=0"])
+    run = Run(tmp_path / "run", recipe)
+    line = {"id": "a", "prompt": [1, 2], "answer": [3] * 9, "looping": True, "source": ""}
+    for folder in ("answers", "corpus"):
+        run.path(folder).mkdir(parents=True)
+    run.path("answers", "train-00000.jsonl").write_text(json.dumps(line) + "\n")
+    pack([], 64, split_long=True).save(run.path("corpus", "text-train.safetensors"))
+    with pytest.raises(DataError, match="left to learn from: 1 of 1 answers dropped: 1 looping"):
+        training_blocks(recipe, run)
+
+
+def test_masks_of_mixed_layers() -> None:
+    """A dictionary where layers differ, additive for eager attention, a window that counts the position itself."""
+    model = target("gemma2")
+    model.config._attn_implementation = "eager"  # its default in some versions of transformers
+    documents = torch.tensor([[0] * 9 + [1] * 4 + [-1] * 2])
+    masks = document_masks(model, documents)
+    assert set(masks) == {"full_attention", "sliding_attention"}
+    seen = {kind: mask == 0 for kind, mask in masks.items()}
+    assert torch.equal(seen["full_attention"], attention_mask(documents))
+    assert seen["sliding_attention"][0, 0, 8].nonzero().flatten().tolist() == [4, 5, 6, 7, 8]
+    assert seen["sliding_attention"][0, 0, 10].nonzero().flatten().tolist() == [9, 10]
+    assert document_masks(toy(), documents).dtype == torch.bool
+    mistral = toy("mistral", sliding_window=3)
+    assert document_masks(mistral, documents)[0, 0, 8].nonzero().flatten().tolist() == [6, 7, 8]
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(DataError, match="linear_attention layers of gemma2"):
+        document_masks(model, documents)

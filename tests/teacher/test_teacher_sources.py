@@ -1,0 +1,377 @@
+"""The target's distributions from a GGUF file and from servers: its own, in the same store, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from test_teacher import CPU, ROWS, TOKENS, begin, finish, text
+from torch import Tensor
+from toys import save_toy, toy, toy_tokenizer
+from vllm_server import KEY, VllmServer
+
+from distill.data.packing import Packed, pack
+from distill.divergences import acceptance_bounds, acceptance_sampling, forward_kl, forward_kl_bounds
+from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.torch.hugging_face import load_model
+from distill.errors import DataError, DistillError, EndpointError, PairError, RecipeError
+from distill.files import read_json
+from distill.gguf.writer import export_gguf
+from distill.pipeline.stages import Contents, difference, find_stage, key_parts
+from distill.recipe import GgufOptions, Recipe
+from distill.run import Run
+from distill.teacher import endpoint
+from distill.teacher.likeliest import MAX_PADDING, PROBE, GgufReader, listed_documents, log_tails
+from distill.teacher.stage import teacher, training_blocks
+from distill.teacher.store import TeacherStore
+
+torch.set_num_threads(1)
+
+SIZE = TOKENS  # of the models' rows, the others pad
+
+
+def full_tokenizer() -> Any:
+    """The toy tokenizer with as many tokens as the texts of these tests use."""
+    tokenizer = toy_tokenizer(TOKENS)
+    tokenizer.add_tokens([f"<extra {number}>" for number in range(TOKENS - len(tokenizer))])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of 300 tokens in 307 rows, wide enough that llama.cpp quantises it, with GGUF files."""
+    folder = tmp_path_factory.mktemp("target")
+    model = toy("qwen2", vocabulary=ROWS, hidden_size=64, intermediate_size=96)
+    save_toy(model, full_tokenizer(), folder)
+    for outtype in ("f32", "q8_0"):
+        export_gguf(folder, folder / f"{outtype}.gguf", outtype)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> Any:
+    return load_model(str(target), "float32", CPU)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repetitions follow at once."""
+    monkeypatch.setattr(endpoint, "FIRST_DELAY", 0.001)
+
+
+def stored(recipe: Recipe, run: Run) -> tuple[TeacherStore, Tensor, Tensor, Tensor]:
+    """A finished store, its ids [N, K], log p and log tail [N] at every scored position."""
+    finish(run, teacher(recipe, run))
+    store = TeacherStore(run)
+    chunk = store.teacher(torch.arange(store.blocks), CPU).chunk(slice(None))
+    assert chunk.ids is not None
+    return store, chunk.ids, chunk.log_probabilities, chunk.log_tail
+
+
+def token_by_token(path: Path, blocks: Packed) -> Tensor:
+    """log p [N, V] in fp64 of a GGUF file at the scored positions, decoding one token at a time."""
+    rows = []
+    with GgufModel(path, context=64, threads=1, pad_single=True) as model:
+        for document in listed_documents(blocks):
+            model.reset()
+            logits = [model.extend([token]).full()[0] for token in document.ids[:-1]]
+            rows += [logits[position][:SIZE].double().log_softmax(-1) for position in document.scored]
+    return torch.stack(rows)
+
+
+def require_bounds(expected: Tensor, ids: Tensor, logs: Tensor, tail: Tensor) -> None:
+    """Against a draft: the store's bounds of KL and α hold the exact values of the distributions [N, V]."""
+    draft = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2 + expected
+    stored = (ids, logs.double(), tail.double(), draft)
+    noise = 5e-3  # of log p in fp16
+    for (low, high), exact in (
+        (acceptance_bounds(*stored), acceptance_sampling(expected.exp(), draft.softmax(-1))),
+        (forward_kl_bounds(*stored), forward_kl(expected, draft.log_softmax(-1))),
+    ):
+        assert bool((low <= exact + noise).all()) and bool((exact <= high + noise).all())
+        other = exact.roll(1)
+        assert not bool(((low <= other) & (other <= high)).all()), "they do not hold just any value"
+
+
+@pytest.mark.parametrize("outtype", ["f32", "q8_0"])
+@pytest.mark.parametrize("entries", [{"top_k": 16}, {"top_k": 64}, {"top_k": 200, "mass": 0.9}])
+def test_a_gguf_target_is_stored_as_it_reads_one_token_at_a_time(
+    outtype: str, entries: dict[str, Any], target: Path, model: Any, tmp_path: Path
+) -> None:
+    path = target / f"{outtype}.gguf"
+    recipe, run = begin(tmp_path, target, gguf=str(path), **entries)
+    store, ids, logs, tail = stored(recipe, run)
+    expected = token_by_token(path, store.packed)
+    assert len(ids) == len(expected) == int(store.packed.mask.sum()) and store.vocabulary == SIZE
+    if "mass" in entries:
+        masses = expected.exp().sort(-1, descending=True).values.cumsum(-1).mean(0)
+        assert 1 < store.manifest["k"] < 200 and float(masses[store.manifest["k"] - 1]) > 0.88
+    torch.testing.assert_close(logs.double(), expected.gather(-1, ids), rtol=6e-4, atol=1e-4)  # fp16's rounding
+    outside = expected.scatter(-1, ids, -torch.inf)
+    assert bool((outside.amax(-1) <= expected.gather(-1, ids).amin(-1) + 1e-6).all())
+    torch.testing.assert_close(tail.double(), outside.logsumexp(-1), rtol=1e-4, atol=1e-4)
+    require_bounds(expected, ids, logs, tail)
+    whole = over_all_rows(model, store.packed)[:, :SIZE].log_softmax(-1)
+    difference = float((whole - expected).abs().max())
+    assert difference < 0.05 if outtype == "f32" else 0.01 < difference < 1.5, "the file's own quantisation"
+    assert store.manifest["origin"]["kind"] == "gguf" and store.manifest["origin"]["path"] == str(path)
+
+
+def test_pieces_of_a_long_document_give_the_same(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents fall into pieces of ROWS tokens; with pieces of 5 the entries are the same, bit for bit."""
+    blocks = pack([(text(70, 3), 4), (text(11, 4), 1), (text(1, 5), 1), (text(40, 6), 39)], 80, split_long=True)
+    found = []
+    for size in (512, 5):
+        monkeypatch.setattr("distill.teacher.likeliest.ROWS", size)
+        reader = GgufReader(str(target / "q8_0.gguf"), str(target), 80, SIZE, GgufOptions(threads=1))
+        found.append(reader(blocks, 12, (1.0, 2.0)))
+        reader.close()
+    for name in ("ids", "log_probabilities", "log_tails"):
+        assert torch.equal(getattr(found[0], name), getattr(found[1], name))
+    assert len(found[0].ids) == int(blocks.mask.sum())
+
+
+def test_another_gguf_file_is_refused(target: Path, tmp_path: Path) -> None:
+    other = save_toy(toy("qwen2", vocabulary=ROWS), toy_tokenizer(290), tmp_path / "other")
+    export_gguf(other, tmp_path / "other.gguf", "f16")
+    recipe, run = begin(tmp_path / "a", target, gguf=str(tmp_path / "other.gguf"))
+    with pytest.raises(PairError, match=r"other\.gguf has other tokens than .* token \d+ is [\s\S]*differences"):
+        teacher(recipe, run)
+    short = save_toy(toy("qwen2", vocabulary=ROWS, max_position_embeddings=16), full_tokenizer(), tmp_path / "s")
+    export_gguf(short, tmp_path / "short.gguf", "f16")
+    recipe, run = begin(tmp_path / "b", target, gguf=str(tmp_path / "short.gguf"))
+    with pytest.raises(DataError, match=r"corpus\.block is 24, the context of .*short\.gguf 16"):
+        teacher(recipe, run)
+    recipe, run = begin(tmp_path / "c", target, gguf=str(tmp_path / "missing.gguf"))
+    with pytest.raises(DataError, match=r"missing\.gguf"):
+        teacher(recipe, run)
+
+
+# ── servers ──
+
+
+def served(folder: Path, target: Path, *servers: VllmServer, **more: Any) -> tuple[Recipe, Run]:
+    """A run whose teacher is the servers."""
+    entries = {name: more.pop(name) for name in ("top_k", "mass") if name in more}
+    server = {"urls": [one.url for one in servers], "model": "target", "concurrency": 3, "retries": 5} | more
+    return begin(folder, target, server=server, **({"top_k": 10} | entries))
+
+
+@pytest.fixture
+def server(model: Any) -> Iterator[VllmServer]:
+    with VllmServer(model, max_logprobs=200 + MAX_PADDING).running() as one:
+        yield one
+
+
+def over_all_rows(model: Any, blocks: Packed) -> Tensor:
+    """log p [N, rows] in fp64 at the scored positions, padding rows included."""
+    rows = []
+    with torch.no_grad():
+        for document in listed_documents(blocks):
+            logits = model(input_ids=torch.tensor([document.ids])).logits[0, document.scored]
+            rows.append(logits.double().log_softmax(-1))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("entries", [{"top_k": 16}, {"top_k": 64}, {"top_k": 200, "mass": 0.9}])
+def test_a_servers_log_probabilities_are_stored(
+    entries: dict[str, Any], target: Path, model: Any, server: VllmServer, tmp_path: Path
+) -> None:
+    """The mass of padding rows, which the server counts, is in the tail: those rows are no tokens."""
+    recipe, run = served(tmp_path, target, server, **entries)
+    store, ids, logs, tail = stored(recipe, run)
+    everything = over_all_rows(model, store.packed)
+    expected = everything[:, :SIZE]
+    assert len(ids) == len(expected) == int(store.packed.mask.sum()) and int(ids.max()) < SIZE
+    torch.testing.assert_close(logs.double(), expected.gather(-1, ids), rtol=6e-4, atol=1e-4)
+    rest = everything.scatter(-1, ids, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(tail.double().exp(), rest.exp(), rtol=1e-3, atol=2e-6)
+    padded = torch.cat([expected, everything[:, SIZE:].logsumexp(-1, keepdim=True)], -1)
+    require_bounds(padded, ids, logs, tail)
+    assert store.manifest["origin"] == {"kind": "server", "model": "target"}
+    assert all(isinstance(body["prompt"], list) and body["temperature"] == 0 for body in server.requests)
+    assert 1 <= server.most_active <= 3
+    documents = len(listed_documents(store.packed))
+    sample = 1 if "mass" in entries else 0
+    assert documents < len(server.requests) <= (1 + sample) * documents + 1, "each document once, and the first check"
+
+
+def test_the_tail_of_rounded_log_probabilities() -> None:
+    """fp32 log p of peaked and flat distributions: the tail is right to the sum's rounding."""
+    logits = torch.randn(400, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    logits *= torch.linspace(0.1, 12, 400, dtype=torch.float64).unsqueeze(-1)
+    whole = logits.log_softmax(-1)
+    values, ids = whole.topk(20)
+    expected = whole.scatter(-1, ids, -torch.inf).logsumexp(-1)
+    found = log_tails(values.float())
+    assert float((found.exp() - expected.exp()).abs().max()) < 1e-6
+    clear = expected > -12
+    assert 100 < int(clear.sum()) < 400 and float((found - expected)[clear].abs().max()) < 0.05
+    assert bool(found.isfinite().all()) and float(found[~clear].exp().max()) < 1e-5
+
+
+def test_faults_that_pass_lose_nothing(target: Path, model: Any, tmp_path: Path, capsys: Any) -> None:
+    """429, 408, 500, 503, cut connections, slow replies and HTML: the same store, and each request counted."""
+    with VllmServer(model, max_logprobs=64).running() as good:
+        recipe, run = served(tmp_path / "good", target, good)
+        teacher(recipe, run)
+    faults = [None, "429", "500", None, "cut", "wrong JSON", "408", "slow", "503", "429", None, "cut"]
+    with VllmServer(model, max_logprobs=64, faults=faults).running() as bad:
+        recipe, faulty = served(tmp_path / "bad", target, bad, timeout=1.5, retries=len(faults))
+        teacher(recipe, faulty)
+        count = len(bad.requests)
+    wanted, found = tiny.contents(run.path("teacher")), tiny.contents(faulty.path("teacher"))
+    assert found == wanted and len(wanted) > 4
+    said = capsys.readouterr().err
+    assert f"server: {count - 9 + 1} requests, 9 failed attempts" in said
+    assert "2 × status 429" in said and "1 × status 500" in said and "1 × no reply in time" in said
+    assert "2 × broken connection" in said and "1 × a reply that is no JSON object" in said
+
+
+REFUSED = {
+    "another model": "answers for the model another-model",
+    "other ids": r"its ids are not those of the target's tokenizer",
+    "a bos": r"its ids are not those of the target's tokenizer",
+    "no logprobs": r"no log-probabilities of prompts[\s\S]*llama-server[\s\S]*answers alone",
+    "a hole": r"not of the form that vLLM returns: None",
+    "few": r"of which \d are of tokens, and 10 are needed[\s\S]*--max-logprobs 17",
+    "raw logits": "are no log-probabilities",
+    "text alone": r"status 422\): Input should be a valid string[\s\S]*teacher\.server\.prompts: text",
+    "500": r"6 times in a row, the last time: status 500[\s\S]*same command",
+    "wrong JSON": "the last time: a reply that is no JSON object",
+    "cut": "the last time: broken connection",
+    "redirect": r"status 307[\s\S]*of a redirect, where it leads to",
+}
+
+
+@pytest.mark.parametrize(("first", "fault"), [(3, fault) for fault in REFUSED] + [(0, "no logprobs"), (0, "500")])
+def test_other_replies_are_refused_and_nothing_is_lost(
+    first: int, fault: str, target: Path, model: Any, tmp_path: Path
+) -> None:
+    """At the first request or later; the shards that are whole stay, and the same command finishes the store."""
+    with VllmServer(model, max_logprobs=64, faults=[None] * first + [fault] * 99).running() as one:
+        recipe, run = served(tmp_path, target, one, concurrency=1)
+        with pytest.raises(DistillError, match=REFUSED[fault]):
+            teacher(recipe, run)
+        assert not run.path("teacher", "manifest.json").exists()
+        one.faults = None
+        teacher(recipe, run)
+    assert read_json(run.path("teacher", "manifest.json"))["k"] == 10
+
+
+def test_a_server_of_another_model_is_refused(target: Path, model: Any, tmp_path: Path) -> None:
+    with VllmServer(model, name="other-70b", max_logprobs=64).running() as one:
+        recipe, run = served(tmp_path / "a", target, one)
+        with pytest.raises(EndpointError, match=r"does not serve target, but other-70b"):
+            teacher(recipe, run)
+        one.path_of_models = False  # a gateway that lists nothing
+        with pytest.raises(EndpointError, match=r"status 404\): The model `target` does not exist"):
+            teacher(recipe, run)
+    with VllmServer(model, max_logprobs=15).running() as one:
+        recipe, run = served(tmp_path / "b", target, one)
+        with pytest.raises(EndpointError, match=r"logprobs of 17, which is greater[\s\S]*larger --max-logprobs"):
+            teacher(recipe, run)
+    with VllmServer(model, max_logprobs=64, context=20).running() as one:
+        recipe, run = served(tmp_path / "c", target, one)
+        with pytest.raises(EndpointError, match=r"context of 20 tokens[\s\S]*--max-model-len 25"):
+            teacher(recipe, run)
+    recipe, run = served(tmp_path / "d", target, one, retries=1)
+    with pytest.raises(EndpointError, match=r"cannot be reached: broken connection"):
+        teacher(recipe, run)
+
+
+def test_a_key_stands_nowhere(
+    target: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("TEST_KEY", KEY)
+    with VllmServer(model, max_logprobs=64, key=KEY).running() as one:
+        recipe, run = served(tmp_path / "a", target, one, key="TEST_KEY")
+        teacher(recipe, run)
+        recipe, run = served(tmp_path / "b", target, one)
+        with pytest.raises(EndpointError, match=r"teacher\.server\.key"):
+            teacher(recipe, run)
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert KEY.encode() not in written and KEY not in capsys.readouterr().err and KEY not in recipe.model_dump_json()
+
+
+def test_prompts_as_text(target: Path, model: Any, tmp_path: Path, capsys: Any) -> None:
+    """Documents whose text is read as the same ids are scored, the others left out and counted."""
+    tokenizer = full_tokenizer()
+    words = "def f(self): return self.value + other.value"
+    with VllmServer(model, tokenizer=tokenizer, max_logprobs=64).running() as one:
+        recipe, run = served(tmp_path, target, one, prompts="text")
+        spelled = tokenizer(words, add_special_tokens=False)["input_ids"]
+        torn = tokenizer.convert_tokens_to_ids(list("return"))  # as a piece that begins inside a word
+        pack([(spelled, 1), (torn, 1)], 24, split_long=True).save(run.path("corpus", "text-train.safetensors"))
+        run.path("answers", "train-00000.jsonl").write_text("")
+        blocks = training_blocks(recipe, run)[0]
+        teacher(recipe, run)
+        assert {body["prompt"] for body in one.requests} == {words, PROBE}
+        manifest = read_json(run.path("teacher", "manifest.json"))
+        assert manifest["scored_positions"] == len(spelled) - 1 < int(blocks.mask.sum())
+        one.tokenizer = toy_tokenizer(260)
+        run.path("teacher", "shard-00000.safetensors").unlink()
+        with pytest.raises(EndpointError, match="its ids are not those of the target's tokenizer"):
+            teacher(recipe, run)
+    assert "1 documents are not scored" in capsys.readouterr().err
+
+
+def test_the_server_can_move_without_a_new_store(target: Path, tmp_path: Path) -> None:
+    stage = find_stage("teacher")
+
+    def parts(**more: Any) -> dict[str, Any]:
+        values = {"urls": ["http://a:1/v1"], "model": "m"} | more
+        recipe, run = begin(tmp_path / str(len(list(tmp_path.iterdir()))), target, server=values)
+        return key_parts(stage, recipe, run, Contents(run))
+
+    before = parts()
+    assert "urls" not in json.dumps(before)
+    assert parts(urls=["http://b:2/v1"], concurrency=2, retries=1, timeout=9.0, key="K") == before
+    assert difference(before, parts(model="n")) == ["teacher.server.model: 'm' -> 'n'"]
+    recipe, run = begin(tmp_path / "gguf", target, gguf=str(target / "f32.gguf"))
+    assert key_parts(stage, recipe, run, Contents(run))["teacher.gguf (content)"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"gguf": "a.gguf", "kind": "exact"}, "gguf gives the entries of a compact store, but kind is exact"),
+        ({"gguf": "a.gguf", "server": {"urls": ["http://a/v1"], "model": "m"}}, "two teachers"),
+        ({"server": {"urls": ["http://a/v1"], "model": "m"}, "temperatures": [1.0, 2.0]}, "at temperature 1 alone"),
+        ({"server": {"urls": [], "model": "m"}}, "urls"),
+    ],
+)
+def test_sources_that_mean_nothing_are_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=said):
+        begin(tmp_path, tmp_path, **settings)
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_the_teacher_is_asked_before_the_first_stage(
+    command: str, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = tiny.recipe_values(world)
+    values["target"]["model"] = str(world / "target")
+    for source in values["corpus"]["sources"]:
+        source["path"] = str(world / source["path"])
+    model = load_model(str(world / "target"), "float32", CPU)
+    with VllmServer(model, max_logprobs=64, faults="no logprobs").running() as one:
+        values["teacher"]["server"] = {"urls": [one.url], "model": "target"}
+        recipe = tiny.write_recipe(tmp_path / "recipe.yaml", values)
+        more = ["--runs", tmp_path / "runs", "--until", "teacher"] if command == "train" else []
+        assert tiny.call(command, recipe, *more) == 2
+        assert "no log-probabilities of prompts" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+        if command == "check":
+            assert tiny.call("check", recipe, "--offline") == 0
+            assert "not asked; its distributions hold at temperature 1" in capsys.readouterr().out
+        one.faults = None
+        assert tiny.call(command, recipe, *more) == 0
+    said = capsys.readouterr()
+    assert "temperature 1" in said.out + said.err
+    if command == "train":  # the store is whole: the server is not needed any more
+        assert tiny.call("train", recipe, *more) == 0

@@ -1,0 +1,486 @@
+"""Served logs as a source: what a run reads of a growing file, and a run that goes on from its own draft."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import tiny
+import torch
+
+from distill.data.exchanges import TEXT
+from distill.data.recorder import Writer
+from distill.data.sources import split_of
+from distill.data.traffic import (
+    Line,
+    Sorted,
+    begins_with,
+    encode_line,
+    first_lines,
+    measure,
+    parse_line,
+    pin_of,
+    read_lines,
+    require_answers,
+    sort_lines,
+    unfinished_line,
+    write_traffic,
+)
+from distill.engines.torch.hugging_face import encode, load_tokenizer
+from distill.errors import DataError
+from distill.recipe import Chat, Recipe, load_recipe, parse_recipe
+
+torch.set_num_threads(1)
+
+SHARES = {"validation": 0.2, "test": 0.3}
+
+
+def served(count: int, seed: int) -> list[dict[str, Any]]:
+    """Prompts and answers of made-up code, with some prompts that come twice."""
+    draw = random.Random(seed)
+    texts = [tiny.document(seed * 100 + index) for index in range(count)]
+    lines = [{"prompt": text[:40], "answer": text[40 : 100 + draw.randrange(40)]} for text in texts]
+    return [*lines, {**lines[0], "answer": "    return total\n", "finish_reason": "length"}]
+
+
+def text_of(lines: list[Any]) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def split_name(prompt: str) -> str:
+    """The split of a prompt, worked out apart from the code under test."""
+    name = f"traffic#{hashlib.sha256(prompt.encode()).hexdigest()[:16]}"
+    return split_of(name, SHARES["validation"], SHARES["test"])
+
+
+def values_with(traffic: Path) -> dict[str, Any]:
+    values = tiny.recipe_values(traffic.parent)
+    values["corpus"] |= SHARES | {"tokens": 300}
+    values["answers"] = {"prompts": 0, "new_tokens": 24, "prompt_tokens": 8, "traffic": {"path": str(traffic)}}
+    values["train"] |= {"steps": 4, "acceptance": None}  # the last weights, better or not
+    values["name"] = "served"
+    return values
+
+
+@pytest.fixture(scope="module")
+def log(world: Path) -> Path:
+    """A recipe over a served log; the log is at the time of the first run as `first` leaves it."""
+    path = world / "served.jsonl"
+    torn = '{"prompt": "def torn(", "ans'
+    path.write_text(text_of([*served(30, 1), "no object", {"prompt": "x"}]) + torn)
+    tiny.write_recipe(world / "served.yaml", values_with(path))
+    return path
+
+
+def train(world: Path, runs: Path, *more: str) -> int:
+    return tiny.call("train", world / "served.yaml", "--runs", runs, *more)
+
+
+@pytest.fixture(scope="module")
+def first(world: Path, log: Path) -> Iterator[Path]:
+    """A finished run on the log; the log then gains the rest of its torn line and 20 more."""
+    with tiny.one_thread():
+        assert train(world, world / "served-runs", "--until", "train") == 0
+        with open(log, "a") as handle:
+            handle.write('wer": "self):\\n    return 1\\n"}\n' + text_of(served(20, 2)))
+        yield world / "served-runs" / "served"
+
+
+@pytest.fixture
+def runs(first: Path, tmp_path: Path) -> Path:
+    shutil.copytree(first.parent, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def learnt_pairs(run: Path) -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer of every answer that a run learns from."""
+    lines = [line for path in sorted(run.glob("answers/train-*")) for line in read_jsonl(path)]
+    return [(line["prompt"], line["answer"]) for line in lines]
+
+
+def train_pairs(tokenizer: Any, lines: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
+    """The same of served lines, uncut."""
+    own = [line for line in lines if split_name(line["prompt"]) == "train"]
+    ends = [[] if "finish_reason" in line else [tokenizer.eos_token_id] for line in own]
+    return [
+        (encode(tokenizer, line["prompt"]), encode(tokenizer, line["answer"]) + end)
+        for line, end in zip(own, ends, strict=True)
+    ]
+
+
+def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path) -> None:
+    tokenizer = load_tokenizer(str(world / "target"))
+    lines = served(30, 1)
+    pinned = json.loads((first / "answers" / "traffic.json").read_text())
+    whole = text_of([*lines, "no object", {"prompt": "x"}]).encode()
+    assert (pinned["lines"], pinned["bytes"], pinned["sha256"]) == (33, len(whole), hashlib.sha256(whole).hexdigest())
+    expected = train_pairs(tokenizer, lines)
+    assert learnt_pairs(first) == [(p, a[: 64 - len(p)]) for p, a in expected]
+    assert pinned["cut"] == sum(len(p) + len(a) > 64 for p, a in expected)
+    assert (pinned["train"], pinned["bad"], pinned["too_long"]) == (len(expected), 2, 0)
+    assert not list(first.glob("answers/train-0*"))  # answers.prompts is 0: nothing was generated
+    for split in ("validation", "test"):
+        prompts = read_jsonl(first / "answers" / f"prompts-{split}.jsonl")
+        own = {line["prompt"]: None for line in lines if split_name(line["prompt"]) == split}
+        assert [p["ids"] for p in prompts] == [encode(tokenizer, prompt) for prompt in own] and prompts
+    log_text = (first / "log.txt").read_text()
+    assert "2 bad lines left out, first line 32: a JSON object is needed, got text" in log_text
+    assert f"line 34 of {log} has no newline at its end and was not read" in log_text
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [("", None), (" \r", None), ('{"a": 1}', "line 2 of"), ('{"a": 1}\n', None), ('{"a": 1}\n{"b"', None)],
+)
+def test_a_last_line_without_a_newline_is_named(tmp_path: Path, more: str, expected: str | None) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text("{}\n" + more)
+    found = unfinished_line({"path": str(path), "bytes": 3, "lines": 1})
+    assert found is None if expected is None else found is not None and found.startswith(expected)
+
+
+def test_growth_does_not_supersede_and_held_out_prompts_are_measured(
+    world: Path, log: Path, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs / "served"
+    before = tiny.contents(run / "answers")
+    assert train(world, runs, "--until", "eval") == 0
+    said = capsys.readouterr().err
+    assert "answers: up to date" in said and "train: up to date" in said
+    assert tiny.contents(run / "answers") == before
+    report = json.loads((run / "eval.json").read_text())
+    prompts = [prompt["ids"] for prompt in read_jsonl(run / "answers" / "prompts-test.jsonl")]
+    assert prompts and report["domains"]["answers"]["after"]["prompts"] == 6  # eval.prompts
+    from distill.data.texts import read_prompts
+    from distill.run import Run
+
+    first = read_prompts(Run(run, load_recipe(run / "config.yaml")), "test")
+    assert [p.ids for p in first[: len(prompts)]] == prompts and len(first) > len(prompts)
+    log.rename(log.with_suffix(".gone"))  # the logs of a finished run may go
+    try:
+        assert train(world, runs, "--until", "train") == 0
+    finally:
+        log.with_suffix(".gone").rename(log)
+
+
+def test_a_refreshed_run_goes_on_from_the_draft(
+    world: Path, log: Path, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tiny.contents(runs / "served", ".lock")
+    assert train(world, runs, "--refresh", "--until", "train") == 0
+    said = capsys.readouterr().err
+    assert str(runs / "served.1") in said and "generation 2: starts from served.1/draft, without cuts" in said
+    assert tiny.contents(runs / "served.1", ".lock") == old
+    run = runs / "served"
+    assert tiny.digest(run / "cut" / "model.safetensors") == tiny.digest(runs / "served.1/draft/model.safetensors")
+    assert tiny.digest(run / "draft" / "model.safetensors") != tiny.digest(run / "cut" / "model.safetensors")
+    tokenizer = load_tokenizer(str(world / "target"))
+    lines = [{"prompt": "def torn("}, *served(20, 2)]
+    expected = [encode(tokenizer, line["prompt"]) for line in lines if split_name(line["prompt"]) == "train"]
+    assert [prompt for prompt, _ in learnt_pairs(run)] == expected
+    pinned = json.loads((run / "answers" / "traffic.json").read_text())
+    assert (pinned["start_line"], pinned["lines"]) == (33, 55) and pinned["bytes"] == log.stat().st_size
+    parent = json.loads((run / "parent.json").read_text())
+    assert parent["generation"] == 2 and parent["files"]["model.safetensors"] == tiny.digest(
+        run / "cut" / "model.safetensors"
+    )
+    assert tiny.call("report", "served", "--runs", runs) == 0
+    for page in ("report.html", "draft/README.md"):
+        text = (run / page).read_text()
+        assert parent["digest"] in text and "served.1" in text
+    # The same command again finds all done; nothing new stands in the file, so there is nothing to refresh on.
+    capsys.readouterr()
+    assert train(world, runs, "--until", "train") == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("writing to ")]
+    assert said == [f"{stage}: up to date" for stage in tiny.STAGES[:6]]
+    before = tiny.contents(runs)
+    assert train(world, runs, "--refresh") == 2
+    assert "no new line after line 55" in capsys.readouterr().err
+    assert tiny.contents(runs) == before
+
+
+def test_a_third_generation(
+    world: Path, log: Path, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a file of its own, which is new as a whole; and after a kill inside the answers stage."""
+    assert train(world, runs, "--refresh", "--until", "train") == 0
+    other = tmp_path / "other.jsonl"
+    other.write_text(text_of(served(12, 3)))
+    override = f"answers.traffic.path={other}"
+    assert train(world, runs, override, "--refresh", "--until", "corpus") == 0
+    assert json.loads((runs / "served" / "parent.json").read_text())["generation"] == 3
+    assert sorted(path.name for path in runs.iterdir()) == ["served", "served.1", "served.2"]
+
+    def grown(*arguments: Any) -> None:  # between the key and the reading
+        with open(other, "a") as handle:
+            handle.write(text_of(served(9, 4)))
+        write_traffic(*arguments)
+        raise KeyboardInterrupt
+
+    with mock.patch("distill.teacher.answers.write_traffic", grown):
+        assert train(world, runs, override, "--until", "train") == 130
+    assert train(world, runs, override, "--until", "train") == 0
+    assert "answers: resumes" in capsys.readouterr().err
+    pinned = json.loads((runs / "served" / "answers" / "traffic.json").read_text())
+    assert (pinned["start_line"], pinned["lines"]) == (0, 13)
+    assert train(world, runs, override, "--until", "train") == 0  # the growth is for the next refresh
+    assert train(world, runs, override, "--refresh", "--until", "answers") == 0
+    assert json.loads((runs / "served" / "answers" / "traffic.json").read_text())["start_line"] == 13
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("answers={prompts: 4, new_tokens: 24, prompt_tokens: 8}",), "needs answers.traffic"),
+        (("cut.layers=1",), "--refresh makes no cuts"),
+        (("train.sparsity={method: group, mlp_width: 32}",), "--refresh makes no cuts"),
+        (("name=other",), "no finished draft"),
+        (("--fresh",), "--refresh starts a new run"),
+        (("--redo", "train"), "--refresh starts a new run"),
+    ],
+)
+def test_refusals(
+    world: Path, log: Path, runs: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], words: str
+) -> None:
+    before = tiny.contents(runs)
+    assert train(world, runs, *more, "--refresh") == 2
+    said = capsys.readouterr().err
+    assert words in said and "Traceback" not in said
+    assert tiny.contents(runs) == before
+
+
+def test_an_unfinished_run_is_not_refreshed(
+    world: Path, log: Path, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "served" / "stages" / "train.json").unlink()
+    assert train(world, runs, "--refresh") == 2
+    assert "finish it first" in capsys.readouterr().err
+
+
+def test_rotated_and_bad_files(world: Path, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log.jsonl"
+    recipe = tiny.write_recipe(world / "rotated.yaml", values_with(path) | {"name": "rotated"})
+    call = ("train", recipe, "--runs", runs, "--until", "train")
+    assert tiny.call(*call) == 2
+    assert "cannot be read: No such file" in capsys.readouterr().err
+    path.write_text("")
+    assert f"{path}: the file is empty" in tiny.refused(capsys, *call)
+    path.write_text('{"prompt": 3, "answer": "a"}\n\n[1]\n')
+    assert tiny.call(*call) == 2
+    said = capsys.readouterr().err
+    assert "2 bad lines, first line 1: no text in field `prompt` (it has: prompt, answer)" in said
+    path.write_text(text_of(served(20, 5)))
+
+    def rotated(*arguments: Any) -> None:  # between the key and the reading
+        path.write_text(text_of(served(20, 6)))
+        write_traffic(*arguments)
+
+    with mock.patch("distill.teacher.answers.write_traffic", rotated):
+        assert tiny.call(*call) == 2
+    said = capsys.readouterr().err
+    assert "was it rotated?" in said and "the same command reads it as it is then" in said
+    assert tiny.call(*call) == 0
+    with open(path, "a") as handle:
+        handle.write("{}\n")
+    assert tiny.call(*call, "--refresh") == 2
+    assert "all 1 new lines" in capsys.readouterr().err
+    path.write_text(text_of(served(30, 7)))
+    assert tiny.call(*call, "--refresh") == 2
+    said = capsys.readouterr().err
+    assert "no longer begins with the 21 lines" in said and "answers.traffic.path=" in said
+    assert not (runs / "rotated.1").exists()
+
+
+def test_a_folder_of_recorded_files(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `distill record` wrote is read without loss, and a refresh reads what came since, in old and new files; a
+    file that was deleted meanwhile had been read."""
+    folder, lines = tmp_path / "recorded", served(26, 9)
+    folder.mkdir()
+    monkeypatch.setattr("os.fsync", lambda file: None)
+    writer = Writer(folder, 1500, 3, [])
+
+    def record(some: list[dict[str, Any]]) -> None:
+        for line in some:
+            choice = {"text": line["answer"], "finish_reason": line.get("finish_reason", "stop")}
+            request = json.dumps({"prompt": line["prompt"]}).encode()
+            writer.take(TEXT, request, json.dumps({"choices": [choice]}).encode())
+
+    def read(run: Path, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What the run pinned, part by part, where it learnt from these lines."""
+        expected = train_pairs(load_tokenizer(str(world / "target")), new)
+        assert learnt_pairs(run) == [(prompt, answer[: 64 - len(prompt)]) for prompt, answer in expected] and expected
+        pinned = json.loads((run / "answers" / "traffic.json").read_text())
+        assert pinned["path"] == str(folder) and pinned["lines"] - pinned["start_line"] == len(new)
+        return [{name: part[name] for name in ("path", "start_line", "lines")} for part in pinned["parts"]]
+
+    record(lines[:14])
+    recipe = tiny.write_recipe(world / "recorded.yaml", values_with(folder) | {"name": "recorded"})
+    assert tiny.call("check", recipe) == 0 and "14 lines" in capsys.readouterr().out
+    call = ("train", recipe, "--runs", tmp_path / "runs", "--until", "train")
+    run = tmp_path / "runs" / "recorded"
+    assert tiny.call(*call) == 0
+    first = read(run, lines[:14])
+    assert len(first) == 2 and all(part["start_line"] == 0 for part in first)
+    record(lines[14:26])  # the third file begins, and a fourth, with which the first is deleted
+    assert tiny.call(*call, "--refresh") == 0
+    second = read(run, lines[14:26])
+    paths = [str(path) for path in sorted(folder.iterdir())]
+    assert [part["path"] for part in second] == paths and len(paths) == 3 and first[0]["path"] not in paths
+    assert second[0] == {**first[1], "start_line": first[1]["lines"], "lines": second[0]["lines"]}
+    assert second[0]["lines"] > first[1]["lines"] and not second[1]["start_line"]
+    capsys.readouterr()
+    assert tiny.call(*call, "--refresh") == 2 and "has no new line" in capsys.readouterr().err
+    damaged = Path(paths[0])
+    damaged.write_bytes(b"{}" + damaged.read_bytes())
+    assert tiny.call(*call, "--refresh") == 2
+    assert f"{damaged} no longer begins with the {second[0]['lines']} lines" in capsys.readouterr().err
+    writer.close()
+
+
+def test_a_folder_without_files_and_with_bad_lines(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no "):
+        pin_of(tmp_path)
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(DataError, match=r"its \*.jsonl files are empty\n.* then `again` reads"):
+        require_answers(Sorted(), pin_of(tmp_path), "`again`")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "b.jsonl").write_text('{}\n{"prompt": "a", "answer": "b"}\n{"pro')
+    (tmp_path / "c.txt").write_text("other")
+    pin = pin_of(tmp_path)
+    found = list(read_lines(pin))
+    assert [line.number for line in found if isinstance(line, Line)] == [1, 2, 4]  # names of answers stay apart
+    assert found[2] == "b.jsonl, line 1: no text in field `prompt` (it has: none)"
+    assert "line 3 of" in str(unfinished_line(pin)) and first_lines(tmp_path, 3).endswith(b"\n{}\n")
+    assert list(read_lines(pin_of(tmp_path, pin))) == []
+    assert pin_of(tmp_path, pin)["start_line"] == 4
+    assert pin_of(tmp_path / "b.jsonl", pin)["start_line"] == 2  # a file of a folder that was read
+
+
+def test_a_refresh_killed_between_its_renames(
+    world: Path, log: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import distill.pipeline.refresh
+
+    replace = os.replace
+
+    def killed(source: Any, target: Any) -> None:
+        replace(source, target)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distill.pipeline.refresh.os, "replace", killed)
+        # Only the second half of `refresh` may fail: parent.json itself is written by files.py with the same function.
+        patch.setattr(distill.pipeline.refresh, "write_json", lambda path, value: path.write_text(json.dumps(value)))
+        assert train(world, runs, "--refresh", "--until", "cut") == 130
+    assert not (runs / "served").exists() and (runs / "served.1").exists()
+    assert train(world, runs, "--until", "cut") == 0
+    assert json.loads((runs / "served" / "parent.json").read_text())["run"] == "served.1"
+    assert (runs / "served" / "cut" / "model.safetensors").exists()
+    assert not [path for path in runs.iterdir() if path.name.startswith(".")]
+
+
+def test_an_altered_parent_is_refused(world: Path, log: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(world, runs, "--refresh", "--until", "teacher") == 0
+    path = runs / "served.1" / "draft" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert train(world, runs, "--until", "cut") == 2
+    assert "is not the one that this run goes on from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 30])
+def test_measure_counts_whole_lines(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "x"
+    text = b"one\n\nthree\nfour and more\nfive"[:size]
+    path.write_bytes(text)
+    whole = text[: text.rfind(b"\n") + 1]
+    found = measure(path)
+    assert found == {"bytes": len(whole), "lines": whole.count(b"\n"), "sha256": hashlib.sha256(whole).hexdigest()}
+    assert begins_with(path, found)
+    path.write_bytes(text + b"more\n")
+    assert begins_with(path, found)
+    if whole:
+        path.write_bytes(b"x" + text[1:])
+        assert not begins_with(path, found)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ("{", "no JSON"),
+        ("3", "got number"),
+        ('{"answer": "a"}', "field `prompt` (it has: answer)"),
+        ('{"prompt": "a", "answer": ""}', "an empty answer"),
+        ('{"prompt": "", "answer": "a"}', "an empty prompt"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "at least a question and an answer"),
+        ('{"messages": "a"}', "at least a question"),
+        ('{"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant", "content": "b"}]}', "both text"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}', "the user's, not"),
+    ],
+)
+def test_bad_lines(raw: str, words: str) -> None:
+    found = parse_line(raw.encode(), 5)
+    assert isinstance(found, str) and words in found
+    assert isinstance(parse_line(b"\xff\xfe", 1), str)
+
+
+def test_messages_go_through_the_chat_template(world: Path) -> None:
+    tokenizer = load_tokenizer(str(world / "target"))
+    messages = [{"role": "user", "content": "total"}, {"role": "assistant", "content": " + 1"}]
+    line = parse_line(json.dumps({"messages": messages}).encode(), 1)
+    assert isinstance(line, Line) and line.prompt == messages[:1] and line.answer == " + 1" and line.ended
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        encode_line(line, tokenizer, Chat())
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    expected = encode(tokenizer, "<user>total\n<assistant>"), [*encode(tokenizer, " + 1"), tokenizer.eos_token_id]
+    assert encode_line(line, tokenizer, Chat()) == expected
+    tokenizer.chat_template += "{% if quiet %}!{% endif %}"
+    quiet = parse_line(json.dumps({"messages": messages, "chat_template_kwargs": {"quiet": 1, "x": 2}}).encode(), 1)
+    assert isinstance(quiet, Line) and encode_line(line, tokenizer, Chat()) == expected  # arguments that it reads
+    assert encode_line(quiet, tokenizer, Chat()) == (encode(tokenizer, "<user>total\n<assistant>!"), expected[1])
+    tokenizer.chat_template = "{{ raise_exception('no users') }}"
+    with pytest.raises(ValueError, match=r"refuses it \(no users\)"):
+        encode_line(line, tokenizer, Chat())
+    other = parse_line(b'{"prompt": "a", "answer": "b", "finish_reason": "length"}', 2)
+    assert isinstance(other, Line) and not other.ended
+    assert encode_line(other, tokenizer, Chat()) == (encode(tokenizer, "a"), encode(tokenizer, "b"))
+
+
+def test_long_prompts_and_answers(world: Path) -> None:
+    recipe = parse_recipe(values_with(world / "served.jsonl"), "the recipe")
+    assert isinstance(recipe, Recipe) and recipe.corpus.block == 64
+    tokenizer = load_tokenizer(str(world / "target"))
+    text = tiny.document(3)
+    lines = [Line(number, text[:length], text, True) for number, length in enumerate((20, 60, 200, 2000))]
+    found = sort_lines(recipe, lines, tokenizer)
+    for answer in found.train:
+        assert len(answer.prompt) + len(answer.answer) == 64 and not answer.ended  # cut where the block ends
+    lengths = {line.name: len(encode(tokenizer, str(line.prompt))) for line in lines}
+    limits = {"train": 62, "validation": 64 - 24, "test": 64 - 24}
+    fits = [line.name for line in lines if lengths[line.name] <= limits[split_name(str(line.prompt))]]
+    kept = [a.id.partition("@")[0] for a in found.train] + [*found.held_out["validation"], *found.held_out["test"]]
+    assert sorted(kept) == sorted(fits) and found.too_long == 4 - len(fits) > 0 and found.cut == len(found.train)
+
+
+def test_no_prompts_without_traffic(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tiny.call("check", world / "recipe.yaml", "answers.prompts=0") == 2
+    assert "answers.traffic" in capsys.readouterr().err
