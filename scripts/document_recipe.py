@@ -43,33 +43,24 @@ cut:
   layers: 8                         # fewer than the target has: a draft of the target's own size saves nothing
 ```
 
-**Paths.** A value that starts with `.`, `/` or `~` is a path; a relative one starts at the folder of the *recipe file*,
-not at the working directory. Any other model name is a hub name, unless a file or folder of that name exists there: it
-wins. Models on a command line follow the same rule, with paths that start at the working directory. The path of a
-source is always a path, except for `kind: hub` and the special `python:stdlib`.
+**Paths.** A value that starts with `.`, `/` or `~` is a path; a relative one starts at the folder of the *recipe file*, on a
+command line at the working directory. Any other model name is a hub name, unless a file or folder of that name exists there.
 
-**Mistakes.** Unknown keys, keys written twice, values out of range: one message names every mistake, with the nearest
-known key, before any work starts. `distill check RECIPE` makes all checks that need no weights: sources, traffic,
-device, tokenizers, cuts, trackers, export, disk.
+**Mistakes.** One message names every unknown key, with its nearest known one, and every value out of range, before any work
+starts. `distill check RECIPE` makes all checks that need no weights.
 
 **Overrides.** A command that takes a recipe also takes changes to it, as `a.b=c`. The value is YAML; numbers index into
 lists; `null` switches an optional part off. Quote anything your shell would interpret:
 
 ```
-distill train recipes/demo.yaml train.steps=100 cut.layers=1
-distill train recipes/demo.yaml 'speedup.lengths=[2, 4]' train.hidden_states=null
+distill train recipes/demo.yaml train.steps=100 cut.layers=1 'speedup.lengths=[2, 4]' train.hidden_states=null
 distill train recipes/demo.yaml corpus.sources.0.pattern='asyncio/*.py' name=asyncio
 ```
 
-The run directory keeps the recipe as written (`recipe.yaml`) and resolved, with every default and override
-(`config.yaml`); the latter is itself a recipe. A stage runs again only when keys that it reads have changed. If that
-would supersede finished answers or training, `distill train` stops and shows the changed keys.
+The run directory keeps the recipe as written (`recipe.yaml`) and resolved (`config.yaml`), which is itself a recipe.
 
-**Splits.** Every document belongs to one split. *train*: the draft learns from it. *validation*: choices are made on
-it, such as which layers to drop. *test*: every printed figure comes from it, and nothing is ever tuned on it. With
-`split: by-name` a hash of the document's name decides, so a document keeps its split when others come and go. With
-`split: test` (or another) the whole source belongs to that split. `keep` drops a source's documents of other splits.
-The shares of by-name documents are `corpus.validation` and `corpus.test`.
+**Splits.** *train*: the draft learns from it. *validation*: choices are made on it. *test*: every printed figure comes from
+it. With `split: by-name` a hash of a document's name decides, by the shares `corpus.validation` and `corpus.test`.
 
 """
 
@@ -93,6 +84,8 @@ def describe_schema() -> str:
             if inner is not None and inner not in anchors:
                 nested.append((inner, prefix + name))
                 anchors[inner] = (prefix + name).replace(".", "")
+                if section is Recipe:
+                    continue  # its own heading follows
             cells = (f"`{name}`", _takes(field.annotation, field.metadata, anchors), _default(field))
             meaning = field.description or (inspect.cleandoc(inner.__doc__ or "").split("\n\n")[0] if inner else "")
             lines.append(
@@ -128,7 +121,7 @@ def _takes(annotation: Any, metadata: typing.Sequence[Any], anchors: dict[type[S
         f"{sign} {getattr(bound, attribute)}"
         for bound in metadata
         for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
-        if getattr(bound, attribute, None) is not None
+        if getattr(bound, attribute, None) is not None and abs(getattr(bound, attribute)) < 10**6  # larger: any
     ]
     if origin in (typing.Union, types.UnionType):
         some = [_takes(argument, metadata, anchors) for argument in arguments if argument is not type(None)]
