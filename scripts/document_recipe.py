@@ -43,14 +43,15 @@ cut:
   layers: 8                         # fewer than the target has: a draft of the target's own size saves nothing
 ```
 
-**Paths.** A value that starts with `.`, `/` or `~` is a path; a relative one starts at the folder of the *recipe file*, on a
-command line at the working directory. Any other model name is a hub name, unless a file or folder of that name exists there.
+**Paths.** A value that starts with `.`, `/` or `~` is a path; a relative one starts at the folder of the *recipe
+file*, on a command line at the working directory. Any other model name is a hub name, unless a file or folder of that
+name exists there.
 
-**Mistakes.** One message names every unknown key, with its nearest known one, and every value out of range, before any work
-starts. `distill check RECIPE` makes all checks that need no weights.
+**Mistakes.** One message names every unknown key, with its nearest known one, and every value out of range, before
+any work starts. `distill check RECIPE` makes all checks that need no weights.
 
-**Overrides.** A command that takes a recipe also takes changes to it, as `a.b=c`. The value is YAML; numbers index into
-lists; `null` switches an optional part off. Quote anything your shell would interpret:
+**Overrides.** A command that takes a recipe also takes changes to it, as `a.b=c`. The value is YAML; numbers index
+into lists; `null` switches an optional part off. Quote anything your shell would interpret:
 
 ```
 distill train recipes/demo.yaml train.steps=100 cut.layers=1 'speedup.lengths=[2, 4]' train.hidden_states=null
@@ -59,8 +60,9 @@ distill train recipes/demo.yaml corpus.sources.0.pattern='asyncio/*.py' name=asy
 
 The run directory keeps the recipe as written (`recipe.yaml`) and resolved (`config.yaml`), which is itself a recipe.
 
-**Splits.** *train*: the draft learns from it. *validation*: choices are made on it. *test*: every printed figure comes from
-it. With `split: by-name` a hash of a document's name decides, by the shares `corpus.validation` and `corpus.test`.
+**Splits.** *train*: the draft learns from it. *validation*: choices are made on it. *test*: every printed figure
+comes from it. With `split: by-name` a hash of a document's name decides, by the shares `corpus.validation` and
+`corpus.test`.
 
 """
 
