@@ -22,10 +22,11 @@ from distill.gguf.importing import Import, read_import, write_import
 from distill.gguf.writer import WrittenFile
 from distill.gguf.writer import export_gguf as write_gguf
 from distill.measuring.acceptance import Asked
+from distill.measuring.compare import PairSettings
 from distill.measuring.evaluation import NO_TYPES, Grid, Types, evaluate_grid, prompts_of
 from distill.measuring.evaluation_results import EvaluationReport
-from distill.measuring.speedup import measure_any_pair, pair_settings
-from distill.measuring.speedup_tables import PairSpeedup
+from distill.measuring.speedup import measure_any_pair
+from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.stream import Request, begin
 from distill.recipe import (
     Configuration,
@@ -35,6 +36,7 @@ from distill.recipe import (
     Gguf,
     PyTorch,
     SamplerSettings,
+    Speedup,
     Target,
     parse_section,
     resolve_model,
@@ -51,8 +53,8 @@ __all__ = [
     "DistillError",
     "EvaluationReport",
     "LoadedPair",
-    "PairSpeedup",
     "Sampler",
+    "SpeedupReport",
     "Types",
     "cut",
     "decode",
@@ -178,7 +180,7 @@ def measure_speedup(
     dtype: Dtype = "float32",
     threads: int | None = None,
     gguf: Gguf | None = None,
-) -> PairSpeedup:
+) -> SpeedupReport:
     """Plain against speculative decoding, end to end, on the prompts in files, as `distill speedup` measures them.
 
     The draft's fixed `lengths` and every other configuration are decoded interleaved with plain decoding; with a
@@ -196,19 +198,19 @@ def measure_speedup(
     if not every:
         raise RecipeError("nothing is to be measured but plain decoding", "give lengths or configurations")
     big, small = pair_references(big, small, every)
-    recipe = pair_settings(
-        big,
-        prompts,
-        sampler or SamplerSettings(temperature=0),
-        dtype,
-        count=count,
-        tokens=tokens,
+    sweep, rest = ((), every) if sampled else (swept, tuple(others))
+    settings = PairSettings(
+        target=parse_section(Target, {"model": big, "dtype": settled_type(dtype, pick_device("auto"))}),
+        draft=small,
+        sweep=sweep,
+        others=rest,
+        speedup=parse_section(Speedup, {"prompts": count, "new_tokens": tokens, "configurations": ()}),
+        sampler=sampler or SamplerSettings(temperature=0),
         threads=threads,
-        gguf=gguf,
+        gguf=gguf or Gguf(),
     )
     names = str(target), None if draft is None else str(draft)
-    sweep, rest = ((), every) if sampled else (swept, tuple(others))
-    return measure_any_pair(recipe, names, small, sweep, rest, prompt_tokens=prompt_tokens)
+    return measure_any_pair(settings, names, prompts, prompt_tokens=prompt_tokens)
 
 
 def cut(

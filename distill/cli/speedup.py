@@ -14,7 +14,7 @@ from distill.cli.shared import merged, require_used, takes_gguf_options
 from distill.errors import RecipeError
 from distill.files import read_result, write_result
 from distill.progress import command_line
-from distill.recipe import Configuration, Gguf, PyTorch, Recipe, SamplerSettings, parse_section
+from distill.recipe import Configuration, Gguf, PyTorch, Recipe, SamplerSettings, Speedup, parse_section
 from distill.recipe.load import read_yaml
 from distill.run import Run
 
@@ -95,18 +95,22 @@ def speedup(
 ) -> None:
     """Plain against speculative decoding, end to end: of a run on its test prompts (RUN), of a run on your prompts (RUN
     --prompts FILE), or of any pair (--target, --draft, --prompts)."""
-    of_run = run is not None and target is None and draft is None
-    pair = target is not None or draft is not None or bool(prompts)
-    _refuse_other_options(context, pair, of_run)
-    if not pair:
+    if target is None and draft is None and not prompts:
+        of_pair = [str(one.name) for one in context.command.params if getattr(one, "rich_help_panel", None) == PAIR]
+        if (given_option := shared.first_given(context, of_pair)) is not None:
+            raise RecipeError(
+                f"{given_option} was given without prompts",
+                "add --prompts FILE; what is measured of a run alone is set by its recipe",
+            )
         _of_run(run, runs, again, allow_lossy, threads, gguf, output)
         return
     shared.require_format(output)
     own: Recipe | None = None  # of a run, whose settings hold where no option says otherwise
-    if of_run:
+    if run is not None:
         given_type = dtype if shared.first_given(context, ["dtype"]) else None
         folders = shared.first_given(context, OF_FOLDERS) is not None
-        own, target, draft, dtype = _pair_of(run, runs, gguf, given_type, folders)
+        own, *pair, dtype = _pair_of(run, runs, gguf, given_type, folders)
+        target, draft = target or pair[0], draft or pair[1]
         if draft.endswith(".gguf"):
             gguf = own.gguf if gguf is None else merged(own.gguf, gguf)
         threads = threads or own.threads
@@ -129,40 +133,40 @@ def speedup(
     batches = _batch_sizes(batch, big)
     shared.prepare(threads)
     from distill.decoding.configured import check_configurations
-    from distill.measuring.speedup import measure_any_pair, pair_settings
-    from distill.measuring.speedup_tables import pair_blocks
+    from distill.measuring.compare import PairSettings
+    from distill.measuring.speedup import measure_any_pair
+    from distill.measuring.speedup_tables import speedup_blocks
 
     given = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
     engine = PyTorch() if own is None or big.endswith(".gguf") else own.pytorch
-    recipe = pair_settings(
-        big,
-        prompts,
-        sampler,
-        dtype,
-        count=count,
-        tokens=tokens,
+    settings = PairSettings(
+        target=shared.target_settings(big, dtype),
+        draft=small,
+        sweep=sweep,
+        others=others,
+        speedup=Speedup(prompts=count, new_tokens=tokens, configurations=(), allow_lossy=allow_lossy),
+        sampler=sampler,
         seed=seed,
+        device="auto" if own is None else own.device,
         threads=threads,
-        gguf=gguf,
+        gguf=gguf or Gguf(),
         pytorch=shared.pytorch_settings(engine, big, **given),
-        allow_lossy=allow_lossy,
-        of_run=own,
     )
-    for line in check_configurations(recipe, [one for one in every if not one.other_vocabulary], "the options"):
+    checked = [one for one in every if not one.other_vocabulary]
+    for line in check_configurations(settings.speedup, sampler, checked, "the options"):
         print(line, file=sys.stderr)
     report = measure_any_pair(
-        recipe,
+        settings,
         (target, draft),
-        small,
-        sweep,
-        others,
+        prompts,
         prompt_tokens=prompt_tokens,
+        chat=None if own is None else own.chat,
         batches=batches,
         command=command_line(sys.argv),
     )
     if to is not None:
         write_result(to, report)
-    shared.print_blocks(pair_blocks(report), report, output)
+    shared.print_blocks(speedup_blocks(report), report, output)
 
 
 def _configurations(
@@ -227,19 +231,6 @@ def _pair_of(
     return recipe, str(files.target), str(files.draft), dtype or "float32"
 
 
-def _refuse_other_options(context: typer.Context, pair: bool, of_run: bool) -> None:
-    """Raise RecipeError where options of runs were given for a pair, or those of pairs for a run; `of_run`: the pair
-    would be a run's."""
-    of_pair = [str(one.name) for one in context.command.params if getattr(one, "rich_help_panel", None) == PAIR]
-    refused = ["again"] + ([] if of_run else ["run", "runs"]) if pair else of_pair
-    given = shared.first_given(context, refused)
-    if given is not None:
-        raise RecipeError(
-            f"{'a run' if given == '--run' else given} was given {'for' if pair else 'without'} a pair of models",
-            "a pair is --target, --draft and --prompts, or a run's with --prompts; without them a run is measured",
-        )
-
-
 def _of_run(
     name: str | None,
     runs: Path,
@@ -263,6 +254,6 @@ def _of_run(
     found = Run(found.folder, recipe)
     shared.run_until(recipe, found, "speedup", redo=["speedup"] if again else [])
     report = read_result(found.path("speedup.json"), SpeedupReport)
-    from distill.measuring.speedup_tables import run_blocks
+    from distill.measuring.speedup_tables import speedup_blocks
 
-    shared.print_blocks(run_blocks(report), report, output)
+    shared.print_blocks(speedup_blocks(report), report, output)

@@ -29,7 +29,7 @@ from distill.engines.model import Model
 from distill.engines.torch.hugging_face import load_config
 from distill.engines.torch.model import shortest_window
 from distill.errors import DataError, RecipeError
-from distill.recipe import Configuration, Recipe, SamplerSettings
+from distill.recipe import Configuration, Recipe, SamplerSettings, Speedup
 from distill.recipe.configuration import FLOOR, MORE, P_MIN, START
 from distill.sampler import Sampler
 
@@ -316,29 +316,32 @@ def check_trees(recipe: Recipe, donor: str) -> None:
 
 
 def check_configurations(
-    recipe: Recipe, configurations: Sequence[Configuration] | None = None, where: str = "speedup.configurations"
+    settings: Speedup,
+    sampler: SamplerSettings,
+    configurations: Sequence[Configuration] | None = None,
+    where: str = "speedup.configurations",
 ) -> list[str]:
     """A line for each configuration that is lossy and allowed to be; RecipeError where it is not allowed or impossible.
 
-    Loads nothing, so that a recipe is refused before hours are spent on it. Without `configurations`: the recipe's;
-    `where` is the place that messages name.
+    Loads nothing, so that a recipe is refused before hours are spent on it. Without `configurations`: the settings'
+    own; `where` is the place that messages name.
     """
     lines = []
-    for configuration in recipe.speedup.configurations if configurations is None else configurations:
+    for configuration in settings.configurations if configurations is None else configurations:
         title, nodes = configuration.title, configuration.nodes
-        if configuration.ranked and nodes is not None and nodes >= recipe.speedup.max_tokens:
+        if configuration.ranked and nodes is not None and nodes >= settings.max_tokens:
             raise RecipeError(
                 f"{where}: `{title}` is shaped by costs of {nodes + 1} tokens a step, and "
-                f"speedup.max_tokens is {recipe.speedup.max_tokens}",
+                f"speedup.max_tokens is {settings.max_tokens}",
                 f"speedup.max_tokens={nodes + 1}, or fewer nodes",
             )
         try:
-            reason = lossy_reason(configuration, configured_sampler(configuration, recipe.sampler))
+            reason = lossy_reason(configuration, configured_sampler(configuration, sampler))
         except ValueError as error:
             raise RecipeError(f"{where}: `{title}` cannot be decoded: {error}", "change it") from None
         if reason is None:
             continue
-        if not recipe.speedup.allow_lossy:
+        if not settings.allow_lossy:
             raise RecipeError(
                 f"{where}: `{title}` would change the target's distribution: {reason}",
                 "change it, or ask for it as lossy: speedup.allow_lossy=true, or --allow-lossy",

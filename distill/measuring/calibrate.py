@@ -38,6 +38,7 @@ from distill.engines.loaded import LoadedPair, load_pair
 from distill.engines.model import Model
 from distill.errors import DataError
 from distill.files import from_json, has_form, read_json, read_result, write_json
+from distill.measuring.compare import PairSettings
 from distill.measuring.speedup_results import ChosenTree, ComparedTree, PairMeasured, RoundCosts, SpeedupPart
 from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
@@ -241,11 +242,13 @@ def load_texts(path: Path) -> list[Text]:
 
 
 def run_costs(run: Run, backend: str) -> StepCosts | None:
-    """What rounds of a run's pair pay, as stage speedup measured it; None before it has."""
+    """What rounds of a run's pair pay, as stage speedup measured it; None where it has not."""
     path = run.path("speedup", f"{backend}.json")
     if not path.exists():
         return None
     stored = read_result(path, SpeedupPart).costs
+    if stored is None:
+        return None
     verify = dict(zip(stored.lengths, stored.verify, strict=True))
     steps = DraftSteps(*stored.by_argmax), DraftSteps(*stored.by_distribution)
     return PaidCosts(stored.token, verify, *steps, stored.target_prompt, stored.draft_prompt).step_costs()
@@ -424,8 +427,7 @@ def choose_tree(
 
 
 def choose_trees(
-    recipe: Recipe,
-    configurations: Sequence[Configuration],
+    settings: PairSettings,
     target: Model,
     draft: Model,
     texts: Sequence[Text],
@@ -440,16 +442,16 @@ def choose_trees(
     `texts` are prompts of the validation split, each with the target's text after it; `timed` (prompts, rounds) is
     after how many of them how many rounds are timed. `rates` are the acceptance by rank.
     """
-    costs = replace(costs, target=costs.target[: recipe.speedup.max_tokens])
+    costs = replace(costs, target=costs.target[: settings.speedup.max_tokens])
     max_nodes = len(costs.target) - 1
     prompts = [prompt for prompt, _ in texts[: timed[0]]]
     choices = []
-    for configuration in configurations:
+    for configuration in settings.others:
         if not configuration.needs_tree_choice:
             continue
         title = configuration.title
-        sampler = configured_sampler(configuration, recipe.sampler)
-        draws = random.Random(f"{recipe.seed}/{title}/timed").random
+        sampler = configured_sampler(configuration, settings.sampler)
+        draws = random.Random(f"{settings.seed}/{title}/timed").random
         rules = Rules(sampler, configuration.verified_by, ends, draws)
         sizes = sorted({*(size for size in SIZES if size < max_nodes), max_nodes})
         trees: dict[int, Tree] = {size: size for size in sizes}

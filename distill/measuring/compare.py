@@ -27,15 +27,53 @@ from distill.decoding.verify import refusal
 from distill.engines.model import Model
 from distill.intervals import speed_ratio
 from distill.measuring.identity import Identity
-from distill.measuring.speedup_results import ChosenLength, Measurement, PairMeasured, RoundFigures, StepFigures
-from distill.measuring.speedup_tables import GroupFigures
+from distill.measuring.speedup_results import (
+    ChosenLength,
+    GroupFigures,
+    Measurement,
+    PairMeasured,
+    RoundFigures,
+    StepFigures,
+)
 from distill.measuring.watch import Step, Watch
 from distill.progress import Progress
-from distill.recipe import Configuration, Recipe
+from distill.recipe import Configuration, Gguf, PyTorch, SamplerSettings, Speedup, Target
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, TREES, DrafterName
 from distill.sampler import Sampler
 
 # ── A configuration made ready for one pair: the rules it decodes under, and its drafter ──
+
+
+@dataclass(frozen=True)
+class PairSettings:
+    """What is measured of a pair and how, whether it comes from a run or not.
+
+    `draft` is None where none is used. `sweep` are greedy configurations of fixed lengths, `others` any; `speedup`
+    holds the counts. The engines' options are those with which the pair is loaded.
+    """
+
+    target: Target
+    draft: str | None
+    sweep: tuple[Configuration, ...]
+    others: tuple[Configuration, ...]
+    speedup: Speedup = field(default_factory=Speedup)
+    sampler: SamplerSettings = field(default_factory=partial(SamplerSettings, temperature=0))
+    seed: int = 0
+    device: str = "auto"
+    threads: int | None = None
+    gguf: Gguf = field(default_factory=Gguf)
+    pytorch: PyTorch = field(default_factory=PyTorch)
+
+    @property
+    def configurations(self) -> tuple[Configuration, ...]:
+        """All that draft."""
+        return *self.sweep, *self.others
+
+    @property
+    def largest_tree(self) -> int:
+        """The most nodes of a tree that may be verified; 0 without trees."""
+        trees = [one for one in self.others if one.branches]
+        return max((one.drawn_nodes or one.nodes or self.speedup.max_tokens - 1 for one in trees), default=0)
 
 
 @dataclass(frozen=True)
@@ -87,15 +125,15 @@ class Prepared:
 
 
 def prepare(
-    recipe: Recipe,
+    settings: PairSettings,
     configuration: Configuration,
     draft: Model | Reader,
     ends: Collection[int],
     fitted: Fitted,
 ) -> Prepared:
-    """Make a configuration ready under the recipe's seed and sampler; a `Reader` is a draft of another vocabulary."""
-    sampler = configured_sampler(configuration, recipe.sampler)
-    draws = random.Random(f"{recipe.seed}/{configuration.title}").random
+    """Make a configuration ready under the settings' seed and sampler; a `Reader` is a draft of another vocabulary."""
+    sampler = configured_sampler(configuration, settings.sampler)
+    draws = random.Random(f"{settings.seed}/{configuration.title}").random
     if not configuration.drafts:
         return Prepared(configuration, Rules(sampler, "token" if sampler.temperature else "greedy", ends, draws), None)
     rules = Rules(sampler, configuration.verified_by, ends, draws)
@@ -106,22 +144,15 @@ def prepare(
     return Prepared(configuration, rules, make, lossy_reason(configuration, sampler))
 
 
-def prepare_all(
-    recipe: Recipe,
-    sweep: Sequence[Configuration],
-    others: Sequence[Configuration],
-    draft: Model | Reader,
-    ends: Collection[int],
-    fitted: Fitted,
-) -> list[Prepared]:
+def prepare_all(settings: PairSettings, draft: Model | Reader, ends: Collection[int], fitted: Fitted) -> list[Prepared]:
     """Plain greedy decoding, the sweep (a configuration a length), and all others.
 
     Where some of these are sampled, plain sampling stands before them, as their base.
     """
-    ready = partial(prepare, recipe, draft=draft, ends=ends, fitted=fitted)
-    lengths = [replace(ready(PLAIN), length=0), *(replace(ready(one), length=one.max_length) for one in sweep)]
-    sampled = Sampler.of(recipe.sampler).temperature > 0 and any(one.sampler == "recipe" for one in others)
-    return [*lengths, *map(ready, [*([PLAIN_SAMPLED] if sampled else []), *others])]
+    ready = partial(prepare, settings, draft=draft, ends=ends, fitted=fitted)
+    lengths = [replace(ready(PLAIN), length=0), *(replace(ready(one), length=one.max_length) for one in settings.sweep)]
+    sampled = Sampler.of(settings.sampler).temperature > 0 and any(one.sampler == "recipe" for one in settings.others)
+    return [*lengths, *map(ready, [*([PLAIN_SAMPLED] if sampled else []), *settings.others])]
 
 
 # ── Plain against speculative decoding of one pair by one backend: interleaved, cold caches, distinct prompts ──

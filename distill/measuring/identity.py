@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distill.data.texts import first_difference
 from distill.engines.model import Model
-from distill.recipe import Recipe
+from distill.recipe import Target
 
 TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
 
@@ -96,7 +96,7 @@ def is_tie(
 
 
 def tie_noise(
-    recipe: Recipe,
+    settings: Target,
     backend: str,
     target: Model,
     prompt: Sequence[int],
@@ -110,7 +110,7 @@ def tie_noise(
     rounds of these draft `lengths` read them, and of `others`: of trees, how many nodes. A tie is read in steps of
     every size up to the longest of the lengths.
     """
-    if backend == "pytorch" and recipe.target.dtype == "float32" and recipe.target.quantise is None:
+    if backend == "pytorch" and settings.dtype == "float32" and settings.quantise is None:
         return TORCH_NOISE, ()
     pieces = [text[start : start + length + 1] for length in (*lengths, *others) for start in (0, 16)]
     # A text may end before the longest length.

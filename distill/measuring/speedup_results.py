@@ -210,23 +210,71 @@ class Noise(PairMeasured):
 
 
 @dataclass(frozen=True)
+class GroupFigures:
+    """One configuration on the prompts of a class, or on the rounds at a range of depths.
+
+    `group` is the class, or the tokens in the context (`from`–`to`). Figures of a class include the prompts, those of
+    a depth do not. `count` is of prompts or rounds. The speedup is over plain decoding of the same prompts, or at the
+    same depths; None where plain decoding made no text there. The interval is by prompt, NaN where there is one.
+    """
+
+    group: str
+    configuration: str
+    count: int
+    tokens: int
+    tokens_per_second: float
+    tokens_per_round: float | None
+    acceptance: float | None
+    speedup: float | None
+    speedup_low: Figure
+    speedup_high: Figure
+
+
+@dataclass(frozen=True)
+class BatchFigures:
+    """B texts at once, by plain and speculative decoding: tokens per second of all together, the prompts included."""
+
+    batch: int
+    configuration: str
+    tokens: int
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    tokens_per_round: float
+    acceptance: float | None
+    speedup: float
+
+
+@dataclass(frozen=True)
 class SpeedupPart:
-    """All that was measured of one pair by one backend."""
+    """All that was measured of one pair by one backend.
+
+    `chosen` is None where no lengths are swept, `costs` where nothing reads them. `not_batched` says which
+    configurations cannot decode several texts at once, where that was asked for.
+    """
 
     measurements: list[Measurement]
-    chosen: ChosenLength
+    chosen: ChosenLength | None
     noise: Noise
-    costs: RoundCosts
+    costs: RoundCosts | None
     steps: StepFigures
     trees: list[ChosenTree] = field(default_factory=list)
     rounds: list[RoundFigures] = field(default_factory=list)
     explanations: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    by_class: list[GroupFigures] = field(default_factory=list)
+    by_depth: list[GroupFigures] = field(default_factory=list)
+    batches: list[BatchFigures] = field(default_factory=list)
+    not_batched: list[str] = field(default_factory=list)
+
+    @property
+    def pair(self) -> str:
+        """Which pair was measured."""
+        return self.measurements[0].pair
 
     @property
     def backend(self) -> str:
         """By which it was decoded."""
-        return self.costs.backend
+        return self.measurements[0].backend
 
 
 def _fastest(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -241,9 +289,11 @@ def _fastest(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 @dataclass(frozen=True)
 class SpeedupReport:
-    """speedup.json: every part in order, with the command and the machine; `calibration` as in calibration.json.
+    """speedup.json of a run, and what was measured of any two models: every part in order, the command, the machine.
 
-    `gguf` names llama.cpp's options where they differ from their defaults.
+    `calibration` is as in calibration.json. `gguf` and `pytorch` name the engines' settings that are not the defaults.
+    Of any two models, `target` and `draft` are their names as they were given, `classes` counts their prompts by class,
+    and `dropped` the records that were left out, by reason.
     """
 
     command: str
@@ -254,6 +304,11 @@ class SpeedupReport:
     parts: list[SpeedupPart]
     calibration: dict[str, Any] | None = None
     gguf: str = ""
+    pytorch: str = ""
+    target: str = ""
+    draft: str | None = None
+    classes: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
 
     @property
     def measurements(self) -> list[Measurement]:

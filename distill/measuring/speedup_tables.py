@@ -2,94 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
-from distill.files import Figure
 from distill.intervals import Interval
 from distill.measuring.speedup_results import (
+    BatchFigures,
     ChosenLength,
+    GroupFigures,
     Measurement,
-    PairMeasured,
     RoundFigures,
+    SpeedupPart,
     SpeedupReport,
     StepFigures,
 )
+from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
 from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, listed, table_of
-
-# ── What `distill speedup --target A --draft B` measures, as dataclasses: tables, JSON and files are made from it
-# ──
-
-
-@dataclass(frozen=True)
-class GroupFigures:
-    """One configuration on the prompts of a class, or on the rounds at a range of depths.
-
-    `group` is the class, or the tokens in the context (`from`–`to`). Figures of a class include the prompts, those of
-    a depth do not. `count` is of prompts or rounds. The speedup is over plain decoding of the same prompts, or at the
-    same depths; None where plain decoding made no text there. The interval is by prompt, NaN where there is one.
-    """
-
-    group: str
-    configuration: str
-    count: int
-    tokens: int
-    tokens_per_second: float
-    tokens_per_round: float | None
-    acceptance: float | None
-    speedup: float | None
-    speedup_low: Figure
-    speedup_high: Figure
-
-
-@dataclass(frozen=True)
-class BatchFigures:
-    """B texts at once, by plain and speculative decoding: tokens per second of all together, the prompts included."""
-
-    batch: int
-    configuration: str
-    tokens: int
-    tokens_per_second: float
-    plain_tokens_per_second: float
-    tokens_per_round: float
-    acceptance: float | None
-    speedup: float
-
-
-@dataclass(frozen=True)
-class PairSpeedup:
-    """A pair that no recipe made, on the user's own prompts.
-
-    `classes` counts prompts. `gguf`
-    and `pytorch` name the engine's settings that are not the defaults. `dropped` are records left out, by reason.
-    """
-
-    command: str
-    machine: dict[str, Any]
-    target: str
-    draft: str | None
-    backend: str
-    gguf: str
-    sampler: dict[str, int | float]
-    prompts: int
-    classes: dict[str, int]
-    new_tokens: int
-    dropped: dict[str, int]
-    measurements: list[Measurement]
-    chosen: ChosenLength | None
-    rounds: list[RoundFigures]
-    steps: StepFigures
-    by_class: list[GroupFigures]
-    by_depth: list[GroupFigures]
-    reasons: list[str]
-    batches: list[BatchFigures] = field(default_factory=list)
-    not_batched: list[str] = field(default_factory=list)
-    calibration: dict[str, Any] | None = None
-    pytorch: str = ""
-
-
-# ── The tables of `distill speedup`: for the terminal, speedup.md, the report page and the model card ──
 
 INTERLEAVED = (
     "distinct prompts, interleaved, cold caches; times include the prompt. Speedup over this decoder's own plain run "
@@ -147,19 +74,19 @@ def round_table(rounds: Sequence[RoundFigures], command: str) -> Table:
     return table_of(rounds, columns, command, "a round", note)
 
 
-def step_table(pairs: Sequence[tuple[PairMeasured, StepFigures]], command: str) -> Table:
+def step_table(parts: Sequence[SpeedupPart], command: str) -> Table:
     """Milliseconds of a step of each number of tokens, with one model alone."""
-    curves = [(pair, steps, name, curve) for pair, steps in pairs for name, curve in steps.by_model.items()]
+    curves = [(part, name, curve) for part in parts for name, curve in part.steps.by_model.items()]
     sizes = sorted({m for *_, curve in curves for m in curve})
     rows: list[Row] = [
         [
-            pair.pair,
-            pair.backend,
+            part.pair,
+            part.backend,
             name,
-            steps.depth,
+            part.steps.depth,
             *(Cell(1e3 * curve[m] if m in curve else None, ".3f") for m in sizes),
         ]
-        for pair, steps, name, curve in curves
+        for part, name, curve in curves
     ]
     heads = ["pair", "backend", "model", "depth", *(f"T({m}), ms" for m in sizes)]
     return Table(heads, rows, command, "a step of m tokens, T(m), with one model alone")
@@ -193,46 +120,38 @@ def batch_table(batches: Sequence[BatchFigures], command: str) -> Table:
     return table_of(batches, columns, command, "several texts at once")
 
 
-def run_blocks(report: SpeedupReport) -> list[Block]:
-    """A run's speedups: speedup.md, which the terminal shows too."""
-    lines = [f"llama.cpp's options, where they are not the defaults: {report.gguf}."] if report.gguf else []
-    calibration = report.calibration
-    if calibration:
-        none = "".join(f" No fit of {name}: {why}." for name, why in calibration["unfitted"].items())
-        where = f"{calibration['rounds']} rounds of {calibration['prompts']} validation texts"
-        lines.append(f"Draft probabilities were calibrated on {where}, costs measured on this machine.{none}")
-    return [
-        f"Up to {report.new_tokens} tokens after each of {report.prompts} {INTERLEAVED}",
-        measurement_table(report.measurements, report.command, report.best),
-        bullets(report.explanations),
-        *lines,
-    ]
-
-
-def pair_blocks(report: PairSpeedup) -> list[Block]:
-    """Everything that was measured of any pair."""
-    command = report.command
-    blocks: list[Block] = [*_head(report), measurement_table(report.measurements, command)]
+def speedup_blocks(report: SpeedupReport) -> list[Block]:
+    """Everything that was measured of a run, also its speedup.md, or of any pair."""
+    blocks: list[Block] = [*_head(report), measurement_table(report.measurements, report.command, report.best)]
     if any((row.length or row.nodes) and row.predicted is not None for row in report.measurements):
         blocks.append(
-            "Predicted, for fixed lengths and chosen trees: from the acceptance counted in these texts, and from the "
-            "costs of rounds, which were timed between them (of trees before them)."
+            "Predicted, for fixed lengths and chosen trees: from costs of rounds and acceptance (docs/decoding.md)."
         )
-    blocks += [round_table(report.rounds, command), step_table([(report.measurements[0], report.steps)], command)]
-    if report.by_class:
-        blocks.append(group_table(report.by_class, "class of prompt", "with the prompts", command))
-    if report.by_depth:
-        blocks.append(group_table(report.by_depth, "tokens in the context", "rounds alone", command))
-    if report.batches:
-        blocks.append(batch_table(report.batches, command))
-    return [*blocks, bullets([*report.reasons, *report.not_batched])]
+    blocks.append(bullets(report.explanations))
+    for part in report.parts:
+        if len(report.parts) > 1:
+            blocks.append(f"{part.pair}, {part.backend}:")
+        blocks += _part(part, report.command)
+    return blocks
 
 
-def _head(report: PairSpeedup) -> list[str]:
+def _part(part: SpeedupPart, command: str) -> list[Block]:
+    blocks: list[Block] = [round_table(part.rounds, command), step_table([part], command)]
+    if part.by_class:
+        blocks.append(group_table(part.by_class, "class of prompt", "with the prompts", command))
+    if part.by_depth:
+        blocks.append(group_table(part.by_depth, "tokens in the context", "rounds alone", command))
+    if part.batches:
+        blocks.append(batch_table(part.batches, command))
+    return blocks + ([bullets(part.not_batched)] if part.not_batched else [])
+
+
+def _head(report: SpeedupReport) -> list[str]:
     named = ", ".join(f"{name} {value:g}" for name, value in report.sampler.items())
+    pair = f"Target {report.target}, draft {report.draft or 'none'}. " if report.target else ""
     lines = [
-        f"Target {report.target}, draft {report.draft or 'none'}, {report.backend}. Up to {report.new_tokens} tokens "
-        f"after each of {report.prompts} {INTERLEAVED} Sampler of sampled configurations: {named}."
+        f"{pair}Up to {report.new_tokens} tokens after each of {report.prompts} {INTERLEAVED} Sampler of sampled "
+        f"configurations: {named}."
     ]
     notes = {
         "llama.cpp's options, where they are not the defaults": report.gguf,
@@ -240,8 +159,170 @@ def _head(report: PairSpeedup) -> list[str]:
         "Left out of the files": listed(report.dropped),
     }
     lines += [f"{name}: {note}." for name, note in notes.items() if note]
-    if report.calibration is not None:
-        lines.append(
-            f"Draft probabilities were calibrated on {report.calibration['prompts']} other prompts of the same files."
-        )
+    if report.calibration:
+        none = "".join(f" No fit of {name}: {why}." for name, why in report.calibration["unfitted"].items())
+        where = f"{report.calibration['rounds']} rounds of {report.calibration['prompts']} other prompts"
+        lines.append(f"Draft probabilities were calibrated on {where}, costs measured on this machine.{none}")
     return lines
+
+
+# ── Why a pair is faster than plain decoding, or not, and what to change: sentences whose every number was measured
+# ──
+# Legend: a round costs plain steps, the seconds of a token of plain decoding.
+
+HARDLY_DRAFTS = 0.2  # verified tokens of a round, less the one that plain decoding has: below, hardly any is drafted
+LARGEST_ERROR = 1.25  # times the predicted speedup, or its inverse: predictions are within a tenth on a quiet machine
+LEAST_GAIN = 1.02  # a change that raises the speedup by less is no advice
+
+# What might change, what it would mean, and how to go about it.
+ADVICE = {
+    "acceptance": (
+        "with every drafted token accepted",
+        "train longer, or on answers to prompts like those that are served",
+    ),
+    "draft": (
+        "with a draft that costs nothing",
+        "take a smaller draft: fewer layers, q8_0 instead of f16, or, in PyTorch only, a trimmed head",
+    ),
+    "verification": (
+        "if verifying cost no more than a plain step",
+        "draft fewer tokens a round, or serve the target in a type or build whose steps over several tokens cost less "
+        "(`distill profile`)",
+    ),
+    "rest": (
+        "with nothing spent beside the models",
+        "take a larger target, or more prompts at once: these models are too small for what surrounds them",
+    ),
+}
+
+
+def explain(
+    steps: StepFigures,
+    rows: Sequence[Measurement],
+    rounds: Sequence[RoundFigures],
+    chosen: ChosenLength | None,
+    prompts: Mapping[str, float],
+) -> list[str]:
+    """Sentences about the fastest configuration that drafts, and about the length that was chosen.
+
+    `prompts` are the seconds of a prompt by configuration: a draft reads it too.
+    """
+    drafting = [row for row in rows if not row.is_plain]
+    if not drafting:
+        return ["Nothing was drafted."]
+    by_title = {figures.configuration: figures for figures in rounds}
+    best = max(drafting, key=lambda row: row.speedup)
+    base = PLAIN_SAMPLED if best.sampler is not None and PLAIN_SAMPLED.title in by_title else PLAIN
+    plain, figures = by_title[base.title].seconds, by_title[best.configuration]
+    sentences = ["The texts end with their first token: no round was timed."]
+    if plain and figures.seconds:
+        sentences = [
+            _costs(steps, best, figures, plain),
+            *_verdict(best, figures, plain, prompts),
+            *_advice(best, drafting, by_title, plain),
+        ]
+    if chosen is not None and chosen.length:
+        # Of a single odd prompt there is no interval.
+        interval = f" [{chosen.speedup_low:.2f}, {chosen.speedup_high:.2f}]"
+        sentences.append(
+            f"Cross-check: of the fixed lengths {chosen.length} is the fastest on every other prompt, and gives on the "
+            f"rest {chosen.speedup:.2f}×{interval if chosen.speedup_low < chosen.speedup_high else ''}."
+        )
+    elif chosen is not None:
+        sentences.append("Cross-check: plain decoding beats the fixed lengths on every other prompt.")
+    return sentences
+
+
+def _costs(steps: StepFigures, best: Measurement, figures: RoundFigures, plain: float) -> str:
+    """What a step of each model and a round of the fastest configuration cost, and what the round gives."""
+    alone, draft = steps.target[1], steps.draft.get(1)
+    head = f"One token takes the target {alone * 1e3:.2f} ms at depth {steps.depth}"
+    if draft is not None:
+        head += f", the draft {draft / alone:.2f} of that"
+    parts = "not told apart: the device computes on after a call returns"
+    if figures.target_seconds is not None:
+        paid = (figures.target_seconds, figures.draft_seconds or 0.0, figures.overhead_seconds or 0.0)
+        target, drafted, rest = (seconds / plain for seconds in paid)
+        parts = (
+            f"the target's step over {figures.verified:.1f} tokens {target:.2f}, {figures.draft_steps:.1f} draft steps "
+            f"{drafted:.2f}, the rest {rest:.2f}"
+        )
+    return (
+        f"{head}. Fastest: `{best.configuration}`, {best.speedup:.2f}× over the whole request. A round costs "
+        f"{figures.seconds / plain:.2f} plain steps ({parts}) and gives {figures.tokens:.2f} tokens."
+    )
+
+
+def _verdict(best: Measurement, figures: RoundFigures, plain: float, prompts: Mapping[str, float]) -> list[str]:
+    """Whether the speed is far from its prediction, and why it is no gain where it is none."""
+    sentences = []
+    if best.predicted is not None and not 1 / LARGEST_ERROR < best.speedup / best.predicted < LARGEST_ERROR:
+        sentences.append(
+            f"Costs and acceptance predict {best.predicted:.2f}×, which is far from it: another program used the "
+            "machine (`distill doctor` names it), or the prompts are too few."
+        )
+    if best.speedup_low > 1:
+        return sentences
+    paid = figures.tokens >= figures.seconds / plain
+    if paid and best.speedup >= 1:
+        why = "It is faster, but not by more than these prompts vary: measure more of them (--count; in a recipe, "
+        return [*sentences, why + "speedup.prompts)."]
+    if _hardly_drafts(figures):
+        rule = ": its rule expects no gain from more" if best.rule == "expected-value" else ""
+        why = f"it verifies {figures.verified:.2f} tokens a round, so it hardly drafts{rule}"
+    elif paid:
+        why = (
+            f"its rounds are fast enough, but reading the prompt takes {prompts[best.configuration] * 1e3:.1f} ms with "
+            f"the draft, {prompts[PLAIN.title] * 1e3:.1f} ms without"
+        )
+    else:
+        accepted = "" if best.acceptance is None else f" (accepted: {best.acceptance:.0%})"
+        why = f"a round gives fewer tokens than the plain steps that it costs{accepted}"
+    return [*sentences, f"It is no faster than plain decoding: {why}."]
+
+
+def _hardly_drafts(figures: RoundFigures) -> bool:
+    return figures.verified < 1 + HARDLY_DRAFTS and (figures.most or 0) < 1 + HARDLY_DRAFTS
+
+
+def _advice(
+    best: Measurement, drafting: Sequence[Measurement], by_title: Mapping[str, RoundFigures], plain: float
+) -> list[str]:
+    """The one change that raises the speedup of rounds most: of the fastest configuration or, where that hardly drafts
+    and so has little to gain, of the fastest fixed length."""
+    fixed = [one for one in drafting if one.length and one.sampler == best.sampler]
+    hardly = _hardly_drafts(by_title[best.configuration])
+    subject = max(fixed, key=lambda one: one.speedup) if hardly and fixed else best
+    figures = by_title[subject.configuration]
+    changes = _changed(subject, figures, plain)
+    now = figures.tokens / (figures.seconds / plain) if figures.seconds else 0.0
+    name = max(changes, key=lambda name: changes[name], default="")
+    if not changes or changes[name] < LEAST_GAIN * now:
+        return []
+    change, todo = ADVICE[name]
+    gain = f"would give {changes[name]:.2f}× instead of {now:.2f}×"
+    if changes[name] < 1:
+        return [
+            f"No change of one thing makes drafting faster than plain decoding here. The most, {change}, {gain}. What "
+            "to do: decode plainly here; `distill plan` says what another type, build or machine would have to cost."
+        ]
+    return [f"What to change: {change}, the rounds of `{subject.configuration}` {gain}. So {todo}."]
+
+
+def _changed(measured: Measurement, figures: RoundFigures, plain: float) -> dict[str, float]:
+    """The speedup of the rounds with one thing changed: everything accepted, a draft at no cost, verifying as cheap as
+    a plain step, nothing spent beside the models. Without acceptance where tokens are looked up, which no training
+    changes; empty where the parts of a round were not timed."""
+    if figures.target_seconds is None:
+        return {}
+    paid = (figures.target_seconds, figures.draft_seconds or 0.0, figures.overhead_seconds or 0.0)
+    target, draft, rest = (seconds / plain for seconds in paid)
+    cost, tokens = target + draft + rest, figures.tokens
+    if cost <= 0:  # texts of one token have no rounds
+        return {}
+    most = {} if figures.most is None else {"acceptance": max(figures.most, tokens) / cost}
+    return (most if measured.drafter != "lookup" else {}) | {
+        "draft": tokens / (cost - draft),
+        "verification": tokens / (min(target, 1.0) + draft + rest),
+        "rest": tokens / (cost - max(rest, 0.0)),
+    }

@@ -1,29 +1,43 @@
 """The measurement of one pair by one backend: plain against speculative decoding on the same prompts.
 
-Stage `speedup` makes it for each pair and backend of a run (speedup.py), `distill speedup --target A --draft B` for any
-two models (any_pair.py). Legend: γ drafted tokens of a round, T target.
+Stage `speedup` makes it for each pair and backend of a run and `distill speedup --target A --draft B` for any two
+models (speedup.py). Legend: γ drafted tokens of a round, T target.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from statistics import fmean
 
+from distill.decoding.batch import decode_batch, plain_batch
 from distill.decoding.calibration import Calibration
-from distill.decoding.configured import NO_COSTS, require_trees
+from distill.decoding.configured import NO_COSTS, make_rule, require_trees
 from distill.decoding.costs import accepted_by_position, shorter_rounds
+from distill.decoding.decode import Decoded
 from distill.decoding.other_vocabulary import Reader
 from distill.decoding.round_costs import PaidCosts, PaidMeter, measure_paid, prompts_as_long
+from distill.decoding.rules import Characters, Rules
+from distill.decoding.verify import CHAINS, Random
 from distill.engines.loaded import LoadedPair
 from distill.engines.model import Model
+from distill.engines.torch.model import BatchedTorchModel, TorchModel, model_name
+from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError, RecipeError
-from distill.measuring.calibrate import Calibrated, Choice, choose_trees, read_calibrations, read_ranks
+from distill.measuring.calibrate import Calibrated, Choice, choose_trees, read_calibrations, read_ranks, round_costs
 from distill.measuring.compare import (
     Fitted,
+    PairSettings,
     Prepared,
     TimedText,
+    acceptance,
+    by_class,
+    by_depth,
     choose_length,
     judge_identity,
     measurements,
@@ -34,172 +48,21 @@ from distill.measuring.compare import (
     time_texts,
 )
 from distill.measuring.identity import tie_noise
-from distill.measuring.speedup_results import ChosenLength, Measurement, PairMeasured, RoundFigures, StepFigures
+from distill.measuring.speedup_results import (
+    BatchFigures,
+    Measurement,
+    Noise,
+    PairMeasured,
+    Sample,
+    Segment,
+    SpeedupPart,
+)
+from distill.measuring.speedup_tables import explain
 from distill.measuring.watch import Watch
-from distill.recipe import Configuration, Recipe
-from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
-
-# ── Why a pair is faster than plain decoding, or not, and what to change: sentences whose every number was measured
-# ──
-# Legend: a round costs plain steps, the seconds of a token of plain decoding.
-
-HARDLY_DRAFTS = 0.2  # verified tokens of a round, less the one that plain decoding has: below, hardly any is drafted
-LARGEST_ERROR = 1.25  # times the predicted speedup, or its inverse: predictions are within a tenth on a quiet machine
-LEAST_GAIN = 1.02  # a change that raises the speedup by less is no advice
-
-# What might change, what it would mean, and how to go about it.
-ADVICE = {
-    "acceptance": (
-        "with every drafted token accepted",
-        "train longer, or on answers to prompts like those that are served",
-    ),
-    "draft": (
-        "with a draft that costs nothing",
-        "take a smaller draft: fewer layers, q8_0 instead of f16, or, in PyTorch only, a trimmed head",
-    ),
-    "verification": (
-        "if verifying cost no more than a plain step",
-        "draft fewer tokens a round, or serve the target in a type or build whose steps over several tokens cost less "
-        "(`distill profile`)",
-    ),
-    "rest": (
-        "with nothing spent beside the models",
-        "take a larger target, or more prompts at once: these models are too small for what surrounds them",
-    ),
-}
-
-
-def explain(
-    steps: StepFigures,
-    rows: Sequence[Measurement],
-    rounds: Sequence[RoundFigures],
-    chosen: ChosenLength | None,
-    prompts: Mapping[str, float],
-) -> list[str]:
-    """Sentences about the fastest configuration that drafts, and about the length that was chosen.
-
-    `prompts` are the seconds of a prompt by configuration: a draft reads it too.
-    """
-    drafting = [row for row in rows if not row.is_plain]
-    if not drafting:
-        return ["Nothing was drafted."]
-    by_title = {figures.configuration: figures for figures in rounds}
-    best = max(drafting, key=lambda row: row.speedup)
-    base = PLAIN_SAMPLED if best.sampler is not None and PLAIN_SAMPLED.title in by_title else PLAIN
-    plain, figures = by_title[base.title].seconds, by_title[best.configuration]
-    sentences = ["The texts end with their first token: no round was timed."]
-    if plain and figures.seconds:
-        sentences = [
-            _costs(steps, best, figures, plain),
-            *_verdict(best, figures, plain, prompts),
-            *_advice(best, drafting, by_title, plain),
-        ]
-    if chosen is not None and chosen.length:
-        # Of a single odd prompt there is no interval.
-        interval = f" [{chosen.speedup_low:.2f}, {chosen.speedup_high:.2f}]"
-        sentences.append(
-            f"Cross-check: of the fixed lengths {chosen.length} is the fastest on every other prompt, and gives on the "
-            f"rest {chosen.speedup:.2f}×{interval if chosen.speedup_low < chosen.speedup_high else ''}."
-        )
-    elif chosen is not None:
-        sentences.append("Cross-check: plain decoding beats the fixed lengths on every other prompt.")
-    return sentences
-
-
-def _costs(steps: StepFigures, best: Measurement, figures: RoundFigures, plain: float) -> str:
-    """What a step of each model and a round of the fastest configuration cost, and what the round gives."""
-    alone, draft = steps.target[1], steps.draft.get(1)
-    head = f"One token takes the target {alone * 1e3:.2f} ms at depth {steps.depth}"
-    if draft is not None:
-        head += f", the draft {draft / alone:.2f} of that"
-    parts = "not told apart: the device computes on after a call returns"
-    if figures.target_seconds is not None:
-        paid = (figures.target_seconds, figures.draft_seconds or 0.0, figures.overhead_seconds or 0.0)
-        target, drafted, rest = (seconds / plain for seconds in paid)
-        parts = (
-            f"the target's step over {figures.verified:.1f} tokens {target:.2f}, {figures.draft_steps:.1f} draft steps "
-            f"{drafted:.2f}, the rest {rest:.2f}"
-        )
-    return (
-        f"{head}. Fastest: `{best.configuration}`, {best.speedup:.2f}× over the whole request. A round costs "
-        f"{figures.seconds / plain:.2f} plain steps ({parts}) and gives {figures.tokens:.2f} tokens."
-    )
-
-
-def _verdict(best: Measurement, figures: RoundFigures, plain: float, prompts: Mapping[str, float]) -> list[str]:
-    """Whether the speed is far from its prediction, and why it is no gain where it is none."""
-    sentences = []
-    if best.predicted is not None and not 1 / LARGEST_ERROR < best.speedup / best.predicted < LARGEST_ERROR:
-        sentences.append(
-            f"Costs and acceptance predict {best.predicted:.2f}×, which is far from it: another program used the "
-            "machine (`distill doctor` names it), or the prompts are too few."
-        )
-    if best.speedup_low > 1:
-        return sentences
-    paid = figures.tokens >= figures.seconds / plain
-    if paid and best.speedup >= 1:
-        why = "It is faster, but not by more than these prompts vary: measure more of them (--count; in a recipe, "
-        return [*sentences, why + "speedup.prompts)."]
-    if _hardly_drafts(figures):
-        rule = ": its rule expects no gain from more" if best.rule == "expected-value" else ""
-        why = f"it verifies {figures.verified:.2f} tokens a round, so it hardly drafts{rule}"
-    elif paid:
-        why = (
-            f"its rounds are fast enough, but reading the prompt takes {prompts[best.configuration] * 1e3:.1f} ms with "
-            f"the draft, {prompts[PLAIN.title] * 1e3:.1f} ms without"
-        )
-    else:
-        accepted = "" if best.acceptance is None else f" (accepted: {best.acceptance:.0%})"
-        why = f"a round gives fewer tokens than the plain steps that it costs{accepted}"
-    return [*sentences, f"It is no faster than plain decoding: {why}."]
-
-
-def _hardly_drafts(figures: RoundFigures) -> bool:
-    return figures.verified < 1 + HARDLY_DRAFTS and (figures.most or 0) < 1 + HARDLY_DRAFTS
-
-
-def _advice(
-    best: Measurement, drafting: Sequence[Measurement], by_title: Mapping[str, RoundFigures], plain: float
-) -> list[str]:
-    """The one change that raises the speedup of rounds most: of the fastest configuration or, where that hardly drafts
-    and so has little to gain, of the fastest fixed length."""
-    fixed = [one for one in drafting if one.length and one.sampler == best.sampler]
-    hardly = _hardly_drafts(by_title[best.configuration])
-    subject = max(fixed, key=lambda one: one.speedup) if hardly and fixed else best
-    figures = by_title[subject.configuration]
-    changes = _changed(subject, figures, plain)
-    now = figures.tokens / (figures.seconds / plain) if figures.seconds else 0.0
-    name = max(changes, key=lambda name: changes[name], default="")
-    if not changes or changes[name] < LEAST_GAIN * now:
-        return []
-    change, todo = ADVICE[name]
-    gain = f"would give {changes[name]:.2f}× instead of {now:.2f}×"
-    if changes[name] < 1:
-        return [
-            f"No change of one thing makes drafting faster than plain decoding here. The most, {change}, {gain}. What "
-            "to do: decode plainly here; `distill plan` says what another type, build or machine would have to cost."
-        ]
-    return [f"What to change: {change}, the rounds of `{subject.configuration}` {gain}. So {todo}."]
-
-
-def _changed(measured: Measurement, figures: RoundFigures, plain: float) -> dict[str, float]:
-    """The speedup of the rounds with one thing changed: everything accepted, a draft at no cost, verifying as cheap as
-    a plain step, nothing spent beside the models. Without acceptance where tokens are looked up, which no training
-    changes; empty where the parts of a round were not timed."""
-    if figures.target_seconds is None:
-        return {}
-    paid = (figures.target_seconds, figures.draft_seconds or 0.0, figures.overhead_seconds or 0.0)
-    target, draft, rest = (seconds / plain for seconds in paid)
-    cost, tokens = target + draft + rest, figures.tokens
-    if cost <= 0:  # texts of one token have no rounds
-        return {}
-    most = {} if figures.most is None else {"acceptance": max(figures.most, tokens) / cost}
-    return (most if measured.drafter != "lookup" else {}) | {
-        "draft": tokens / (cost - draft),
-        "verification": tokens / (min(target, 1.0) + draft + rest),
-        "rest": tokens / (cost - max(rest, 0.0)),
-    }
-
+from distill.progress import Progress
+from distill.recipe import Configuration
+from distill.recipe.configuration import PLAIN
+from distill.recipe.measuring import fixed_length
 
 # ── Speedups of fixed lengths, predicted from costs that are timed between the texts ──
 
@@ -260,69 +123,46 @@ class Predictions:
 
 # ── The measurement of one pair by one backend: plain against speculative decoding on the same prompts ──
 
+SAMPLES = 3
 LONGEST_OF_NONE = 4  # tokens drafted, for which ties are judged where no length is swept
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What is compared with plain decoding, and on which prompts.
+class PairTexts:
+    """On which prompts a pair is measured, and what is known of them.
 
-    `sweep` are greedy configurations of fixed lengths, `others` any. `spare_prompts` are others than `prompts`: costs
-    are timed behind them. `calibrated` is None where no configuration reads it. `evaluated` are rounds (drafted,
-    accepted) of each prompt, in order, whose acceptance predicts speedups; None: that of the texts themselves.
-    `reader` is a draft of another vocabulary. Of a run (`of_run`), rounds are timed beforehand even where no
-    configuration reads their costs.
+    Costs are timed behind `spare` prompts. `calibrated` is None where no configuration reads it. `evaluated` are rounds
+    (drafted, accepted) of each prompt, in order, whose acceptance predicts speedups; None: that of the texts
+    themselves. `classes` are those of the prompts, where they are to be told apart. `written` gives the text of a
+    prompt, where samples are wanted.
     """
 
-    label: PairMeasured
     prompts: list[list[int]]
-    spare_prompts: list[list[int]]
-    sweep: tuple[Configuration, ...]
-    others: tuple[Configuration, ...]
+    spare: list[list[int]]
     calibrated: Calibrated | None = None
     evaluated: list[list[tuple[int, int]]] | None = None
-    reader: Reader | None = None
-    of_run: bool = False
-
-    @property
-    def configurations(self) -> tuple[Configuration, ...]:
-        """All that draft."""
-        return *self.sweep, *self.others
+    classes: Sequence[str] = ()
+    written: Callable[[list[int]], str] | None = None
 
 
-@dataclass(frozen=True)
-class ComparedPair:
-    """What a comparison gave: its figures, in the order of `prepared`, and all they were computed from.
+def measure_pair(
+    settings: PairSettings,
+    pair: LoadedPair,
+    label: PairMeasured,
+    given: PairTexts,
+    reader: Reader | None = None,
+    batches: Sequence[int] = (),
+) -> SpeedupPart:
+    """Measure a loaded pair; `reader` is a draft of another vocabulary, `batches` are sizes to decode at once.
 
-    `noise` is the logit difference below which two tokens count as tied; `paid` are the costs that were timed
-    beforehand.
-    `explanations` are of the fastest configuration, of the trees that were chosen, and of what was not predicted.
-    """
-
-    measurements: list[Measurement]
-    chosen: ChosenLength | None
-    rounds: list[RoundFigures]
-    steps: StepFigures
-    noise: float
-    paid: PaidCosts | None
-    fitted: Fitted
-    choices: dict[str, Choice]
-    prepared: list[Prepared]
-    texts: list[TimedText]
-    explanations: list[str]
-
-
-def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> ComparedPair:
-    """Measure a loaded pair; `recipe` holds the settings: sampler, seed, speedup, profile and intervals.
-
-    Raises RecipeError for a configuration that would change the target's distribution, unless the recipe allows that,
+    Raises RecipeError for a configuration that would change the target's distribution, unless the settings allow that,
     and DataError for trees in models that take none and for contexts without room.
     """
-    if any(one.branches for one in comparison.configurations):
+    if any(one.branches for one in settings.configurations):
         require_trees(pair.target, pair.draft)
-    prompts, new_tokens, reader = comparison.prompts, recipe.speedup.new_tokens, comparison.reader
-    spare = prompts_as_long(comparison.spare_prompts, [len(prompt) for prompt in prompts])
-    paid, fitted, choices = _fit(recipe, pair, comparison, spare)
+    prompts, new_tokens = given.prompts, settings.speedup.new_tokens
+    spare = prompts_as_long(given.spare, [len(prompt) for prompt in prompts])
+    paid, fitted, choices = _fit(settings, pair, given.calibrated, spare)
     small: Model = pair.draft if reader is None else reader.model
     watch = Watch()
     target, draft = watch.models(pair.target, small)
@@ -330,7 +170,7 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     if reader is not None:
         drafting = copy.copy(reader)
         drafting.model = draft
-    prepared = _prepared(recipe, comparison, pair.ends, drafting, fitted, choices)
+    prepared = _prepared(settings, pair.ends, drafting, fitted, choices)
     predictions = Predictions(pair.target, pair.draft, prompts, spare, new_tokens, prepared)
     texts = time_texts(
         target,
@@ -344,48 +184,47 @@ def measure_pair(recipe: Recipe, pair: LoadedPair, comparison: Comparison) -> Co
     )
     predictions.finish()
     plain = next(text.decoded.tokens for text in texts if text.title == PLAIN.title)
-    lengths = [one.max_length for one in comparison.sweep] or [LONGEST_OF_NONE]
-    others = _others_drafted(comparison.others, choices)
-    noise, sizes = tie_noise(recipe, pair.backend, pair.target, prompts[0], plain, lengths, others)
+    lengths = [one.max_length for one in settings.sweep] or [LONGEST_OF_NONE]
+    others = _others_drafted(settings.others, choices)
+    noise, sizes = tie_noise(settings.target, pair.backend, pair.target, prompts[0], plain, lengths, others)
     identities = judge_identity(pair.target, prompts, texts, prepared, noise, sizes)
-    rows = measurements(texts, prepared, identities, comparison.label)
     rows = [
-        with_prediction(row, one, comparison, texts, choices, paid, predictions)
-        for row, one in zip(rows, prepared, strict=True)
+        with_prediction(row, one, given, texts, choices, paid, predictions)
+        for row, one in zip(measurements(texts, prepared, identities, label), prepared, strict=True)
     ]
-    chosen = None
-    if comparison.sweep:
-        chosen = choose_length(texts, comparison.sweep, comparison.label)
-    steps = time_steps(texts, pair.target, None if small is pair.target else small, recipe.speedup.repeats)
+    chosen = choose_length(texts, settings.sweep, label) if settings.sweep else None
+    steps = time_steps(texts, pair.target, None if small is pair.target else small, settings.speedup.repeats)
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
     rounds = [round_figures(one, texts, steps, waits) for one in prepared]
     explanations = explain(steps, rows, rounds, chosen, prompt_seconds(texts))
-    if comparison.calibrated is not None:
+    if given.calibrated is not None:
         counted = {one.configuration.title: row.tokens_per_round for row, one in zip(rows, prepared, strict=True)}
         explanations += [
-            choice.sentence(comparison.calibrated.of_texts, counted[title]) for title, choice in choices.items()
+            choice.sentence(given.calibrated.of_texts, counted[title]) for title, choice in choices.items()
         ]
     if predictions.refused is not None:
         explanations.append(f"No speedup is predicted: {predictions.refused}.")
-    return ComparedPair(
+    samples = []
+    if chosen is not None and given.written is not None:  # of the chosen length; of the fastest where that is plain
+        fastest = max((row for row in rows if row.length), key=lambda row: row.tokens_per_second)
+        title = fixed_length(chosen.length or fastest.length or 0).title
+        own = [text for text in texts if text.title == title]
+        samples = sample_texts(given.written, pair.token_bytes, prompts, own, label)
+    return SpeedupPart(
         measurements=rows,
         chosen=chosen,
-        rounds=rounds,
+        noise=Noise(*label.key, noise),
+        costs=None if paid is None else round_costs(paid, label),
         steps=steps,
-        noise=noise,
-        paid=paid,
-        fitted=fitted,
-        choices=choices,
-        prepared=prepared,
-        texts=texts,
+        trees=[choice.as_result(label) for choice in choices.values()],
+        rounds=rounds,
         explanations=explanations,
+        samples=samples,
+        by_class=by_class(texts, prepared, given.classes),
+        by_depth=by_depth(texts, prepared),
+        batches=measure_batches(settings, pair, prompts, batches, prepared, fitted),
+        not_batched=not_batched(prepared) if batches else [],
     )
-
-
-def largest_tree(recipe: Recipe, configurations: Sequence[Configuration]) -> int:
-    """The most nodes of a tree that these configurations may verify; 0 without trees."""
-    trees = [one for one in configurations if one.branches]
-    return max((one.drawn_nodes or one.nodes or recipe.speedup.max_tokens - 1 for one in trees), default=0)
 
 
 def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, Choice]) -> list[int]:
@@ -400,22 +239,20 @@ def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, Choic
 
 
 def _fit(
-    recipe: Recipe, pair: LoadedPair, comparison: Comparison, spare: Sequence[Sequence[int]]
+    settings: PairSettings, pair: LoadedPair, calibrated: Calibrated | None, spare: Sequence[Sequence[int]]
 ) -> tuple[PaidCosts | None, Fitted, dict[str, Choice]]:
     """What configurations read that no measured prompt may decide: costs of rounds, calibrations, trees by title.
 
     Rounds are timed of the lengths that may be drafted, behind `spare` prompts.
     """
-    configurations, calibrated = comparison.configurations, comparison.calibrated
-    settings, chooses = recipe.speedup, any(one.needs_tree_choice for one in configurations)
+    configurations, counts = settings.configurations, settings.speedup
+    chooses = any(one.needs_tree_choice for one in configurations)
     priced = [one.max_length for one in configurations if one.needs_costs]
     paid, costs = None, NO_COSTS
-    if priced or comparison.of_run:
-        lengths = [one.max_length for one in comparison.sweep]
-        if priced:
-            longest = max(*lengths, *priced, settings.max_tokens - 1 if chooses else 1)
-            lengths = [*range(1, longest + 1)]
-        paid = measure_paid(pair.target, pair.draft, spare, lengths, settings.repeats, recipe.speedup.new_tokens)
+    if priced:
+        longest = max(*(one.max_length for one in settings.sweep), *priced, counts.max_tokens - 1 if chooses else 1)
+        lengths = range(1, longest + 1)
+        paid = measure_paid(pair.target, pair.draft, spare, lengths, counts.repeats, counts.new_tokens)
         costs = paid.step_costs()
     calibrations: Mapping[str, Calibration] = {}
     if calibrated is not None and any(one.needs_calibration for one in configurations):
@@ -424,22 +261,21 @@ def _fit(
     if calibrated is not None and chooses:
         rates = read_ranks(calibrated.table, calibrated.source).rates()
         target, draft, texts = pair.target, pair.draft, calibrated.texts
-        found = choose_trees(recipe, comparison.others, target, draft, texts, pair.ends, costs, calibrations, rates)
+        found = choose_trees(settings, target, draft, texts, pair.ends, costs, calibrations, rates)
         choices = {choice.title: choice for choice in found}
     return paid, Fitted(costs, calibrations, {title: choice.tree for title, choice in choices.items()}), choices
 
 
 def _prepared(
-    recipe: Recipe,
-    comparison: Comparison,
+    settings: PairSettings,
     ends: Sequence[int],
     draft: Model | Reader,
     fitted: Fitted,
     choices: Mapping[str, Choice],
 ) -> list[Prepared]:
     """Plain decoding, the sweep and all other configurations, under titles that name chosen trees."""
-    prepared = prepare_all(recipe, comparison.sweep, comparison.others, draft, ends, fitted)
-    refused = next((one for one in prepared if one.lossy is not None and not recipe.speedup.allow_lossy), None)
+    prepared = prepare_all(settings, draft, ends, fitted)
+    refused = next((one for one in prepared if one.lossy is not None and not settings.speedup.allow_lossy), None)
     if refused is not None:
         raise RecipeError(
             f"`{refused.title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
@@ -455,7 +291,7 @@ def _prepared(
 def with_prediction(
     row: Measurement,
     one: Prepared,
-    comparison: Comparison,
+    given: PairTexts,
     texts: Sequence[TimedText],
     choices: Mapping[str, Choice],
     paid: PaidCosts | None,
@@ -474,17 +310,140 @@ def with_prediction(
             return row
         if not choice.nodes or row.tokens_per_round is None:
             return replace(row, predicted=1.0)
-        prompt = round(fmean(map(len, comparison.prompts)))
+        prompt = round(fmean(map(len, given.prompts)))
         speedup = paid.speedup_of_rounds(choice.seconds, row.tokens_per_round, prompt, tokens)
         return replace(row, predicted=speedup)
-    return replace(row, predicted=predictions.speedup(one.title, _accepted(comparison, one, texts), tokens))
+    return replace(row, predicted=predictions.speedup(one.title, _accepted(given, one, texts), tokens))
 
 
-def _accepted(comparison: Comparison, one: Prepared, texts: Sequence[TimedText]) -> list[float]:
+def _accepted(given: PairTexts, one: Prepared, texts: Sequence[TimedText]) -> list[float]:
     """The acceptance by position that predicts a configuration's speedup; empty where it is not known."""
     length = one.length or 0
-    if comparison.evaluated is None:
+    if given.evaluated is None:
         rounds = [(r.drafted, r.accepted) for t in texts if t.title == one.title for r in t.decoded.rounds]
         return accepted_by_position(rounds)
-    rates = accepted_by_position([r for own in comparison.evaluated for r in shorter_rounds(own, length)])
+    rates = accepted_by_position([r for own in given.evaluated for r in shorter_rounds(own, length)])
     return rates if len(rates) >= length else []
+
+
+def sample_texts(
+    written: Callable[[list[int]], str],
+    token_bytes: Callable[[int], bytes],
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[TimedText],
+    pair: PairMeasured,
+) -> list[Sample]:
+    """The first texts, cut into the draft's accepted tokens and the target's own, for the report.
+
+    A character that several tokens share belongs to the segment of the last of them.
+    """
+    samples = []
+    for text in texts[:SAMPLES]:
+        tokens = list(zip(text.decoded.tokens, text.decoded.from_draft, strict=True))
+        segments, characters = [], Characters()
+        for from_draft, group in groupby(tokens, key=lambda pair: pair[1]):
+            piece = "".join(characters.add(token_bytes(token)) for token, _ in group)
+            segments.append(Segment(piece, "accepted" if from_draft else "target"))
+        if segments:
+            segments[-1] = Segment(segments[-1].text + characters.finish(), segments[-1].kind)
+        prompt = written(list(prompts[text.prompt]))
+        samples.append(Sample(*pair.key, text.title, prompt, segments))
+    return samples
+
+
+# ── Several texts at once, plain and speculative, in PyTorch ──
+# Legend: B texts of a batch.
+
+BatchRun = Callable[..., list[Decoded]]  # of prompts, at most so many new tokens, and `randoms`
+
+
+def require_rows(pair: LoadedPair) -> None:
+    """Raise RecipeError where a model cannot decode texts of different lengths at once."""
+    for model in (pair.target, pair.draft):
+        if isinstance(model, TorchModel) and not model.max_leaves:
+            raise RecipeError(
+                f"--batch: {model_name(model.model)} has attention windows, or an attention of its own, which take no "
+                "texts of different lengths",
+                "add --static, which many such models can, or leave --batch out",
+            )
+
+
+def not_batched(prepared: Sequence[Prepared]) -> list[str]:
+    """A sentence for each configuration that cannot decode several texts at once."""
+    return [
+        f"`{one.configuration.title}`: {why}"
+        for one in prepared
+        if one.make is not None and (why := _refusal(one)) is not None
+    ]
+
+
+def _refusal(one: Prepared) -> str | None:
+    configuration = one.configuration
+    if configuration.drafter != "draft":
+        return f"drafter {configuration.drafter} drafts for one text at a time"
+    return None if configuration.verified_by in CHAINS else f"verifier {configuration.verified_by} is for trees"
+
+
+def measure_batches(
+    settings: PairSettings,
+    pair: LoadedPair,
+    prompts: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    prepared: Sequence[Prepared],
+    fitted: Fitted,
+) -> list[BatchFigures]:
+    """Every configuration that can at each size B, over groups of B prompts; the last prompts that fill none are left.
+
+    Each group is decoded plainly and by each configuration in turn.
+    """
+    able = [one for one in prepared if one.make is not None and _refusal(one) is None]
+    new_tokens, figures = settings.speedup.new_tokens, list[BatchFigures]()
+    for size in sizes if able else ():
+        groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
+        target, draft = (_with_rows(model, size, settings.pytorch.compile) for model in (pair.target, pair.draft))
+        runs: dict[str, BatchRun] = {}
+        for one in able:
+            verifier = "token" if one.sampled else "greedy"
+            rules = Rules(one.rules.sampler, verifier, one.rules.ends)
+            runs.setdefault(one.base, partial(plain_batch, target, rules=rules))
+        for one in able:
+            rule = partial(make_rule, one.configuration, fitted.costs, fitted.calibrations)
+            argmax = one.rules.verifier == "match"
+            runs[one.title] = partial(decode_batch, target, draft, rules=one.rules, length=rule, argmax=argmax)
+        seconds: dict[str, float] = dict.fromkeys(runs, 0.0)
+        texts: dict[str, list[Decoded]] = {title: [] for title in runs}
+        for run in runs.values():  # a throw-away text each
+            run(groups[0], min(8, new_tokens), randoms=_randoms(settings.seed, size))
+        order = list(runs.items())
+        progress = Progress(f"batches of {size}", len(groups))
+        for index, group in enumerate(groups):
+            turn = index % len(order)
+            limit = min(new_tokens, min(target.capacity, draft.capacity) - max(map(len, group)))
+            for title, run in order[turn:] + order[:turn]:
+                started = time.perf_counter()
+                texts[title] += run(group, limit, randoms=_randoms(settings.seed + index, size))
+                seconds[title] += time.perf_counter() - started
+            progress.step()
+        figures += [_figures(size, one, texts, seconds) for one in able]
+        target.close()
+        draft.close()
+    return figures
+
+
+def _with_rows(model: Model, rows: int, compiled: bool) -> Model:
+    """A model of `rows` texts with the weights of a PyTorch model of one, prepacked where they are."""
+    if isinstance(model, StaticTorchModel):
+        return StaticTorchModel(model.model, model.vocabulary_size, rows, model.size, compiled)
+    assert isinstance(model, TorchModel)
+    return BatchedTorchModel(model.model, rows, model.vocabulary_size)
+
+
+def _randoms(seed: int, rows: int) -> list[Random]:
+    return [random.Random(f"{seed}/{row}").random for row in range(rows)]
+
+
+def _figures(size: int, one: Prepared, texts: dict[str, list[Decoded]], seconds: dict[str, float]) -> BatchFigures:
+    each, accepted = acceptance([r for text in texts[one.title] for r in text.rounds])
+    tokens, plain = (sum(len(text.tokens) for text in texts[title]) for title in (one.title, one.base))
+    rate, plain_rate = tokens / seconds[one.title], plain / seconds[one.base]
+    return BatchFigures(size, one.title, tokens, rate, plain_rate, each or 0.0, accepted, rate / plain_rate)

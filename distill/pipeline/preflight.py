@@ -159,7 +159,7 @@ def check_stages(recipe: Recipe) -> list[str]:
                 "leave it on a server or in a GGUF file (target.load: false)",
             )
     lines = check_cut(recipe) + check_training(recipe)
-    lines += map(Caution, check_configurations(recipe))  # what it names is lossy
+    lines += map(Caution, check_configurations(recipe.speedup, recipe.sampler))  # what it names is lossy
     check_trees(recipe, recipe.donor_model)
     if not recipe.cut.allow_full_size:
         check_smaller(recipe, target, load_config(recipe.donor_model))

@@ -128,10 +128,8 @@ def reliability(found: Sequence[Reliability]) -> str:
 def cost_curves(part: SpeedupPart, relative: bool = False) -> str:
     """T(m) of both models by one backend, in milliseconds or relative to T(1)."""
     name, words = ("relative", "Cost relative to one token") if relative else ("cost", "Milliseconds for m tokens")
-    with _figure(f"plot-{name}-{_slug(part.costs.pair)}-{_slug(part.backend)}", f"{words}, {part.backend}") as (
-        axes,
-        done,
-    ):
+    slug = f"plot-{name}-{_slug(part.pair)}-{_slug(part.backend)}"
+    with _figure(slug, f"{words}, {part.backend}") as (axes, done):
         values: list[float] = []
         for index, (model, steps) in enumerate(part.steps.by_model.items()):
             scale = 1 / steps[1] if relative else 1000.0

@@ -236,9 +236,7 @@ def cost(report: SpeedupReport) -> Html:
             as_plot(draw, f"{part.backend}: {spans}"),
             as_plot(partial(draw, relative=True), f"{part.backend}: {flat}"),
         ]
-    return Html(
-        as_plots(*drawn) + as_table(step_table([(part.costs, part.steps) for part in report.parts], report.command))
-    )
+    return Html(as_plots(*drawn) + as_table(step_table(report.parts, report.command)))
 
 
 def speedup(report: SpeedupReport) -> Html:

@@ -349,14 +349,14 @@ def _results(run: Run, name: str) -> Readers:
     from distill.measuring.evaluation_results import EvaluationReport
     from distill.measuring.evaluation_tables import evaluation_blocks
     from distill.measuring.speedup_results import SpeedupReport
-    from distill.measuring.speedup_tables import run_blocks
+    from distill.measuring.speedup_tables import speedup_blocks
     from distill.tables import document, records
 
     def printed(kind: Any, of: Any) -> None:
         blocks = of(read_result(run.path(name), kind))
         records(blocks), document(blocks).encode()
 
-    kinds = {"eval.json": (EvaluationReport, evaluation_blocks), "speedup.json": (SpeedupReport, run_blocks)}
+    kinds = {"eval.json": (EvaluationReport, evaluation_blocks), "speedup.json": (SpeedupReport, speedup_blocks)}
     return [partial(printed, *kinds[name])] if name in kinds else []
 
 

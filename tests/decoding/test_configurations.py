@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from distill.decoding.rules import GREEDY, Rules
 from distill.errors import DataError, RecipeError
 from distill.files import write_json
 from distill.measuring.calibrate import calibrate, load_calibrations, record_rounds
-from distill.measuring.compare import Fitted, judge_identity, measurements, prepare_all, time_texts
+from distill.measuring.compare import Fitted, PairSettings, judge_identity, measurements, prepare_all, time_texts
 from distill.measuring.identity import Identity
 from distill.measuring.speedup_results import (
     ChosenLength,
@@ -31,8 +32,17 @@ from distill.measuring.speedup_results import (
     SpeedupReport,
     StepFigures,
 )
-from distill.measuring.speedup_tables import measurement_table, run_blocks
-from distill.recipe import Configuration, Recipe, dump_recipe, load_recipe, parse_recipe
+from distill.measuring.speedup_tables import measurement_table, speedup_blocks
+from distill.recipe import (
+    Configuration,
+    Recipe,
+    SamplerSettings,
+    Speedup,
+    Target,
+    dump_recipe,
+    load_recipe,
+    parse_recipe,
+)
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, RULES
 from distill.recipe.measuring import fixed_length
 from distill.sampler import Sampler
@@ -70,6 +80,15 @@ def recipe_with(**speedup: Any) -> Recipe:
         },
         "here",
     )
+
+
+HOT = SamplerSettings(temperature=0.8, top_k=4)
+
+
+def settings_with(
+    others: Sequence[Configuration], sweep: Sequence[Configuration] = (fixed_length(2),), **speedup: Any
+) -> PairSettings:
+    return PairSettings(Target(model="target"), None, (*sweep,), (*others,), Speedup(**speedup), HOT)
 
 
 @pytest.mark.parametrize(
@@ -117,15 +136,12 @@ def test_lossy_pairs_have_reasons_and_are_refused_unless_asked_for() -> None:
     assert all(lossy_reason(one, GREEDY) is None for one in CONFIGURATIONS)
     # Expected value drops what it drafted only where the draft is deterministic.
     assert lossy_reason(Configuration(rule="expected-value", sampler="recipe"), hot) is None
-    raw = {"configurations": [after.model_dump(exclude_defaults=True)]}
     with pytest.raises(RecipeError, match=r"(?s)would change the target's distribution.*allow_lossy"):
-        check_configurations(recipe_with(**raw))
-    (line,) = check_configurations(recipe_with(**raw, allow_lossy=True))
+        check_configurations(Speedup(configurations=(after,)), HOT)
+    (line,) = check_configurations(Speedup(configurations=(after,), allow_lossy=True), HOT)
     assert line.startswith("LOSSY configuration `draft, p_min 0.5, ≤ 8, verifier token, n_min 2, sampled`")
     with pytest.raises(RecipeError, match="no verifier `block` for trees"):
-        check_configurations(
-            recipe_with(configurations=[{"drafter": "tree", "verifier": "block", "sampler": "recipe"}])
-        )
+        check_configurations(Speedup(), HOT, [Configuration(drafter="tree", verifier="block", sampler="recipe")])
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +156,8 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     own = record_rounds(target, draft, random_prompts(6, 12, 2), 40, Rules())
     rounds = [one for r in own for one in r.rounds]
     fitted = {name: fit_calibration(rounds, terms) for name, terms in FITTED.items()}
-    recipe, pair_measured = recipe_with(), PairMeasured("a pair", "table")
-    prepared = prepare_all(recipe, [fixed_length(2)], CONFIGURATIONS, draft, (), Fitted(COSTS, fitted))
+    pair_measured = PairMeasured("a pair", "table")
+    prepared = prepare_all(settings_with(CONFIGURATIONS), draft, (), Fitted(COSTS, fitted))
     texts = time_texts(target, draft, prompts, 30, prepared, "prompts")
     identities = judge_identity(target, prompts, texts, prepared, 0)
     assert set(identities) == {"draft, γ = 2", *(one.title for one in CONFIGURATIONS)}
@@ -163,8 +179,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
         Configuration(length=3, sampler="recipe"),
         Configuration(rule="p_min", length=3, p_min=0.4, n_min=2, sampler="recipe"),
     ]
-    recipe = recipe_with(configurations=[one.model_dump(exclude_none=True) for one in asked], allow_lossy=True)
-    prepared = prepare_all(recipe, [fixed_length(2)], asked, draft, (), Fitted(COSTS))
+    prepared = prepare_all(settings_with(asked, allow_lossy=True), draft, (), Fitted(COSTS))
     others = prepared[2:]
     assert [one.title for one in others] == [PLAIN_SAMPLED.title, *(one.title for one in asked)]
     assert [one.lossy is not None for one in others] == [False, False, True]
@@ -184,7 +199,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
         StepFigures(8, {1: 1.0, 2: 1.1}, {1: 0.1}),
     )
     report = SpeedupReport("distill speedup", {}, 4, 16, {}, [part])
-    assert document(run_blocks(report)).count("| LOSSY: ") == 1
+    assert document(speedup_blocks(report)).count("| LOSSY: ") == 1
     shown = [row["distribution"] for row in records([measurement_table(rows, "")])]
     assert shown[:4] == ["the target's"] * 4 and shown[4].startswith("LOSSY: ")
     # A lossy configuration that is not marked as one is refused by the decoder itself.

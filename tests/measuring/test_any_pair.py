@@ -26,9 +26,8 @@ from distill.errors import DataError
 from distill.files import read_result
 from distill.measuring.compare import Prepared, TimedText, by_class, by_depth, round_figures
 from distill.measuring.speedup import need_other_prompts
-from distill.measuring.speedup_results import Measurement, RoundFigures, StepFigures
-from distill.measuring.speedup_tables import PairSpeedup
-from distill.measuring.timing import explain
+from distill.measuring.speedup_results import Measurement, RoundFigures, SpeedupReport, StepFigures
+from distill.measuring.speedup_tables import explain
 from distill.measuring.watch import Step, Watch
 from distill.recipe import Chat, Configuration, Corpus
 from distill.recipe.configuration import PLAIN
@@ -325,24 +324,25 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
     more = ("--configuration", "{drafter: tree, nodes: 4, length: 2, calibration: none}", "--batch", "1,2", "--to", out)
     more = (*more, *engine)
     text = call(place, capsys, "--prompts", place / "texts.jsonl", "--lengths", "1,3", *more)
-    found = read_result(out, PairSpeedup)
+    found = read_result(out, SpeedupReport)
+    (part,) = found.parts
     assert [row.configuration for row in found.measurements] == [
         *("plain", "draft, γ = 1", "draft, γ = 3", "tree of 4, depth ≤ 2, none")
     ]
     assert all(row.different == 0 and (row.identical or 0) + (row.excused or 0) == 4 for row in found.measurements)
     assert found.classes == {"even": found.classes["even"], "odd": 4 - found.classes["even"]}
-    for row, one in zip(found.measurements, found.rounds, strict=True):
+    for row, one in zip(found.measurements, part.rounds, strict=True):
         assert row.configuration == one.configuration
         assert row.tokens_per_round is None or one.tokens == pytest.approx(row.tokens_per_round)
         assert one.target_seconds is not None and one.draft_seconds is not None and one.overhead_seconds is not None
         assert one.target_seconds + one.draft_seconds + one.overhead_seconds == pytest.approx(one.seconds)
         assert one.overhead_seconds > 0 and one.attained == pytest.approx(one.tokens_per_second / one.bound)
-    chain = found.rounds[2]
+    chain = part.rounds[2]
     bound = chain.tokens * chain.rounds
-    assert chain.verified <= 4 and {1, 4} <= set(found.steps.target) and 1 in found.steps.draft
-    assert chain.bound >= bound / (chain.rounds * (max(found.steps.target.values()) + 3 * found.steps.draft[1]))
-    assert {one.batch for one in found.batches} == {1, 2} and len(found.batches) == 4
-    assert found.batches[0].tokens_per_round == pytest.approx(found.measurements[1].tokens_per_round or 0)
+    assert chain.verified <= 4 and {1, 4} <= set(part.steps.target) and 1 in part.steps.draft
+    assert chain.bound >= bound / (chain.rounds * (max(part.steps.target.values()) + 3 * part.steps.draft[1]))
+    assert {one.batch for one in part.batches} == {1, 2} and len(part.batches) == 4
+    assert part.batches[0].tokens_per_round == pytest.approx(found.measurements[1].tokens_per_round or 0)
     assert "drafter tree drafts for one text at a time" in text and "| even | draft, γ = 3 |" in text
     assert "| attained |" in text and "A round costs" in text and f"`{found.command}`" in text
     assert ("PyTorch's settings" in text) == bool(engine)
@@ -358,10 +358,11 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
 def test_a_pair_of_gguf_files(place: Path, capsys: Capture) -> None:
     options = ("-ctk", "f32", "--flash-attn-draft", "on", "-o", "json")
     files = {"target": "target.gguf", "draft": "draft.gguf"}
-    found = json.loads(call(place, capsys, "--prompts", place / "chat.jsonl", "--lengths", 2, *options, **files))
-    assert found["backend"] == "gguf" and found["gguf"] == "target: cache-type-k f32; draft: flash-attn on"
+    report = json.loads(call(place, capsys, "--prompts", place / "chat.jsonl", "--lengths", 2, *options, **files))
+    (found,) = report["parts"]
+    assert report["gguf"] == "target: cache-type-k f32; draft: flash-attn on"
     row = found["measurements"][1]
-    assert row["different"] == 0 and row["tokens_per_round"] >= 1 and row["predicted"] > 0
+    assert row["backend"] == "gguf" and row["different"] == 0 and row["tokens_per_round"] >= 1 and row["predicted"] > 0
     assert found["chosen"]["length"] in (0, 2)
 
 
@@ -375,8 +376,10 @@ def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Ca
     ]
     options = [part for one in more for part in ("--configuration", one)]
     text = call(place, capsys, "--prompts", place / "texts.jsonl", "--lengths", 0, *options, "-o", "json")
-    found = json.loads(text)
-    assert found["calibration"]["prompts"] == 8 and found["prompts"] == 4 and found["chosen"] is None
+    report = json.loads(text)
+    (found,) = report["parts"]
+    assert report["calibration"]["prompts"] == 8 and report["prompts"] == 4 and found["chosen"] is None
+    assert found["costs"]["lengths"][:3] == [1, 2, 3] and len(found["trees"]) == 2
     assert len(found["measurements"]) == 6 and all(row["different"] == 0 for row in found["measurements"])
 
 
@@ -387,7 +390,8 @@ def test_texts_that_end_before_the_longest_draft(place: Path, capsys: Capture, l
     rule = f"{{rule: expected-value, length: {length}}}"
     options = ("--lengths", length, "--configuration", rule, "--tokens", 8, "-o", "json")
     files = {"target": "target.gguf", "draft": "draft.gguf"}
-    found = json.loads(call(place, capsys, "--prompts", place / "plain.txt", *options, "--count", 2, **files))
+    report = json.loads(call(place, capsys, "--prompts", place / "plain.txt", *options, "--count", 2, **files))
+    (found,) = report["parts"]
     assert [row["different"] for row in found["measurements"]] == [0, 0, 0]
 
 
@@ -404,7 +408,7 @@ def test_sampled_texts_have_a_sampled_base(place: Path, capsys: Capture) -> None
 def test_a_draft_of_another_vocabulary(place: Path, capsys: Capture) -> None:
     options = ("--prompts", place / "plain.txt", "--lengths", 2, "--drafter", "string")
     extra = ("--configuration", "{drafter: intersection, length: 2}", "-o", "json")
-    found = json.loads(call(place, capsys, *options, *extra, draft="other"))
+    (found,) = json.loads(call(place, capsys, *options, *extra, draft="other"))["parts"]
     assert [row["drafter"] for row in found["measurements"]] == [None, "string", "intersection"]
     assert all(row["different"] == 0 for row in found["measurements"]) and found["steps"]["draft"]
 
@@ -417,8 +421,9 @@ def test_a_draft_larger_than_its_target(place: Path, capsys: Capture) -> None:
 
 def test_lookup_needs_no_draft(place: Path, capsys: Capture) -> None:
     options = ("--prompts", place / "plain.txt", "--lengths", 4, "--drafter", "lookup", "-o", "json")
-    found = json.loads(call(place, capsys, *options, draft=None))
-    assert found["draft"] is None and found["steps"]["draft"] == {} and found["rounds"][1]["draft_steps"] == 0
+    report = json.loads(call(place, capsys, *options, draft=None))
+    (found,) = report["parts"]
+    assert report["draft"] is None and found["steps"]["draft"] == {} and found["rounds"][1]["draft_steps"] == 0
 
 
 @LLAMA
@@ -426,7 +431,7 @@ def test_a_lookup_that_is_priced_needs_no_draft(place: Path, capsys: Capture) ->
     """Its costs are the target's steps, also where the context is as long as the texts."""
     priced = "{drafter: lookup, length: 8, rule: expected-value}"
     options = ("--prompts", place / "plain.txt", "--lengths", 0, "--configuration", priced, "--tokens", 12)
-    found = json.loads(call(place, capsys, *options, "-o", "json", target="target.gguf", draft=None))
+    (found,) = json.loads(call(place, capsys, *options, "-o", "json", target="target.gguf", draft=None))["parts"]
     assert [row["drafter"] for row in found["measurements"]] == [None, "lookup"]
     assert all(row["different"] == 0 for row in found["measurements"])
 
@@ -474,7 +479,6 @@ def test_batches_of_models_with_windows_are_refused_at_once(place: Path, tmp_pat
             ["--target", "{}/target.gguf", "--draft", "{}/draft.gguf", "--static"],
             "--static: {}/target.gguf runs in llama.cpp",
         ),
-        (["--again"], "--again was given for a pair of models"),
         (["-o", "xml"], "output format `xml` is unknown"),
     ],
 )
@@ -493,7 +497,7 @@ def test_what_cannot_be_measured_is_one_error(options: list[str], words: str, pl
 
 def test_options_of_pairs_are_refused_for_a_run(capsys: Capture) -> None:
     assert tiny.call("speedup", "my-run", "--lengths", "2") == 2
-    assert "--lengths was given without a pair of models" in capsys.readouterr().err
+    assert "--lengths was given without prompts" in capsys.readouterr().err
 
 
 def test_the_pair_of_a_run_on_other_prompts(place: Path, finished: Path, world: Path, capsys: Capture) -> None:
@@ -506,12 +510,13 @@ def test_the_pair_of_a_run_on_other_prompts(place: Path, finished: Path, world: 
             assert tiny.call("speedup", *named, *more) == 0
         reports.append(json.loads(capsys.readouterr().out))
     wanted, *others = (
-        [[row[key] for key in ("configuration", "tokens", "acceptance", "identical")] for row in one["measurements"]]
+        [
+            [row[key] for key in ("configuration", "tokens", "acceptance", "identical")]
+            for row in one["parts"][0]["measurements"]
+        ]
         for one in reports
     )
     assert wanted == others[0] == others[1] and len(wanted) == 2
-    assert tiny.call("speedup", finished, *more, "--again") == 2
-    assert "--again was given for a pair of models" in capsys.readouterr().err
 
 
 def test_the_settings_of_a_run_hold_on_other_prompts(
@@ -527,16 +532,16 @@ def test_the_settings_of_a_run_hold_on_other_prompts(
     (copied / "config.yaml").write_text(yaml.safe_dump(config | changed))
     seen: list[Any] = []
 
-    def noted(recipe: Any, *_: Any, **__: Any) -> None:
-        seen.append(recipe)
+    def noted(settings: Any, *_: Any, chat: Any, **__: Any) -> None:
+        seen.append((settings, chat))
         raise DataError("seen")
 
     monkeypatch.setattr(any_pair, "measure_any_pair", noted)
     for more in ((), ("--no-prepack",)):
         assert tiny.call("speedup", copied, "--prompts", place / "plain.txt", *more) == 2
-    first, second = seen
-    assert first.pytorch.prepack and first.threads == 1 and first.chat.system == ("Be brief.",)
-    assert not second.pytorch.prepack and second.chat == first.chat
+    (first, chat), (second, same) = seen
+    assert first.pytorch.prepack and first.threads == 1 and chat.system == ("Be brief.",)
+    assert not second.pytorch.prepack and same == chat
 
 
 def test_a_run_without_a_trained_draft_is_no_pair(place: Path, ready: Path, capsys: Capture) -> None:

@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from table_model import TableModel
-from test_configurations import recipe_with
+from test_configurations import settings_with
 from test_cost import counting
 from test_measure import rounds_of
 from toys import Scripted, random_prompts, toy
@@ -38,7 +38,7 @@ from distill.measuring.evaluation import write_rounds
 from distill.measuring.identity import TORCH_NOISE, Identity, is_tie, tie_noise
 from distill.measuring.speedup_results import PairMeasured
 from distill.measuring.timing import _others_drafted
-from distill.recipe import Configuration
+from distill.recipe import Configuration, Target
 from distill.recipe.measuring import fixed_length
 
 PAIR = PairMeasured("a pair", "pytorch")
@@ -187,19 +187,18 @@ def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
     choice = Choice(chosen.title, 8, 1.5, 1.0, 1.2, [])
     assert _others_drafted(others, {chosen.title: choice}) == [4, 6, 8]
     assert _others_drafted(others[2:], {}) == []
-    recipe = recipe_with()
-    half = recipe.model_copy(update={"target": recipe.target.model_copy(update={"dtype": "bfloat16"})})
+    half = Target(model="target", dtype="bfloat16")
     target = TorchModel(toy())
     prompt, text = [1, 2], [*range(20)]
     assert tie_noise(half, "pytorch", target, prompt, text, [1], [4, 6, 8])[1] == (2, 5, 7, 9)
     assert tie_noise(half, "pytorch", target, prompt, text, [1, 3])[1] == (2, 3, 4)
-    assert tie_noise(recipe, "pytorch", target, prompt, text, [1]) == (TORCH_NOISE, ())
+    assert tie_noise(Target(model="target"), "pytorch", target, prompt, text, [1]) == (TORCH_NOISE, ())
 
 
 def test_every_configuration_decodes_every_prompt() -> None:
     target, draft = Scripted(counting, 40, 10), Scripted(counting, 30, 10)
     prompts = [[1, 2], [3], [4, 5, 6] * 8]
-    prepared = prepare_all(recipe_with(), [fixed_length(1), fixed_length(4)], (), draft, (), Fitted())
+    prepared = prepare_all(settings_with((), (fixed_length(1), fixed_length(4))), draft, (), Fitted())
     texts = time_texts(target, draft, prompts, 9, prepared, "x")
     titles = [one.title for one in prepared]
     assert sorted((t.prompt, t.title) for t in texts) == sorted(itertools.product(range(3), titles))

@@ -32,11 +32,10 @@ from distill.engines.torch.hugging_face import encode
 from distill.engines.torch.model import BatchedTorchModel, TorchLogits, TorchModel
 from distill.errors import DataError, RecipeError
 from distill.gguf.writer import export_gguf
-from distill.measuring.compare import TimedText
-from distill.measuring.speedup import sample_texts
+from distill.measuring.compare import PairSettings, TimedText
 from distill.measuring.speedup_results import PairMeasured
 from distill.measuring.stream import Request, begin, stream
-from distill.measuring.timing import Comparison, measure_pair
+from distill.measuring.timing import PairTexts, measure_pair, sample_texts
 from distill.recipe import Configuration, Recipe, Target, load_recipe, parse_recipe
 from distill.recipe.configuration import TREES
 from distill.sampler import Sampler
@@ -321,9 +320,10 @@ def test_trees_are_refused_before_anything_is_decoded(folders: Path, capsys: Cap
         (Configuration(drafter="tree", nodes=4, length=3),),
         (Configuration(drafter="tree", shape="static", length=3),),
     ):
-        comparison = Comparison(PairMeasured("p", "pytorch"), [[1, 2]], [[1, 2]], (), configurations)
+        settings = PairSettings(Target(model="p"), None, (), configurations)
         with pytest.raises(DataError, match="the target takes no trees"):
-            measure_pair(pair_recipe(sliding, draft), LoadedPair("pytorch", "p", *models, []), comparison)
+            pair = LoadedPair("pytorch", "p", *models, [])
+            measure_pair(settings, pair, PairMeasured("p", "pytorch"), PairTexts([[1, 2]], [[1, 2]]))
 
 
 def test_a_chain_of_a_tree_drafter_needs_no_trees() -> None:
@@ -394,9 +394,8 @@ def test_sentencepiece_keeps_its_spaces(tmp_path: Path, capsys: Capture, monkeyp
 def test_samples_of_a_report_keep_their_spaces() -> None:
     pieces = [b" The", b" \xc3", b"\xa9t", b"\xc3\xa9", b" fin"]
     decoded = Decoded([0, 1, 2, 3, 4, 1], [False, True, False, True, True, False])
-    reader: Any = type("Tokenizer", (), {"decode": lambda self, ids: "p"})()
     label = PairMeasured("p", "pytorch")
     text = TimedText(0, "draft, γ = 3", 1.0, decoded)
-    found = sample_texts(reader, lambda token: pieces[token], [[1]], [text], label)[0].segments
+    found = sample_texts(lambda ids: "p", lambda token: pieces[token], [[1]], [text], label)[0].segments
     assert [part.text for part in found] == [" The", " ", "ét", "é fin", " \ufffd"]
     assert [part.kind for part in found] == ["target", "accepted", "target", "accepted", "target"]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from table_model import TableModel
-from test_configurations import recipe_with
+from test_configurations import HOT, settings_with
 from toys import random_prompts
 
 from distill.decoding.calibration import Recorder
@@ -50,9 +50,8 @@ from distill.measuring.calibrate import (
 from distill.measuring.compare import Fitted, Prepared, TimedText, judge_identity, measurements, prepare_all, time_texts
 from distill.measuring.identity import Identity
 from distill.measuring.speedup_results import PairMeasured, SpeedupReport
-from distill.measuring.timing import Comparison, Predictions, with_prediction
-from distill.recipe import Configuration, dump_recipe, load_recipe
-from distill.recipe.measuring import fixed_length
+from distill.measuring.timing import PairTexts, Predictions, with_prediction
+from distill.recipe import Configuration, Speedup, dump_recipe, load_recipe
 from distill.sampler import Sampler
 
 CHOSEN = [
@@ -227,15 +226,15 @@ def test_a_chosen_tree_is_predicted_by_the_tokens_that_its_rounds_gave() -> None
     texts = [TimedText(0, "plain", 9.0, Decoded(tokens=[1] * 31))]
     texts += [TimedText(0, one.title, 9.0, Decoded(tokens=[1] * 31, rounds=rounds)) for one in (alone, behind_lookup)]
     paid = PaidCosts(1.0, {}, NO_STEPS, NO_STEPS, target_prompt=0.1, draft_prompt=0.05)
-    comparison = Comparison(PairMeasured("p", "b"), [[1] * 10], [], (), (alone, behind_lookup))
+    given = PairTexts([[1] * 10], [])
     choices = {one.title: Choice(one.title, 2, 2.5, 1.2, 2.5 / 1.2, []) for one in (alone, behind_lookup)}
-    no_chains = Predictions(None, None, comparison.prompts, [], 31, [])  # type: ignore[arg-type]
+    no_chains = Predictions(None, None, given.prompts, [], 31, [])  # type: ignore[arg-type]
 
     def predicted(one: Configuration, choice: dict[str, Choice]) -> tuple[int | None, float | None]:
         ready = Prepared(one, Rules(), lambda: None)  # type: ignore[arg-type, return-value]
         plain = Prepared(Configuration(drafter="none"), Rules(), None)
         row = measurements(texts, [plain, ready], {}, PairMeasured("p", "b"))[1]
-        found = with_prediction(row, ready, comparison, texts, choice, paid, no_chains)
+        found = with_prediction(row, ready, given, texts, choice, paid, no_chains)
         return found.nodes, found.predicted
 
     assert predicted(alone, choices) == (2, pytest.approx((10 * 0.1 + 30) / (10 * 0.15 + 30 / (5 / 3) * 1.2)))
@@ -254,18 +253,19 @@ def test_a_tree_follows_a_text() -> None:
 
 def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, TableModel]) -> None:
     target, draft = pair
-    recipe = recipe_with(configurations=[one.model_dump(exclude_none=True) for one in CHOSEN])
-    assert check_configurations(recipe) == [] and len({one.title for one in CHOSEN}) == len(CHOSEN)
+    settings = settings_with(CHOSEN)
+    assert check_configurations(settings.speedup, HOT, CHOSEN) == []
+    assert len({one.title for one in CHOSEN}) == len(CHOSEN)
     texts = random_prompts(4, 12, 2)
     own = record_rounds(target, draft, texts, 30, Rules())
     rates = tally_ranks(draft, texts, own, Rules()).rates()
     written = [(text, recorder.tokens) for text, recorder in zip(texts, own, strict=True)]
     # Seconds of steps that are far above what these tables take: every tree then pays, as on a large target.
-    choices = choose_trees(recipe, CHOSEN, target, draft, written, (), COSTS, {}, rates, (4, 8))
+    choices = choose_trees(settings, target, draft, written, (), COSTS, {}, rates, (4, 8))
     assert [choice.title for choice in choices] == [one.title for one in CHOSEN]
     assert all(choice.nodes > 1 and choice.speedup > 1 for choice in choices) and choices[3].nodes == 6
     trees: dict[str, Any] = {choice.title: choice.tree for choice in choices}
-    prepared = prepare_all(recipe, [fixed_length(2)], CHOSEN, draft, (), Fitted(COSTS, {}, trees))
+    prepared = prepare_all(settings, draft, (), Fitted(COSTS, {}, trees))
     prompts = random_prompts(6, 12, 1)
     decoded = time_texts(target, draft, prompts, 30, prepared, "prompts")
     identities = judge_identity(target, prompts, decoded, prepared, 0)
@@ -276,7 +276,7 @@ def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, Tab
         assert max(drafted) == choice.nodes and drafted.count(choice.nodes) > len(drafted) / 2
         assert sum(r.accepted for r in rounds) > 0.05 * len(rounds)
     # No nodes is plain decoding, and the draft is not asked.
-    nothing = prepare_all(recipe, (), CHOSEN[:1], draft, (), Fitted(COSTS, {}, {CHOSEN[0].title: 0}))[1:]
+    nothing = prepare_all(settings_with(CHOSEN[:1], ()), draft, (), Fitted(COSTS, {}, {CHOSEN[0].title: 0}))[1:]
     plainly = time_texts(target, draft, prompts[:1], 8, nothing, "prompts")
     assert plainly and all(r.drafted == 0 for text in plainly for r in text.decoded.rounds)
 
@@ -314,7 +314,7 @@ def test_settings_of_trees_that_are_refused() -> None:
     with pytest.raises(ValidationError, match="shape is not read by drafter draft"):
         Configuration(shape="static")
     with pytest.raises(RecipeError, match=r"(?s)costs of 17 tokens a step.*speedup.max_tokens=17"):
-        check_configurations(recipe_with(configurations=[{"drafter": "tree", "shape": "static", "nodes": 16}]))
+        check_configurations(Speedup(), HOT, [Configuration(drafter="tree", shape="static", nodes=16)])
     for one in CHOSEN:
         hot = one.model_copy(update={"sampler": "recipe"})
         assert lossy_reason(one, GREEDY) is None and lossy_reason(hot, Sampler(0.8)) is None
