@@ -250,7 +250,7 @@ def busy(model: Any) -> float | None:
             model.extend([1], want=[0]).argmax()
         synchronised(model.device)
     kernels = sum(event.self_device_time_total for event in measured.key_averages()) / 1e6
-    model.reset()
+    model.rollback([0])
     return kernels / wall
 
 

@@ -107,10 +107,6 @@ class TableModel:
         del self._context[length:]
         self._drop_tree()
 
-    def reset(self) -> None:
-        """Forget all tokens."""
-        self.rollback([0])
-
     def close(self) -> None:
         """Forget all tokens; there is nothing to free."""
-        self.reset()
+        self.rollback([0])

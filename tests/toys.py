@@ -158,6 +158,3 @@ class Scripted:
     def rollback(self, lengths: Sequence[int]) -> None:
         assert 0 <= lengths[0] <= len(self.context)
         del self.context[lengths[0] :]
-
-    def reset(self) -> None:
-        self.context = []

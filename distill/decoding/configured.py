@@ -30,7 +30,6 @@ from distill.engines.torch.hugging_face import load_config
 from distill.engines.torch.model import shortest_window
 from distill.errors import DataError, RecipeError
 from distill.recipe import Configuration, Recipe, SamplerSettings, Speedup
-from distill.recipe.configuration import FLOOR, MORE, P_MIN, START
 from distill.sampler import Sampler
 
 # ── The length rule of greatest expected value, from measured costs and calibrated features ──
@@ -205,17 +204,14 @@ def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[st
     """The length rule in its first state; only the expected-value rule reads `costs` and `fitted`."""
     rule, longest, n_min = configuration.length_rule, configuration.max_length, configuration.n_min or 0
     if rule == "p_min":
-        return ProbabilityFloor(longest, P_MIN if configuration.p_min is None else configuration.p_min, n_min=n_min)
+        return ProbabilityFloor(longest, configuration.setting("p_min"), n_min=n_min)
     if rule == "start-continue":
-        start = START if configuration.start is None else configuration.start
-        more = MORE if configuration.more is None else configuration.more
-        return ProbabilityFloor(longest, start, more, n_min=n_min)
+        return ProbabilityFloor(longest, configuration.setting("start"), configuration.setting("more"), n_min=n_min)
     if rule == "ratio":
         length, shortest = min(max(4, n_min), longest), max(1, n_min)
         return AcceptedRatio(length, shortest=shortest, longest=longest, n_min=n_min)
     if rule == "beta":
-        floor = FLOOR if configuration.floor is None else configuration.floor
-        return BetaFilter(longest, floor, start=configuration.start, n_min=n_min)
+        return BetaFilter(longest, configuration.setting("floor"), start=configuration.start, n_min=n_min)
     if rule == "expected-value":
         return ExpectedValue(costs, configured_calibration(configuration, fitted), longest=longest, n_min=n_min)
     return Fixed(longest, n_min=n_min)

@@ -16,7 +16,7 @@ from torch import Tensor
 from distill.decoding.drafters import NOTHING, Drafter
 from distill.decoding.grammar import Constraint, State
 from distill.decoding.lengths import Features, Proposal
-from distill.engines.model import ROOT, AroundModel, Ints, Model, PendingTree, check_call, check_lengths
+from distill.engines.model import ROOT, AroundModel, Ints, Model, PendingTree, check_call, check_chain, check_lengths
 from distill.engines.torch.model import TorchLogits
 from distill.sampler import Place
 
@@ -48,18 +48,16 @@ class Constrained(AroundModel):
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> TorchLogits:
         """Logits [n, V] as the model's `extend`, −∞ where the grammar allows no token; the same errors."""
-        check_call(tokens, counts, range(len(tokens)) if parents is None else parents, want, self.vocabulary_size)
         wanted = list(range(len(tokens)) if want is None else want)
         if parents is None:
+            depth = [len(self._context)]
+            check_chain(tokens, counts, want, depth, self.capacity, self.vocabulary_size, self._tree)
             return self._extend_chain(list(tokens), wanted)
+        check_call(tokens, counts, parents, want, self.vocabulary_size)
         return self._extend_tree(list(tokens), list(parents), wanted)
 
     def _extend_chain(self, tokens: list[int], want: list[int]) -> TorchLogits:
-        if len(self._tree):
-            raise ValueError("a tree is pending: keep a path of it or roll back first")
         depth, start = len(self._context), self.constraint.start
-        if depth + len(tokens) > self.capacity:
-            raise ValueError(f"{depth} + {len(tokens)} tokens do not fit a context of {self.capacity}")
         states: list[State | None] = []
         state = self._last()
         for place, token in enumerate(tokens, start=depth):
@@ -80,9 +78,7 @@ class Constrained(AroundModel):
         return self._states[-1] if self._states else self.constraint.root
 
     def _extend_tree(self, tokens: list[int], parents: list[int], want: list[int]) -> TorchLogits:
-        tree, first = self._tree.grown(parents), len(self._tree)
-        if len(self._context) + max(tree.depths) > self.capacity:
-            raise ValueError(f"{len(self._context)} + {max(tree.depths)} tokens do not fit {self.capacity}")
+        tree, first = self._tree.grown(parents, len(self._context), self.capacity), len(self._tree)
         nodes = list(self._nodes)
         for token, parent in zip(tokens, parents, strict=True):
             above = self._last() if parent == ROOT else nodes[parent][1]
@@ -156,10 +152,6 @@ class Constrained(AroundModel):
         del self._context[length:]
         del self._states[max(0, length - max(self.constraint.start, 1) + 1) :]
         self._drop_tree()
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        self.rollback([0])
 
 
 class Forced:

@@ -32,7 +32,7 @@ from distill.engines.torch.static import StaticTorchModel
 from distill.sampler import Place, Sampler, place_of, require_finite
 
 KNOWN = (*verify.CHAINS, "distinct")
-SPARE = 0.5  # in the place of numbers that nobody draws
+UNDRAWN = 0.5  # in the place of numbers that nobody draws
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class DeviceRounds:
 
     def _numbers(self, rows: Sequence[RowRound], longest: int) -> list[list[float]]:
         """Each row's numbers [R, 2γ + 1]: to draw tokens with, to accept them, to draw the next token."""
-        numbers = [[SPARE] * (2 * longest + 1) for _ in range(self.target.rows)]
+        numbers = [[UNDRAWN] * (2 * longest + 1) for _ in range(self.target.rows)]
         if self.by_argmax:
             return numbers
         for row in rows:

@@ -290,10 +290,6 @@ class SharedModel(AroundModel):
         del self._tokens[length:]
         self._drafting = False
 
-    def reset(self) -> None:
-        """Forget all tokens."""
-        self.rollback([0])
-
 
 class IntersectionDrafter(ModelDrafter):
     """Token-level intersection: a ModelDrafter whose distribution is the draft's over shared tokens, in target ids.

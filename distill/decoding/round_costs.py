@@ -30,7 +30,7 @@ PROMPTS = 4  # behind which rounds are timed
 TOKENS = 96  # decoded after a prompt, so that rounds are timed at the depths of requests
 WARM_UP = 8
 IN_A_ROW = 4  # rounds of a length, more of short ones, which take longer to settle
-FAR = 3  # times the median: what took longer was held up by something else
+HELD_UP = 3  # times the median: what took longer was held up by something else
 
 
 def rising(values: Sequence[float]) -> list[float]:
@@ -46,8 +46,8 @@ def rising(values: Sequence[float]) -> list[float]:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The mean without what lies FAR above the median: of many rounds the sum is paid, not the median."""
-    limit = FAR * statistics.median(seconds)
+    """The mean without what lies HELD_UP above the median: of many rounds the sum is paid, not the median."""
+    limit = HELD_UP * statistics.median(seconds)
     return statistics.fmean(value for value in seconds if value <= limit)
 
 

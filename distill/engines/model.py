@@ -1,13 +1,13 @@
 """The interface of every backend of a model, and the bookkeeping of a tree of tokens that is not committed yet.
 
 Legend: n rows of logits (one per wanted token), V vocabulary, k candidates. Nodes are numbered in the order in which
-they were added since the last keep, rollback, reset or committing extend; ROOT is the committed end.
+they were added since the last keep, rollback or committing extend; ROOT is the committed end.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -104,10 +104,6 @@ class Model(Protocol):
         """Forget the pending tree and the tokens of each row beyond `lengths`."""
         ...
 
-    def reset(self) -> None:
-        """Forget all tokens."""
-        ...
-
     def close(self) -> None:
         """Free the model's memory; it cannot be used afterwards."""
         ...
@@ -136,10 +132,6 @@ class AroundModel:
     def rollback(self, lengths: Sequence[int]) -> None:
         """See `Model`."""
         self.model.rollback(lengths)
-
-    def reset(self) -> None:
-        """See `Model`."""
-        self.model.reset()
 
     def close(self) -> None:
         """Close the model."""
@@ -218,12 +210,20 @@ def check_tokens(tokens: Ints, want: Ints | None, vocabulary: int) -> None:
 
 
 def check_chain(
-    tokens: Ints, counts: Ints | None, want: Ints | None, lengths: Ints, capacity: int, vocabulary: int
+    tokens: Ints,
+    counts: Ints | None,
+    want: Ints | None,
+    lengths: Ints,
+    capacity: int,
+    vocabulary: int,
+    pending: Sized = (),
 ) -> list[int]:
     """The number of tokens that each row takes, from `counts` or, for one row, all.
 
-    ValueError as `check_tokens`, for counts that do not add up, and beyond the capacity.
+    ValueError as `check_tokens`, for counts that do not add up, beyond the capacity, and while a tree is `pending`.
     """
+    if len(pending):
+        raise ValueError("a tree is pending: keep a path of it or roll back first")
     if counts is None:
         counts = [len(tokens)] if len(lengths) == 1 else []
     if len(counts) != len(lengths) or min(counts) < 0 or sum(counts) != len(tokens):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
 
 from distill.errors import RecipeError
 from distill.recipe.measuring import Gguf, GgufOptions
@@ -79,16 +78,9 @@ def _arguments(role: str, options: GgufOptions, names: dict[str, str]) -> list[s
     return arguments
 
 
-def llama_server(
-    target: str,
-    draft: str | None,
-    n_max: int,
-    p_min: float | None = None,
-    further: Sequence[str] = (),
-    probabilistic: bool = False,
-) -> str:
+def llama_server(target: str, draft: str | None, n_max: int, p_min: float | None = None) -> str:
     """The command that serves two GGUF files."""
-    return shlex.join(["llama-server", *pair_arguments(target, draft, n_max, p_min, probabilistic), *further])
+    return shlex.join(["llama-server", *pair_arguments(target, draft, n_max, p_min)])
 
 
 def vllm(target: str, draft: str, length: int, probabilistic: bool = False, same_vocabulary: bool = True) -> str:

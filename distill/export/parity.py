@@ -176,7 +176,7 @@ def _log_probabilities(model: Any, quantised: GgufModel, part: list[int]) -> tup
     with torch.inference_mode():
         logits = model(torch.tensor([part])).logits[0, :-1, : quantised.vocabulary_size]
     require_finite(logits.amax(-1).tolist(), place_of(model_name(model), range(1, len(part))))
-    quantised.reset()
+    quantised.rollback([0])
     output = quantised.extend(part, want=range(len(part) - 1))
     actual = output.full().log_softmax(-1)
     require_finite(actual.amax(-1).tolist(), output.place)

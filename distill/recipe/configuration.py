@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -263,13 +263,16 @@ class Configuration(Section):
             parts.append(f"drawn from {self.draft_top_k}")
         return ", ".join(parts + (["sampled"] if self.sampler == "recipe" else []))
 
+    def setting(self, name: str) -> Any:
+        """A setting that the rule reads, the default spelled out."""
+        value, defaults = getattr(self, name), {"p_min": P_MIN, "start": START, "more": MORE, "floor": FLOOR}
+        return {**defaults, "calibration": CALIBRATION}[name] if value is None else value
+
     def _rule_settings(self) -> list[str]:
         """What the rule reads, as the title shows it; nothing for the thresholds of beta that are left out."""
-        defaults = {"p_min": P_MIN, "start": START, "more": MORE, "floor": "", "calibration": CALIBRATION}
         if self.rule == "beta":
             return [f"{name} {value}" for name in ("start", "floor") if (value := getattr(self, name)) is not None]
-        values = ((getattr(self, name), defaults[name]) for name in RULES[self.length_rule])
-        return [str(default if value is None else value) for value, default in values]
+        return [str(self.setting(name)) for name in RULES[self.length_rule]]
 
     @property
     def verified_by(self) -> VerifierName:

@@ -172,7 +172,7 @@ class GgufReader:
     def _rows(self, blocks: Packed) -> Iterator[Tensor]:
         """Logits [c, V] of the scored positions; valid until the next are asked for."""
         for document in listed_documents(blocks):
-            self.model.reset()
+            self.model.rollback([0])
             ids = document.ids[: document.scored[-1] + 1]  # the token after the last scored position is not read
             for start in range(0, len(ids), ROWS):
                 piece = ids[start : start + ROWS]

@@ -148,10 +148,9 @@ def test_refusals_change_nothing() -> None:
     model.keep([[], []])
     assert len(model.extend([5], [0, 1], want=[])) == 0 and model.lengths == [1, 4]
     torch.testing.assert_close(model.extend([6], [0, 1]).full()[0], prefill(model.model, [2, 3, 4, 5, 6])[-1])
-    model.reset()
+    model.close()
     assert model.lengths == [0, 0]
     model.extend([1] * 32, [16, 16])
-    model.close()
 
 
 def test_windows_are_refused() -> None:

@@ -540,7 +540,7 @@ def test_logits_are_those_of_a_fresh_prefill_under_the_mask(seed: int) -> None:
     def check(logits: Any, paths: list[list[int]]) -> None:
         for row, path in zip(logits.full(), paths, strict=True):
             state = grammar.state(path)
-            bare.reset()
+            bare.rollback([0])
             expected = grammar.masked(bare.extend(path, want=[len(path) - 1]).full(), [state])[0]
             torch.testing.assert_close(row.softmax(-1), expected.softmax(-1), rtol=1e-12, atol=1e-12)
 

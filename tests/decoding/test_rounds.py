@@ -54,7 +54,7 @@ def named(rule: str, **settings: Any) -> Callable[[], LengthRule]:
 RECIPE: dict[str, Callable[[], LengthRule]] = {
     "fixed": named("fixed"),
     "p_min": named("p_min", p_min=0.45),
-    "p_min, n_min": named("p_min", p_min=0.45, n_min=2),
+    "p_min, n_min": named("p_min", p_min=0.7, n_min=2),
     "start-continue": named("start-continue", start=0.4, more=0.5),
     "ratio": named("ratio"),
     "beta": named("beta"),

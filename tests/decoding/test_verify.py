@@ -78,7 +78,7 @@ class World:
 
 def levels(model: TableModel, sampler: Sampler, depth: int) -> list[Tensor]:
     """The sampled distributions after all sequences of up to `depth` tokens, from one tree grown level by level."""
-    model.reset()
+    model.rollback([0])
     first = model.extend(PROMPT, want=[len(PROMPT) - 1]).full()
     found, sequences, above = [sampler.probabilities(first, [PROMPT])], [PROMPT], [-1]
     for _ in range(depth):

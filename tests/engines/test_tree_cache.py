@@ -175,7 +175,7 @@ def check_levels(model: Any, draws: random.Random, compare: Callable[..., None])
             found.update(zip(level, got, strict=True))
         return torch.stack([found[node] for node in range(len(parents))])
 
-    model.reset()
+    model.rollback([0])
     model.extend([3, 1, 4, 1, 5])
     for node in (11, 3):
         path, at, rows = [], node, []
@@ -239,7 +239,7 @@ def check_refusals(model: Any, compare: Callable[..., None]) -> None:
     mirror.keep([0, 2, 4])
     after = model.extend([9]).full()[0]
     for got, text in ((grown[0], texts[0]), (grown[1], texts[1]), (after, [*mirror.context, 9])):
-        model.reset()
+        model.rollback([0])
         compare(got, model.extend(text, want=[len(text) - 1]).full()[0])
 
 
@@ -307,7 +307,7 @@ def single(exported: Path) -> Iterator[GgufModel]:
 
 
 def gguf_prefill(model: GgufModel, text: Sequence[int]) -> torch.Tensor:
-    model.reset()
+    model.rollback([0])
     return model.extend(text, want=[len(text) - 1]).full()[0]
 
 
@@ -317,9 +317,9 @@ def noise(single: GgufModel) -> float:
     draws, most = random.Random(2), 0.0
     for _ in range(20):
         text = [draws.randrange(single.vocabulary_size) for _ in range(40)]
-        single.reset()
+        single.rollback([0])
         whole = single.extend(text).full()
-        single.reset()
+        single.rollback([0])
         most = max(most, (whole - torch.cat([single.extend([token]).full() for token in text])).abs().max().item())
     assert 0 < most < 1e-2
     return most
@@ -344,7 +344,7 @@ def test_gguf_after_anything_is_a_fresh_prefill(
     with GgufModel(exported, context=64, batch=32, threads=1, pad_single=pad_single, max_leaves=6) as model:
         assert model.max_leaves == 6
         for seed in range(25):
-            model.reset()
+            model.rollback([0])
             mirror, draws = Mirror(model, lambda text: gguf_prefill(single, text), within(noise)), random.Random(seed)
             for _ in range(25):
                 mirror.step(draws, 6)
@@ -384,7 +384,7 @@ def test_gguf_level_by_level_is_all_at_once(exported: Path, noise: float) -> Non
 def test_gguf_refusals_change_nothing(exported: Path, noise: float) -> None:
     with GgufModel(exported, context=16, batch=12, threads=1, max_leaves=4) as model:
         check_refusals(model, within(noise))
-        model.reset()
+        model.rollback([0])
         model.extend([1, 2])
         for bad in ([-1] * 5, [-1, 0, 0, 0, 0, 0], [ROOT] * 13):  # leaves, leaves below a node, the batch
             with pytest.raises(ValueError):

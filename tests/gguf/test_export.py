@@ -367,7 +367,7 @@ def test_rollback_equals_a_fresh_prefill(exported: Path, outtype: str) -> None:
     chooser = random.Random(3)
     with GgufModel(exported.parent / f"{outtype}.gguf", context=160, batch=64, threads=1) as gguf:
         for _ in range(4):
-            gguf.reset()
+            gguf.rollback([0])
             text: list[int] = []
             pieces: list[int] = []  # lengths of the calls whose tokens are still there
             for _ in range(12):
@@ -383,7 +383,7 @@ def test_rollback_equals_a_fresh_prefill(exported: Path, outtype: str) -> None:
                     gguf.rollback([len(text)])
             new = some_ids(gguf.vocabulary_size, 5, 1)
             last = gguf.extend(new).full()
-            gguf.reset()
+            gguf.rollback([0])
             position = 0
             for count in pieces:
                 gguf.extend(text[position : position + count], want=[])
@@ -399,12 +399,12 @@ def test_pad_single_is_bitwise_lossless(exported: Path, outtype: str) -> None:
     with GgufModel(path, context=97, batch=16, threads=1, pad_single=True) as gguf:
         ids = some_ids(gguf.vocabulary_size, 97, 2)  # to the last cell, where the dummy needs one more
         whole = gguf.extend(ids).full()
-        gguf.reset()
+        gguf.rollback([0])
         alone = torch.cat([gguf.extend([token]).full() for token in ids])
         assert gguf.lengths == [97]
         assert torch.equal(alone, whole)
         position = 0
-        gguf.reset()
+        gguf.rollback([0])
         while position < len(ids):  # chunks with rejected tokens after them, single wants, and rollbacks
             count = min(chooser.randrange(1, 7), len(ids) - position)
             wrong = some_ids(gguf.vocabulary_size, min(chooser.randrange(0, 4), 97 - position - count), position)
@@ -422,7 +422,7 @@ def test_logits_object(exported: Path) -> None:
         whole = gguf.extend(ids).full()
         assert whole.shape == (97, gguf.vocabulary_size)
         assert whole.dtype is torch.float32
-        gguf.reset()
+        gguf.rollback([0])
         want = [96, 3, 50, 3, 31, 32]
         logits = gguf.extend(ids, [97], want=want)
         assert len(logits) == len(want)

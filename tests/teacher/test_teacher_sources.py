@@ -78,7 +78,7 @@ def token_by_token(path: Path, blocks: Packed) -> Tensor:
     rows = []
     with GgufModel(path, context=64, threads=1, pad_single=True) as model:
         for document in listed_documents(blocks):
-            model.reset()
+            model.rollback([0])
             logits = [model.extend([token]).full()[0] for token in document.ids[:-1]]
             rows += [logits[position][:SIZE].double().log_softmax(-1) for position in document.scored]
     return torch.stack(rows)

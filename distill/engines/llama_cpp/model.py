@@ -109,9 +109,9 @@ class GgufModel:
         )
 
     def _extend_chain(self, tokens: Ints, counts: Ints | None, want: Ints | None) -> GgufLogits:
-        (count,) = check_chain(tokens, counts, want, [self._length], self.capacity, self.vocabulary_size)
-        if len(self._branches):
-            raise ValueError("a tree is pending: keep a path of it or roll back first")
+        (count,) = check_chain(
+            tokens, counts, want, [self._length], self.capacity, self.vocabulary_size, self._branches
+        )
         try:
             rows = self._decode_all(tokens, want)
         except BaseException:
@@ -184,10 +184,6 @@ class GgufModel:
             self._context.remove(0, length)
             self._length = length
             self._branches.shorten(length)
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        self.rollback([0])
 
     def tokenize(self, text: str, parse_special: bool = False) -> list[int]:
         """The file's own ids for `text`, without added tokens; `parse_special` reads control tokens in the text."""

@@ -175,9 +175,8 @@ class TorchModel:
         tokens = list(tokens)
         if parents is not None:
             return self._extend_tree(tokens, counts, parents, want)
-        check_chain(tokens, counts, want, [self._length], self.capacity, self.model.config.vocab_size)
-        if self._tree.parents:
-            raise ValueError("a tree is pending: keep a path of it or roll back first")
+        vocabulary = self.model.config.vocab_size
+        check_chain(tokens, counts, want, [self._length], self.capacity, vocabulary, self._tree)
         logits = self._forward(tokens, want)
         self._length += len(tokens)
         return logits
@@ -254,22 +253,17 @@ class TorchModel:
         (length,) = check_lengths(lengths, [self._length])
         if self._tree.parents:
             self._drop_tree(0)
-        if length == 0:
-            self.reset()
+        if length == 0:  # every timed prompt starts from such a cold cache
+            self._trim(0)
+            self._length = 0
         elif length < self._length:
             # A negative count means "drop that many" in every version we support; a positive one changed meaning.
             self._cache.crop(length - self._length)
             self._length = length
 
-    def reset(self) -> None:
-        """Forget everything; every timed prompt starts from such a cold cache."""
-        self._cache = self._new_cache()
-        self._length = 0
-        self._tree = PendingTree()
-
     def close(self) -> None:
         """Free the cache."""
-        self.reset()
+        self.rollback([0])
 
 
 # ── Many sequences in one PyTorch model: rows of different lengths, each with the logits that it would get alone ──
@@ -424,12 +418,8 @@ class BatchedTorchModel:
         """Forget the tokens of each row beyond `lengths`; ValueError, with nothing changed, for more than a row has."""
         self._lengths = check_lengths(lengths, self._lengths)
 
-    def reset(self) -> None:
-        """Forget everything and free the cache's memory."""
+    def close(self) -> None:
+        """Free the cache."""
         self._lengths = [0] * self.rows
         for layer in self._layers:
             layer.keys = layer.values = None
-
-    def close(self) -> None:
-        """Free the cache."""
-        self.reset()

@@ -322,9 +322,8 @@ class StaticTorchModel:
         tokens = list(tokens)
         if parents is not None:
             return self._extend_tree(tokens, counts, parents, want)
-        counts = check_chain(tokens, counts, want, self._lengths, self.capacity, self.model.config.vocab_size)
-        if self._tree.parents:
-            raise ValueError("a tree is pending: keep a path of it or roll back first")
+        vocabulary = self.model.config.vocab_size
+        counts = check_chain(tokens, counts, want, self._lengths, self.capacity, vocabulary, self._tree)
         ends = list(accumulate(counts))
         texts = [tokens[end - count : end] for end, count in zip(ends, counts, strict=True)]
         places = [(row, column) for row, text in enumerate(texts) for column in range(len(text))]
@@ -447,15 +446,14 @@ class StaticTorchModel:
 
     @torch.inference_mode()
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop a pending tree and the tokens of each row beyond `lengths`; ValueError for more than a row has."""
+        """Drop a pending tree and the tokens of each row beyond `lengths`; ValueError for more than a row has.
+
+        The memory is kept, and its addresses, because compiled steps hold them.
+        """
         self._lengths = check_lengths(lengths, self._lengths)
         self._tree = PendingTree()
         if not any(self._lengths):
             self._cache.clear()
-
-    def reset(self) -> None:
-        """Forget everything; the memory is kept, and its addresses, because compiled steps hold them."""
-        self.rollback([0] * self.rows)
 
     def close(self) -> None:
         """Free the cache."""
