@@ -21,7 +21,7 @@ from distill.files import require_new_folder
 from distill.gguf.importing import Import, read_import, write_import
 from distill.gguf.writer import WrittenFile
 from distill.gguf.writer import export_gguf as write_gguf
-from distill.measuring.acceptance import Asked
+from distill.measuring.acceptance import EvaluationOptions
 from distill.measuring.compare import PairSettings
 from distill.measuring.evaluation import NO_TYPES, Grid, Types, evaluate_grid, prompts_of
 from distill.measuring.evaluation_results import EvaluationReport
@@ -162,8 +162,8 @@ def evaluate(
     several = ([one] if isinstance(one, (str, Path)) else one for one in (target, draft))
     targets, drafts = ([_reference(model) for model in models] for models in several)
     grid = Grid(targets, drafts, corpus.block, types, threads=threads, gguf=gguf)
-    asked = Asked(sampler or Sampler(1.0), Evaluate(), command, kl, costs=types.given)
-    return evaluate_grid(grid, prompts_of(corpus, prompts), asked, acceptance)
+    options = EvaluationOptions(sampler or Sampler(1.0), Evaluate(), command, kl, costs=types.given)
+    return evaluate_grid(grid, prompts_of(corpus, prompts), options, acceptance)
 
 
 def measure_speedup(

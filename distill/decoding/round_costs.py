@@ -165,7 +165,7 @@ class Timer(LengthRule):
         self._turn += whole  # the next text begins with a length that this one had no room for
 
 
-class PaidMeter:
+class RoundCostMeter:
     """Times the parts of rounds on greedy texts, plain ones and ones with rounds of all lengths in mixed order.
 
     Two rounds or more in a row have the same length; 3 is timed in any case, for the draft's steps. `modes` are the
@@ -313,7 +313,7 @@ def measure_paid(
     repeats: int,
     tokens: int = TOKENS,
 ) -> PaidCosts:
-    """The costs once each length, and 1, 2 and 3, were timed `repeats` times; raises as PaidMeter.
+    """The costs once each length, and 1, 2 and 3, were timed `repeats` times; raises as RoundCostMeter.
 
     Of a target alone (`draft` is the target), the steps that verify what a lookup found; no cache holds two texts.
     """
@@ -324,7 +324,7 @@ def measure_paid(
         steps = measure_steps(target, counts, depth, repeats, target.vocabulary_size)
         verified = {length: steps[length + 1][0] for length in reached}
         return PaidCosts(steps[1][0], verified, NO_STEPS, NO_STEPS, 0.0, 0.0)
-    meter = PaidMeter(target, draft, prompts, sorted({1, 2, *lengths}), tokens=min(tokens, TOKENS))
+    meter = RoundCostMeter(target, draft, prompts, sorted({1, 2, *lengths}), tokens=min(tokens, TOKENS))
     meter.until(repeats)
     return meter.costs()
 

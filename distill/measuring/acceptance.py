@@ -124,7 +124,7 @@ REPEATS = 7  # of timed steps
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationOptions:
     """What is measured of every pair. `batch` prompts are continued at once in transformers; `prepack` says whether
     decoders lay out their layers, `costs` whether steps are timed, `compared` whether pairs are compared."""
 
@@ -140,7 +140,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Opened:
+class TargetWithDrafts:
     """A target with its drafts by name, loaded, and what they are measured on: prompts with their classes, and `given`
     text in blocks of `block` tokens, which no text exceeds. Rounds are decoded with the drafts called `decoded`.
     Targets of one `writer` read the texts that the first of them wrote."""
@@ -154,7 +154,9 @@ class Opened:
     writer: str = ""
 
 
-def evaluate_pairs(targets: Iterable[Opened], asked: Asked) -> tuple[EvaluationReport, dict[str, list[list[Round]]]]:
+def evaluate_pairs(
+    targets: Iterable[TargetWithDrafts], options: EvaluationOptions
+) -> tuple[EvaluationReport, dict[str, list[list[Round]]]]:
     """The report of all pairs, and the decoded rounds of each prompt by pair.
 
     DataError for targets that have room for other prompts.
@@ -166,7 +168,7 @@ def evaluate_pairs(targets: Iterable[Opened], asked: Asked) -> tuple[EvaluationR
     worst: dict[str, list[Stretch]] = {}
     costs: dict[str, StepCosts] = {}
     names: list[str] = []
-    measure = "acceptance_sampling" if asked.sampler.temperature else "acceptance_greedy"
+    measure = "acceptance_sampling" if options.sampler.temperature else "acceptance_greedy"
     for one in targets:
         first, ids = next(iter(one.pairs.values())), [prompt.ids for prompt in one.prompts]
         size = min(model.vocabulary_size for pair in one.pairs.values() for model in (pair.target, pair.draft))
@@ -174,22 +176,22 @@ def evaluate_pairs(targets: Iterable[Opened], asked: Asked) -> tuple[EvaluationR
             what = f"{', '.join(one.pairs)}: there is room for other prompts than with the models before"
             raise DataError(what, "give prompts that fit all of them")
         names = [prompt.id for prompt in one.prompts]
-        if asked.divergences:
+        if options.divergences:
             if one.writer not in texts:
-                texts[one.writer] = _continued(first, one, asked, size)
+                texts[one.writer] = _continued(first, one, options, size)
             own = pack_answers(ids, texts[one.writer], one.block)
             if one.writer not in sliced:
                 sliced[one.writer] = SlicedValues.of(own, first.token_bytes, first.ends)
             domains = {"answers": own, **({"files": one.given} if one.given is not None and len(one.given) else {})}
             for domain, blocks in domains.items():
-                values = _values(one.pairs, blocks, asked.sampler, size, domain)
+                values = _values(one.pairs, blocks, options.sampler, size, domain)
                 watched = sliced[one.writer].watch(values) if domain == "answers" else values
                 measured.setdefault(domain, {}).update(sum_by_document(watched))
             for name in one.pairs:
                 worst[name] = worst_stretches(
                     sliced[one.writer], name, METRICS.index(measure), texts[one.writer], first.token_bytes
                 )
-            if asked.costs:
+            if options.costs:
                 depth = sum(len(prompt) + len(text) // 2 for prompt, text in zip(ids, texts[one.writer], strict=True))
                 accepted = {name: measured["answers"][name].divergences().measure(measure).mean for name in one.pairs}
                 costs |= _step_costs(one.pairs, accepted, depth // len(ids), size)
@@ -197,19 +199,19 @@ def evaluate_pairs(targets: Iterable[Opened], asked: Asked) -> tuple[EvaluationR
             target, draft = one.pairs[name].target, one.pairs[name].draft
             models = one.pairs[name].hugging_face
             if models is not None:  # with the layers laid out, without which they were loaded
-                target, draft = (growing_decoder(model, size, asked.prepack) for model in models)
-            decoded[name] = decode_rounds(target, draft, ids, asked.settings, first.ends, f"rounds {name}, prompts")
+                target, draft = (growing_decoder(model, size, options.prepack) for model in models)
+            decoded[name] = decode_rounds(target, draft, ids, options.settings, first.ends, f"rounds {name}, prompts")
     several = len(sliced) > 1  # texts, whose slices and classes are not those of each other
     report = as_report(
         measured,
         decoded,
-        asked.sampler,
-        asked.settings,
-        asked.command,
+        options.sampler,
+        options.settings,
+        options.command,
         () if several else one.classes,
         sliced=None if several else next(iter(sliced.values()), None),
     )
-    if asked.compared and asked.divergences and (costs or len(worst) > 1):
+    if options.compared and options.divergences and (costs or len(worst) > 1):
         report = replace(report, pairs=_compared(measured["answers"], len(names), METRICS.index(measure), worst, costs))
     return report, {name: own.rounds for name, own in decoded.items()}
 
@@ -245,17 +247,17 @@ def _step_costs(
 # ── the target's texts ──
 
 
-def _continued(pair: LoadedPair, opened: Opened, asked: Asked, size: int) -> list[list[int]]:
+def _continued(pair: LoadedPair, opened: TargetWithDrafts, options: EvaluationOptions, size: int) -> list[list[int]]:
     """The target's own continuations, each drawn with its own seed."""
     ids = [prompt.ids for prompt in opened.prompts]
-    seeds = [prompt_seed(asked.seed, prompt.id) for prompt in opened.prompts]
-    limit = min(asked.settings.new_tokens, opened.block - max(map(len, ids)))  # served prompts may be long
+    seeds = [prompt_seed(options.seed, prompt.id) for prompt in opened.prompts]
+    limit = min(options.settings.new_tokens, opened.block - max(map(len, ids)))  # served prompts may be long
     if pair.hugging_face is not None:
-        return continue_all(pair.hugging_face[0], ids, asked.sampler, limit, seeds, pair.ends, asked.batch, size)
+        return continue_all(pair.hugging_face[0], ids, options.sampler, limit, seeds, pair.ends, options.batch, size)
     progress, texts = Progress("the target continues prompts", len(ids)), []
     for prompt, seed in zip(ids, seeds, strict=True):
-        verifier = "token" if asked.sampler.temperature else "greedy"
-        rules = Rules(asked.sampler, verifier, pair.ends, random.Random(seed).random)
+        verifier = "token" if options.sampler.temperature else "greedy"
+        rules = Rules(options.sampler, verifier, pair.ends, random.Random(seed).random)
         texts.append(
             plain(pair.target, prompt, room_for(pair.target, pair.target, len(prompt), limit), rules=rules).tokens
         )

@@ -77,16 +77,16 @@ class PairSettings:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Calibrations:
     """What configurations read that is measured beforehand: costs, calibrations by name, chosen trees by title."""
 
     costs: StepCosts = NO_COSTS
-    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+    by_name: Mapping[str, Calibration] = field(default_factory=dict)
     trees: Mapping[str, Tree] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TimedConfiguration:
     """A configuration with the rules it decodes under; `make` gives its drafter, None for plain decoding.
 
     The drafter is made as at the start of a session; what it learns it keeps from prompt to prompt. `lossy` is the
@@ -129,22 +129,26 @@ def prepare(
     configuration: Configuration,
     draft: Model | Reader,
     ends: Collection[int],
-    fitted: Fitted,
-) -> Prepared:
+    fitted: Calibrations,
+) -> TimedConfiguration:
     """Make a configuration ready under the settings' seed and sampler; a `Reader` is a draft of another vocabulary."""
     sampler = configured_sampler(configuration, settings.sampler)
     draws = random.Random(f"{settings.seed}/{configuration.title}").random
     if not configuration.drafts:
-        return Prepared(configuration, Rules(sampler, "token" if sampler.temperature else "greedy", ends, draws), None)
+        return TimedConfiguration(
+            configuration, Rules(sampler, "token" if sampler.temperature else "greedy", ends, draws), None
+        )
     rules = Rules(sampler, configuration.verified_by, ends, draws)
     tree = fitted.trees.get(configuration.title)
-    make = partial(make_drafter, configuration, draft, sampler, draws, fitted.costs, fitted.calibrations, tree)
+    make = partial(make_drafter, configuration, draft, sampler, draws, fitted.costs, fitted.by_name, tree)
     if configuration.other_vocabulary:
-        return Prepared(configuration, rules, make, refusal(rules.verifier, make().kind, sampler.temperature))
-    return Prepared(configuration, rules, make, lossy_reason(configuration, sampler))
+        return TimedConfiguration(configuration, rules, make, refusal(rules.verifier, make().kind, sampler.temperature))
+    return TimedConfiguration(configuration, rules, make, lossy_reason(configuration, sampler))
 
 
-def prepare_all(settings: PairSettings, draft: Model | Reader, ends: Collection[int], fitted: Fitted) -> list[Prepared]:
+def prepare_all(
+    settings: PairSettings, draft: Model | Reader, ends: Collection[int], fitted: Calibrations
+) -> list[TimedConfiguration]:
     """Plain greedy decoding, the sweep (a configuration a length), and all others.
 
     Where some of these are sampled, plain sampling stands before them, as their base.
@@ -178,7 +182,7 @@ def time_texts(
     draft: Model,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
-    prepared: Sequence[Prepared],
+    prepared: Sequence[TimedConfiguration],
     progress_title: str,
     between: Callable[[], None] = lambda: None,
     watch: Watch | None = None,
@@ -214,7 +218,7 @@ def judge_identity(
     target: Model,
     prompts: Sequence[Sequence[int]],
     texts: Sequence[TimedText],
-    prepared: Sequence[Prepared],
+    prepared: Sequence[TimedConfiguration],
     noise: float,
     sizes: Sequence[int] = (),
 ) -> dict[str, Identity]:
@@ -234,7 +238,7 @@ def judge_identity(
 
 def measurements(
     texts: Sequence[TimedText],
-    prepared: Sequence[Prepared],
+    prepared: Sequence[TimedConfiguration],
     identities: Mapping[str, Identity],
     pair: PairMeasured,
 ) -> list[Measurement]:
@@ -243,7 +247,9 @@ def measurements(
     for one in prepared:
         tokens, seconds = totals(texts, one.title)
         base_tokens, base_seconds = totals(texts, one.base)
-        each, accepted = acceptance([r for text in texts if text.title == one.title for r in text.decoded.rounds])
+        each, accepted = accepted_per_drafted(
+            [r for text in texts if text.title == one.title for r in text.decoded.rounds]
+        )
         ratio = speed_ratio(tokens, seconds, base_tokens, base_seconds)
         own = Identity(identical=len(tokens)) if one.title == PLAIN.title else None
         identity = identities.get(one.title, own)
@@ -274,7 +280,7 @@ def measurements(
     return rows
 
 
-def acceptance(rounds: Sequence[Round]) -> tuple[float | None, float | None]:
+def accepted_per_drafted(rounds: Sequence[Round]) -> tuple[float | None, float | None]:
     """Tokens per round (accepted + 1), and accepted ÷ drafted; None where there is no round, or nothing was drafted."""
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
     each = (accepted + len(rounds)) / len(rounds) if rounds else None
@@ -317,7 +323,9 @@ def choose_length(texts: Sequence[TimedText], sweep: Sequence[Configuration], pa
 FIRST_DEPTH = 128  # tokens at which the second range of depths begins; each later range is twice as long
 
 
-def by_class(texts: Sequence[TimedText], prepared: Sequence[Prepared], classes: Sequence[str]) -> list[GroupFigures]:
+def by_class(
+    texts: Sequence[TimedText], prepared: Sequence[TimedConfiguration], classes: Sequence[str]
+) -> list[GroupFigures]:
     """Every configuration on the prompts of each class; none where there is one class only."""
     groups = []
     for name in dict.fromkeys(classes) if len(set(classes)) > 1 else ():
@@ -328,7 +336,7 @@ def by_class(texts: Sequence[TimedText], prepared: Sequence[Prepared], classes: 
             ratio = speed_ratio(tokens, seconds, *totals(own, one.base))
             if len(numbers) == 1:
                 ratio = replace(ratio, low=math.nan, high=math.nan)
-            accepted = acceptance([r for t in own if t.title == one.title for r in t.decoded.rounds])
+            accepted = accepted_per_drafted([r for t in own if t.title == one.title for r in t.decoded.rounds])
             size = (len(numbers), int(tokens.sum()), float(tokens.sum() / seconds.sum()))
             groups.append(GroupFigures(name, one.title, *size, *accepted, *astuple(ratio)))
     return groups
@@ -348,7 +356,7 @@ def _step_seconds(text: TimedText) -> list[tuple[int, float]]:
     return [(step.depth, end - step.started) for step, end in zip(text.target, ends, strict=True)]
 
 
-def by_depth(texts: Sequence[TimedText], prepared: Sequence[Prepared]) -> list[GroupFigures]:
+def by_depth(texts: Sequence[TimedText], prepared: Sequence[TimedConfiguration]) -> list[GroupFigures]:
     """Every configuration that drafts, on its rounds at each range of depths, against plain steps there."""
     ranges = []
     plain: dict[tuple[str, tuple[int, int]], list[float]] = {}
@@ -365,7 +373,7 @@ def by_depth(texts: Sequence[TimedText], prepared: Sequence[Prepared]) -> list[G
             gain = tokens / taken * statistics.fmean(steps) if steps else None
             size = (len(own), tokens, tokens / taken)
             group = f"{span[0]}–{span[1] - 1}"
-            ranges.append(GroupFigures(group, one.title, *size, *acceptance(own), gain, math.nan, math.nan))
+            ranges.append(GroupFigures(group, one.title, *size, *accepted_per_drafted(own), gain, math.nan, math.nan))
     return sorted(ranges, key=lambda figures: int(figures.group.split("–")[0]))
 
 
@@ -386,7 +394,9 @@ def time_steps(texts: Sequence[TimedText], target: Model, draft: Model | None, r
     )
 
 
-def round_figures(one: Prepared, texts: Sequence[TimedText], steps: StepFigures, synchronous: bool) -> RoundFigures:
+def round_figures(
+    one: TimedConfiguration, texts: Sequence[TimedText], steps: StepFigures, synchronous: bool
+) -> RoundFigures:
     """Where the seconds of a configuration's rounds went, and how near it came to the bound of its steps.
 
     A chain's draft step after a whole accepted round takes two tokens; the bound counts it as D(1).

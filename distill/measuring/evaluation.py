@@ -38,7 +38,7 @@ from distill.files import write_atomically, write_result, write_text
 from distill.gguf.importing import file_type, is_gguf, one_engine
 from distill.gguf.writer import export_files
 from distill.intervals import ratio_interval
-from distill.measuring.acceptance import LONGEST, Asked, Opened, as_report, evaluate_pairs
+from distill.measuring.acceptance import LONGEST, EvaluationOptions, TargetWithDrafts, as_report, evaluate_pairs
 from distill.measuring.evaluation_results import Bounds, EvaluationReport, StoredMeasures
 from distill.measuring.evaluation_tables import evaluation_blocks
 from distill.measuring.measure import Measured, sum_by_document
@@ -213,10 +213,10 @@ class Grid:
     gguf: Gguf | None = None
 
 
-Small = tuple[str, str | None]  # a draft, and the type of its cache where that was named
+DraftFile = tuple[str, str | None]  # a draft, and the type of its cache where that was named
 
 
-def evaluate_grid(grid: Grid, prompts: Prompts, asked: Asked, acceptance: bool) -> EvaluationReport:
+def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions, acceptance: bool) -> EvaluationReport:
     """The report of every pair of the grid; with `acceptance` rounds are decoded, too.
 
     Raises RecipeError for types of a model that is a GGUF file already, and for a cache type that the build or the
@@ -227,20 +227,20 @@ def evaluate_grid(grid: Grid, prompts: Prompts, asked: Asked, acceptance: bool) 
             require_pair(target, draft)
     with tempfile.TemporaryDirectory() as scratch:
         targets = _labelled(grid.targets, grid.types.target, grid, Path(scratch), "target")
-        drafts: dict[str, Small] = {
+        drafts: dict[str, DraftFile] = {
             f"{label}, cache {cache}" if len(grid.types.caches) > 1 else label: (path, cache)
             for label, (path, _) in _labelled(grid.drafts, grid.types.draft, grid, Path(scratch), "draft").items()
             for cache in dict.fromkeys(grid.types.caches) or [None]
         }
-        groups: dict[tuple[str, str], dict[str, Small]] = {}  # pairs by their target's writer and engine
+        groups: dict[tuple[str, str], dict[str, DraftFile]] = {}  # pairs by their target's writer and engine
         for label, (path, writer) in targets.items():
             for own, (draft, cache) in drafts.items():
                 big, small = one_engine(path, draft)
                 name = "draft" if len(targets) * len(drafts) == 1 and not grid.types.given else own
                 name = name if len(targets) == 1 else f"{name} for {label}"
                 groups.setdefault((writer, big), {})[name] = small, cache
-        with closing(_opened(groups, grid, prompts, asked, acceptance)) as opened:
-            return evaluate_pairs(opened, asked)[0]
+        with closing(_opened(groups, grid, prompts, options, acceptance)) as opened:
+            return evaluate_pairs(opened, options)[0]
 
 
 def _labelled(
@@ -270,27 +270,31 @@ def _labelled(
 
 
 def _opened(
-    groups: Mapping[tuple[str, str], Mapping[str, Small]],
+    groups: Mapping[tuple[str, str], Mapping[str, DraftFile]],
     grid: Grid,
     prompts: Prompts,
-    asked: Asked,
+    options: EvaluationOptions,
     acceptance: bool,
-) -> Generator[Opened, None, None]:
+) -> Generator[TargetWithDrafts, None, None]:
     """The pairs of each target in turn, closed when the next are asked for."""
     alone = sum(map(len, groups.values())) == 1
-    more = LONGEST + 1 if asked.costs else 0  # tokens of timed steps, behind a text
+    more = LONGEST + 1 if options.costs else 0  # tokens of timed steps, behind a text
     for (writer, target), drafts in groups.items():
         with ExitStack() as stack:
             pairs = _load(target, drafts, grid, grid.block + more, stack)
             capacities = (model.capacity for pair in pairs.values() for model in (pair.target, pair.draft))
             block = min(grid.block, min(capacities) - more)
             found = prompts(target, block)
-            given = _given(next(iter(pairs.values())), found.texts, block, asked.settings.file_blocks)
+            given = _given(next(iter(pairs.values())), found.texts, block, options.settings.file_blocks)
             decoded = [*pairs] if acceptance else []
-            yield Opened(pairs, found.measured, block, found.classes(), given if alone else None, decoded, writer)
+            yield TargetWithDrafts(
+                pairs, found.measured, block, found.classes(), given if alone else None, decoded, writer
+            )
 
 
-def _load(target: str, drafts: Mapping[str, Small], grid: Grid, tokens: int, stack: ExitStack) -> dict[str, LoadedPair]:
+def _load(
+    target: str, drafts: Mapping[str, DraftFile], grid: Grid, tokens: int, stack: ExitStack
+) -> dict[str, LoadedPair]:
     """A target with each of its drafts; the layers of models that decode are laid out later."""
     gguf = grid.gguf or Gguf()
     if not is_gguf(target):
@@ -358,8 +362,10 @@ def evaluate_types(
     written = None if run.outdated("export") else run.path("gguf")
     models = [recipe.target.model], [str(run.path("draft"))]
     grid = Grid(*models, recipe.corpus.block, types, written, threads, gguf)
-    asked = Asked(Sampler.of(recipe.sampler), recipe.eval, command, divergences, costs=True, seed=recipe.seed)
-    return evaluate_grid(grid, lambda *_: found, asked, acceptance)
+    options = EvaluationOptions(
+        Sampler.of(recipe.sampler), recipe.eval, command, divergences, costs=True, seed=recipe.seed
+    )
+    return evaluate_grid(grid, lambda *_: found, options, acceptance)
 
 
 # ── Stage `eval`: target against draft, before and after training, on the test split ──
@@ -392,7 +398,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         return _written(run, evaluate_stored(recipe, run))
     opened = open_run(recipe, run)
     run.say(f"  the target continues {len(opened.prompts)} test prompts")
-    asked = Asked(
+    options = EvaluationOptions(
         Sampler.of(recipe.sampler),
         recipe.eval,
         run.command,
@@ -401,12 +407,12 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         prepack=recipe.pytorch.prepack,
         compared=False,
     )
-    report, rounds = evaluate_pairs([opened], asked)
+    report, rounds = evaluate_pairs([opened], options)
     write_rounds(run.path("rounds.parquet"), rounds)
     return [*_written(run, report), run.path("rounds.parquet")]
 
 
-def open_run(recipe: Recipe, run: Run) -> Opened:
+def open_run(recipe: Recipe, run: Run) -> TargetWithDrafts:
     """A run's target with its drafts, behind the run's test prompts and beside its test texts."""
     device = pick_device(recipe.device)
     target, tokenizer = load_target(recipe.target, device), load_tokenizer(recipe.target.model)
@@ -415,7 +421,7 @@ def open_run(recipe: Recipe, run: Run) -> Opened:
     if read_kept(run.path("draft")) is not None:  # as llama.cpp and others run it, without the trimmed head
         drafts["after, full head"] = load(str(run.path("draft")), trimmed=False)
     prompts = read_prompts(run, "test")[: recipe.eval.prompts]
-    return Opened(
+    return TargetWithDrafts(
         {
             name: pair_of_models(recipe.target.model, target, draft, tokenizer, PyTorch(prepack=False))
             for name, draft in drafts.items()

@@ -21,7 +21,7 @@ from distill.decoding.configured import NO_COSTS, make_rule, require_trees
 from distill.decoding.costs import accepted_by_position, shorter_rounds
 from distill.decoding.decode import Decoded
 from distill.decoding.other_vocabulary import Reader
-from distill.decoding.round_costs import PaidCosts, PaidMeter, measure_paid, prompts_as_long
+from distill.decoding.round_costs import PaidCosts, RoundCostMeter, measure_paid, prompts_as_long
 from distill.decoding.rules import Characters, Rules
 from distill.decoding.verify import CHAINS, Random
 from distill.engines.loaded import LoadedPair
@@ -31,11 +31,11 @@ from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError, RecipeError
 from distill.measuring.calibrate import Calibrated, Choice, choose_trees, read_calibrations, read_ranks, round_costs
 from distill.measuring.compare import (
-    Fitted,
+    Calibrations,
     PairSettings,
-    Prepared,
+    TimedConfiguration,
     TimedText,
-    acceptance,
+    accepted_per_drafted,
     by_class,
     by_depth,
     choose_length,
@@ -82,7 +82,7 @@ class Predictions:
         prompts: Sequence[Sequence[int]],
         others: Sequence[Sequence[int]],
         new_tokens: int,
-        prepared: Sequence[Prepared],
+        prepared: Sequence[TimedConfiguration],
     ) -> None:
         self.refused: str | None = None
         self._prompt = round(sum(map(len, prompts)) / len(prompts))
@@ -90,10 +90,10 @@ class Predictions:
         fixed = [one for one in chains if one.configuration.length_rule == "fixed"]
         self._lengths = {one.title: one.length for one in fixed if one.length}
         self._costs: PaidCosts | None = None
-        self._meter: PaidMeter | None = None
+        self._meter: RoundCostMeter | None = None
         if self._lengths:
             try:
-                self._meter = PaidMeter(target, draft, others, [*self._lengths.values()], (False,), new_tokens)
+                self._meter = RoundCostMeter(target, draft, others, [*self._lengths.values()], (False,), new_tokens)
             except DataError as error:
                 self.refused = error.what
 
@@ -240,7 +240,7 @@ def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, Choic
 
 def _fit(
     settings: PairSettings, pair: LoadedPair, calibrated: Calibrated | None, spare: Sequence[Sequence[int]]
-) -> tuple[PaidCosts | None, Fitted, dict[str, Choice]]:
+) -> tuple[PaidCosts | None, Calibrations, dict[str, Choice]]:
     """What configurations read that no measured prompt may decide: costs of rounds, calibrations, trees by title.
 
     Rounds are timed of the lengths that may be drafted, behind `spare` prompts.
@@ -263,16 +263,16 @@ def _fit(
         target, draft, texts = pair.target, pair.draft, calibrated.texts
         found = choose_trees(settings, target, draft, texts, pair.ends, costs, calibrations, rates)
         choices = {choice.title: choice for choice in found}
-    return paid, Fitted(costs, calibrations, {title: choice.tree for title, choice in choices.items()}), choices
+    return paid, Calibrations(costs, calibrations, {title: choice.tree for title, choice in choices.items()}), choices
 
 
 def _prepared(
     settings: PairSettings,
     ends: Sequence[int],
     draft: Model | Reader,
-    fitted: Fitted,
+    fitted: Calibrations,
     choices: Mapping[str, Choice],
-) -> list[Prepared]:
+) -> list[TimedConfiguration]:
     """Plain decoding, the sweep and all other configurations, under titles that name chosen trees."""
     prepared = prepare_all(settings, draft, ends, fitted)
     refused = next((one for one in prepared if one.lossy is not None and not settings.speedup.allow_lossy), None)
@@ -290,7 +290,7 @@ def _prepared(
 
 def with_prediction(
     row: Measurement,
-    one: Prepared,
+    one: TimedConfiguration,
     given: PairTexts,
     texts: Sequence[TimedText],
     choices: Mapping[str, Choice],
@@ -316,7 +316,7 @@ def with_prediction(
     return replace(row, predicted=predictions.speedup(one.title, _accepted(given, one, texts), tokens))
 
 
-def _accepted(given: PairTexts, one: Prepared, texts: Sequence[TimedText]) -> list[float]:
+def _accepted(given: PairTexts, one: TimedConfiguration, texts: Sequence[TimedText]) -> list[float]:
     """The acceptance by position that predicts a configuration's speedup; empty where it is not known."""
     length = one.length or 0
     if given.evaluated is None:
@@ -368,7 +368,7 @@ def require_rows(pair: LoadedPair) -> None:
             )
 
 
-def not_batched(prepared: Sequence[Prepared]) -> list[str]:
+def not_batched(prepared: Sequence[TimedConfiguration]) -> list[str]:
     """A sentence for each configuration that cannot decode several texts at once."""
     return [
         f"`{one.configuration.title}`: {why}"
@@ -377,7 +377,7 @@ def not_batched(prepared: Sequence[Prepared]) -> list[str]:
     ]
 
 
-def _refusal(one: Prepared) -> str | None:
+def _refusal(one: TimedConfiguration) -> str | None:
     configuration = one.configuration
     if configuration.drafter != "draft":
         return f"drafter {configuration.drafter} drafts for one text at a time"
@@ -389,8 +389,8 @@ def measure_batches(
     pair: LoadedPair,
     prompts: Sequence[Sequence[int]],
     sizes: Sequence[int],
-    prepared: Sequence[Prepared],
-    fitted: Fitted,
+    prepared: Sequence[TimedConfiguration],
+    fitted: Calibrations,
 ) -> list[BatchFigures]:
     """Every configuration that can at each size B, over groups of B prompts; the last prompts that fill none are left.
 
@@ -407,7 +407,7 @@ def measure_batches(
             rules = Rules(one.rules.sampler, verifier, one.rules.ends)
             runs.setdefault(one.base, partial(plain_batch, target, rules=rules))
         for one in able:
-            rule = partial(make_rule, one.configuration, fitted.costs, fitted.calibrations)
+            rule = partial(make_rule, one.configuration, fitted.costs, fitted.by_name)
             argmax = one.rules.verifier == "match"
             runs[one.title] = partial(decode_batch, target, draft, rules=one.rules, length=rule, argmax=argmax)
         seconds: dict[str, float] = dict.fromkeys(runs, 0.0)
@@ -442,8 +442,10 @@ def _randoms(seed: int, rows: int) -> list[Random]:
     return [random.Random(f"{seed}/{row}").random for row in range(rows)]
 
 
-def _figures(size: int, one: Prepared, texts: dict[str, list[Decoded]], seconds: dict[str, float]) -> BatchFigures:
-    each, accepted = acceptance([r for text in texts[one.title] for r in text.rounds])
+def _figures(
+    size: int, one: TimedConfiguration, texts: dict[str, list[Decoded]], seconds: dict[str, float]
+) -> BatchFigures:
+    each, accepted = accepted_per_drafted([r for text in texts[one.title] for r in text.rounds])
     tokens, plain = (sum(len(text.tokens) for text in texts[title]) for title in (one.title, one.base))
     rate, plain_rate = tokens / seconds[one.title], plain / seconds[one.base]
     return BatchFigures(size, one.title, tokens, rate, plain_rate, each or 0.0, accepted, rate / plain_rate)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.decoding.costs import CostCurve
-from distill.decoding.round_costs import PaidMeter
+from distill.decoding.round_costs import RoundCostMeter
 from distill.engines.loaded import LoadedPair, load_pair
 from distill.engines.pairs import require_drafts
 from distill.engines.torch.hugging_face import load_config, text_folder, write_kept
@@ -258,7 +258,7 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
     size, timings = pair.target.vocabulary_size, []
     for number in range(TIMINGS):
         text = [(7 * place + 11 * number + 3) % size for place in range(prompt)]
-        meter = PaidMeter(pair.target, pair.draft, [text], lengths, (False,), min(new, TIMED))
+        meter = RoundCostMeter(pair.target, pair.draft, [text], lengths, (False,), min(new, TIMED))
         meter.until(1)
         timings.append(meter.costs())
         progress.step()

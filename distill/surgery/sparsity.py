@@ -29,7 +29,7 @@ from distill.surgery.layers import decoder_layers, keep_neurons
 # `group_lasso` and `unstructured` take these steps. Legend: |g| elements of a group.
 
 LEAST_RAMP = 10  # proximal steps; fewer would be pruning in one go
-HAIR = 1 + 1e-6  # on λ, so that rounding does not leave the last group alive
+ROUNDING_MARGIN = 1 + 1e-6  # on λ, so that rounding does not leave the last group alive
 
 
 def require_ramp(steps: int, embedding_steps: int, ramp: float) -> None:
@@ -201,7 +201,7 @@ class GroupLasso(Penalty):
             norms = group_norms(layer)
             order = norms.argsort(stable=True)
             distance = float(norms[order[self.to_remove - 1]])
-            strength = HAIR * distance / (left * rate * self.root) if rate > 0 else 0.0
+            strength = ROUNDING_MARGIN * distance / (left * rate * self.root) if rate > 0 else 0.0
             factor = shrink_factor(norms, rate * strength * self.root)
             factor[order[self.to_remove :]] = 1.0  # also of neurons equal to one that goes: a grown donor has them
             for part in group_parts(layer):
@@ -312,7 +312,7 @@ class UnstructuredL1(Penalty):
     def _press(self, left: int, rate: float) -> float:
         magnitudes = torch.cat([weight.abs().flatten() for weight in self.matrices.values()])
         distance = float(magnitudes.kthvalue(self.to_remove).values)
-        strength = HAIR * distance / (left * rate) if rate > 0 else 0.0
+        strength = ROUNDING_MARGIN * distance / (left * rate) if rate > 0 else 0.0
         for weight in self.matrices.values():
             shrunk = torch.nn.functional.softshrink(weight, rate * strength)
             weight.copy_(torch.where(weight.abs() <= distance, shrunk, weight))

@@ -260,7 +260,7 @@ def check_questions(recipe: Recipe) -> list[str]:
 # ── Stage `questions`: the target writes the questions that it will be asked ──
 
 EXPECTED, LOWEST_EXPECTED = 0.8, 1 / TEXTS_PER_QUESTION  # share of usable texts
-SPARE = 1.1  # more are asked for, to be sure
+SURPLUS = 1.1  # more are asked for, to be sure
 EXAMPLES, SHOWN_CHARACTERS = 3, 500  # of each
 SUMMARY = "summary.json"
 
@@ -427,7 +427,7 @@ class _Questions(Asking):
 def _next(batch: int, goal: int, usable: int, asked: int) -> int:
     """How many texts the next round asks for: as many as the share of usable ones suggests, in whole batches."""
     rate = max(LOWEST_EXPECTED, usable / asked) if asked else EXPECTED
-    count = math.ceil(SPARE * (goal - usable) / rate / batch) * batch
+    count = math.ceil(SURPLUS * (goal - usable) / rate / batch) * batch
     return min(count, TEXTS_PER_QUESTION * goal - asked)
 
 

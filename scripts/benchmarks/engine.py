@@ -55,7 +55,7 @@ from distill.decoding.costs import accepted_by_position, measure_steps
 from distill.decoding.decode import Decoded, decode, plain
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed, LengthRule
-from distill.decoding.round_costs import PaidCosts, PaidMeter, measure_paid
+from distill.decoding.round_costs import PaidCosts, RoundCostMeter, measure_paid
 from distill.decoding.rules import GREEDY, Rules
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import torch_decoder
@@ -273,7 +273,7 @@ def measure_rows(bench: Bench) -> Measured:
     depth = len(prompts[0]) + options.tokens // 2
     curve = fastest_steps(big, max(CURVE, max(lengths) + 1), depth)
     own = fastest_steps(small, 4, depth)
-    meter = PaidMeter(big, small, bench.others, lengths, (False,), options.tokens)
+    meter = RoundCostMeter(big, small, bench.others, lengths, (False,), options.tokens)
     found: dict[int, list[Measured]] = {length: [] for length in lengths}
     texts: dict[int, list[Decoded]] = {length: [] for length in lengths}
     plains: list[float] = []

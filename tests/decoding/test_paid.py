@@ -18,11 +18,11 @@ from distill.decoding.costs import accepted_by_position, measure_steps, shorter_
 from distill.decoding.decode import decode_text, plain, speculative
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed, LengthRule
-from distill.decoding.round_costs import PaidMeter, measure_paid, prompts_as_long, rising
+from distill.decoding.round_costs import RoundCostMeter, measure_paid, prompts_as_long, rising
 from distill.decoding.rules import GREEDY, Rules
 from distill.engines.model import AroundModel
 from distill.errors import DataError
-from distill.measuring.compare import Prepared, TimedText, time_texts, totals
+from distill.measuring.compare import TimedConfiguration, TimedText, time_texts, totals
 from distill.measuring.timing import Predictions
 from distill.measuring.watch import Watch
 from distill.recipe import Configuration
@@ -84,7 +84,7 @@ class Building(Clocked):
 def test_a_round_like_the_last_one_is_cheaper(pair: tuple[Any, Any]) -> None:
     plainly, draft = pair
     target = Building(plainly.model, plainly._clock, 10.0, 1.5)
-    meter = PaidMeter(target, draft, [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]], [1, 2, 4], (False,))
+    meter = RoundCostMeter(target, draft, [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]], [1, 2, 4], (False,))
     meter.until(6)
     paid = meter.costs()
     assert {n: whole[0] for n, whole in paid.settled.items()} == pytest.approx({n: 10 + 3.5 * n for n in (1, 2, 3, 4)})
@@ -103,7 +103,7 @@ def test_the_prediction_is_what_a_request_takes(pair: tuple[Any, Any], length: i
     if building:
         target = Building(target.model, target._clock, 10.0, 1.5)
         draft = Building(draft.model, draft._clock, 2.0, 0.25)
-    meter = PaidMeter(
+    meter = RoundCostMeter(
         target, draft, [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]], [length], (False,) if building else (False, True)
     )
     meter.until(40 if building else 3)
@@ -120,12 +120,12 @@ def test_the_prediction_is_what_a_request_takes(pair: tuple[Any, Any], length: i
     assert paid.predicted_speedup(length, accepted, len(prompt), new) == pytest.approx(measured, rel=tolerance)
 
 
-def fixed(draft: Any, length: int) -> Prepared:
+def fixed(draft: Any, length: int) -> TimedConfiguration:
     make = lambda: ModelDrafter(draft, Fixed(length), GREEDY, Rules().random)  # noqa: E731
-    return Prepared(Configuration(length=length), Rules(), make, length=length)
+    return TimedConfiguration(Configuration(length=length), Rules(), make, length=length)
 
 
-def accepted_of(texts: Sequence[TimedText], one: Prepared) -> list[float]:
+def accepted_of(texts: Sequence[TimedText], one: TimedConfiguration) -> list[float]:
     return accepted_by_position(
         [(r.drafted, r.accepted) for text in texts if text.title == one.title for r in text.decoded.rounds]
     )
@@ -140,7 +140,7 @@ def test_texts_take_what_is_predicted_between_them(pair: tuple[Any, Any], monkey
     target, draft = watch.models(*pair)
     others = [Configuration(rule="p_min", length=3, p_min=0.5), Configuration(drafter="lookup", length=3)]
     prepared = [
-        Prepared(
+        TimedConfiguration(
             one,
             Rules(random=draws),
             (lambda: ModelDrafter(draft, Fixed(3), Rules().sampler, draws)) if one.drafts else None,
@@ -178,7 +178,7 @@ def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any], monkeypatc
     pair[0].deeper, pair[1].deeper = 0.01, 0.02
     draws = random.Random(2)
     others, prompts = [[1, 2, 3]], [[draws.randrange(7) for _ in range(length)] for length in (120, 200)]
-    both = [Prepared(PLAIN, Rules(), None), fixed(pair[1], 3)]
+    both = [TimedConfiguration(PLAIN, Rules(), None), fixed(pair[1], 3)]
     predictions = Predictions(*pair, prompts, prompts_as_long(others, [120, 200]), 150, both)
     texts = time_texts(*pair, prompts, 150, both, "prompts", predictions.text)
     predictions.finish()
@@ -186,7 +186,7 @@ def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any], monkeypatc
     measured = plainly / drafted
     accepted = accepted_of(texts, both[1])
     assert predictions.speedup(both[1].title, accepted, 150) == pytest.approx(measured, rel=0.03)
-    shallow = PaidMeter(*pair, others, [3], (False,), 150)
+    shallow = RoundCostMeter(*pair, others, [3], (False,), 150)
     shallow.until(4)
     assert shallow.costs().predicted_speedup(3, accepted, 160, 150) > 1.08 * measured
 

@@ -24,7 +24,7 @@ from distill.engines.torch.hugging_face import load_tokenizer
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
 from distill.files import read_result
-from distill.measuring.compare import Prepared, TimedText, by_class, by_depth, round_figures
+from distill.measuring.compare import TimedConfiguration, TimedText, by_class, by_depth, round_figures
 from distill.measuring.speedup import need_other_prompts
 from distill.measuring.speedup_results import Measurement, RoundFigures, SpeedupReport, StepFigures
 from distill.measuring.speedup_tables import explain
@@ -43,8 +43,8 @@ LLAMA = pytest.mark.skipif(
 CHAIN = Configuration(length=2)
 
 
-def prepared(configuration: Configuration) -> Prepared:
-    return Prepared(configuration, Rules(), None if configuration is PLAIN else lambda: None)  # type: ignore[arg-type, return-value]
+def prepared(configuration: Configuration) -> TimedConfiguration:
+    return TimedConfiguration(configuration, Rules(), None if configuration is PLAIN else lambda: None)  # type: ignore[arg-type, return-value]
 
 
 def steps_at(depths: Sequence[int], tokens: Sequence[int], seconds: float, gap: float) -> list[Step]:

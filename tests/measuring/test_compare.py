@@ -25,8 +25,8 @@ from distill.intervals import speed_ratio
 from distill.measuring import speedup
 from distill.measuring.calibrate import Choice
 from distill.measuring.compare import (
-    Fitted,
-    Prepared,
+    Calibrations,
+    TimedConfiguration,
     TimedText,
     choose_length,
     judge_identity,
@@ -42,7 +42,7 @@ from distill.recipe import Configuration, Target
 from distill.recipe.measuring import fixed_length
 
 PAIR = PairMeasured("a pair", "pytorch")
-PLAIN, TWO, THREE, FIVE = (Prepared(fixed_length(n), Rules(), None, None, n) for n in (0, 2, 3, 5))
+PLAIN, TWO, THREE, FIVE = (TimedConfiguration(fixed_length(n), Rules(), None, None, n) for n in (0, 2, 3, 5))
 
 
 def timed(prompt: int, length: int, tokens: int, seconds: float, rounds: list[Round] | None = None) -> TimedText:
@@ -198,7 +198,7 @@ def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
 def test_every_configuration_decodes_every_prompt() -> None:
     target, draft = Scripted(counting, 40, 10), Scripted(counting, 30, 10)
     prompts = [[1, 2], [3], [4, 5, 6] * 8]
-    prepared = prepare_all(settings_with((), (fixed_length(1), fixed_length(4))), draft, (), Fitted())
+    prepared = prepare_all(settings_with((), (fixed_length(1), fixed_length(4))), draft, (), Calibrations())
     texts = time_texts(target, draft, prompts, 9, prepared, "x")
     titles = [one.title for one in prepared]
     assert sorted((t.prompt, t.title) for t in texts) == sorted(itertools.product(range(3), titles))

@@ -47,7 +47,15 @@ from distill.measuring.calibrate import (
     tally_ranks,
     time_rounds,
 )
-from distill.measuring.compare import Fitted, Prepared, TimedText, judge_identity, measurements, prepare_all, time_texts
+from distill.measuring.compare import (
+    Calibrations,
+    TimedConfiguration,
+    TimedText,
+    judge_identity,
+    measurements,
+    prepare_all,
+    time_texts,
+)
 from distill.measuring.identity import Identity
 from distill.measuring.speedup_results import PairMeasured, SpeedupReport
 from distill.measuring.timing import PairTexts, Predictions, with_prediction
@@ -231,8 +239,8 @@ def test_a_chosen_tree_is_predicted_by_the_tokens_that_its_rounds_gave() -> None
     no_chains = Predictions(None, None, given.prompts, [], 31, [])  # type: ignore[arg-type]
 
     def predicted(one: Configuration, choice: dict[str, Choice]) -> tuple[int | None, float | None]:
-        ready = Prepared(one, Rules(), lambda: None)  # type: ignore[arg-type, return-value]
-        plain = Prepared(Configuration(drafter="none"), Rules(), None)
+        ready = TimedConfiguration(one, Rules(), lambda: None)  # type: ignore[arg-type, return-value]
+        plain = TimedConfiguration(Configuration(drafter="none"), Rules(), None)
         row = measurements(texts, [plain, ready], {}, PairMeasured("p", "b"))[1]
         found = with_prediction(row, ready, given, texts, choice, paid, no_chains)
         return found.nodes, found.predicted
@@ -265,7 +273,7 @@ def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, Tab
     assert [choice.title for choice in choices] == [one.title for one in CHOSEN]
     assert all(choice.nodes > 1 and choice.speedup > 1 for choice in choices) and choices[3].nodes == 6
     trees: dict[str, Any] = {choice.title: choice.tree for choice in choices}
-    prepared = prepare_all(settings, draft, (), Fitted(COSTS, {}, trees))
+    prepared = prepare_all(settings, draft, (), Calibrations(COSTS, {}, trees))
     prompts = random_prompts(6, 12, 1)
     decoded = time_texts(target, draft, prompts, 30, prepared, "prompts")
     identities = judge_identity(target, prompts, decoded, prepared, 0)
@@ -276,7 +284,7 @@ def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, Tab
         assert max(drafted) == choice.nodes and drafted.count(choice.nodes) > len(drafted) / 2
         assert sum(r.accepted for r in rounds) > 0.05 * len(rounds)
     # No nodes is plain decoding, and the draft is not asked.
-    nothing = prepare_all(settings_with(CHOSEN[:1], ()), draft, (), Fitted(COSTS, {}, {CHOSEN[0].title: 0}))[1:]
+    nothing = prepare_all(settings_with(CHOSEN[:1], ()), draft, (), Calibrations(COSTS, {}, {CHOSEN[0].title: 0}))[1:]
     plainly = time_texts(target, draft, prompts[:1], 8, nothing, "prompts")
     assert plainly and all(r.drafted == 0 for text in plainly for r in text.decoded.rounds)
 
