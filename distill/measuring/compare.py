@@ -26,7 +26,7 @@ from distill.decoding.rules import Rules
 from distill.decoding.verify import refusal
 from distill.engines.model import Model
 from distill.intervals import speed_ratio
-from distill.measuring.identity import Identity
+from distill.measuring.identity import Identity, Rounding
 from distill.measuring.speedup_results import (
     ChosenLength,
     GroupFigures,
@@ -219,20 +219,15 @@ def judge_identity(
     prompts: Sequence[Sequence[int]],
     texts: Sequence[TimedText],
     prepared: Sequence[TimedConfiguration],
-    noise: float,
-    sizes: Sequence[int] = (),
+    rounding: Rounding,
 ) -> dict[str, Identity]:
-    """For each greedy configuration that drafts, by title, how its texts stand to the plain ones.
-
-    `noise` is the measured or agreed rounding; `noise` and `sizes` decide on ties as in `is_tie`.
-    """
+    """For each greedy configuration that drafts, by title, how its texts stand to the plain ones."""
     plain_texts = {text.prompt: text.decoded.tokens for text in texts if text.title == PLAIN.title}
     identities = {one.title: Identity() for one in prepared if not one.sampled and one.title != PLAIN.title}
     for text in texts:
         if text.title in identities:
-            identities[text.title].count(
-                target, prompts[text.prompt], plain_texts[text.prompt], text.decoded.tokens, noise, sizes
-            )
+            plain_text = plain_texts[text.prompt]
+            identities[text.title].count(target, prompts[text.prompt], plain_text, text.decoded.tokens, rounding)
     return identities
 
 

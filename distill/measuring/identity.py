@@ -12,6 +12,15 @@ from distill.recipe import Target
 TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """How far rounding moves a target's logits: two within `noise` are tied. In a type that rounds coarsely, a tie is
+    also read in steps of as many tokens as each of `sizes`; see `is_tie`."""
+
+    noise: float
+    sizes: tuple[int, ...] = ()
+
+
 @dataclass
 class Identity:
     """How many texts are the plain one, differ from it first at a rounding tie (`excused`), or differ otherwise."""
@@ -21,19 +30,12 @@ class Identity:
     different: int = 0
 
     def count(
-        self,
-        target: Model,
-        prompt: Sequence[int],
-        plain: Sequence[int],
-        other: Sequence[int],
-        noise: float,
-        sizes: Sequence[int] = (),
+        self, target: Model, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], rounding: Rounding
     ) -> None:
-        """Count the text `other` against the `plain` one; `noise` and `sizes` decide on ties as in `is_tie`."""
-        where = first_difference(plain, other)
-        if where is None:
+        """Count the text `other` against the `plain` one."""
+        if (where := first_difference(plain, other)) is None:
             self.identical += 1
-        elif is_tie(target, prompt, plain, other, where, noise, sizes):
+        elif is_tie(target, prompt, plain, other, where, rounding):
             self.excused += 1
         else:
             self.different += 1
@@ -61,28 +63,22 @@ def top_gap(model: Model, context: Sequence[int]) -> float:
 
 
 def is_tie(
-    target: Model,
-    prompt: Sequence[int],
-    text: Sequence[int],
-    other: Sequence[int],
-    where: int,
-    noise: float,
-    sizes: Sequence[int] = (),
+    target: Model, prompt: Sequence[int], text: Sequence[int], other: Sequence[int], where: int, rounding: Rounding
 ) -> bool:
     """Whether rounding alone may make `other` differ from the plain `text` first at `where`.
 
-    It may where the target's two best logits lie within `noise`. In a type that rounds coarsely the logits depend on
+    It may where the target's two best logits lie within the noise. In a type that rounds coarsely the logits depend on
     how many tokens are taken at once, all along the text, because the cache keeps the differences. For such a type the
-    distance of the two tokens' logits is read with the text taken one token at a time, and as many as each of `sizes`;
-    its spread is the rounding.
+    distance of the two tokens' logits is read with the text taken one token at a time, and in steps of each size; its
+    spread is the rounding.
     """
-    if top_gap(target, [*prompt, *text[:where]]) <= noise:
+    if top_gap(target, [*prompt, *text[:where]]) <= rounding.noise:
         return True
-    if not sizes or where >= min(len(text), len(other)):
+    if not rounding.sizes or where >= min(len(text), len(other)):
         return False
     ids, asked = [*prompt, *text], len(prompt) + where - 1
     apart = []
-    for size in sorted({1, *sizes}):
+    for size in (1, *rounding.sizes):
         # Plain decoding reads the whole prompt at once; a round reads its last token with the drafted ones.
         begin = len(prompt) - (size > 1)
         target.rollback([0])
@@ -95,7 +91,7 @@ def is_tie(
     return 0 <= apart[0] <= max(apart) - min(apart)
 
 
-def tie_noise(
+def measured_rounding(
     settings: Target,
     backend: str,
     target: Model,
@@ -103,16 +99,14 @@ def tie_noise(
     text: Sequence[int],
     lengths: Sequence[int],
     others: Sequence[int] = (),
-) -> tuple[float, tuple[int, ...]]:
-    """Below which logit difference two tokens count as tied, and in steps of how many tokens a tie is read.
-
-    In fp32 that is agreed; in other types it is measured on the plain `text` behind a prompt, in pieces as long as
-    rounds of these draft `lengths` read them, and of `others`: of trees, how many nodes. A tie is read in steps of
-    every size up to the longest of the lengths.
+) -> Rounding:
+    """The rounding of a target. In fp32 it is agreed; in other types it is measured on the plain `text` behind a
+    prompt, in pieces as long as rounds of these draft `lengths` read them, and of `others`: of trees, how many nodes.
+    Ties are then read in steps of every size up to the longest of the lengths, too.
     """
     if backend == "pytorch" and settings.dtype == "float32" and settings.quantise is None:
-        return TORCH_NOISE, ()
+        return Rounding(TORCH_NOISE)
     pieces = [text[start : start + length + 1] for length in (*lengths, *others) for start in (0, 16)]
     # A text may end before the longest length.
     noise = max((rounding_noise(target, prompt, piece) for piece in pieces if len(piece) > 1), default=0.0)
-    return noise, tuple(sorted({*range(2, max(lengths) + 2), *(length + 1 for length in others)}))
+    return Rounding(noise, tuple(sorted({*range(2, max(lengths) + 2), *(length + 1 for length in others)})))

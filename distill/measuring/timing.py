@@ -47,7 +47,7 @@ from distill.measuring.compare import (
     time_steps,
     time_texts,
 )
-from distill.measuring.identity import tie_noise
+from distill.measuring.identity import measured_rounding
 from distill.measuring.speedup_results import (
     BatchFigures,
     Measurement,
@@ -186,8 +186,8 @@ def measure_pair(
     plain = next(text.decoded.tokens for text in texts if text.title == PLAIN.title)
     lengths = [one.max_length for one in settings.sweep] or [LONGEST_OF_NONE]
     others = _others_drafted(settings.others, choices)
-    noise, sizes = tie_noise(settings.target, pair.backend, pair.target, prompts[0], plain, lengths, others)
-    identities = judge_identity(pair.target, prompts, texts, prepared, noise, sizes)
+    rounding = measured_rounding(settings.target, pair.backend, pair.target, prompts[0], plain, lengths, others)
+    identities = judge_identity(pair.target, prompts, texts, prepared, rounding)
     rows = [
         with_prediction(row, one, given, texts, choices, paid, predictions)
         for row, one in zip(measurements(texts, prepared, identities, label), prepared, strict=True)
@@ -213,7 +213,7 @@ def measure_pair(
     return SpeedupPart(
         measurements=rows,
         chosen=chosen,
-        noise=Noise(*label.key, noise),
+        noise=Noise(*label.key, rounding.noise),
         costs=None if paid is None else round_costs(paid, label),
         steps=steps,
         trees=[choice.as_result(label) for choice in choices.values()],

@@ -22,7 +22,7 @@ from distill.errors import DataError, RecipeError
 from distill.files import write_json
 from distill.measuring.calibrate import calibrate, load_calibrations, record_rounds
 from distill.measuring.compare import Calibrations, PairSettings, judge_identity, measurements, prepare_all, time_texts
-from distill.measuring.identity import Identity
+from distill.measuring.identity import Identity, Rounding
 from distill.measuring.speedup_results import (
     ChosenLength,
     Noise,
@@ -159,7 +159,7 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     pair_measured = PairMeasured("a pair", "table")
     prepared = prepare_all(settings_with(CONFIGURATIONS), draft, (), Calibrations(COSTS, fitted))
     texts = time_texts(target, draft, prompts, 30, prepared, "prompts")
-    identities = judge_identity(target, prompts, texts, prepared, 0)
+    identities = judge_identity(target, prompts, texts, prepared, Rounding(0))
     assert set(identities) == {"draft, γ = 2", *(one.title for one in CONFIGURATIONS)}
     assert all(identity == Identity(identical=6) for identity in identities.values())
     rows = {row.configuration: row for row in measurements(texts, prepared, identities, pair_measured)}
@@ -170,7 +170,7 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     # A decoder that is wrong is seen: another text in the place of one.
     wrong = [text for text in texts if text.title in (PLAIN.title, "draft, γ = 2")]
     wrong[1].decoded.tokens[5] ^= 1
-    assert judge_identity(target, prompts, wrong, prepared[:2], 0)["draft, γ = 2"].different >= 1
+    assert judge_identity(target, prompts, wrong, prepared[:2], Rounding(0))["draft, γ = 2"].different >= 1
 
 
 def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[TableModel, TableModel]) -> None:

@@ -35,7 +35,7 @@ from distill.measuring.compare import (
     time_texts,
 )
 from distill.measuring.evaluation import write_rounds
-from distill.measuring.identity import TORCH_NOISE, Identity, is_tie, tie_noise
+from distill.measuring.identity import TORCH_NOISE, Identity, Rounding, is_tie, measured_rounding
 from distill.measuring.speedup_results import PairMeasured
 from distill.measuring.timing import _others_drafted
 from distill.recipe import Configuration, Target
@@ -125,14 +125,13 @@ def test_verdicts_on_texts() -> None:
     assert gap > 1e-3
 
     def judged(noise: float, sizes: tuple[int, ...] = ()) -> dict[str, Identity]:
-        return judge_identity(target, prompts, decoded, [PLAIN, THREE], noise, sizes)
+        return judge_identity(target, prompts, decoded, [PLAIN, THREE], Rounding(noise, sizes))
 
     assert judged(gap * 0.9) == {THREE.title: Identity(1, 0, 1)}
     # Taken in other pieces the fp32 target says the same: that excuses nothing.
     assert judged(gap * 0.9, (2, 3, 4)) == {THREE.title: Identity(1, 0, 1)}
-    assert not is_tie(
-        target, prompts[0], wrong, texts[0], 5, gap * 0.9, (2, 3, 4)
-    )  # nor a text that is not the plain one
+    pieces = Rounding(gap * 0.9, (2, 3, 4))
+    assert not is_tie(target, prompts[0], wrong, texts[0], 5, pieces)  # nor a text that is not the plain one
     assert judged(gap * 1.1) == {THREE.title: Identity(1, 1, 0)}
 
 
@@ -168,11 +167,11 @@ class Remembering(TableModel):
 @pytest.mark.parametrize("kind", [Rounded, Remembering])
 def test_a_rounding_tie_of_a_shorter_type_is_excused(kind: type[TableModel]) -> None:
     target, draft = kind(5, 1), TableModel(5, 2)
-    for sizes, expected in (((), Identity(0, 0, 2)), (range(2, 6), Identity(0, 2, 0))):  # fp32 is not as coarse
+    for sizes, expected in (((), Identity(0, 0, 2)), ((2, 3, 4, 5), Identity(0, 2, 0))):  # fp32 is not as coarse
         found = Identity()
         for prompt in ([0, 1], [3, 4, 2]):
             other = speculative(target, draft, prompt, 48, 4).tokens
-            found.count(target, prompt, plain(target, prompt, 48).tokens, other, TORCH_NOISE, sizes)
+            found.count(target, prompt, plain(target, prompt, 48).tokens, other, Rounding(TORCH_NOISE, sizes))
         assert found == expected
 
 
@@ -190,9 +189,10 @@ def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
     half = Target(model="target", dtype="bfloat16")
     target = TorchModel(toy())
     prompt, text = [1, 2], [*range(20)]
-    assert tie_noise(half, "pytorch", target, prompt, text, [1], [4, 6, 8])[1] == (2, 5, 7, 9)
-    assert tie_noise(half, "pytorch", target, prompt, text, [1, 3])[1] == (2, 3, 4)
-    assert tie_noise(Target(model="target"), "pytorch", target, prompt, text, [1]) == (TORCH_NOISE, ())
+    assert measured_rounding(half, "pytorch", target, prompt, text, [1], [4, 6, 8]).sizes == (2, 5, 7, 9)
+    assert measured_rounding(half, "pytorch", target, prompt, text, [1, 3]).sizes == (2, 3, 4)
+    fp32 = measured_rounding(Target(model="target"), "pytorch", target, prompt, text, [1])
+    assert fp32 == Rounding(TORCH_NOISE)
 
 
 def test_every_configuration_decodes_every_prompt() -> None:

@@ -56,7 +56,7 @@ from distill.measuring.compare import (
     prepare_all,
     time_texts,
 )
-from distill.measuring.identity import Identity
+from distill.measuring.identity import Identity, Rounding
 from distill.measuring.speedup_results import PairMeasured, SpeedupReport
 from distill.measuring.timing import PairTexts, Predictions, with_prediction
 from distill.recipe import Configuration, Speedup, dump_recipe, load_recipe
@@ -276,7 +276,7 @@ def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, Tab
     prepared = prepare_all(settings, draft, (), Calibrations(COSTS, {}, trees))
     prompts = random_prompts(6, 12, 1)
     decoded = time_texts(target, draft, prompts, 30, prepared, "prompts")
-    identities = judge_identity(target, prompts, decoded, prepared, 0)
+    identities = judge_identity(target, prompts, decoded, prepared, Rounding(0))
     assert all(identity == Identity(identical=6) for identity in identities.values())
     for choice in choices:
         rounds = [r for text in decoded if text.title == choice.title for r in text.decoded.rounds]
