@@ -28,7 +28,7 @@ from distill.measuring.watch import Watch
 from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN
 
-MODULES = ("costs.paid", "costs.curve", "decode", "draft")
+MODULES = ("round_costs", "costs", "decode", "drafters")
 
 
 class Clocked(AroundModel):
@@ -55,7 +55,7 @@ class Clocked(AroundModel):
 def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Clocked, Clocked]:
     clock = [0.0]
     for module in MODULES:
-        monkeypatch.setattr(f"distill.speculative.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        monkeypatch.setattr(f"distill.decoding.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     target = TableModel(7, seed=3, capacity=400)
     return Clocked(target, clock, 10.0, 1.5), Clocked(target.near(0.4, seed=5), clock, 2.0, 0.25)
 
@@ -135,7 +135,7 @@ def test_texts_take_what_is_predicted_between_them(pair: tuple[Any, Any], monkey
     """What is no greedy chain of a fixed length is not predicted."""
     for module in ("compare", "watch"):
         clock = SimpleNamespace(perf_counter=lambda: pair[0]._clock[0])
-        monkeypatch.setattr(f"distill.benchmark.{module}.time", clock)
+        monkeypatch.setattr(f"distill.measuring.{module}.time", clock)
     draws, watch = random.Random(1).random, Watch()
     target, draft = watch.models(*pair)
     others = [Configuration(rule="p_min", length=3, p_min=0.5), Configuration(drafter="lookup", length=3)]
@@ -174,7 +174,7 @@ def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any], monkeypatc
     """Where attention makes a step twice as dear, costs of short prompts would predict something else."""
     for module in ("compare", "watch"):
         clock = SimpleNamespace(perf_counter=lambda: pair[0]._clock[0])
-        monkeypatch.setattr(f"distill.benchmark.{module}.time", clock)
+        monkeypatch.setattr(f"distill.measuring.{module}.time", clock)
     pair[0].deeper, pair[1].deeper = 0.01, 0.02
     draws = random.Random(2)
     others, prompts = [[1, 2, 3]], [[draws.randrange(7) for _ in range(length)] for length in (120, 200)]
@@ -297,7 +297,7 @@ def test_small_contexts_and_drafts_without_tokens_end(pair: tuple[Any, Any], mon
     """A context with room for one long round a text; a draft whose logits are empty has none."""
     clock = [0.0]
     for module in MODULES:
-        monkeypatch.setattr(f"distill.speculative.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        monkeypatch.setattr(f"distill.decoding.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     small = TableModel(7, seed=3, capacity=12)
     target, draft = Clocked(small, clock, 10.0, 1.5), Clocked(small.near(0.4, seed=5), clock, 2.0, 0.25)
     paid = measure_paid(target, draft, [[1, 2, 3]], range(1, 9), repeats=2)

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def acceptance(measured: Measured) -> float:
-    return measured.divergences(20, 0.9).acceptance_sampling.mean
+    return measured.divergences().acceptance_sampling.mean
 
 
 @torch.no_grad()
