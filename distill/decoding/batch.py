@@ -1,7 +1,9 @@
 """Many texts at once: one call of a model serves all rows, and each row gets the text that it would get alone.
 
-Both loops are those of `decode.py`, with a list of rows instead of one. Legend: B prompts, γ drafted tokens of a
-round, N distributions of a call (row by row, in the order of the rows), V vocabulary.
+`plain_batch` and `decode_batch` are the loops of `decode.py`, with a list of rows instead of one. `continue_prompts`
+and `refill` sample many texts without drafts, each with random numbers of its own: all of a batch at once, or new ones
+as finished texts make room. Legend: B prompts, R rows of a model, γ drafted tokens of a round, N distributions of a
+call (row by row, in the order of the rows), V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,8 +28,6 @@ from distill.decoding.verify import Random, draw_chain, draw_token, unchecked_tr
 from distill.engines.model import Logits, Model
 from distill.engines.torch.model import TorchLogits, model_name
 from distill.sampler import Sampler, place_of
-
-# ── Many texts at once: one call of a model serves all rows, and each row gets the text that it would get alone ──
 
 CHUNK = 256  # tokens of a prompt that one call reads
 
@@ -283,9 +283,7 @@ def _verify(target: Model, live: Sequence[_Row], rules: Rules) -> list[tuple[int
     return verdicts
 
 
-# ── Plain sampling of many prompts, each with random numbers of its own: all at once, or as finished texts make
-# room ──
-# Legend: B prompts of a batch, R rows of a model, N rows of a call, V vocabulary.
+# ── Sampling many prompts without drafts ──
 
 
 def uniform_numbers(seed: int, count: int) -> torch.Tensor:
@@ -351,7 +349,7 @@ def continue_prompts(
 
 
 @dataclass
-class _Row_sample:
+class _Writing:
     """A text that is being written, with a random number for each of its tokens."""
 
     request: Request
@@ -387,7 +385,7 @@ def refill(
     are. The caller may append to `waiting` between replies. Ids from `vocabulary` on are padding and never drawn.
     ValueError for a request that the model's context cannot hold.
     """
-    rows: list[_Row_sample | None] = [None] * model.rows
+    rows: list[_Writing | None] = [None] * model.rows
     while True:
         fresh = []
         for place, row in enumerate(rows):
@@ -411,16 +409,16 @@ def refill(
                 yield row.stopped
 
 
-def _seated(model: Model, request: Request) -> _Row_sample:
+def _seated(model: Model, request: Request) -> _Writing:
     # The last token is never read.
     if not request.ids or request.limit < 1 or len(request.ids) + request.limit - 1 > model.capacity:
         raise ValueError(
             f"{len(request.ids)} tokens of a prompt and {request.limit} more do not fit a context of {model.capacity}"
         )
-    return _Row_sample(request, uniform_numbers(request.seed, request.limit).tolist())
+    return _Writing(request, uniform_numbers(request.seed, request.limit).tolist())
 
 
-def _read_prompts(model: Model, places: Sequence[int], rows: Sequence[_Row_sample]) -> Logits:
+def _read_prompts(model: Model, places: Sequence[int], rows: Sequence[_Writing]) -> Logits:
     """Read the prompts of fresh rows in chunks, all of which end in the last one."""
     model.rollback([0 if place in places else length for place, length in enumerate(model.lengths)])
     longest = max(len(row.request.ids) for row in rows)
@@ -439,7 +437,7 @@ def _read_prompts(model: Model, places: Sequence[int], rows: Sequence[_Row_sampl
 
 
 @torch.inference_mode()
-def _drawn(logits: Logits, rows: Sequence[_Row_sample], sampler: Sampler, vocabulary: int | None) -> list[int]:
+def _drawn(logits: Logits, rows: Sequence[_Writing], sampler: Sampler, vocabulary: int | None) -> list[int]:
     """The next token of each row, from logits [N, V]."""
     values: Tensor = logits.values if isinstance(logits, TorchLogits) else logits.full()
     histories = [row.request.ids + row.tokens for row in rows] if sampler.repetition_penalty != 1 else None

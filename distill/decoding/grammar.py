@@ -27,10 +27,6 @@ from distill.machine import install_extra
 from distill.vocabulary import Vocabulary
 from distill.vocabulary.encoding import Encoder
 
-# ── A vocabulary as grammars need it: the bytes of each token, the tokens that end a text, and how a text is
-# written ──
-# Legend: V vocabulary.
-
 
 @dataclass(frozen=True)
 class Tokens:
@@ -231,8 +227,7 @@ def _error(text: str, place: int, problem: str) -> DataError:
     return DataError(f"the grammar is wrong at line {line}, column {column}: {problem}", _HINT)
 
 
-# ── The tokens that a regular expression, JSON schema or grammar allows after each text: states of constrained
-# decoding ──
+# ── States of constrained decoding ──
 
 STUCK = "allow texts that this vocabulary can write, or simplify the grammar"
 Bits = NDArray[np.uint8]  # [⌈V / 8⌉], a bit for each token, the lowest first

@@ -31,7 +31,7 @@ from distill.vocabulary import Vocabulary
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import role_counterparts, stand_ins
 
-# ── Token ids of one vocabulary as ids of another: the tokens that both share, and text written anew ──
+# ── Token ids of one vocabulary as ids of another ──
 # Bytes decide, never decoded text. A text longer than the window is cut only where its rest is written the same
 # with and without the text before it.
 
@@ -184,7 +184,7 @@ class Translator:
         return before is None or before == self.source.vocabulary.roles.get("bos")
 
 
-# ── Lossless drafting with a model of another vocabulary, without a transplant ──
+# ── The drafters ──
 
 TAIL = 64  # target tokens before a drafted text that are encoded with it
 

@@ -1,6 +1,6 @@
 """Costs measured inside rounds: both models decode texts in turn, and every part of a round is timed.
 
-A curve of one model alone (curve.py) is measured with its weights in cache and without the calls around a step. In a
+A curve of one model alone (costs.py) is measured with its weights in cache and without the calls around a step. In a
 round the other model has just run, distributions are read and caches rolled back: with small models that is half the
 time.
 

@@ -1,4 +1,9 @@
-"""How a text is decoded, whatever drafts it: the sampler, the verifier, what ends it, and where chance comes from."""
+"""How a text is decoded, whatever drafts it: the sampler, the verifier, what ends it, and where chance comes from.
+
+Stop strings end a text by its bytes, not by decoded tokens: a tokenizer that decodes single tokens drops the space
+before a word (SentencePiece) and breaks characters that several tokens share. Legend: L bytes of the longest stop
+string.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +19,6 @@ from distill.decoding.verify import Random, refusal
 from distill.errors import DataError
 from distill.sampler import Sampler
 from distill.vocabulary import Vocabulary
-
-# ── Token bytes and stop strings: the text of a continuation, and where a stop string ends it ──
-# Bytes, not decoded tokens: a tokenizer that decodes single tokens drops the space before a word (SentencePiece)
-# and breaks characters that several tokens share. Legend: L bytes of the longest stop string.
 
 BytesOf = Callable[[int], bytes]
 
@@ -96,9 +97,6 @@ def _begun(read: bytes, stops: Sequence[bytes], longest: int) -> int:
     return 0
 
 
-# ── How a text is decoded, whatever drafts it: the sampler, the verifier, what ends it, and where chance comes from
-# ──
-
 GREEDY = Sampler(temperature=0)
 
 
@@ -106,9 +104,9 @@ GREEDY = Sampler(temperature=0)
 class Rules:
     """How a text is decoded: the served sampler, the verifier, what ends it, and where chance comes from.
 
-    `stop` is called after every round, for stop strings and the like (see stop_strings.py). A round may add several
+    `stop` is called after every round, for stop strings and the like (`stop_before`). A round may add several
     tokens, so it must find the first place to stop instead of reading the end alone. A `constraint` masks the target's
-    logits before the sampler; a draft under the same constraint (see grammar/constrained.py) is accepted more often.
+    logits before the sampler; a draft under the same constraint (see constrained.py) is accepted more often.
     Raises DataError where the constraint ends texts with other tokens.
     """
 

@@ -23,8 +23,7 @@ from distill.decoding.verify import Random, draw_token
 from distill.engines.model import SPARE_NODES, Model
 from distill.sampler import Sampler
 
-# ── Trees without tokens: their shapes, the tokens to expect from one, and the best ones for an acceptance by rank
-# ──
+# ── Shapes: trees without tokens, the tokens to expect from one, and the best ones for an acceptance by rank ──
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,7 @@ def choose_shape(
     return table.shape(*chosen)
 
 
-# ── Trees of drafted tokens: grown best-first, or filled in a shape fixed beforehand, and how large they should
-# grow ──
+# ── Trees of drafted tokens ──
 
 # Feeds the draft these tokens below these parents (numbers of tokens fed before, or ROOT) and returns the distributions
 # [m, V] after them, after the sampler. `extend(tokens, parents=parents)` of a model numbers its nodes in the same way.
@@ -230,10 +228,9 @@ def best_first(
 
     A node's value is the product of its path's probabilities of acceptance: the draft's, or those that `calibration`
     makes of them. `root` [V] is the distribution after the context; children are the `branching` best tokens. The first
-    nodes are always the best tree of fewer. The draft is called once per level, and takes some
-    nodes that the tree then leaves out.
-    `max_leaves` bounds the branches of the tree and of the nodes that the draft takes; where it binds, the tree is the
-    greedy one, not the best.
+    nodes are always the best tree of fewer. The draft is called once per level, and takes some nodes that the tree then
+    leaves out. `max_leaves` bounds the branches of the tree and of the nodes that the draft takes; where it binds, the
+    tree is the greedy one, not the best.
     """
     if nodes <= 0 or depth <= 0 or branching <= 0:
         return Proposal.chain([]), []

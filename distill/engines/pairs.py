@@ -15,8 +15,7 @@ from distill.gguf.head import ALWAYS_ADDS_BOS, DEFAULTS, Defaults, FileHead, ope
 from distill.vocabulary.files import added_around, open_tokenizer, tokenizer_settings
 from distill.vocabulary.vocabulary import SPACE, from_mapped, named_id
 
-# ── A model's vocabulary and context as the pair rules compare them, read from a folder or a GGUF file; no weights
-# ──
+# ── A model's vocabulary and context as the rules compare them, read from a folder or a GGUF file; no weights ──
 # Legend: V rows of the model's vocabulary, padding included.
 
 
@@ -182,14 +181,14 @@ def _token_id(head: FileHead, role: str, count: int, default: int | None) -> int
     return number if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < count else default
 
 
-# ── Whether a target and a draft fit each other: the rules of our decoder, llama.cpp and vLLM, from files alone ──
+# ── The rules ──
 
 if TYPE_CHECKING:
     from distill.recipe import Configuration
 
 LLAMA_CPP_SIZE_DIFFERENCE = 128  # llama.cpp's SPEC_VOCAB_MAX_SIZE_DIFFERENCE
 LLAMA_CPP_FIRST_ID = 5  # SPEC_VOCAB_CHECK_START_TOKEN_ID: token strings are compared from this id up
-BYTE_LEVEL = "BPE"  # the kind of a vocabulary, as metadata.py names it
+BYTE_LEVEL = "BPE"  # the kind of a vocabulary
 LONGEST_SHOWN = 40  # characters of a token in a message
 
 TRANSPLANT = "transplant the target's vocabulary into the draft: cut.transplant in a recipe, or `distill transplant`"

@@ -49,8 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grow_target import grow
 
 from distill.data.texts import read_prompts
-from distill.decoding.calibration import Calibration
-from distill.decoding.configured import ExpectedValue
+from distill.decoding.calibration import Calibration, ExpectedValue
 from distill.decoding.costs import accepted_by_position, measure_steps
 from distill.decoding.decode import Decoded, decode, plain
 from distill.decoding.drafters import ModelDrafter

@@ -29,8 +29,8 @@ from distill.decoding import on_device as device_round
 from distill.decoding import verify
 from distill.decoding.batch import decode_batch, plain_batch
 from distill.decoding.decode import Decoded, decode, decode_text, plain, speculative
-from distill.decoding.drafters import Drafter, FallbackDrafter, ModelDrafter
-from distill.decoding.lengths import AcceptedRatio, Fixed, LengthRule, LookupDrafter, ProbabilityFloor
+from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
+from distill.decoding.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.on_device import DeviceDraft, Drafted, RowRound, rounds_on_device
 from distill.decoding.rules import Rules
 from distill.engines.torch.model import TorchModel, count

@@ -28,8 +28,8 @@ from distill.decoding.batch import decode_batch
 from distill.decoding.calibration import Calibration
 from distill.decoding.configured import make_drafter
 from distill.decoding.decode import Decoded, decode
-from distill.decoding.drafters import Drafter, FallbackDrafter, ModelDrafter
-from distill.decoding.lengths import ROOT, Fixed, LengthRule, LookupDrafter, Proposal
+from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
+from distill.decoding.lengths import ROOT, Fixed, LengthRule, Proposal
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import TREES, NodeVerdict, Random, _remainder, node_token, refusal

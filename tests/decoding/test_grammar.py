@@ -22,9 +22,9 @@ from toys import random_prompts
 from distill.decoding.batch import plain_batch
 from distill.decoding.constrained import Constrained, Forced
 from distill.decoding.decode import Decoded, decode, decode_text, plain
-from distill.decoding.drafters import Drafter, FallbackDrafter, ModelDrafter
+from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.grammar import Constraint, State, Tokens, constraint, lark, llama_constraint
-from distill.decoding.lengths import ROOT, AcceptedRatio, Fixed, LookupDrafter, Proposal
+from distill.decoding.lengths import ROOT, AcceptedRatio, Fixed, Proposal
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import Random

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from distill.decoding.calibration import Calibration
-from distill.decoding.configured import ExpectedValue
+from distill.decoding.calibration import Calibration, ExpectedValue
 from distill.decoding.costs import StepCosts
 from distill.decoding.lengths import AcceptedRatio, BetaFilter, Features, Fixed, LengthRule, ProbabilityFloor
 

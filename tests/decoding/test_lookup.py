@@ -14,8 +14,8 @@ from table_model import TableModel
 
 from distill.decoding.costs import StepCosts
 from distill.decoding.decode import decode_text
-from distill.decoding.drafters import FallbackDrafter, ModelDrafter
-from distill.decoding.lengths import Fixed, LookupDrafter, LookupPrice, SuffixIndex
+from distill.decoding.drafters import FallbackDrafter, LookupDrafter, LookupPrice, ModelDrafter, SuffixIndex
+from distill.decoding.lengths import Fixed
 from distill.decoding.rules import Rules
 from distill.errors import DataError
 from distill.sampler import Sampler

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.decoding.configured import make_drafter
 from distill.decoding.decode import decode_text, plain
-from distill.decoding.drafters import Drafter, FallbackDrafter, ModelDrafter
-from distill.decoding.lengths import Features, Fixed, LengthRule, LookupDrafter, ProbabilityFloor, Proposal
+from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
+from distill.decoding.lengths import Features, Fixed, LengthRule, ProbabilityFloor, Proposal
 from distill.decoding.other_vocabulary import (
     IntersectionDrafter,
     Reader,

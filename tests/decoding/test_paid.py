@@ -13,7 +13,7 @@ import torch
 from scipy.optimize import isotonic_regression
 from table_model import TableModel
 
-from distill.decoding.configured import ExpectedValue
+from distill.decoding.calibration import ExpectedValue
 from distill.decoding.costs import accepted_by_position, measure_steps, shorter_rounds
 from distill.decoding.decode import decode_text, plain, speculative
 from distill.decoding.drafters import ModelDrafter

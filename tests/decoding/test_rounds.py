@@ -23,8 +23,8 @@ from tables import accepted_counts, distance, distributions_after, number, targe
 from torch import Tensor
 
 from distill.decoding import drafters as draft_module
-from distill.decoding.calibration import CONTEXT_TERMS, Calibration
-from distill.decoding.configured import ExpectedValue, make_rule
+from distill.decoding.calibration import CONTEXT_TERMS, Calibration, ExpectedValue
+from distill.decoding.configured import make_rule
 from distill.decoding.costs import StepCosts
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule, Proposal, features_of

@@ -24,8 +24,8 @@ from test_verify import NotRenormalised, turned
 
 from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode
-from distill.decoding.drafters import Drafter, FallbackDrafter, ModelDrafter
-from distill.decoding.lengths import Fixed, LengthRule, LookupDrafter, ProbabilityFloor, Proposal
+from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
+from distill.decoding.lengths import Fixed, LengthRule, ProbabilityFloor, Proposal
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import CHAINS, TREES, Random

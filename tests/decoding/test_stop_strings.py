@@ -21,8 +21,8 @@ from toys import Scripted
 
 from distill.decoding.batch import decode_batch, plain_batch
 from distill.decoding.decode import Decoded, decode, decode_text, plain
-from distill.decoding.drafters import Drafter, FallbackDrafter, ModelDrafter
-from distill.decoding.lengths import AcceptedRatio, Fixed, LookupDrafter, ProbabilityFloor
+from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
+from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor
 from distill.decoding.rules import Characters, Rules, Stopped, stop_before, token_bytes
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.errors import DataError

@@ -24,8 +24,6 @@ from distill.gguf.library import ERRORS, GgufFile, fill_context, last_errors
 from distill.recipe import GgufOptions
 from distill.sampler import Place, finite_argmax, place_of
 
-# ── A llama.cpp context: the cells that cache decoded tokens, the batch of tokens to decode, and their logits ──
-
 FEW = 64  # most tokens of a step or verification; longer calls are prompts, where overhead does not matter
 
 
@@ -33,8 +31,7 @@ class GgufContext:
     """A cache of `capacity` tokens and `sequences` sequences over a file, of the types that `options` name.
 
     `cells` is the size of the cache in tokens, `batch_size` the most tokens of one call, `generation` counts the calls
-    that overwrite logits returned before. For `pad_single` see `GgufModel`. Raises DataError
-    when there is no room.
+    that overwrite logits returned before. For `pad_single` see `GgufModel`. Raises DataError when there is no room.
     """
 
     def __init__(

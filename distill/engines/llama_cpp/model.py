@@ -22,8 +22,6 @@ from distill.gguf.library import ERRORS, GgufFile
 from distill.recipe import GgufOptions
 from distill.recipe.measuring import ON_CPU
 
-# ── GGUF models: one row of tokens, and trees of them, decoded by llama.cpp ──
-
 MOST_LEAVES = 255  # llama.cpp has at most 256 sequences, and the committed row is one of them
 
 

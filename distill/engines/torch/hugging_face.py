@@ -1,7 +1,7 @@
 """Models and tokenizers in the Hugging Face format: loading them, their files and sizes, and their devices.
 
 A GGUF file is such a model too: every function here that takes a reference reads it from the folder that it is imported
-to (distill/models/conversion).
+to (distill/gguf/importing.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from distill.machine import has_instructions
 from distill.processes import process_count
 from distill.recipe import Recipe, Target, is_path
 from distill.vocabulary.files import refuse_tables, without_panic
-
-# ── Models and tokenizers in the Hugging Face format: loading them, their files and sizes, and their devices ──
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.md", "tokenizer.model"]  # of a model on the hub: all but its weights
 OTHER_WEIGHTS = ["original/*", "onnx/*", "consolidated*"]  # the same weights in formats that transformers does not read
@@ -356,8 +354,7 @@ def offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-# ── Trimmed heads: a draft proposes only the kept tokens; its folder still holds the full head and loads everywhere
-# ──
+# ── Trimmed heads: a draft proposes only the kept tokens; its folder still holds the full head ──
 # `kept_tokens.json` beside the weights lists the kept ids. Our loader computes only their logits and gives the
 # others −inf; plain transformers and llama.cpp ignore the file and use the full head. Legend: V vocabulary, K kept
 # tokens, H hidden.
@@ -417,8 +414,7 @@ def trim_head(model: Any, kept: list[int]) -> Any:
     return model
 
 
-# ── Whether the tensors of a model folder are those that its config.json asks for, from safetensors headers alone
-# ──
+# ── Whether a folder's tensors are those that its config.json asks for, from safetensors headers alone ──
 
 
 def check_weights(reference: str) -> str:
@@ -448,7 +444,6 @@ def check_weights(reference: str) -> str:
 
 def _check_headers(reference: str, folder: Path, config: Any) -> str | None:
     """The line about a folder whose headers prove that its tensors are whole; None where they prove nothing."""
-    import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     stored = stored_tensors(folder)

@@ -1,4 +1,4 @@
-"""Step-by-step decoding with a Hugging Face model, with rollback and trees of tokens.
+"""Step-by-step decoding with a Hugging Face model: one sequence with trees of tokens, or many sequences at once.
 
 Legend: V vocabulary, n tokens of one call, C committed tokens, N nodes of a pending tree.
 """
@@ -17,11 +17,10 @@ from distill.engines.model import Ints, PendingTree, check_call, check_chain, ch
 from distill.errors import DataError
 from distill.sampler import Place, finite_argmax, place_of
 
-# ── Numbers between the host and a device: every answer that the host waits for comes through `fetch`, which counts
-# ──
-# A device works through its queue on its own; the host stops only where it needs a number from it. So one `fetch`
-# is one synchronisation, and `count` says how many there were. Tensors on the CPU take the same path and are
-# counted alike.
+# ── Numbers between the host and a device ──
+# Every answer that the host waits for comes through `fetch`, which counts. A device works through its queue on its own;
+# the host stops only where it needs a number from it. So one `fetch` is one synchronisation, and `count` says how many
+# there were. Tensors on the CPU take the same path and are counted alike.
 
 
 class Count:
@@ -63,10 +62,6 @@ def send(numbers: Sequence[Any], device: torch.device, kind: torch.dtype = torch
     return torch.tensor(numbers, dtype=kind, pin_memory=True).to(device, non_blocking=True)
 
 
-# ── Logits that torch computed: those of Hugging Face models, and of models that wrap another model ──
-# Legend: n rows, V vocabulary.
-
-
 class TorchLogits:
     """Logits [n, V] where they were computed; see `distill.engines.model.Logits`."""
 
@@ -88,7 +83,7 @@ class TorchLogits:
         return fetch(values)[0].clone()
 
 
-# ── Step-by-step decoding with a Hugging Face model, with rollback and trees of tokens ──
+# ── One sequence, with rollback and trees of tokens ──
 
 
 def shortest_window(config: Any) -> int:
@@ -124,8 +119,8 @@ def model_name(model: Any) -> str:
 class TorchModel:
     """One sequence decoded by a Hugging Face model with a cache that can be rolled back, and trees of tokens.
 
-    See `Model`. Its logits equal those of a fresh prefill up to rounding; ids from `vocabulary` on
-    are padding and have no logits. The cache holds the N nodes of a pending tree behind the C committed tokens.
+    See `Model`. Its logits equal those of a fresh prefill up to rounding; ids from `vocabulary` on are padding and have
+    no logits. The cache holds the N nodes of a pending tree behind the C committed tokens.
     """
 
     rows = 1
@@ -266,7 +261,7 @@ class TorchModel:
         self.rollback([0])
 
 
-# ── Many sequences in one PyTorch model: rows of different lengths, each with the logits that it would get alone ──
+# ── Many sequences: rows of different lengths, each with the logits that it would get alone ──
 # Legend: R rows, A of them that take tokens in a call, n tokens of a call, q the most that one row takes, S slots
 # of the cache, H heads of keys and values, D their width, V vocabulary.
 
@@ -323,8 +318,8 @@ class _Layer:
 class BatchedTorchModel:
     """R sequences of different lengths decoded together by a Hugging Face model; chains only.
 
-    See `Model`. A row that takes no token in a call is left out of it. ValueError for a model whose
-    layers do not accept an explicit mask: attention other than sdpa or eager, or windows shorter than the context.
+    See `Model`. A row that takes no token in a call is left out of it. ValueError for a model whose layers do not
+    accept an explicit mask: attention other than sdpa or eager, or windows shorter than the context.
     """
 
     max_leaves = 0

@@ -24,8 +24,7 @@ from distill.engines.torch.model import TorchLogits, TorchModel, model_name, sen
 from distill.errors import DataError, RunError
 from distill.sampler import Place, place_of
 
-# ── The cache of a model with slots, and its steps: chains of R rows and nodes of a tree, as they are or compiled
-# ──
+# ── The cache and its steps: chains of R rows and nodes of a tree, as they are or compiled ──
 # The slots of the cache are written by number, so that a roll-back is a smaller length and moves nothing. A
 # compiled step is a graph of one shape: of so many columns, over a cache of one size. On a GPU torch records it as
 # a CUDA graph. Prompts are never compiled, because each has a length of its own. Legend: R rows, m columns, H heads
@@ -243,7 +242,7 @@ def _compiled(step: Any, name: str, device: str) -> Callable[..., Tensor]:
     return made
 
 
-# ── Decoding with a cache of fixed size: the steps of a few tokens have few shapes, so that they can be compiled ──
+# ── The model ──
 
 CHUNK = 512  # tokens of a row that one step of a prompt reads, so that its mask [m, S] stays small
 FIRST_SIZE = 256  # slots that a model begins with where nobody says how long its texts get
@@ -272,10 +271,10 @@ def require_static(model: Any, name: str) -> None:
 class StaticTorchModel:
     """R sequences of different lengths in a Hugging Face model, with a cache of fixed size.
 
-    See `Model`. One row takes trees, except in models with attention windows. `size` is the number
-    of tokens that a row is expected to hold; where it holds more, the cache doubles. With `compiled`, steps of up to
-    LONGEST_STEP tokens behind a prompt are compiled by torch, one for each number of tokens. DataError for a model that
-    cannot decode with slots.
+    See `Model`. One row takes trees, except in models with attention windows. `size` is the number of tokens that a row
+    is expected to hold; where it holds more, the cache doubles. With `compiled`, steps of up to LONGEST_STEP tokens
+    behind a prompt are compiled by torch, one for each number of tokens. DataError for a model that cannot decode with
+    slots.
     """
 
     def __init__(
