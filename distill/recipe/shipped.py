@@ -1,5 +1,5 @@
 """What comes with the package: recipes and the data that they name. In a checkout they lie at its root (recipes/,
-data/); setup.py puts both beside this file into a wheel. No torch here."""
+data/); setup.py puts both into a wheel, as distill/shipped/. No torch here."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PURPOSE = re.compile(r"# +(\S.*)")
 
 def folder() -> Path:
     """The folder that holds recipes/ and data/; DataError where an installation lacks them."""
-    here = Path(__file__).resolve().parent
-    for place in (here, here.parent.parent):
+    package = Path(__file__).resolve().parent.parent
+    for place in (package / "shipped", package.parent):
         if (place / "recipes" / "demo.yaml").is_file() and (place / "data").is_dir():
             return place
-    raise DataError(f"{here} holds no recipes and no data", "install distill again: pip install --force-reinstall")
+    raise DataError(f"{package} holds no recipes and no data", "install distill again: pip install --force-reinstall")
 
 
 def recipes() -> dict[str, str]:

@@ -81,7 +81,7 @@ def test_without_smollm2_the_command_is_named(tmp_path: Path, capsys: Capture, m
 
 
 def test_an_installation_without_them(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "distill" / "shipped" / "__init__.py"))
+    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "distill" / "recipe" / "shipped.py"))
     assert "holds no recipes" in tiny.refused(capsys, "recipes")
 
 
@@ -112,7 +112,7 @@ def test_a_wheel_holds_every_module(wheel: Path) -> None:
 
 
 def test_a_wheel_holds_the_recipes_and_their_data(wheel: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(shipped, "__file__", str(wheel / "distill" / "shipped" / "__init__.py"))
+    monkeypatch.setattr(shipped, "__file__", str(wheel / "distill" / "recipe" / "shipped.py"))
     monkeypatch.setattr(shipped, "smollm2_file", lambda: tmp_path)
     place = wheel / "distill" / "shipped"
     assert shipped.folder() == place and sorted(shipped.recipes()) == NAMES

@@ -14,7 +14,7 @@ from killed_runs import run_jobs
 
 PROGRAM = """
 import os, signal, sys, time
-from distill.commands import app
+from distill.cli import app
 
 def ready():
     print("ready", flush=True)
