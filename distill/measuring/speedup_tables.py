@@ -1,4 +1,5 @@
-"""The tables of `distill speedup`: for the terminal, speedup.md, the report page and the model card."""
+"""The tables of `distill speedup`, for the terminal, speedup.md, the report page and the model card, and why a pair is
+faster than plain decoding or not, in sentences whose every number was measured."""
 
 from __future__ import annotations
 
@@ -166,9 +167,8 @@ def _head(report: SpeedupReport) -> list[str]:
     return lines
 
 
-# ── Why a pair is faster than plain decoding, or not, and what to change: sentences whose every number was measured
-# ──
-# Legend: a round costs plain steps, the seconds of a token of plain decoding.
+# ── Why a pair is faster than plain decoding, or not, and what to change ──
+# Legend: a plain step is a token of plain decoding; what a round costs is told in plain steps.
 
 HARDLY_DRAFTS = 0.2  # verified tokens of a round, less the one that plain decoding has: below, hardly any is drafted
 LARGEST_ERROR = 1.25  # times the predicted speedup, or its inverse: predictions are within a tenth on a quiet machine
@@ -240,9 +240,8 @@ def _costs(steps: StepFigures, best: Measurement, figures: RoundFigures, plain: 
     if draft is not None:
         head += f", the draft {draft / alone:.2f} of that"
     parts = "not told apart: the device computes on after a call returns"
-    if figures.target_seconds is not None:
-        paid = (figures.target_seconds, figures.draft_seconds or 0.0, figures.overhead_seconds or 0.0)
-        target, drafted, rest = (seconds / plain for seconds in paid)
+    if (measured := _parts(figures, plain)) is not None:
+        target, drafted, rest = measured
         parts = (
             f"the target's step over {figures.verified:.1f} tokens {target:.2f}, {figures.draft_steps:.1f} draft steps "
             f"{drafted:.2f}, the rest {rest:.2f}"
@@ -278,7 +277,24 @@ def _verdict(best: Measurement, figures: RoundFigures, plain: float, prompts: Ma
     else:
         accepted = "" if best.acceptance is None else f" (accepted: {best.acceptance:.0%})"
         why = f"a round gives fewer tokens than the plain steps that it costs{accepted}"
-    return [*sentences, f"It is no faster than plain decoding: {why}."]
+    sentences.append(f"It is no faster than plain decoding: {why}.")
+    whole = _all_accepted(figures, plain)
+    if whole is not None and whole < 1 and not _hardly_drafts(figures):
+        sentences.append(f"With every drafted token accepted it would give {whole:.2f}×: no acceptance is enough.")
+    return sentences
+
+
+def _all_accepted(figures: RoundFigures, plain: float) -> float | None:
+    """The speedup of the rounds if everything drafted were accepted; None where that is not known."""
+    return None if figures.most is None else max(figures.most, figures.tokens) / (figures.seconds / plain)
+
+
+def _parts(figures: RoundFigures, plain: float) -> tuple[float, float, float] | None:
+    """What a round costs in the target, in the draft and beside them, in plain steps; None where that was not timed."""
+    if figures.target_seconds is None:
+        return None
+    rest = figures.overhead_seconds or 0.0
+    return figures.target_seconds / plain, (figures.draft_seconds or 0.0) / plain, rest / plain
 
 
 def _hardly_drafts(figures: RoundFigures) -> bool:
@@ -313,15 +329,11 @@ def _changed(measured: Measurement, figures: RoundFigures, plain: float) -> dict
     """The speedup of the rounds with one thing changed: everything accepted, a draft at no cost, verifying as cheap as
     a plain step, nothing spent beside the models. Without acceptance where tokens are looked up, which no training
     changes; empty where the parts of a round were not timed."""
-    if figures.target_seconds is None:
+    if (parts := _parts(figures, plain)) is None or sum(parts) <= 0:  # texts of one token have no rounds
         return {}
-    paid = (figures.target_seconds, figures.draft_seconds or 0.0, figures.overhead_seconds or 0.0)
-    target, draft, rest = (seconds / plain for seconds in paid)
-    cost, tokens = target + draft + rest, figures.tokens
-    if cost <= 0:  # texts of one token have no rounds
-        return {}
-    most = {} if figures.most is None else {"acceptance": max(figures.most, tokens) / cost}
-    return (most if measured.drafter != "lookup" else {}) | {
+    (target, draft, rest), tokens, whole = parts, figures.tokens, _all_accepted(figures, plain)
+    cost = target + draft + rest
+    return ({} if whole is None or measured.drafter == "lookup" else {"acceptance": whole}) | {
         "draft": tokens / (cost - draft),
         "verification": tokens / (min(target, 1.0) + draft + rest),
         "rest": tokens / (cost - max(rest, 0.0)),

@@ -64,65 +64,6 @@ from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN
 from distill.recipe.measuring import fixed_length
 
-# ── Speedups of fixed lengths, predicted from costs that are timed between the texts ──
-
-
-class Predictions:
-    """Times rounds of both models between the texts of those configurations whose speedup can be predicted.
-
-    These are greedy chains of a fixed length, drafted by a model of the target's vocabulary. Rounds are timed behind
-    `others`, prompts as long as `prompts`, in the minutes of the texts: the machine does not stay the same from one
-    minute to the next. `refused` is why nothing is predicted, None where something is.
-    """
-
-    def __init__(
-        self,
-        target: Model,
-        draft: Model,
-        prompts: Sequence[Sequence[int]],
-        others: Sequence[Sequence[int]],
-        new_tokens: int,
-        prepared: Sequence[TimedConfiguration],
-    ) -> None:
-        self.refused: str | None = None
-        self._prompt = round(sum(map(len, prompts)) / len(prompts))
-        chains = [one for one in prepared if one.configuration.drafter == "draft" and not one.sampled]
-        fixed = [one for one in chains if one.configuration.length_rule == "fixed"]
-        self._lengths = {one.title: one.length for one in fixed if one.length}
-        self._costs: PaidCosts | None = None
-        self._meter: RoundCostMeter | None = None
-        if self._lengths:
-            try:
-                self._meter = RoundCostMeter(target, draft, others, [*self._lengths.values()], (False,), new_tokens)
-            except DataError as error:
-                self.refused = error.what
-
-    def text(self) -> None:
-        """Time one text."""
-        if self._meter is not None:
-            self._meter.text()
-
-    def finish(self) -> None:
-        """Time what is still missing."""
-        if self._meter is None:
-            return
-        try:
-            self._meter.until(1)
-            self._costs = self._meter.costs()
-        except DataError as error:
-            self.refused = error.what
-
-    def speedup(self, title: str, accepted: Sequence[float], tokens: float) -> float | None:
-        """The speedup predicted for a configuration at an acceptance by position, for texts of so many tokens; None
-        where nothing is predicted."""
-        length = self._lengths.get(title)
-        if length is None or self._costs is None or not accepted:
-            return None
-        return self._costs.predicted_speedup(length, accepted, self._prompt, tokens)
-
-
-# ── The measurement of one pair by one backend: plain against speculative decoding on the same prompts ──
-
 SAMPLES = 3
 LONGEST_OF_NONE = 4  # tokens drafted, for which ties are judged where no length is swept
 
@@ -227,17 +168,6 @@ def measure_pair(
     )
 
 
-def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, Choice]) -> list[int]:
-    """The most tokens that each greedy configuration beside the sweep drafts in a round: of a tree, given or chosen,
-    its nodes, and of a lookup before it, its length."""
-    sizes: set[int] = set()
-    for one in others:
-        if one.sampler == "greedy":
-            tree = one.drawn_nodes or one.nodes or (choices[one.title].nodes if one.title in choices else 0)
-            sizes |= {tree} if one.drafter == "tree" else {tree, one.max_length}
-    return sorted(sizes - {0})
-
-
 def _fit(
     settings: PairSettings, pair: LoadedPair, calibrated: Calibrated | None, spare: Sequence[Sequence[int]]
 ) -> tuple[PaidCosts | None, Calibrations, dict[str, Choice]]:
@@ -288,6 +218,99 @@ def _prepared(
     return named
 
 
+def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, Choice]) -> list[int]:
+    """The most tokens that each greedy configuration beside the sweep drafts in a round: of a tree, given or chosen,
+    its nodes, and of a lookup before it, its length."""
+    sizes: set[int] = set()
+    for one in others:
+        if one.sampler == "greedy":
+            tree = one.drawn_nodes or one.nodes or (choices[one.title].nodes if one.title in choices else 0)
+            sizes |= {tree} if one.drafter == "tree" else {tree, one.max_length}
+    return sorted(sizes - {0})
+
+
+def sample_texts(
+    written: Callable[[list[int]], str],
+    token_bytes: Callable[[int], bytes],
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[TimedText],
+    pair: PairMeasured,
+) -> list[Sample]:
+    """The first texts, cut into the draft's accepted tokens and the target's own, for the report.
+
+    A character that several tokens share belongs to the segment of the last of them.
+    """
+    samples = []
+    for text in texts[:SAMPLES]:
+        tokens = list(zip(text.decoded.tokens, text.decoded.from_draft, strict=True))
+        segments, characters = [], Characters()
+        for from_draft, group in groupby(tokens, key=lambda pair: pair[1]):
+            piece = "".join(characters.add(token_bytes(token)) for token, _ in group)
+            segments.append(Segment(piece, "accepted" if from_draft else "target"))
+        if segments:
+            segments[-1] = Segment(segments[-1].text + characters.finish(), segments[-1].kind)
+        prompt = written(list(prompts[text.prompt]))
+        samples.append(Sample(*pair.key, text.title, prompt, segments))
+    return samples
+
+
+# ── Speedups of fixed lengths, predicted from costs that are timed between the texts ──
+
+
+class Predictions:
+    """Times rounds of both models between the texts of those configurations whose speedup can be predicted.
+
+    These are greedy chains of a fixed length, drafted by a model of the target's vocabulary. Rounds are timed behind
+    `others`, prompts as long as `prompts`, in the minutes of the texts: the machine does not stay the same from one
+    minute to the next. `refused` is why nothing is predicted, None where something is.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        draft: Model,
+        prompts: Sequence[Sequence[int]],
+        others: Sequence[Sequence[int]],
+        new_tokens: int,
+        prepared: Sequence[TimedConfiguration],
+    ) -> None:
+        self.refused: str | None = None
+        self._prompt = round(sum(map(len, prompts)) / len(prompts))
+        chains = [one for one in prepared if one.configuration.drafter == "draft" and not one.sampled]
+        fixed = [one for one in chains if one.configuration.length_rule == "fixed"]
+        self._lengths = {one.title: one.length for one in fixed if one.length}
+        self._costs: PaidCosts | None = None
+        self._meter: RoundCostMeter | None = None
+        if self._lengths:
+            try:
+                self._meter = RoundCostMeter(target, draft, others, [*self._lengths.values()], (False,), new_tokens)
+            except DataError as error:
+                self.refused = error.what
+
+    def text(self) -> None:
+        """Time one text."""
+        if self._meter is not None:
+            self._meter.text()
+
+    def finish(self) -> None:
+        """Time what is still missing."""
+        if self._meter is None:
+            return
+        try:
+            self._meter.until(1)
+            self._costs = self._meter.costs()
+        except DataError as error:
+            self.refused = error.what
+
+    def speedup(self, title: str, accepted: Sequence[float], tokens: float) -> float | None:
+        """The speedup predicted for a configuration at an acceptance by position, for texts of so many tokens; None
+        where nothing is predicted."""
+        length = self._lengths.get(title)
+        if length is None or self._costs is None or not accepted:
+            return None
+        return self._costs.predicted_speedup(length, accepted, self._prompt, tokens)
+
+
 def with_prediction(
     row: Measurement,
     one: TimedConfiguration,
@@ -324,31 +347,6 @@ def _accepted(given: PairTexts, one: TimedConfiguration, texts: Sequence[TimedTe
         return accepted_by_position(rounds)
     rates = accepted_by_position([r for own in given.evaluated for r in shorter_rounds(own, length)])
     return rates if len(rates) >= length else []
-
-
-def sample_texts(
-    written: Callable[[list[int]], str],
-    token_bytes: Callable[[int], bytes],
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[TimedText],
-    pair: PairMeasured,
-) -> list[Sample]:
-    """The first texts, cut into the draft's accepted tokens and the target's own, for the report.
-
-    A character that several tokens share belongs to the segment of the last of them.
-    """
-    samples = []
-    for text in texts[:SAMPLES]:
-        tokens = list(zip(text.decoded.tokens, text.decoded.from_draft, strict=True))
-        segments, characters = [], Characters()
-        for from_draft, group in groupby(tokens, key=lambda pair: pair[1]):
-            piece = "".join(characters.add(token_bytes(token)) for token, _ in group)
-            segments.append(Segment(piece, "accepted" if from_draft else "target"))
-        if segments:
-            segments[-1] = Segment(segments[-1].text + characters.finish(), segments[-1].kind)
-        prompt = written(list(prompts[text.prompt]))
-        samples.append(Sample(*pair.key, text.title, prompt, segments))
-    return samples
 
 
 # ── Several texts at once, plain and speculative, in PyTorch ──
