@@ -20,6 +20,7 @@ from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Features, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.rules import Rules, Stopped
 from distill.engines.torch.model import BatchedTorchModel, TorchModel
+from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
 from distill.measuring.identity import top_gap
 from distill.sampler import Sampler
@@ -112,14 +113,18 @@ def test_a_row_does_not_depend_on_what_its_mates_say() -> None:
     assert torch.equal(texts[0], texts[1])
 
 
-def test_padding_has_no_logits() -> None:
-    model = BatchedTorchModel(HUGGING_FACE["qwen2"], 2, vocabulary=50)
-    assert model.vocabulary_size == 50 and model.extend([1, 2, 3], [1, 2]).full().shape == (3, 50)
+@pytest.mark.parametrize("make", [BatchedTorchModel, StaticTorchModel])
+def test_padding_has_no_logits_and_messages_name_the_place(make: Any) -> None:
+    model = make(HUGGING_FACE["qwen2"], rows=2, vocabulary=50)
+    logits = model.extend([1, 2, 3], [1, 2])
+    assert model.vocabulary_size == 50 and logits.full().shape == (3, 50)
+    assert logits.place(2).endswith("row 1, after 2 tokens")
     assert (model.rows, model.capacity, model.max_leaves) == (2, 160, 0)
 
 
-def test_refusals_change_nothing() -> None:
-    model = BatchedTorchModel(toy(max_position_embeddings=16), 2)
+@pytest.mark.parametrize("make", [BatchedTorchModel, StaticTorchModel])
+def test_refusals_change_nothing(make: Any) -> None:
+    model = make(toy(max_position_embeddings=16), rows=2)
     model.extend([1, 2, 3, 4], [1, 3])
     bad: list[Callable[[], Any]] = [
         lambda: model.extend([], [0, 0]),
@@ -139,7 +144,7 @@ def test_refusals_change_nothing() -> None:
         lambda: model.rollback([1, 3, 0]),
         lambda: model.rollback([2, 3]),
         lambda: model.rollback([0, -1]),
-        lambda: BatchedTorchModel(model.model, 0),
+        lambda: make(model.model, rows=0),
     ]
     for call in bad:
         with pytest.raises(ValueError):

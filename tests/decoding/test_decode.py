@@ -245,29 +245,6 @@ def test_torch_speculative_is_plain_for_every_length() -> None:
     torch_grid(list(itertools.product(LENGTHS, random_prompts(50, V, seed=7))), 100)
 
 
-def test_torch_refusals() -> None:
-    model = TorchModel(toy(max_position_embeddings=16))
-    model.extend([1, 2, 3])
-    for bad in (
-        lambda: model.extend([]),
-        lambda: model.extend([1] * 14),
-        lambda: model.extend([1, 2], counts=[1, 1]),
-        lambda: model.rollback([4]),
-        lambda: model.rollback([-1]),
-    ):
-        with pytest.raises(ValueError):
-            bad()
-    assert model.lengths == [3]
-    assert len(model.extend([4, 5], want=[])) == 0  # nothing wanted, still committed
-    assert model.lengths == [5]
-
-
-def test_torch_logits_by_hand() -> None:
-    model = TorchModel(toy())
-    logits = model.extend([1, 2, 3])
-    assert logits.argmax() == logits.full().argmax(-1).tolist()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_torch_logits_with_ties(dtype: torch.dtype) -> None:
     values = torch.tensor([[0, 2, 1, 2, 1, 1, 0], [5, 5, 5, 5, 5, 5, 5]], dtype=dtype)

@@ -33,18 +33,20 @@ def tell(rule: LengthRule, drafted: int, accepted: int, seconds: float = 1.0, to
     rule.observe(drafted, accepted, [look(top)] * drafted, seconds)
 
 
-def test_fixed() -> None:
-    assert draft(Fixed(4), [0.0] * 9) == 4 and draft(Fixed(0), [1.0]) == 0
-
-
-def test_floor_on_the_largest_probability() -> None:
-    rule = ProbabilityFloor(5, 0.6)
-    assert draft(rule, [0.9, 0.6, 0.59, 0.9]) == 2 and draft(rule, [0.5]) == 0 and draft(rule, [0.9] * 9) == 5
-
-
-def test_start_and_continue() -> None:
-    rule = ProbabilityFloor(5, 0.3, 0.7)
-    assert draft(rule, [0.3, 0.7, 0.69, 0.9]) == 2 and draft(rule, [0.29, 0.9]) == 0
+@pytest.mark.parametrize(
+    ("rule", "tops", "drafted"),
+    [
+        (Fixed(4), [0.0] * 9, 4),
+        (Fixed(0), [1.0], 0),
+        (ProbabilityFloor(5, 0.6), [0.9, 0.6, 0.59, 0.9], 2),
+        (ProbabilityFloor(5, 0.6), [0.5], 0),
+        (ProbabilityFloor(5, 0.6), [0.9] * 9, 5),
+        (ProbabilityFloor(5, 0.3, 0.7), [0.3, 0.7, 0.69, 0.9], 2),
+        (ProbabilityFloor(5, 0.3, 0.7), [0.29, 0.9], 0),
+    ],
+)
+def test_rules_without_memory(rule: LengthRule, tops: list[float], drafted: int) -> None:
+    assert draft(rule, tops) == drafted
 
 
 def test_accepted_ratio_needs_more_for_longer_drafts() -> None:
@@ -56,7 +58,7 @@ def test_accepted_ratio_needs_more_for_longer_drafts() -> None:
     tell(rule, 4, 4)  # (2.25 + 4) / (3.5 + 4) = .83 ≥ .6
     tell(rule, 5, 5)  # (3.125 + 5) / (3.75 + 5) = .929 ≥ .7
     tell(rule, 6, 6)
-    assert rule.limit() == 6  # never above `most`
+    assert rule.limit() == 6  # never above `longest`
     for _ in range(20):
         tell(rule, rule.limit(), 0)
     tell(rule, 0, 0)

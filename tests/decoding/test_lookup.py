@@ -24,23 +24,19 @@ torch.set_num_threads(1)
 V = 4
 
 
-def test_a_token_dropped_after_its_draw_is_refused() -> None:
-    """What it would do to the distribution: test_samples.py and test_exact_decoding.py."""
-    served, target, draft = Sampler(1.0), TableModel(V, 11), TableModel(V, 12)
-    drafter = ModelDrafter(draft, Fixed(3, n_min=2), served, random.random)
-    rules = Rules(served, "token", random=random.random)
-    with pytest.raises(DataError, match="dropped after the draw"):
+@pytest.mark.parametrize(
+    ("n_min", "verifier", "words"),
+    [(2, "token", "dropped after the draw"), (0, "greedy", "greedy emits"), (0, "distinct", "no verifier")],
+)
+def test_pairs_that_are_refused(n_min: int, verifier: str, words: str) -> None:
+    """What dropped tokens would do to the distribution: test_samples.py and test_exact_decoding.py."""
+    served, target = Sampler(1.0), TableModel(V, 11)
+    drafter = ModelDrafter(TableModel(V, 12), Fixed(3, n_min=n_min), served, random.random)
+    rules = Rules(served, verifier, random=random.random)
+    with pytest.raises((DataError, ValueError), match=words):
         decode_text(target, drafter, [1, 2], 3, rules)
-    assert len(decode_text(target, drafter, [1, 2], 3, rules, lossy=True).tokens) == 3
-
-
-def test_pairs_that_cannot_be() -> None:
-    target, draft = TableModel(V, 1), TableModel(V, 2)
-    sampled = ModelDrafter(draft, Fixed(2), Sampler(1.0), random.random)
-    with pytest.raises(DataError, match="greedy emits"):
-        decode_text(target, sampled, [1, 2], 3, Rules(Sampler(1.0), "greedy"))
-    with pytest.raises(ValueError, match="no verifier"):
-        decode_text(target, sampled, [1, 2], 3, Rules(Sampler(1.0), "distinct"))
+    if n_min:
+        assert len(decode_text(target, drafter, [1, 2], 3, rules, lossy=True).tokens) == 3
 
 
 def copied(text: list[int], place: int, count: int) -> list[int]:

@@ -205,29 +205,20 @@ def sampled(kind: str, sampler: Sampler, tokens: int) -> float:
     return p_value(found, sampler)
 
 
+AT_LENGTH = pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
+
+
 @pytest.mark.parametrize("kind", [*KINDS, *BATCHES])
-def test_every_kind(kind: str) -> None:
-    assert sampled(kind, WARM, 800) > 1e-3 / TESTS
+@pytest.mark.parametrize("tokens", [800, AT_LENGTH])
+def test_every_kind(kind: str, tokens: int) -> None:
+    assert sampled(kind, WARM, tokens) > 1e-3 / TESTS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "chain"), CROSS)
-def test_every_kind_under_every_sampler(kind: str, chain: str) -> None:
-    assert sampled(kind, SAMPLERS[chain], 200) > 1e-3 / TESTS
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", [*KINDS, *BATCHES])
-def test_every_kind_at_length(kind: str) -> None:
-    assert sampled(kind, WARM, 100_000) > 1e-3 / TESTS
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("kind", "chain"), CROSS)
-def test_every_kind_under_every_sampler_at_length(kind: str, chain: str) -> None:
-    assert sampled(kind, SAMPLERS[chain], 100_000) > 1e-3 / TESTS
+@pytest.mark.parametrize("tokens", [200, AT_LENGTH])
+def test_every_kind_under_every_sampler(kind: str, chain: str, tokens: int) -> None:
+    assert sampled(kind, SAMPLERS[chain], tokens) > 1e-3 / TESTS
 
 
 def test_trees_and_penalties_do_not_meet() -> None:

@@ -76,23 +76,6 @@ def test_eager_attention_and_trees() -> None:
         assert check(hugging_face, seed).max_leaves > 1000
 
 
-def test_refusals_change_nothing() -> None:
-    rows = StaticTorchModel(HUGGING_FACE["llama"], rows=2)
-    rows.extend([1, 2, 3, 4], [1, 3])
-    for wrong in (
-        lambda: rows.extend([1, 2], parents=[-1, 0]),
-        lambda: rows.extend([1, 2]),
-        lambda: rows.extend([1, 61], [1, 1]),
-        lambda: rows.extend([1] * 159, [0, 159]),
-        lambda: rows.keep([[0], []]),
-        lambda: rows.rollback([2, 1]),
-        lambda: StaticTorchModel(HUGGING_FACE["llama"], rows=0),
-    ):
-        with pytest.raises(ValueError):
-            wrong()
-        assert rows.lengths == [1, 3]
-
-
 def test_an_overflow_does_not_reach_the_next_text() -> None:
     """A mask hides any number but NaN, which an overflow leaves behind the tokens that count."""
     hugging_face = HUGGING_FACE["qwen2"]
@@ -165,15 +148,6 @@ def test_models_that_are_refused() -> None:
 
 def test_windows_take_chains() -> None:
     assert [StaticTorchModel(HUGGING_FACE[kind]).max_leaves for kind in WINDOWS] == [0] * 4
-
-
-def test_padding_has_no_logits_and_messages_name_the_place() -> None:
-    model = StaticTorchModel(HUGGING_FACE["qwen2"], vocabulary=50, rows=2)
-    logits = model.extend([1, 2, 3], [1, 2])
-    assert model.vocabulary_size == 50 and logits.full().shape == (3, 50)
-    assert logits.place is not None and logits.place(2).endswith("row 1, after 2 tokens")
-    alone = StaticTorchModel(HUGGING_FACE["qwen2"]).extend([1, 2, 3], want=[1])
-    assert alone.place is not None and alone.place(0).endswith("after 2 tokens")
 
 
 def test_a_fetch_brings_all_types_at_once() -> None:

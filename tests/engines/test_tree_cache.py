@@ -225,8 +225,18 @@ def refusals(model: Any) -> list[Callable[[], Any]]:
 def check_refusals(model: Any, compare: Callable[..., None]) -> None:
     mirror = Mirror(model, lambda text: text, lambda *_: None)  # type: ignore[arg-type,return-value]
     mirror.chain([1, 2, 3, 4, 5])
-    with pytest.raises(ValueError):
-        model.keep([[0]])
+    for call in (
+        lambda: model.keep([[0]]),
+        lambda: model.extend([]),
+        lambda: model.extend([1] * 12),
+        lambda: model.extend([1, 2], counts=[1, 1]),
+        lambda: model.extend([3, 4], want=[0, 5]),
+        lambda: model.extend([3, 4], want=[-1]),
+        lambda: model.rollback([6]),
+    ):
+        with pytest.raises(ValueError):
+            call()
+        assert model.lengths == [5]
     model.keep([[]])  # nothing is pending, nothing is kept
     mirror.tree([1, 2, 3, 4], [-1, 0, 0, -1])
     for call in refusals(model):
@@ -246,12 +256,6 @@ def check_refusals(model: Any, compare: Callable[..., None]) -> None:
 def test_torch_refusals_change_nothing() -> None:
     for kind in (TorchModel, StaticTorchModel):
         check_refusals(kind(toy(seed=3, max_position_embeddings=16)), close)
-    model = TorchModel(HUGGING_FACE["llama"])
-    model.extend([1, 2])
-    for want in ([2], [-1], [0, 5]):
-        with pytest.raises(ValueError):
-            model.extend([3, 4], want=want)
-    close(model.extend([3]).full()[0], prefill(HUGGING_FACE["llama"], [1, 2, 3]))
 
 
 @pytest.mark.parametrize("kind", [TorchModel, StaticTorchModel])
