@@ -187,9 +187,9 @@ def plan(
         raise RecipeError(f"{option} is for models; a recipe has its own", f"override its key: {key}=…")
     from distill.decoding.costs import load_cost_curve
     from distill.planning.batched_bench import settings as llama_settings
-    from distill.planning.cases import PlanRequest, curve_case, estimated_case, planned_stages
+    from distill.planning.cases import PlanRequest, curve_case, estimated_case, stage_hours
     from distill.planning.hardware import read_hardware
-    from distill.planning.plan import Plan, PlannedStage, by_position, outlook, plan_blocks
+    from distill.planning.plan import SpeedupPlan, StageHours, by_position, forecast, plan_blocks
 
     if recipe is not None:
         request = replace(PlanRequest.of(recipe), lengths=drafted)
@@ -215,17 +215,17 @@ def plan(
             curve = _stored_curve(target_curve, batched_bench)
         small_curve = None if draft_curve is None else load_cost_curve(draft_curve)
         cases.append(curve_case(curve, small_curve, request, model is not None))
-    run: list[PlannedStage] = []
+    run: list[StageHours] = []
     described = None if hardware is None else read_hardware(hardware)
     if described is not None:
         cases.append(estimated_case(described, request))
-        run = [] if recipe is None else planned_stages(recipe, described)
+        run = [] if recipe is None else stage_hours(recipe, described)
     settings: list[str] = []
     if curve is not None and given and curve.backend != "vllm":
         costs = cases[0].timings[0]
         rates = by_position(next(iter(given.values())), max(drafted))
         settings = llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)
-    found = Plan(command_line(sys.argv), machine(), [outlook(one, given) for one in cases], settings)
+    found = SpeedupPlan(command_line(sys.argv), machine(), [forecast(one, given) for one in cases], settings)
     found = replace(found, run=run, run_on="" if described is None else described.name)
     shared.print_blocks(plan_blocks(found), found, output)
 
@@ -233,12 +233,12 @@ def plan(
 def _told_as_they_come(request: PlanRequest, given: Mapping[str, Sequence[float]]) -> Iterator[Case]:
     """The measured cases; what each says is a line of progress where another, of minutes, follows."""
     from distill.planning.cases import measured_cases
-    from distill.planning.plan import outlook
+    from distill.planning.plan import forecast
 
     backends = 1 if request.recipe is None else len(request.recipe.speedup.backends)
     for place, case in enumerate(measured_cases(request), 1):
         if place < backends:
-            note("\n  ".join([f"{case.title}:", *outlook(case, given).sentences]))
+            note("\n  ".join([f"{case.title}:", *forecast(case, given).sentences]))
         yield case
 
 

@@ -152,10 +152,10 @@ def _check(recipe: Recipe, run: Run, until: str | None) -> None:
 def _require_pay(recipe: Recipe, acceptance: float) -> None:
     """Print the plan's verdicts; RunError where no backend is predicted to be faster at this acceptance."""
     from distill.planning.cases import PlanRequest, measured_cases
-    from distill.planning.plan import outlook
+    from distill.planning.plan import forecast
 
     prepare(recipe.threads)
-    found = [outlook(case, {"--must-pay": [acceptance]}) for case in measured_cases(PlanRequest.of(recipe))]
+    found = [forecast(case, {"--must-pay": [acceptance]}) for case in measured_cases(PlanRequest.of(recipe))]
     for one in found:
         print(f"plan, {one.title}:", *one.sentences, sep="\n  ", file=sys.stderr)
     if not any(one.scenarios[-1].best for one in found):

@@ -22,7 +22,7 @@ from distill.errors import DataError, DistillError, RecipeError
 from distill.folders import copy_tokenizer
 from distill.gguf.writer import export_gguf, target_file
 from distill.planning.hardware import Hardware, StepWork, work_of, work_of_config
-from distill.planning.plan import Case, PlannedStage, step_costs
+from distill.planning.plan import Case, StageHours, step_costs
 from distill.progress import Progress
 from distill.recipe import Gguf, Recipe, Target
 from distill.recipe.target import TYPE_BYTES
@@ -314,7 +314,7 @@ USABLE = 0.75  # of the texts that a target writes as questions: SmolLM2's, docs
 MOMENTS = 12  # bytes a parameter of a checkpoint: float32 weights and two moments; Muon has one
 
 
-def planned_stages(recipe: Recipe, hardware: Hardware) -> list[PlannedStage]:
+def stage_hours(recipe: Recipe, hardware: Hardware) -> list[StageHours]:
     """Of each loop its tokens, seconds (None where others compute, as the note says) and bytes on disk."""
     big, small = PlanRequest.of(recipe).works()
     assert small is not None  # that of the recipe's cut
@@ -325,7 +325,7 @@ def planned_stages(recipe: Recipe, hardware: Hardware) -> list[PlannedStage]:
     ]
 
 
-def _written(recipe: Recipe, hardware: Hardware, big: StepWork) -> Iterator[PlannedStage]:
+def _written(recipe: Recipe, hardware: Hardware, big: StepWork) -> Iterator[StageHours]:
     """Questions and answers, every text as long as it may get."""
     batch, answers = recipe.answers.batch, recipe.answers
     asked = [(round((source.questions or 0) / USABLE), source.tokens or 0) for source in recipe.corpus.asked]
@@ -334,7 +334,7 @@ def _written(recipe: Recipe, hardware: Hardware, big: StepWork) -> Iterator[Plan
         if not tokens:
             continue
         if answers.writer is not None:
-            yield PlannedStage(stage, tokens, None, 0, "written by the file or servers of answers.writer")
+            yield StageHours(stage, tokens, None, 0, "written by the file or servers of answers.writer")
             continue
         # The mean depth of a text, of as many texts as are written at once.
         seconds = sum(
@@ -343,23 +343,23 @@ def _written(recipe: Recipe, hardware: Hardware, big: StepWork) -> Iterator[Plan
             * big.seconds(min(batch, count), min(batch, count) * (answers.prompt_tokens + length // 2), hardware)
             for count, length in texts
         )
-        yield PlannedStage(stage, tokens, seconds, 4 * tokens)
+        yield StageHours(stage, tokens, seconds, 4 * tokens)
 
 
-def _teacher(recipe: Recipe, hardware: Hardware, big: StepWork) -> PlannedStage:
+def _teacher(recipe: Recipe, hardware: Hardware, big: StepWork) -> StageHours:
     answers, settings = recipe.answers, recipe.teacher
     positions = recipe.corpus.tokens + answers.prompts * (answers.prompt_tokens + answers.new_tokens)
     if settings.kind == "online":
-        return PlannedStage("teacher", positions, None, 0, "computed in every training step")
+        return StageHours("teacher", positions, None, 0, "computed in every training step")
     hidden = load_config(recipe.target.model).get_text_config().hidden_size
     disk = positions * bytes_per_position(settings, hidden, recipe.target.dtype)
     if settings.server is not None or settings.gguf is not None:
-        return PlannedStage("teacher", positions, None, disk, "computed by teacher.gguf or teacher.server")
+        return StageHours("teacher", positions, None, disk, "computed by teacher.gguf or teacher.server")
     size = settings.batch * recipe.corpus.block
-    return PlannedStage("teacher", positions, positions / size * big.seconds(size, 0, hardware), disk)
+    return StageHours("teacher", positions, positions / size * big.seconds(size, 0, hardware), disk)
 
 
-def _training(recipe: Recipe, hardware: Hardware, big: StepWork, small: StepWork) -> PlannedStage:
+def _training(recipe: Recipe, hardware: Hardware, big: StepWork, small: StepWork) -> StageHours:
     train, config, trim = recipe.train, planned_config(recipe), recipe.cut.trim
     rows = config.vocab_size if trim is None or trim.size is None else trim.size
     positions = train.batch * recipe.corpus.block
@@ -372,4 +372,4 @@ def _training(recipe: Recipe, hardware: Hardware, big: StepWork, small: StepWork
     # A step leaves out the rows that a trimmed head drops, and an input embedding beside a head of its own.
     left_out = config.vocab_size - rows + (0 if config.tie_word_embeddings else config.vocab_size)
     disk = (train.keep + 1) * MOMENTS * (small.parameters + left_out * config.hidden_size)  # one is being written
-    return PlannedStage("train", train.steps * positions, train.steps * step, round(disk))
+    return StageHours("train", train.steps * positions, train.steps * step, round(disk))

@@ -46,18 +46,18 @@ class PlannedLength:
     """n tokens drafted a round: what verifying them costs, the draft's steps and the rest of the round apart from it.
 
     `break_even` is the acceptance, the same at every position, from which it is faster than plain decoding; None where
-    no acceptance is enough. `most` is the speedup with every drafted token accepted.
+    no acceptance is enough. `upper_bound` is the speedup with every drafted token accepted.
     """
 
     length: int
     verify_cost: float
     break_even: float | None
-    most: float
+    upper_bound: float
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Speedups at an acceptance by position, whose last rate holds behind it, for each of the outlook's lengths.
+    """Speedups at an acceptance by position, whose last rate holds behind it, for each of the forecast's lengths.
 
     An interval is the lowest and highest of repeated timings, NaN where there was one. `best` is the fastest length, 0
     where plain decoding is faster. `largest_cost` of a draft step still pays, below 0 where not even a free one does;
@@ -73,7 +73,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class SpeedupForecast:
     """What one set of costs promises; `sentences` are its verdict. `prompt` tokens are read by both models (0: the
     prompt is left out) and `new` follow."""
 
@@ -88,7 +88,7 @@ class Outlook:
 
 
 @dataclass(frozen=True)
-class PlannedStage:
+class StageHours:
     """A stage of a planned run: the tokens that it writes, reads or learns from, seconds (None where something else
     computes, which `note` names), and bytes on disk."""
 
@@ -100,17 +100,17 @@ class PlannedStage:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All outlooks, each by its own costs, and llama.cpp's settings where a curve and an acceptance were given.
+class SpeedupPlan:
+    """All forecasts, each by its own costs, and llama.cpp's settings where a curve and an acceptance were given.
 
     `run` are the stages of the recipe's run on the machine `run_on`; none without a recipe and a described machine.
     """
 
     command: str
     machine: dict[str, Any]
-    outlooks: list[Outlook]
+    forecasts: list[SpeedupForecast]
     settings: list[str] = field(default_factory=list)
-    run: list[PlannedStage] = field(default_factory=list)
+    run: list[StageHours] = field(default_factory=list)
     run_on: str = ""
 
 
@@ -179,21 +179,21 @@ def by_position(rates: Sequence[float], length: int) -> list[float]:
     return [rates[min(position, len(rates) - 1)] for position in range(length)]
 
 
-def outlook(case: Case, given: Mapping[str, Sequence[float]]) -> Outlook:
+def forecast(case: Case, given: Mapping[str, Sequence[float]]) -> SpeedupForecast:
     """What the costs promise at the usual acceptances, at those `given` by title, and with everything accepted."""
     cost = case.median(lambda costs: costs.by_argmax.later / costs.token)
     lengths = []
     for n in case.lengths:
         even = case.median(lambda costs, n=n: case.needed(costs, n))  # type: ignore[misc]
         verify = case.median(lambda costs, n=n: costs.verify[n] / costs.token)  # type: ignore[misc]
-        most = case.median(lambda costs, n=n: case.speedup(costs, n, [1.0]))  # type: ignore[misc]
-        lengths.append(PlannedLength(n, verify, None if math.isinf(even) else even, most))
+        upper_bound = case.median(lambda costs, n=n: case.speedup(costs, n, [1.0]))  # type: ignore[misc]
+        lengths.append(PlannedLength(n, verify, None if math.isinf(even) else even, upper_bound))
     usual: dict[str, Sequence[float]] = {f"{rate:.2f}": [rate] for rate in RATES}
     scenarios = [_scenario(case, title, rates, cost) for title, rates in (usual | {ALL: [1.0]} | dict(given)).items()]
     sentences = [_verdict(case, cost, lengths, scenarios)]
     sentences += [describe(case, one) for one in scenarios if one.title in given] + [case.note] * bool(case.note)
     token = case.median(lambda costs: costs.token)
-    return Outlook(case.title, case.prompt, case.new, token, cost, lengths, scenarios, sentences)
+    return SpeedupForecast(case.title, case.prompt, case.new, token, cost, lengths, scenarios, sentences)
 
 
 def _scenario(case: Case, title: str, rates: Sequence[float], cost: float) -> Scenario:
@@ -214,18 +214,19 @@ def _scenario(case: Case, title: str, rates: Sequence[float], cost: float) -> Sc
 
 def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenarios: Sequence[Scenario]) -> str:
     """What acceptance the draft needs, what it gives at most, and why not where that is not above 1."""
-    top = max(lengths, key=lambda one: one.most)
+    top = max(lengths, key=lambda one: one.upper_bound)
     free = next(one for one in scenarios if one.title == ALL).largest_cost
-    if top.most <= 1 and free < NOTHING:
+    if top.upper_bound <= 1 and free < NOTHING:
         cheapest = min(lengths, key=lambda one: one.verify_cost / (one.length + 1))
         return (
             f"No draft can pay here, because verifying {cheapest.length + 1} tokens costs {cheapest.verify_cost:.2f} "
-            f"T(1): with every token accepted this one gives at most {top.most:.2f}x, and a free one no speedup either."
+            f"T(1): with every token accepted this one gives at most {top.upper_bound:.2f}x, and a free one no speedup "
+            "either."
         )
-    if top.most <= 1:
+    if top.upper_bound <= 1:
         return (
             f"This draft cannot pay: its step costs {cost:.2f} T(1), and with every token accepted it gives at most "
-            f"{top.most:.2f}x ({top.length} drafted). A draft whose step costs less than {free:.2f} T(1) could."
+            f"{top.upper_bound:.2f}x ({top.length} drafted). A draft whose step costs less than {free:.2f} T(1) could."
         )
     even = min((one for one in lengths if one.break_even is not None), key=lambda one: one.break_even or 0.0)
     needed = {n: case.median(lambda costs, n=n: case.needed(costs, n, GOOD_SPEEDUP)) for n in case.lengths}  # type: ignore[misc]
@@ -238,7 +239,7 @@ def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenario
     )
     return (
         f"{step} It pays from an acceptance of {even.break_even:.2f} on ({even.length} "
-        f"drafted), gives {good}, and with every token accepted at most {top.most:.2f}x ({top.length} drafted)."
+        f"drafted), gives {good}, and with every token accepted at most {top.upper_bound:.2f}x ({top.length} drafted)."
     )
 
 
@@ -253,23 +254,23 @@ def describe(case: Case, one: Scenario) -> str:
 # ── tables ──
 
 
-def plan_blocks(plan: Plan) -> list[Block]:
-    """The tables of all outlooks, side by side where there are several, and the verdicts."""
+def plan_blocks(plan: SpeedupPlan) -> list[Block]:
+    """The tables of all forecasts, side by side where there are several, and the verdicts."""
     blocks: list[Block] = [MODEL]
-    for one in plan.outlooks:
-        blocks += _outlook_blocks(one)
-    if len(plan.outlooks) > 1:
+    for one in plan.forecasts:
+        blocks += _forecast_blocks(one)
+    if len(plan.forecasts) > 1:
         rows: list[Row] = [
-            [found.title, *(Cell(max(speed.mean for speed in one.speedups), "×") for one in same)]
-            for found, *same in zip(plan.outlooks[0].scenarios, *(one.scenarios for one in plan.outlooks), strict=True)
+            [same[0].title, *(Cell(max(speed.mean for speed in one.speedups), "×") for one in same)]
+            for same in zip(*(one.scenarios for one in plan.forecasts), strict=True)
         ]
-        blocks.append(Table(["acceptance", *(one.title for one in plan.outlooks)], rows, title="best speedups"))
+        blocks.append(Table(["acceptance", *(one.title for one in plan.forecasts)], rows, title="best speedups"))
     if plan.run:
         blocks.append(_run_table(plan.run, plan.run_on))
     return [*blocks, "\n".join(plan.settings)]
 
 
-def _outlook_blocks(one: Outlook) -> list[Block]:
+def _forecast_blocks(one: SpeedupForecast) -> list[Block]:
     """Speedups by acceptance and drafted tokens, the conditions under which drafting pays, and the verdicts."""
     layers = any(scenario.layers is not None for scenario in one.scenarios)
     columns: Columns[Scenario] = {
@@ -298,7 +299,7 @@ def _speedup(place: int, found: Scenario) -> Cell:
     return Cell(found.speedups[place], "×")
 
 
-def _run_table(run: Sequence[PlannedStage], place: str) -> Table:
+def _run_table(run: Sequence[StageHours], place: str) -> Table:
     """Tokens, time and disk of each stage and of all."""
     rows: list[Row] = [
         [

@@ -28,9 +28,9 @@ from distill.errors import DataError, RecipeError
 from distill.files import write_result
 from distill.intervals import Interval
 from distill.measuring.evaluation_results import EvaluationReport, PositionAcceptance
-from distill.planning.cases import planned_config, planned_stages
+from distill.planning.cases import planned_config, stage_hours
 from distill.planning.hardware import Hardware, StepWork, read_hardware, work_of, work_of_config
-from distill.planning.plan import ALL, RATES, Case, Plan, by_position, outlook, plan_blocks, step_costs
+from distill.planning.plan import ALL, RATES, Case, SpeedupPlan, by_position, forecast, plan_blocks, step_costs
 from distill.recipe import load_recipe
 from distill.tables import document
 
@@ -55,16 +55,16 @@ def test_speedups_follow_from_the_tokens_of_a_round(rates: list[float]) -> None:
 def test_break_even_has_its_closed_form() -> None:
     """1 + a = 1 + s + d for one drafted token; 1 + a + a² = 1 + 2(s + d) for two."""
     case = straight(0.2, 0.3)
-    one, two, *_ = outlook(case, {}).lengths
+    one, two, *_ = forecast(case, {}).lengths
     assert one.break_even == pytest.approx(0.5) and two.break_even == pytest.approx((math.sqrt(1 + 4 * 1.0) - 1) / 2)
     assert case.needed(case.timings[0], 1, 2 / 1.5) == pytest.approx(1.0)
-    assert one.most == pytest.approx(2 / 1.5) and one.verify_cost == pytest.approx(1.2)
+    assert one.upper_bound == pytest.approx(2 / 1.5) and one.verify_cost == pytest.approx(1.2)
     assert math.isinf(case.needed(case.timings[0], 1, 1.5))
 
 
 def test_the_largest_cost_of_a_draft_step_is_just_as_fast_as_plain_decoding() -> None:
     for rates in ([0.4], [0.9, 0.3], [1.0]):
-        found = next(one for one in outlook(straight(0.05, 0.25), {"x": rates}).scenarios if one.title == "x")
+        found = next(one for one in forecast(straight(0.05, 0.25), {"x": rates}).scenarios if one.title == "x")
         again = straight(0.05, found.largest_cost)
         best = max(again.speedup(again.timings[0], n, rates) for n in LENGTHS)
         assert best == pytest.approx(1.0)
@@ -82,24 +82,24 @@ def test_prompts_that_both_models_read_are_paid() -> None:
 
 
 def test_verdicts() -> None:
-    pays = outlook(straight(0.05, 0.1), {"mine": [0.9]})
+    pays = forecast(straight(0.05, 0.1), {"mine": [0.9]})
     assert "pays from an acceptance of 0.15 on (1 drafted)" in pays.sentences[0]
     assert f"at most {9 / 2.2:.2f}x (8 drafted)" in pays.sentences[0] and "it pays" in pays.sentences[1]
-    slow = outlook(straight(0.1, 1.0), {"mine": [0.9]})
+    slow = forecast(straight(0.1, 1.0), {"mine": [0.9]})
     assert "This draft cannot pay" in slow.sentences[0] and "less than 0.90 T(1) could" in slow.sentences[0]
     assert "it does not pay" in slow.sentences[1] and all(one.best == 0 for one in slow.scenarios)
-    never = outlook(straight(1.0, 0.1), {})
+    never = forecast(straight(1.0, 0.1), {})
     assert "No draft can pay here, because verifying" in never.sentences[0]
-    assert all(one.break_even is None and one.most <= 1 for one in never.lengths)
+    assert all(one.break_even is None and one.upper_bound <= 1 for one in never.lengths)
     for plan in (pays, never):
         bound = next(one for one in plan.scenarios if one.title == ALL)
-        assert [one.most for one in plan.lengths] == [speed.mean for speed in bound.speedups]
+        assert [one.upper_bound for one in plan.lengths] == [speed.mean for speed in bound.speedups]
     assert max(one.largest_cost for one in never.scenarios) == pytest.approx(0, abs=1e-9)
 
 
 def test_several_timings_give_a_range() -> None:
     slow, middle, fast = (straight(0.1, draft).timings[0] for draft in (0.3, 0.2, 0.1))
-    found = outlook(Case("three", [slow, fast, middle], LENGTHS), {}).scenarios[0].speedups
+    found = forecast(Case("three", [slow, fast, middle], LENGTHS), {}).scenarios[0].speedups
     for place, n in enumerate(LENGTHS):
         low, mean, high = ((1 + enumerated([0.2] * n) - 1) / (1 + (0.1 + d) * n) for d in (0.3, 0.2, 0.1))
         assert (found[place].low, found[place].mean, found[place].high) == pytest.approx((low, mean, high))
@@ -108,9 +108,9 @@ def test_several_timings_give_a_range() -> None:
 def test_layers_that_a_cost_pays_for() -> None:
     """A draft of 5 layers costs .25, each further one .04."""
     case = replace(straight(0.0, 0.25), layers=(5, 0.04))
-    for one in outlook(case, {}).scenarios:
+    for one in forecast(case, {}).scenarios:
         assert one.layers == max(0, math.floor(5 + (one.largest_cost - 0.25) / 0.04 + 1e-9))
-    shown = document(plan_blocks(Plan("x", {}, [outlook(case, {})])))
+    shown = document(plan_blocks(SpeedupPlan("x", {}, [forecast(case, {})])))
     assert "| layers |" in shown and "none: its head alone costs more" in shown
 
 
@@ -253,7 +253,7 @@ def test_saved_curves(tmp_path: Path, capsys: Capture) -> None:
     draft = saved(tmp_path / "d.json", [0.2, 0.3])
     assert load_cost_curve(target).seconds == ((2.0, 2.2, 2.4, 2.6, 2.8),)
     found = planned(capsys, "--target-curve", target, "--draft-curve", draft, "--acceptance", "0.8,0.5")
-    (one,) = found["outlooks"]
+    (one,) = found["forecasts"]
     assert [length["length"] for length in one["lengths"]] == [1, 2, 3, 4]  # as far as the curve reaches
     mine = next(row for row in one["scenarios"] if row["title"] == "--acceptance")
     # After a round that was accepted whole, the draft's first step reads two tokens.
@@ -279,7 +279,7 @@ def test_the_acceptance_of_a_sister(tmp_path: Path, capsys: Capture) -> None:
     write_result(tmp_path / "eval.json", EvaluationReport("x", {}, 2, {}, {"after": rates}, {}))
     target = saved(tmp_path / "t.json", [1.0, 1.1, 1.2])
     found = planned(capsys, "--target-curve", target, "--sister", tmp_path)
-    (one,) = found["outlooks"]
+    (one,) = found["forecasts"]
     assert one["scenarios"][-1]["acceptance"] == [0.62, 0.55] and tmp_path.name in one["sentences"][-1]
     assert one["draft_cost"] == 0  # no draft was named
 
@@ -288,14 +288,14 @@ def test_a_pair_and_its_estimate(world: Path, tmp_path: Path, capsys: Capture) -
     (tmp_path / "box.yaml").write_text(yaml.safe_dump(MACHINE))
     options = ("--lengths", "1,2", "--depth", 8, "--tokens", 8, "--hardware", tmp_path / "box.yaml", "--threads", 1)
     pair = (world / "target", "--draft", world / "target")
-    here, there = planned(capsys, *pair, *options)["outlooks"]
+    here, there = planned(capsys, *pair, *options)["forecasts"]
     assert here["title"] == "this machine, measured" and there["title"] == "a box, estimated"
     assert here["prompt"] == 8 and all(row["speedups"][0]["low"] > 0 for row in here["scenarios"])
     assert there["draft_cost"] == pytest.approx(1, abs=0.01) and there["token_seconds"] > 1e-3
     assert "cannot pay" in there["sentences"][0] and here["draft_cost"] > 0.2
-    (only,) = planned(capsys, *pair, *options, "--no-measure")["outlooks"]
+    (only,) = planned(capsys, *pair, *options, "--no-measure")["forecasts"]
     assert only == there
-    (alone,) = planned(capsys, world / "target", "--lengths", "1,2", "--depth", 8, "--acceptance", "0.9")["outlooks"]
+    (alone,) = planned(capsys, world / "target", "--lengths", "1,2", "--depth", 8, "--acceptance", "0.9")["forecasts"]
     assert alone["draft_cost"] == 0 and alone["prompt"] == 0
     assert all(row["layers"] is not None for row in alone["scenarios"])
 
@@ -307,7 +307,7 @@ def test_a_recipe(world: Path, capsys: Capture) -> None:
     config = planned_config(recipe)
     assert (config.num_hidden_layers, config.intermediate_size, config.hidden_size) == (2, 64, 64)
     assert len(config.layer_types) == 2
-    (one,) = planned(capsys, world / "recipe.yaml", *changes, "--lengths", "1,2")["outlooks"]
+    (one,) = planned(capsys, world / "recipe.yaml", *changes, "--lengths", "1,2")["forecasts"]
     assert one["title"] == "this machine, measured, pytorch" and one["prompt"] == 16 and one["new"] == 8
     assert one["draft_cost"] > 0 and one["scenarios"][0]["layers"] is not None
     assert tiny.call("plan", world / "recipe.yaml", "speedup.new_tokens=8", "--lengths", "1,2") == 0
@@ -361,13 +361,13 @@ def test_hours_and_disk_of_the_run(world: Path, tmp_path: Path, capsys: Capture)
     assert stages["train"]["seconds"] == pytest.approx(8 * 3 * forward(small, 4 * 64, 0))
     assert stages["train"]["disk_bytes"] == 3 * 12 * small
     changes = ("teacher.kind=online", "answers.writer={gguf: x.gguf}")
-    other = {one.stage: one for one in planned_stages(load_recipe(world / "recipe.yaml", changes), box(tmp_path))}
+    other = {one.stage: one for one in stage_hours(load_recipe(world / "recipe.yaml", changes), box(tmp_path))}
     assert other["answers"].seconds is other["teacher"].seconds is None and "gguf" not in other["teacher"].note
     assert "| answers | 288 |  | – | written by the file or servers" in document(
-        plan_blocks(Plan("x", {}, [], run=[*other.values()], run_on="a box"))
+        plan_blocks(SpeedupPlan("x", {}, [], run=[*other.values()], run_on="a box"))
     )
     assert other["train"].seconds == pytest.approx(stages["train"]["seconds"] + 8 * forward(big, 4 * 64, 0))
-    exact = planned_stages(load_recipe(world / "recipe.yaml", ["teacher.kind=exact"]), box(tmp_path))[-1]
+    exact = stage_hours(load_recipe(world / "recipe.yaml", ["teacher.kind=exact"]), box(tmp_path))[-1]
     rows, hidden = models[0].lm_head.weight.shape
     assert exact.seconds == pytest.approx(stages["train"]["seconds"] + 8 * 2 * 4 * 64 * rows * hidden / 2e12)
 

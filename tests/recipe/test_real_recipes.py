@@ -29,7 +29,7 @@ from distill.gguf.writer import export_gguf
 from distill.pipeline.preflight import check_stages
 from distill.planning.cases import PlanRequest, estimated_case
 from distill.planning.hardware import read_hardware
-from distill.planning.plan import outlook
+from distill.planning.plan import forecast
 from distill.recipe import Recipe, load_recipe
 from distill.surgery.checks import check_cut, check_smaller
 from distill.surgery.cutter import TargetDistributions, cut_model
@@ -189,7 +189,7 @@ def test_the_figures_are_those_of_distill_plan(name: str, tmp_path: Path) -> Non
     lengths = [int(length) for length in options["--lengths"].split(",")]
     request = replace(PlanRequest.of(planned_recipe), lengths=lengths)
     case = estimated_case(read_hardware(tiny.ROOT / options["--hardware"]), request)
-    found = outlook(case, {rate: [float(rate)] for rate in (".60", ".75", ".90")})
+    found = forecast(case, {rate: [float(rate)] for rate in (".60", ".75", ".90")})
     speedups = []
     for asked in found.scenarios[-3:]:
         gain = asked.speedups[lengths.index(asked.best)].mean
