@@ -263,9 +263,8 @@ def serve_check(
     length = n_max or USUAL_LENGTH
     shared.prepare(threads)
     from distill.engines.server_commands import SAMPLING
-    from distill.serving.check import check_addresses, check_started
+    from distill.serving.check import CheckSettings, check_addresses, check_started
     from distill.serving.clients import Addresses
-    from distill.serving.findings import CheckSettings
     from distill.serving.llama_server import LlamaServer, require_binary
 
     with ExitStack() as stack, _kept(to, output) as kept:

@@ -290,8 +290,10 @@ def speeds_under(
     loads: Sequence[Load],
     repeats: int,
     replayed: Mapping[str, Replayed],
+    title: str,
 ) -> tuple[list[ServedSpeed], dict[int, float]]:
-    """Every load on each server, behind what was `replayed` one at a time; and the plain server's T(B).
+    """Every load on each server, behind what was `replayed` one at a time; and the plain server's T(B). `title` is what
+    the server that drafts is called.
 
     The same requests are sent to all, at the same times. Loads and servers take turns in every repeat, so that a slow
     spell of the machine meets all of them.
@@ -308,7 +310,7 @@ def speeds_under(
         served = {name: Served.under(load, replays[load, name], len(prompts)) for name in clients}
         every.append((load, served))
     speeds = [
-        own.speed(name, load, found.get(PLAIN) if name != PLAIN else None)
+        own.speed(name if name == PLAIN else title, load, found.get(PLAIN) if name != PLAIN else None)
         for load, found in every
         for name, own in found.items()
     ]

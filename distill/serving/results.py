@@ -1,4 +1,7 @@
-"""What `distill serve-check` found on the user's own server, as dataclasses: tables and JSON are made from it."""
+"""What `distill serve-check` found on the user's own server, as dataclasses: tables and JSON are made from it.
+
+Legend: τ tokens per round.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ from typing import Any, NamedTuple
 
 from distill.files import Figure
 from distill.intervals import UNKNOWN, Interval, paired_ratio_interval, ratio_interval
-
-# ── What `distill serve-check` found on the user's own server, as dataclasses: tables and JSON are made from it ──
 
 
 @dataclass(frozen=True)
@@ -100,23 +101,17 @@ class DraftSettings:
 
 
 @dataclass(frozen=True)
-class TriedSettings:
-    """Settings with their speed on validation prompts in the last round that they took part in, and how many rounds and
-    prompts these were."""
+class SettingsSpeed:
+    """Settings with their speed on `prompts` texts in the last of the `rounds` that they took part in.
+
+    `against` is the speed of the chosen settings over theirs; NaN on validation prompts.
+    """
 
     settings: DraftSettings
+    tokens_per_second: float
     rounds: int
     prompts: int
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
-class ConfirmedSettings:
-    """Settings on held-out prompts; `against` is the speed of the chosen settings over theirs."""
-
-    settings: DraftSettings
-    tokens_per_second: float
-    against: Interval
+    against: Interval = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -124,14 +119,14 @@ class ChosenSettings:
     """The fastest settings on validation prompts, and how they do on others."""
 
     settings: DraftSettings
-    tried: list[TriedSettings]
-    confirmed: list[ConfirmedSettings]
+    tried: list[SettingsSpeed]
+    confirmed: list[SettingsSpeed]
     sentence: str
     command: str
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServeReport:
     """A pair on the user's server, with and without its draft, under `sampler` and from cold caches.
 
@@ -153,7 +148,6 @@ class ServeReport:
     p_min: float
     probabilistic: bool
     sampler: dict[str, Any]
-    drawn: Interval
     prompts: int
     new_tokens: int
     left_out: dict[str, int]
@@ -161,17 +155,16 @@ class ServeReport:
     predicted: Figure
     speeds: list[ServedSpeed]
     classes: list[ServedClass]
-    differences: list[Difference]
     same_texts: int
     texts: int
-    sentences: list[str]
+    drawn: Interval = UNKNOWN
+    differences: list[Difference] = field(default_factory=list)
+    sentences: list[str] = field(default_factory=list)
     choice: ChosenSettings | None = None
     notes: list[str] = field(default_factory=list)
 
 
-# ── What servers and our own decoder drafted and accepted: by text, by a server's counters, and the rates of both
-# ──
-# Legend: τ tokens per round.
+# ── What servers and our own decoder drafted and accepted: by text, by a server's counters, and the rates of both ──
 
 
 class TextCounts(NamedTuple):

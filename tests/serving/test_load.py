@@ -360,7 +360,7 @@ def test_every_load_on_each_server() -> None:
     clients = {"plain": Batching(0.01), "draft": Batching(0.002)}
     replayed = {name: [[one.complete([1], 6)] for _ in PLACES] for name, one in clients.items()}
     loads = [Load(2), Load(rate=60.0)]
-    speeds, told = speeds_under(clients, PLACES, 6, loads, 2, replayed)  # type: ignore[arg-type]
+    speeds, told = speeds_under(clients, PLACES, 6, loads, 2, replayed, "draft")  # type: ignore[arg-type]
     assert [(one.configuration, one.concurrency, one.requests) for one in speeds] == [
         *(("plain", 1, 6), ("draft", 1, 6), ("plain", 2, 12), ("draft", 2, 12), ("plain", 0, 24), ("draft", 0, 24)),
     ]

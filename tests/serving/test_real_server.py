@@ -41,9 +41,9 @@ from distill.engines.server_commands import (
 )
 from distill.errors import ServingError
 from distill.recipe import Gguf, SamplerSettings, parse_section
-from distill.serving.check import Trials, check_started, choose, grid
+from distill.serving.check import CheckSettings, check_started
+from distill.serving.choosing import Trials, choose, grid
 from distill.serving.clients import LlamaClient, Reply, opened
-from distill.serving.findings import CheckSettings
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, started
 from distill.serving.load import Load, served_curve
@@ -261,9 +261,9 @@ def test_texts_follow_the_targets_distribution(settings: LlamaServer, prompts: l
 
 
 def test_settings_are_chosen(settings: LlamaServer, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.serving.check.N_MAX", range(1, 3))
-    monkeypatch.setattr("distill.serving.check.P_MIN", (0.0, 0.5))
-    monkeypatch.setattr("distill.serving.check.FEW_CANDIDATES", 0)
+    monkeypatch.setattr("distill.serving.choosing.N_MAX", range(1, 3))
+    monkeypatch.setattr("distill.serving.choosing.P_MIN", (0.0, 0.5))
+    monkeypatch.setattr("distill.serving.choosing.FEW_CANDIDATES", 0)
     ids = [prompt.ids for prompt in prompts]
     found = choose(settings, Trials(ids[:4], 12), Trials(ids[4:], 12), lambda one: opened(one, (60.0, 60.0)), grid())
     assert len(found.tried) == 5 and found.confirmed[0].against.mean == 1.0

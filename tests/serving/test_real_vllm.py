@@ -23,9 +23,8 @@ from distill.data.texts import Prompt
 from distill.engines.server_commands import vllm
 from distill.errors import ServingError
 from distill.recipe import SamplerSettings
-from distill.serving.check import check_addresses
+from distill.serving.check import CheckSettings, check_addresses
 from distill.serving.clients import GREEDY, Addresses, kind_of_server
-from distill.serving.findings import CheckSettings
 from distill.serving.http import Http
 
 PROGRAM = os.environ.get("DISTILL_VLLM", "")

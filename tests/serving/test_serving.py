@@ -31,7 +31,8 @@ from distill.intervals import Interval
 from distill.progress import Interrupted
 from distill.recipe import SamplerSettings
 from distill.serving import check, llama_server, load
-from distill.serving.check import PLAIN, Trials, check_addresses, check_started, choose, grid, with_settings
+from distill.serving.check import CheckSettings, check_addresses, check_started
+from distill.serving.choosing import PLAIN_SETTINGS, Trials, choose, grid, with_settings
 from distill.serving.clients import (
     Addresses,
     LlamaClient,
@@ -42,7 +43,7 @@ from distill.serving.clients import (
     kind_of_server,
     vllm_text,
 )
-from distill.serving.findings import CheckSettings, Reference, option_differences, sentences, serving_blocks
+from distill.serving.findings import Reference, option_differences, sentences, serving_blocks
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, free_port, require_binary, started
 from distill.serving.load import Load
@@ -475,7 +476,7 @@ class Paced:
         DraftSettings(3, 0.0),
         DraftSettings(8, 0.75),
         DraftSettings(1, 0.5),
-        PLAIN,
+        PLAIN_SETTINGS,
         DraftSettings(3, 0.0, True),
         DraftSettings(6, 0.5),
     ],
@@ -489,7 +490,7 @@ def test_the_fastest_settings_are_found(settings: LlamaServer, best: DraftSettin
     @contextlib.contextmanager
     def paced(one: LlamaServer) -> Iterator[Paced]:
         visited.append(one)
-        own = PLAIN if one.draft is None else DraftSettings(one.n_max, one.p_min or 0.0, one.probabilistic)
+        own = PLAIN_SETTINGS if one.draft is None else DraftSettings(one.n_max, one.p_min or 0.0, one.probabilistic)
         far = 3 * abs(own.n_max - best.n_max) + 4 * abs(own.p_min - best.p_min)
         yield Paced(100.0 - far - 8 * (own.probabilistic != best.probabilistic))
 
@@ -505,14 +506,14 @@ def test_the_fastest_settings_are_found(settings: LlamaServer, best: DraftSettin
     assert found.confirmed[0].against.mean == 1.0
     assert all(one.against.mean >= 1.0 for one in found.confirmed)
     assert all("--draft-p-min" not in one.served and one.parallel == 1 for one in visited)
-    if best == PLAIN:
+    if best == PLAIN_SETTINGS:
         assert "without the draft" in found.sentence and "-ub 64" in found.command
         assert "-md" not in found.command and "-ctkd" not in found.command, "no option of a draft that is not there"
     else:
         assert f"--spec-draft-n-max {best.n_max}" in found.command and "-ub 64" in found.command
         assert ("--spec-draft-p-min" in found.command) == (best.p_min > 0)
     rounds = {one.settings: one.rounds for one in found.tried}
-    assert rounds[PLAIN] == 3 and sorted(rounds.values()).count(1) in (size - 13, size - 14)
+    assert rounds[PLAIN_SETTINGS] == 3 and sorted(rounds.values()).count(1) in (size - 13, size - 14)
 
 
 def test_one_prompt_has_no_interval() -> None:
@@ -532,7 +533,7 @@ def test_one_prompt_has_no_interval() -> None:
 
 
 def test_settings_become_options(settings: LlamaServer) -> None:
-    assert with_settings(settings, PLAIN).draft is None
+    assert with_settings(settings, PLAIN_SETTINGS).draft is None
     one = with_settings(replace(settings, parallel=8), DraftSettings(7, 0.5))
     assert one.served[-4:] == ["--spec-draft-n-max", "7", "--spec-draft-p-min", "0.5"] and one.parallel == 1
 

@@ -1,0 +1,200 @@
+"""The fastest n_max, p_min and way to draft on validation prompts, by successive halving, then confirmed on others.
+
+llama-server reads them only at its start, so each combination is a server of its own. One server runs at a time, as a
+real target fills the memory. The servers of a round are visited in a random order and then in its reverse (a few
+servers twice), so that slow and fast periods of the machine favour none of them. Legend: R resamples, P prompts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import numpy
+from numpy.typing import NDArray
+
+from distill.intervals import CONFIDENCE, RESAMPLES, Interval, percentiles
+from distill.progress import Progress
+from distill.serving.clients import Client, Reply, warm
+from distill.serving.llama_server import LlamaServer, without_options
+from distill.serving.results import ChosenSettings, DraftSettings, SettingsSpeed
+
+N_MAX = range(1, 9)
+P_MIN = (0.0, 0.5, 0.75)
+SHARES = (0.25, 0.5, 1.0)  # of the prompts in each round of halving
+KEPT = (12, 5)  # settings that draft, after the first and the second round; plain decoding stays in all of them
+FINALISTS = 3
+MIN_PROMPTS = 2  # prompts of a round
+FEW_CANDIDATES = 6  # candidates that are visited four times
+OF_SETTINGS = {"--spec-draft-n-max", "--spec-draft-p-min", "--draft-p-min"}
+PLAIN_SETTINGS = DraftSettings(0, 0.0)
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The texts that settings are timed on: up to `limit` tokens behind each prompt, `samples` of them where they are
+    sampled."""
+
+    prompts: Sequence[Sequence[int]]
+    limit: int
+    samples: int = 1
+
+
+Opened = Callable[[LlamaServer], AbstractContextManager[Client]]
+
+
+@dataclass
+class Candidate:
+    """Settings with their replies so far, `texts[text][visit]`; the texts of a visit are the same in every one."""
+
+    settings: DraftSettings
+    texts: list[list[Reply]] = field(default_factory=list)
+    rounds: int = 0
+
+    @property
+    def seen(self) -> tuple[int, int]:
+        """Rounds that it took part in, and the texts of the last one."""
+        return self.rounds, len(self.texts)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, to be compared among candidates of the same round.
+
+        The fastest reply to each text counts: other programs make replies slower, never faster, and for seconds at a
+        time, so a sum would penalise the settings that happened to run then.
+        """
+        fastest = [min(replies, key=lambda reply: reply.seconds) for replies in self.texts]
+        return sum(reply.count for reply in fastest) / sum(reply.seconds for reply in fastest)
+
+    def over(self, base: Candidate) -> Interval:
+        """Its speed over another's on the same prompts; prompts and the replies to each of them are resampled."""
+        if base is self:
+            return Interval(1.0, 1.0, 1.0)
+        draws = numpy.random.default_rng(0)
+        places = draws.integers(0, len(self.texts), size=(RESAMPLES, len(self.texts)))  # both meet the same prompts
+        own, other = self._resampled(places, draws), base._resampled(places, draws)
+        return percentiles(self.rate / base.rate, own / other, CONFIDENCE)
+
+    def _resampled(self, places: NDArray[numpy.int64], draws: numpy.random.Generator) -> NDArray[numpy.float64]:
+        """Rates [R] on the prompts of `places` [R, P], of replies drawn anew for each."""
+        seconds = numpy.array([[reply.seconds for reply in replies] for replies in self.texts])
+        counts = numpy.array([replies[0].count for replies in self.texts])
+        visits = draws.integers(0, seconds.shape[1], size=(*places.shape, seconds.shape[1]))
+        fastest = numpy.take_along_axis(seconds[places], visits, axis=2).min(axis=2)
+        rates: NDArray[numpy.float64] = counts[places].sum(axis=1) / fastest.sum(axis=1)
+        return rates
+
+
+def grid(draws: bool = False) -> list[DraftSettings]:
+    """Plain decoding and all settings, with `draws` those of drawn drafts too."""
+    every = itertools.product((False, True) if draws else (False,), N_MAX, P_MIN)
+    return [PLAIN_SETTINGS, *(DraftSettings(n_max, p_min, drawn) for drawn, n_max, p_min in every)]
+
+
+def with_settings(server: LlamaServer, settings: DraftSettings) -> LlamaServer:
+    """The server for one request at a time with these settings, those among the user's own arguments left out."""
+    further = without_options(server.further, OF_SETTINGS.__contains__)
+    one = replace(server, **vars(settings), parallel=1, further=further)
+    return one.plain if settings == PLAIN_SETTINGS else one
+
+
+def visit(candidates: Sequence[Candidate], server: LlamaServer, trials: Trials, opened: Opened, title: str) -> None:
+    """Every candidate on these texts: in a random order and in its reverse, FEW_CANDIDATES twice."""
+    draws, orders = random.Random(len(candidates)), list[list[Candidate]]()
+    for _ in range(2 if len(candidates) <= FEW_CANDIDATES else 1):
+        order = draws.sample(candidates, len(candidates))
+        orders += [order, order[::-1]]
+    progress = Progress(title, len(orders) * len(candidates))
+    texts = [(prompt, seed) for prompt in trials.prompts for seed in range(trials.samples)]
+    for one in candidates:
+        one.rounds += 1
+        one.texts += [[] for _ in range(len(texts) - len(one.texts))]
+    for order in orders:
+        for one in order:
+            with opened(with_settings(server, one.settings)) as client:
+                warm(client, trials.prompts)
+                for place, (prompt, seed) in enumerate(texts):
+                    one.texts[place].append(client.complete(prompt, trials.limit, seed))
+            progress.step()
+
+
+def choose(
+    server: LlamaServer,
+    validation: Trials,
+    held_out: Trials,
+    opened: Opened,
+    settings: Sequence[DraftSettings],
+) -> ChosenSettings:
+    """Of `settings` those that were fastest on `validation`, with their speed on `held_out` beside that of the
+    finalists, of plain decoding and of the fastest that draft the other way."""
+    started = time.monotonic()
+    tried = [Candidate(one) for one in settings]
+    alive = tried
+    for number, share in enumerate(SHARES):
+        size = max(MIN_PROMPTS, round(share * len(validation.prompts)))
+        part = replace(validation, prompts=validation.prompts[:size])
+        visit(alive, server, part, opened, f"settings, round {number + 1} of {len(SHARES)}")
+        drafting = sorted((one for one in alive if one.settings.n_max), key=lambda one: -one.rate)
+        plain = next(one for one in alive if one.settings == PLAIN_SETTINGS)
+        kept = drafting[: KEPT[number] if number < len(KEPT) else None]
+        # The fastest that drafts the other way stays, so that the gain of drawing drafts is known.
+        other = [one for one in drafting if one.settings.probabilistic != kept[0].settings.probabilistic]
+        alive = [plain, *kept, *(one for one in other[:1] if one not in kept)]
+    best = max(alive, key=lambda one: one.rate)
+    rivals = [Candidate(one) for one in _finalists(best, alive)]
+    visit(rivals, server, held_out, opened, "settings, held-out prompts")
+    confirmed = [SettingsSpeed(one.settings, one.rate, *one.seen, rivals[0].over(one)) for one in rivals]
+    return ChosenSettings(
+        settings=best.settings,
+        tried=[SettingsSpeed(one.settings, one.rate, *one.seen) for one in tried],
+        confirmed=confirmed,
+        sentence=_sentence(best.settings, confirmed),
+        command=_command(server, best.settings),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _finalists(best: Candidate, candidates: Sequence[Candidate]) -> list[DraftSettings]:
+    """The best, plain decoding, the fastest of the candidates, and the fastest of those that draft in either way."""
+    ranked = [one.settings for one in sorted(candidates, key=lambda one: -one.rate)]
+    ways = [
+        next((one for one in ranked if one.n_max and one.probabilistic == drawn), PLAIN_SETTINGS)
+        for drawn in (False, True)
+    ]
+    return list(dict.fromkeys([best.settings, PLAIN_SETTINGS, *ranked[:FINALISTS], *ways]))
+
+
+def _sentence(best: DraftSettings, confirmed: Sequence[SettingsSpeed]) -> str:
+    """The choice, with its speed on held-out prompts over plain decoding and over the fastest that draft the other way,
+    or both ways where plain decoding is chosen; and over the fastest there, where that is another."""
+    ranked = sorted(confirmed, key=lambda one: -one.tokens_per_second)
+    rivals = [next(one for one in ranked if one.settings == PLAIN_SETTINGS)] if best.n_max else []
+    for drawn in (False, True):
+        way = [one for one in ranked if one.settings.n_max and one.settings.probabilistic == drawn]
+        rivals += way[:1] if not best.n_max or best.probabilistic != drawn else []
+    over = " and ".join(f"{_ratio(one.against)} {one.settings.title}" for one in rivals)
+    text = f"{best.title}: the fastest on the validation prompts" + (f", {over} on held-out ones" if over else "")
+    if not best.n_max:
+        text = f"Serve this target without the draft here. {text}"
+    fastest = ranked[0]
+    if fastest.settings == best:
+        return f"{text}; nothing that was tried is faster there."
+    within = "within the interval" if fastest.against.high >= 1 else "beyond the interval: give more validation prompts"
+    return (
+        f"{text}; the fastest there is {fastest.settings.title}, over which it has {_ratio(fastest.against)}, {within}."
+    )
+
+
+def _ratio(found: Interval) -> str:
+    return f"{found.mean:.3f}× [{found.low:.3f}, {found.high:.3f}]"
+
+
+def _command(server: LlamaServer, settings: DraftSettings) -> str:
+    """The command that serves with these settings, with the user's own options."""
+    one = with_settings(server, settings)
+    return shlex.join(["llama-server", *replace(one, p_min=one.p_min or None).served])
