@@ -97,7 +97,7 @@ def measured(backend: str, speedup: float) -> SpeedupPart:
         *(1, 1.0, 1.0, 1.0, 1.0, 1.0, speedup, 1.0, 2.0, None, 3, 1, 0, None),
     )
     unused: Any = None
-    return SpeedupPart([row], unused, unused, unused, unused)
+    return SpeedupPart(*where, [row], unused, unused, unused, unused)
 
 
 def test_figures_find_their_place() -> None:

@@ -39,7 +39,7 @@ from distill.engines.model import Model
 from distill.errors import DataError
 from distill.files import from_json, has_form, read_json, read_result, write_json
 from distill.measuring.compare import PairSettings
-from distill.measuring.speedup_results import ChosenTree, ComparedTree, PairMeasured, RoundCosts, SpeedupPart
+from distill.measuring.speedup_results import ChosenTree, ComparedTree, RoundCosts, SpeedupPart
 from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
 from distill.run import Run
@@ -254,11 +254,11 @@ def run_costs(run: Run, backend: str) -> StepCosts | None:
     return PaidCosts(stored.token, verify, *steps, stored.target_prompt, stored.draft_prompt).step_costs()
 
 
-def round_costs(paid: PaidCosts, pair: PairMeasured) -> RoundCosts:
+def round_costs(paid: PaidCosts) -> RoundCosts:
     """Costs as speedup.json keeps them."""
     verify = [*paid.verify], [*paid.verify.values()]
     steps = [*astuple(paid.by_argmax)], [*astuple(paid.by_distribution)]
-    return RoundCosts(*pair.key, paid.token, *verify, *steps, paid.target_prompt, paid.draft_prompt)
+    return RoundCosts(paid.token, *verify, *steps, paid.target_prompt, paid.draft_prompt)
 
 
 # ── The size or shape of a configuration's tree, chosen on validation text by expected tokens and measured seconds
@@ -314,12 +314,10 @@ class Choice:
             + (f" The measured rounds had {counted:.2f} tokens." if counted is not None else "")
         )
 
-    def as_result(self, pair: PairMeasured) -> ChosenTree:
+    def as_result(self) -> ChosenTree:
         """For speedup.json."""
         parents = list(self.tree.parents) if isinstance(self.tree, Shape) else None
-        return ChosenTree(
-            *pair.key, self.title, self.nodes, parents, self.tokens, self.seconds, self.speedup, self.compared
-        )
+        return ChosenTree(self.title, self.nodes, parents, self.tokens, self.seconds, self.speedup, self.compared)
 
 
 def time_rounds(

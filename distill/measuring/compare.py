@@ -293,7 +293,7 @@ def totals(texts: Sequence[TimedText], title: str) -> tuple[numpy.ndarray, numpy
     return tokens, seconds
 
 
-def choose_length(texts: Sequence[TimedText], sweep: Sequence[Configuration], pair: PairMeasured) -> ChosenLength:
+def choose_length(texts: Sequence[TimedText], sweep: Sequence[Configuration]) -> ChosenLength:
     """The better of plain and speculative: γ chosen on the even prompts, its figures on the odd ones.
 
     `sweep` are the configurations of the lengths.
@@ -309,7 +309,7 @@ def choose_length(texts: Sequence[TimedText], sweep: Sequence[Configuration], pa
     tokens, seconds = totals(odd, chosen.title)
     ratio = speed_ratio(tokens, seconds, *totals(odd, PLAIN.title))
     length, rate = chosen.max_length if chosen.drafts else 0, float(tokens.sum() / seconds.sum())
-    return ChosenLength(*pair.key, length, ratio.mean, ratio.low, ratio.high, rate)
+    return ChosenLength(length, ratio.mean, ratio.low, ratio.high, rate)
 
 
 # ── Figures of watched texts: where the seconds of a round go, and speeds per class of prompt and per depth ──

@@ -93,7 +93,7 @@ class Measurement(PairMeasured):
 
 
 @dataclass(frozen=True)
-class ChosenLength(PairMeasured):
+class ChosenLength:
     """The better of plain (length 0) and speculative: chosen on the even prompts, these figures are of the odd ones."""
 
     length: int
@@ -104,7 +104,7 @@ class ChosenLength(PairMeasured):
 
 
 @dataclass(frozen=True)
-class RoundCosts(PairMeasured):
+class RoundCosts:
     """Seconds as rounds pay them: of a token of plain decoding; of rounds of the `lengths` drafted without their
     draft steps (`verify`); of draft steps (first of a round with one token to read, with two, later ones), where the
     largest logit decides and where distributions are read; of reading a token of the prompt."""
@@ -170,7 +170,7 @@ class ComparedTree:
 
 
 @dataclass(frozen=True)
-class ChosenTree(PairMeasured):
+class ChosenTree:
     """The tree that was settled for a configuration; `parents` of a static shape, None for one that each round grows.
 
     `tokens` and `seconds` are of a round, `speedup` is over plain decoding after the prompt.
@@ -194,19 +194,12 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Sample(PairMeasured):
+class Sample:
     """A text that a configuration decoded after a prompt."""
 
     configuration: str
     prompt: str
     segments: list[Segment]
-
-
-@dataclass(frozen=True)
-class Noise(PairMeasured):
-    """The rounding below which two logits count as tied."""
-
-    largest_logit_difference: float
 
 
 @dataclass(frozen=True)
@@ -245,16 +238,17 @@ class BatchFigures:
 
 
 @dataclass(frozen=True)
-class SpeedupPart:
+class SpeedupPart(PairMeasured):
     """All that was measured of one pair by one backend.
 
-    `chosen` is None where no lengths are swept, `costs` where nothing reads them. `not_batched` says which
-    configurations cannot decode several texts at once, where that was asked for.
+    `noise` is the rounding below which two logits count as tied. `chosen` is None where no lengths are swept, `costs`
+    where nothing reads them. `not_batched` says which configurations cannot decode several texts at once, where that
+    was asked for.
     """
 
     measurements: list[Measurement]
     chosen: ChosenLength | None
-    noise: Noise
+    noise: float
     costs: RoundCosts | None
     steps: StepFigures
     trees: list[ChosenTree] = field(default_factory=list)
@@ -266,24 +260,13 @@ class SpeedupPart:
     batches: list[BatchFigures] = field(default_factory=list)
     not_batched: list[str] = field(default_factory=list)
 
-    @property
-    def pair(self) -> str:
-        """Which pair was measured."""
-        return self.measurements[0].pair
-
-    @property
-    def backend(self) -> str:
-        """By which it was decoded."""
-        return self.measurements[0].backend
-
 
 def _fastest(measurements: Iterable[Measurement]) -> list[Measurement]:
     """The fastest of each pair and backend."""
     best: dict[tuple[str, str], Measurement] = {}
     for one in measurements:
-        key = (one.pair, one.backend)
-        if math.isfinite(one.speedup) and (key not in best or one.speedup > best[key].speedup):
-            best[key] = one
+        if math.isfinite(one.speedup) and (one.key not in best or one.speedup > best[one.key].speedup):
+            best[one.key] = one
     return list(best.values())
 
 
@@ -355,6 +338,6 @@ class SpeedupReport:
         return [sentence for part in self.parts for sentence in part.explanations]
 
     @property
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[tuple[SpeedupPart, Sample]]:
         """Of all parts, in order."""
-        return [sample for part in self.parts for sample in part.samples]
+        return [(part, sample) for part in self.parts for sample in part.samples]

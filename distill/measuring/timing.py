@@ -51,7 +51,6 @@ from distill.measuring.identity import measured_rounding
 from distill.measuring.speedup_results import (
     BatchFigures,
     Measurement,
-    Noise,
     PairMeasured,
     Sample,
     Segment,
@@ -133,7 +132,7 @@ def measure_pair(
         with_prediction(row, one, given, texts, choices, paid, predictions)
         for row, one in zip(measurements(texts, prepared, identities, label), prepared, strict=True)
     ]
-    chosen = choose_length(texts, settings.sweep, label) if settings.sweep else None
+    chosen = choose_length(texts, settings.sweep) if settings.sweep else None
     steps = time_steps(texts, pair.target, None if small is pair.target else small, settings.speedup.repeats)
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
     rounds = [round_figures(one, texts, steps, waits) for one in prepared]
@@ -150,14 +149,15 @@ def measure_pair(
         fastest = max((row for row in rows if row.length), key=lambda row: row.tokens_per_second)
         title = fixed_length(chosen.length or fastest.length or 0).title
         own = [text for text in texts if text.title == title]
-        samples = sample_texts(given.written, pair.token_bytes, prompts, own, label)
+        samples = sample_texts(given.written, pair.token_bytes, prompts, own)
     return SpeedupPart(
+        *label.key,
         measurements=rows,
         chosen=chosen,
-        noise=Noise(*label.key, rounding.noise),
-        costs=None if paid is None else round_costs(paid, label),
+        noise=rounding.noise,
+        costs=None if paid is None else round_costs(paid),
         steps=steps,
-        trees=[choice.as_result(label) for choice in choices.values()],
+        trees=[choice.as_result() for choice in choices.values()],
         rounds=rounds,
         explanations=explanations,
         samples=samples,
@@ -234,7 +234,6 @@ def sample_texts(
     token_bytes: Callable[[int], bytes],
     prompts: Sequence[Sequence[int]],
     texts: Sequence[TimedText],
-    pair: PairMeasured,
 ) -> list[Sample]:
     """The first texts, cut into the draft's accepted tokens and the target's own, for the report.
 
@@ -250,7 +249,7 @@ def sample_texts(
         if segments:
             segments[-1] = Segment(segments[-1].text + characters.finish(), segments[-1].kind)
         prompt = written(list(prompts[text.prompt]))
-        samples.append(Sample(*pair.key, text.title, prompt, segments))
+        samples.append(Sample(text.title, prompt, segments))
     return samples
 
 

@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from html import escape
+from itertools import starmap
 
 from distill.data.texts import QuestionTexts
 from distill.errors import DataError
 from distill.export.results import ExportReport
 from distill.measuring.evaluation_results import EvaluationReport
 from distill.measuring.evaluation_tables import bin_table, divergence_tables, position_tables, reliability_table
-from distill.measuring.speedup_results import Sample, SpeedupReport
+from distill.measuring.speedup_results import Sample, SpeedupPart, SpeedupReport
 from distill.measuring.speedup_tables import measurement_table, step_table
 from distill.recipe.recipe import REASON
 from distill.report import plots
@@ -279,10 +280,10 @@ def samples(report: SpeedupReport) -> Html:
     legend = (
         "<p><mark>Marked and underlined</mark>: drafted and accepted. Unmarked: the target's own. Pale: the prompt.</p>"
     )
-    return Html(legend + "".join(map(_sample, report.samples)) + as_command(report.command))
+    return Html(legend + "".join(starmap(_sample, report.samples)) + as_command(report.command))
 
 
-def _sample(sample: Sample) -> str:
+def _sample(part: SpeedupPart, sample: Sample) -> str:
     accepted = sum(len(part.text) for part in sample.segments if part.kind == "accepted")
     written = sum(len(part.text) for part in sample.segments)
     text = "".join(
@@ -291,7 +292,7 @@ def _sample(sample: Sample) -> str:
     )
     share = f", {percent(accepted / written)} of the characters from the draft" if written else ", nothing written"
     return (
-        f"<h3>{as_text(sample.pair)}</h3>"
-        f'<p class="soft">{as_text(sample.backend)}{share}</p>'
+        f"<h3>{as_text(part.pair)}</h3>"
+        f'<p class="soft">{as_text(part.backend)}{share}</p>'
         f'<pre><span class="prompt">{as_text(sample.prompt)}</span>{text}</pre>'
     )

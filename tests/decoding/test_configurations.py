@@ -25,7 +25,6 @@ from distill.measuring.compare import Calibrations, PairSettings, judge_identity
 from distill.measuring.identity import Identity, Rounding
 from distill.measuring.speedup_results import (
     ChosenLength,
-    Noise,
     PairMeasured,
     RoundCosts,
     SpeedupPart,
@@ -190,12 +189,12 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     assert plain_row.speedup == 1 and plain_row.tokens_per_round is None
     assert lossless.plain_tokens_per_second == plain_row.tokens_per_second and lossless.identical is None
     assert lossless.lossy is None and lossy.lossy is not None
-    names = ("a pair", "table")
     part = SpeedupPart(
+        *label.key,
         rows,
-        ChosenLength(*names, 2, 1.0, 0.9, 1.1, 5.0),
-        Noise(*names, 0.0),
-        RoundCosts(*names, 1.0, [1], [1.2], [0.1] * 3, [0.2] * 3, 0.5, 0.1),
+        ChosenLength(2, 1.0, 0.9, 1.1, 5.0),
+        0.0,
+        RoundCosts(1.0, [1], [1.2], [0.1] * 3, [0.2] * 3, 0.5, 0.1),
         StepFigures(8, {1: 1.0, 2: 1.1}, {1: 0.1}),
     )
     report = SpeedupReport("distill speedup", {}, 4, 16, {}, [part])

@@ -92,15 +92,15 @@ def test_length_is_chosen_on_even_prompts_and_reported_on_odd_ones() -> None:
             timed(prompt, 4, 10, 0.6 if even else 0.1),
         ]
     sweep = [fixed_length(2), fixed_length(4)]
-    found = choose_length(texts, sweep, PAIR)
+    found = choose_length(texts, sweep)
     assert found.length == 2 and found.speedup == pytest.approx(1.25)
     assert found.speedup_low == pytest.approx(1.25) == found.speedup_high
     slow = [TimedText(t.prompt, t.title, t.seconds * (1 if t.title == PLAIN.title else 3), t.decoded) for t in texts]
-    found = choose_length(slow, sweep, PAIR)
+    found = choose_length(slow, sweep)
     assert (found.length, found.speedup) == (0, 1)
     # Uneven prompts only: no resample may be made of prompts that have no text.
     for count in (2, 3, 4, 5):
-        assert choose_length([t for t in texts if t.prompt < count], sweep, PAIR).length == 2
+        assert choose_length([t for t in texts if t.prompt < count], sweep).length == 2
 
 
 @pytest.mark.parametrize(

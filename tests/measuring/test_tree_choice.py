@@ -131,7 +131,7 @@ def test_the_static_shape_is_the_best_of_all(rates: list[float], depth: int, dra
     found = choose_tree("a title", trees, shape_values(shapes, rates), seconds, costs)
     assert found.tokens / found.seconds == pytest.approx(max(speeds.values()), rel=1e-12)
     assert found.speedup == pytest.approx(costs.target[0] * max(speeds.values()), rel=1e-12)
-    parents = found.as_result(PairMeasured("p", "b")).parents
+    parents = found.as_result().parents
     assert found.tree == trees[found.nodes] and parents == list(trees[found.nodes].parents)
 
 
@@ -347,16 +347,16 @@ def test_the_stage_chooses_trees_on_its_own_curves(copied: Path, capsys: pytest.
     ranks = read_ranks(read_json(copied / "speedup" / "calibration.json"), "here")
     assert len(ranks.tried) == RANKS and ranks.tried[0] >= sum(ranks.taken) > 0
     report = read_result(copied / "speedup.json", SpeedupReport)
-    trees = [tree for part in report.parts for tree in part.trees]
+    trees = [(part, tree) for part in report.parts for tree in part.trees]
     chosen = [one.title for one in recipe.speedup.configurations if one.needs_tree_choice]
     backends = recipe.speedup.backends
     expected = [(title, backend) for backend in backends for title in chosen]
-    assert [(tree.configuration, tree.backend) for tree in trees] == expected
-    for tree in trees:
+    assert [(tree.configuration, part.backend) for part, tree in trees] == expected
+    for part, tree in trees:
         assert 0 <= tree.nodes < recipe.speedup.max_tokens and tree.speedup >= 1
         assert (tree.parents is None) == ("static" not in tree.configuration)
         title = f"{tree.configuration}: {tree.nodes} node"
-        (row,) = [row for row in report.others if row.key == tree.key and row.configuration.startswith(title)]
+        (row,) = [row for row in report.others if row.key == part.key and row.configuration.startswith(title)]
         assert row.configuration in page and row.nodes == tree.nodes and row.predicted and row.tokens_per_round
         # The prediction is of the tokens that these rounds gave, and of the prompt, where nothing is gained.
         of_rounds = tree.speedup * row.tokens_per_round / tree.tokens

@@ -32,7 +32,6 @@ from distill.measuring.evaluation_results import (
 from distill.measuring.speedup_results import (
     ChosenLength,
     Measurement,
-    Noise,
     RoundCosts,
     Sample,
     Segment,
@@ -120,12 +119,11 @@ def speedup_rows(pair: str, backend: str, peak: float) -> list[dict[str, Any]]:
 
 
 def speedup_part(pair: str, backend: str, peak: float, **others: Any) -> dict[str, Any]:
-    label = (pair, backend)
-    costs = RoundCosts(*label, 0.027, [1, 2], [0.03, 0.04], [0.002] * 3, [0.003] * 3, 0.01, 0.001)
+    costs = RoundCosts(0.027, [1, 2], [0.03, 0.04], [0.002] * 3, [0.003] * 3, 0.01, 0.001)
     part = SpeedupPart(
-        [],
-        ChosenLength(*label, 4, peak, peak - 0.07, peak + 0.06, 36.44 * peak),
-        Noise(*label, 1e-4),
+        *(pair, backend, []),
+        ChosenLength(4, peak, peak - 0.07, peak + 0.06, 36.44 * peak),
+        1e-4,
         costs,
         StepFigures(256, {m: 0.0214 * (0.94 + 0.06 * m) for m in range(1, 17)}, {1: 0.0021, 2: 0.0022}),
     )
@@ -144,8 +142,8 @@ def exported(
     return asdict(ExportedFile(f"gguf/{name}-{outtype}.gguf", name, outtype, size, 0, parity))
 
 
-def sample(pair: str, backend: str, prompt: str, *segments: tuple[str, str]) -> dict[str, Any]:
-    return asdict(Sample(pair, backend, "draft, γ = 4", prompt, [Segment(*one) for one in segments]))
+def sample(prompt: str, *segments: tuple[str, str]) -> dict[str, Any]:
+    return asdict(Sample("draft, γ = 4", prompt, [Segment(*one) for one in segments]))
 
 
 def make_metadata() -> dict[str, Any]:
@@ -158,14 +156,14 @@ def make_metadata() -> dict[str, Any]:
         steps.append(TrainingStep(step, *losses, agreement, 3e-4, 8192, speed, 2_140_000_000, time))
     text = [("def ", "target"), ("fibonacci(n):\n    if n <", "accepted"), (" 2", "target"), (": return", "accepted")]
     why = "On gguf a step over five tokens costs 1.9 × one token, so no draft can win."
-    hostile = sample(large, "gguf", EVIL, (EVIL, "accepted"), (EVIL, "target"))
+    hostile = sample(EVIL, (EVIL, "accepted"), (EVIL, "target"))
     parts = [
         speedup_part(
             *(small, "pytorch", 1.374),
-            samples=[sample(small, "pytorch", "# fibonacci\n", *text)],
+            samples=[sample("# fibonacci\n", *text)],
         ),
-        speedup_part(large, "pytorch", 1.912),
-        speedup_part(small, "gguf", 0.843, explanations=[why], samples=[hostile]),
+        speedup_part(large, "pytorch", 1.912, samples=[hostile]),
+        speedup_part(small, "gguf", 0.843, explanations=[why]),
     ]
     files = [
         exported("draft", "q4_k_m", 13_204_512, (0.9619, 0.0413, 0.917), [(3, 17)]),
@@ -348,7 +346,7 @@ def test_hostile_text_stays_text() -> None:
     part["explanations"] = [EVIL]
     part["measurements"][1]["pair"] = "_$x_{" + EVIL
     part["measurements"].append(other(part["measurements"][1], EVIL, "lookup", lossy=EVIL))
-    part["costs"]["pair"] = "$" + EVIL
+    part["pair"] = "$" + EVIL
     page = build_page(results)
     checker = checked(page)
     assert "<script" not in page and "\x00" not in page and "\x1b" not in page
