@@ -27,7 +27,7 @@ from distill.progress import Progress
 from distill.recipe import Gguf, Recipe, Target
 from distill.recipe.target import TYPE_BYTES
 from distill.surgery.checks import SHAPE, check_cut, planned_sizes
-from distill.teacher.store import bytes_per_position
+from distill.teacher.store import bytes_per_position, planned_positions
 
 # ── Layer swapping: a target larger than the device's memory, whose other layers stream over a link in every step
 # ──
@@ -347,8 +347,7 @@ def _written(recipe: Recipe, hardware: Hardware, big: StepWork) -> Iterator[Stag
 
 
 def _teacher(recipe: Recipe, hardware: Hardware, big: StepWork) -> StageHours:
-    answers, settings = recipe.answers, recipe.teacher
-    positions = recipe.corpus.tokens + answers.prompts * (answers.prompt_tokens + answers.new_tokens)
+    settings, positions = recipe.teacher, planned_positions(recipe)
     if settings.kind == "online":
         return StageHours("teacher", positions, None, 0, "computed in every training step")
     hidden = load_config(recipe.target.model).get_text_config().hidden_size

@@ -103,6 +103,12 @@ def bytes_per_position(settings: Settings, hidden: int, dtype: str, k: int | Non
     return PACKED_BYTES + (hidden * TYPE_BYTES[settings.dtype or dtype] if settings.kind == "exact" else 0)
 
 
+def planned_positions(recipe: Recipe) -> int:
+    """The positions that the teacher reads for training, every answer as long as it may get."""
+    answers = recipe.answers
+    return recipe.corpus.tokens + answers.prompts * (answers.prompt_tokens + answers.new_tokens)
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """manifest.json of a teacher store; raises DataError when it is missing, damaged or of another format."""
     path, again = folder / "manifest.json", redo(folder.name)
