@@ -12,7 +12,7 @@ from distill.decoding.calibration import Calibration, ExpectedValue
 from distill.decoding.costs import StepCosts
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, LookupPrice, ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule, ProbabilityFloor
-from distill.decoding.other_vocabulary import Reader, other_vocabulary_drafter
+from distill.decoding.other_vocabulary import DraftReader, other_vocabulary_drafter
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import Random, refusal
 from distill.engines.model import Model
@@ -32,13 +32,13 @@ def configured_sampler(configuration: Configuration, settings: SamplerSettings) 
     return Sampler(temperature=0) if configuration.sampler == "greedy" else Sampler.of(settings)
 
 
-def configured_calibration(configuration: Configuration, fitted: Mapping[str, Calibration]) -> Calibration:
+def configured_calibration(configuration: Configuration, calibrations: Mapping[str, Calibration]) -> Calibration:
     """The calibration that a configuration names; q itself where it was not fitted."""
-    return fitted.get(configuration.calibrated_by, Calibration())
+    return calibrations.get(configuration.calibrated_by, Calibration())
 
 
-def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[str, Calibration]) -> LengthRule:
-    """The length rule in its first state; only the expected-value rule reads `costs` and `fitted`."""
+def make_rule(configuration: Configuration, costs: StepCosts, calibrations: Mapping[str, Calibration]) -> LengthRule:
+    """The length rule in its first state; only the expected-value rule reads `costs` and `calibrations`."""
     rule, longest, n_min = configuration.length_rule, configuration.max_length, configuration.n_min or 0
     if rule == "p_min":
         return ProbabilityFloor(longest, configuration.setting("p_min"), n_min=n_min)
@@ -50,27 +50,27 @@ def make_rule(configuration: Configuration, costs: StepCosts, fitted: Mapping[st
     if rule == "beta":
         return BetaFilter(longest, configuration.setting("floor"), start=configuration.start, n_min=n_min)
     if rule == "expected-value":
-        return ExpectedValue(costs, configured_calibration(configuration, fitted), longest=longest, n_min=n_min)
+        return ExpectedValue(costs, configured_calibration(configuration, calibrations), longest=longest, n_min=n_min)
     return Fixed(longest, n_min=n_min)
 
 
 def make_drafter(
     configuration: Configuration,
-    draft: Model | Reader,
+    draft: Model | DraftReader,
     sampler: Sampler,
     random: Random,
     costs: StepCosts = NO_COSTS,
-    fitted: Mapping[str, Calibration] | None = None,
+    calibrations: Mapping[str, Calibration] | None = None,
     tree: Tree | None = None,
 ) -> Drafter:
     """The drafter that a configuration names, as at the start of a session; under `match` a draft gives its best token.
 
-    A draft of another vocabulary is given as its `Reader`. `tree` is the one that was chosen for a configuration that
-    leaves it open (`chosen`). ValueError for a tree under a repetition penalty.
+    A draft of another vocabulary is given as its `DraftReader`. `tree` is the one that was chosen for a configuration
+    that leaves it open. ValueError for a tree under a repetition penalty.
     """
-    fitted = fitted or {}
+    calibrations = calibrations or {}
     if configuration.other_vocabulary:
-        assert isinstance(draft, Reader)
+        assert isinstance(draft, DraftReader)
         return other_vocabulary_drafter(configuration, draft, sampler, random)
     if configuration.drafter.startswith("lookup"):
         price = LookupPrice(costs) if configuration.rule == "expected-value" else None
@@ -78,16 +78,18 @@ def make_drafter(
             return LookupDrafter(configuration.max_length, price=price)
         chain = configuration.model_copy(update={"drafter": "draft"})
         second = configuration.tree_alone if configuration.branches else chain
-        own = make_drafter(second, draft, sampler, random, costs, fitted, tree)
+        own = make_drafter(second, draft, sampler, random, costs, calibrations, tree)
         return FallbackDrafter(LookupDrafter(configuration.max_length, 2, price), own)
-    assert not isinstance(draft, Reader), f"`{configuration.title}` needs a draft of the target's vocabulary"
+    assert not isinstance(draft, DraftReader), f"`{configuration.title}` needs a draft of the target's vocabulary"
     if configuration.widths is not None:
         shape = Shape.of_widths(configuration.widths)
         distinct = configuration.verified_by == "distinct"
         return TreeDrafter(draft, sampler, random, len(shape), shape=shape, distinct=distinct)
     if configuration.drafter == "tree":
         calibration = (
-            configured_calibration(configuration, fitted) if configuration.needs_calibration and fitted else None
+            configured_calibration(configuration, calibrations)
+            if configuration.needs_calibration and calibrations
+            else None
         )
         tree = configuration.nodes if tree is None else tree
         assert tree is not None and isinstance(tree, Shape) == configuration.ranked, (
@@ -100,7 +102,7 @@ def make_drafter(
     argmax = sampler.temperature == 0 or configuration.verified_by == "match"
     if configuration.draft_top_k is not None:
         sampler = Sampler(sampler.temperature, configuration.draft_top_k)
-    return ModelDrafter(draft, make_rule(configuration, costs, fitted), sampler, random, argmax)
+    return ModelDrafter(draft, make_rule(configuration, costs, calibrations), sampler, random, argmax)
 
 
 def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:

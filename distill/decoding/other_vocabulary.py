@@ -189,7 +189,7 @@ class Translator:
 TAIL = 64  # target tokens before a drafted text that are encoded with it
 
 
-class Reader:
+class DraftReader:
     """A draft that reads target ids: its cache holds the translation of a context, and the tokens drafted after it.
 
     `rows` is how many ids the target's logits cover, which may be fewer or more than its tokenizer has (None: as many).
@@ -244,7 +244,7 @@ class SharedModel(AroundModel):
     max_leaves = 0
     vocabulary_size = 0
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: DraftReader) -> None:
         super().__init__(reader.model)
         translator = reader.translator
         shared = shared_tokens(translator.source.vocabulary, translator.destination.vocabulary)
@@ -269,7 +269,7 @@ class SharedModel(AroundModel):
         parents: Sequence[int] | None = None,
         want: Sequence[int] | None = None,
     ) -> Logits:
-        """Logits [1, V] after the last of these ids, of a context that the draft can write (`Reader.room`)."""
+        """Logits [1, V] after the last of these ids, of a context that the draft can write (`DraftReader.room`)."""
         assert parents is None and want is not None and list(want) == [len(tokens) - 1], "chains and last logits only"
         if self._drafting and all(token in self.shared for token in tokens):
             logits = self.reader.append([self.shared[token] for token in tokens])
@@ -299,7 +299,7 @@ class IntersectionDrafter(ModelDrafter):
     """
 
     def __init__(
-        self, reader: Reader, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False
+        self, reader: DraftReader, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False
     ) -> None:
         self.reader, self.shared_model = reader, SharedModel(reader)
         super().__init__(self.shared_model, rule, sampler, random, argmax)
@@ -334,7 +334,9 @@ class StringMatchDrafter:
     kind = "deterministic"
     tree = False
 
-    def __init__(self, reader: Reader, length: int, sampler: Sampler, random: Random, argmax: bool = False) -> None:
+    def __init__(
+        self, reader: DraftReader, length: int, sampler: Sampler, random: Random, argmax: bool = False
+    ) -> None:
         self.reader, self.length, self.sampler, self.random = reader, length, sampler, random
         self.argmax = argmax or sampler.temperature == 0
         self._counterparts = named_tokens(reader.translator.destination.vocabulary, reader.translator.source.vocabulary)
@@ -413,17 +415,19 @@ class StringMatchDrafter:
         """Nothing: the cache goes back when the next text is read."""
 
 
-def read_with(target: Target, draft: str, device: str, rows: int, pytorch: PyTorch = GROWING) -> Reader:
+def read_with(target: Target, draft: str, device: str, rows: int, pytorch: PyTorch = GROWING) -> DraftReader:
     """Load a draft, in the target's type, to read the target's ids; `rows` are those of the target's logits.
 
     `pytorch` says how it decodes.
     """
     both, own = (Vocabulary.read(text_folder(reference)) for reference in (target.model, draft))
     model = torch_decoder(load_model(draft, target.dtype, pick_device(device)), own.size, pytorch)
-    return Reader(model, both, own, rows)
+    return DraftReader(model, both, own, rows)
 
 
-def other_vocabulary_drafter(configuration: Configuration, reader: Reader, sampler: Sampler, random: Random) -> Drafter:
+def other_vocabulary_drafter(
+    configuration: Configuration, reader: DraftReader, sampler: Sampler, random: Random
+) -> Drafter:
     """The drafter that a configuration of OTHER_VOCABULARY names; ValueError for a rule beside fixed lengths."""
     if configuration.length_rule != "fixed":
         raise ValueError(f"drafter {configuration.drafter} drafts fixed lengths only")

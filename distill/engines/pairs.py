@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distill.engines.torch.hugging_face import load_config, load_tokenizer, read_kept, text_folder
 from distill.errors import DataError, PairError, RecipeError
 from distill.files import is_utf8
 from distill.folders import read_config
 from distill.gguf.head import ALWAYS_ADDS_BOS, DEFAULTS, Defaults, FileHead, open_head, stated_ends, token_key
+from distill.gguf.importing import one_engine
+from distill.recipe import Configuration
 from distill.vocabulary.files import added_around, open_tokenizer, tokenizer_settings
 from distill.vocabulary.vocabulary import SPACE, from_mapped, named_id
 
@@ -182,9 +184,6 @@ def _token_id(head: FileHead, role: str, count: int, default: int | None) -> int
 
 
 # ── The rules ──
-
-if TYPE_CHECKING:
-    from distill.recipe import Configuration
 
 LLAMA_CPP_SIZE_DIFFERENCE = 128  # llama.cpp's SPEC_VOCAB_MAX_SIZE_DIFFERENCE
 LLAMA_CPP_FIRST_ID = 5  # SPEC_VOCAB_CHECK_START_TOKEN_ID: token strings are compared from this id up
@@ -380,8 +379,6 @@ def require_drafts(target: str, draft: str, foreign: bool) -> tuple[str, str]:
 
     Raises PairError for a draft that does not fit, unless it may have another vocabulary (`foreign`).
     """
-    from distill.gguf.importing import one_engine
-
     if foreign:
         return one_engine(target, draft)
     try:

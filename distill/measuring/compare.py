@@ -21,7 +21,7 @@ from distill.decoding.configured import NO_COSTS, Tree, configured_sampler, loss
 from distill.decoding.costs import StepCosts, measure_steps
 from distill.decoding.decode import Decoded, Round, decode_text, plain, room_for
 from distill.decoding.drafters import Drafter
-from distill.decoding.other_vocabulary import Reader
+from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.rules import Rules
 from distill.decoding.verify import refusal
 from distill.engines.model import Model
@@ -127,11 +127,11 @@ class TimedConfiguration:
 def prepare(
     settings: PairSettings,
     configuration: Configuration,
-    draft: Model | Reader,
+    draft: Model | DraftReader,
     ends: Collection[int],
     fitted: Calibrations,
 ) -> TimedConfiguration:
-    """Make a configuration ready under the settings' seed and sampler; a `Reader` is a draft of another vocabulary."""
+    """Make a configuration ready under the settings' seed and sampler; a `DraftReader` has another vocabulary."""
     sampler = configured_sampler(configuration, settings.sampler)
     draws = random.Random(f"{settings.seed}/{configuration.title}").random
     if not configuration.drafts:
@@ -147,7 +147,7 @@ def prepare(
 
 
 def prepare_all(
-    settings: PairSettings, draft: Model | Reader, ends: Collection[int], fitted: Calibrations
+    settings: PairSettings, draft: Model | DraftReader, ends: Collection[int], fitted: Calibrations
 ) -> list[TimedConfiguration]:
     """Plain greedy decoding, the sweep (a configuration a length), and all others.
 

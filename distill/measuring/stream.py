@@ -15,7 +15,7 @@ from distill.decoding.costs import StepCosts
 from distill.decoding.decode import Decoded, decode, plain_steps
 from distill.decoding.drafters import Drafter
 from distill.decoding.grammar import Constraint, Tokens, constraint, llama_constraint
-from distill.decoding.other_vocabulary import Reader, read_with
+from distill.decoding.other_vocabulary import DraftReader, read_with
 from distill.decoding.round_costs import measure_paid
 from distill.decoding.rules import BytesOf, Characters, Rules, require_lossless, stop_before
 from distill.decoding.verify import refusal
@@ -117,7 +117,9 @@ class Continuation:
     lossy: str | None = None
 
 
-def begin(pair: LoadedPair, reader: Reader | None, request: Request, ids: Sequence[int], room: int) -> Continuation:
+def begin(
+    pair: LoadedPair, reader: DraftReader | None, request: Request, ids: Sequence[int], room: int
+) -> Continuation:
     """What continues the prompt `ids` by at most `room` tokens; nothing is decoded yet.
 
     Raises DataError for a configuration that cannot be drafted, such as trees in a model that takes none, or is lossy
@@ -160,7 +162,7 @@ def begin(pair: LoadedPair, reader: Reader | None, request: Request, ids: Sequen
 
 
 def _continue(
-    pair: LoadedPair, reader: Reader | None, request: Request, text: str, ids: Sequence[int], room: int
+    pair: LoadedPair, reader: DraftReader | None, request: Request, text: str, ids: Sequence[int], room: int
 ) -> None:
     """Decode and print; nothing is printed before all is known to be possible."""
     continuation, result = begin(pair, reader, request, ids, room), Decoded()
@@ -184,7 +186,9 @@ def _constraint(pair: LoadedPair, kind: str, grammar: str) -> Constraint:
     return constraint(kind, grammar, Tokens.of(pair.vocabulary, pair.ends))
 
 
-def _drafter(pair: LoadedPair, reader: Reader | None, request: Request, rules: Rules, ids: Sequence[int]) -> Drafter:
+def _drafter(
+    pair: LoadedPair, reader: DraftReader | None, request: Request, rules: Rules, ids: Sequence[int]
+) -> Drafter:
     """The drafter of the request; `reader` is a draft of another vocabulary, which obeys no grammar.
 
     The expected-value rule's costs are timed behind the prompt `ids` where they were not measured before. Under a

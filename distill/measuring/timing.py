@@ -20,7 +20,7 @@ from distill.decoding.calibration import Calibration
 from distill.decoding.configured import NO_COSTS, make_rule, require_trees
 from distill.decoding.costs import accepted_by_position, shorter_rounds
 from distill.decoding.decode import Decoded
-from distill.decoding.other_vocabulary import Reader
+from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.round_costs import PaidCosts, RoundCostMeter, measure_paid, prompts_as_long
 from distill.decoding.rules import Characters, Rules
 from distill.decoding.verify import CHAINS, Random
@@ -90,7 +90,7 @@ def measure_pair(
     pair: LoadedPair,
     label: PairMeasured,
     given: PairTexts,
-    reader: Reader | None = None,
+    reader: DraftReader | None = None,
     batches: Sequence[int] = (),
 ) -> SpeedupPart:
     """Measure a loaded pair; `reader` is a draft of another vocabulary, `batches` are sizes to decode at once.
@@ -106,7 +106,7 @@ def measure_pair(
     small: Model = pair.draft if reader is None else reader.model
     watch = Watch()
     target, draft = watch.models(pair.target, small)
-    drafting: Model | Reader = draft
+    drafting: Model | DraftReader = draft
     if reader is not None:
         drafting = copy.copy(reader)
         drafting.model = draft
@@ -199,7 +199,7 @@ def _fit(
 def _prepared(
     settings: PairSettings,
     ends: Sequence[int],
-    draft: Model | Reader,
+    draft: Model | DraftReader,
     fitted: Calibrations,
     choices: Mapping[str, Choice],
 ) -> list[TimedConfiguration]:

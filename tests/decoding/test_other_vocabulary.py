@@ -23,8 +23,8 @@ from distill.decoding.decode import decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import Features, Fixed, LengthRule, ProbabilityFloor, Proposal
 from distill.decoding.other_vocabulary import (
+    DraftReader,
     IntersectionDrafter,
-    Reader,
     StringMatchDrafter,
     Translator,
     incomplete,
@@ -112,7 +112,7 @@ def drafter_for(
     argmax: bool = False,
     rows: int | None = None,
 ) -> Any:
-    reader = Reader(model, *pair, rows)
+    reader = DraftReader(model, *pair, rows)
     if kind == "string":
         return StringMatchDrafter(reader, length, sampler, draws, argmax)
     return IntersectionDrafter(reader, Fixed(length), sampler, draws, argmax)
@@ -319,7 +319,7 @@ def test_the_same_vocabulary_drafts_as_ever(
         for mine in (True, False):
             draws = random.Random(7).random
             drafter: Any = (
-                IntersectionDrafter(Reader(draft, vocabulary, vocabulary), rule, sampler, draws, argmax)
+                IntersectionDrafter(DraftReader(draft, vocabulary, vocabulary), rule, sampler, draws, argmax)
                 if mine
                 else ModelDrafter(draft, rule, sampler, draws, argmax)
             )
@@ -367,7 +367,7 @@ def test_a_distribution_that_was_not_drafted_from_is_seen(tmp_path: Path) -> Non
             return Proposal.chain(found.tokens, distributions, found.features)
 
     def make(draft: TableModel, sampler: Sampler, draws: Random) -> Drafter:
-        return Unrestricted(Reader(draft, *both), Fixed(2), sampler, draws)
+        return Unrestricted(DraftReader(draft, *both), Fixed(2), sampler, draws)
 
     assert decoded(4, make, "token", Sampler(1.0)) > SEEN
 
@@ -375,7 +375,7 @@ def test_a_distribution_that_was_not_drafted_from_is_seen(tmp_path: Path) -> Non
 def test_a_new_text_forgets_the_one_before(tmp_path: Path) -> None:
     both = letters(tmp_path / "ours", TARGET), letters(tmp_path / "theirs", DRAFT)
     used, fresh = (
-        IntersectionDrafter(Reader(TableModel(4, 22), *both), ProbabilityFloor(2, 0.0), Sampler(0), random.random)
+        IntersectionDrafter(DraftReader(TableModel(4, 22), *both), ProbabilityFloor(2, 0.0), Sampler(0), random.random)
         for _ in range(2)
     )
     used.begin([0, 1])
@@ -472,7 +472,7 @@ def test_rules_say_how_much_and_learn_from_it(tmp_path: Path) -> None:
     hugging_face = toy(vocabulary=both[0].size, seed=1)
     hugging_face.save_pretrained(both[0].folder)
     transplant(both[0].folder, both[1].folder, tmp_path / "draft")
-    reader = Reader(TorchModel(AutoModelForCausalLM.from_pretrained(tmp_path / "draft")), *both)
+    reader = DraftReader(TorchModel(AutoModelForCausalLM.from_pretrained(tmp_path / "draft")), *both)
     prompt, rule = Encoder(both[0]).text(b"re ab"), Noted(9, 0.05)
     drafter = IntersectionDrafter(reader, rule, Sampler(0), random.random)
     result = decode_text(TorchModel(hugging_face), drafter, prompt, 30, Rules())
@@ -580,7 +580,7 @@ def test_rows_are_not_those_of_the_tokenizer(
 
 
 def test_a_lookup_is_measured_beside_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
-    reader = Reader(TableModel(2), *[letters(tmp_path / "ours", ["a", "b"])] * 2)
+    reader = DraftReader(TableModel(2), *[letters(tmp_path / "ours", ["a", "b"])] * 2)
     kinds = {"lookup": LookupDrafter, "intersection": IntersectionDrafter, "string": StringMatchDrafter}
     for name, kind in kinds.items():
         configuration = Configuration(drafter=name, length=2)  # type: ignore[arg-type]
