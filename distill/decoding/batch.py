@@ -188,7 +188,7 @@ def _prefill(rows: Sequence[_Row], rules: Rules, target: Model, draft: Model | N
         if ended:
             firsts |= zip(ended, _next_tokens(logits, [rows[number] for number in ended], rules), strict=True)
     if draft is not None:
-        # The first step reads the last token of a prompt. A draft without room behind a prompt does not read it at all.
+        # The first step reads the last token of a prompt. A draft without room after a prompt does not read it at all.
         for _ in _read(draft, {row.number: row.context[:-1] for row in rows if len(row.context) < draft.capacity}):
             pass
     seconds = time.perf_counter() - started

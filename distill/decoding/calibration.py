@@ -1,7 +1,7 @@
-"""Calibrations: the probability that a drafted token is accepted, and the length rule that reads it beside costs.
+"""Calibrations: the probability that a drafted token is accepted; and the length rule that reads it with costs.
 
 A calibration is fitted on recorded rounds of validation text. Only positions that were drafted and reached count:
-positions behind the first rejection were never judged. Legend: N judged positions, F terms; n tokens drafted, E
+positions after the first rejection were never judged. Legend: N judged positions, F terms; n tokens drafted, E
 expected tokens of a round, T target, λ tokens per second in the long run.
 """
 
@@ -165,7 +165,7 @@ def expected_calibration_error(
 # ── The length rule of greatest expected value ──
 
 LONGEST_REST = 1024  # tokens of plain decoding before another try
-PRIOR = 2.0  # tokens that the usual acceptance counts for, beside those of the round
+PRIOR = 2.0  # tokens that the usual acceptance counts for, in addition to those of the round
 
 
 @dataclass

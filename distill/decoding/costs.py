@@ -101,7 +101,9 @@ class CostCurve:
         if not self.depths or len(self.depths) != len(self.seconds) or list(self.depths) != sorted(set(self.depths)):
             raise DataError(f"cost curve of {self.model}: {len(self.seconds)} rows for depths {list(self.depths)}")
         if not all(row and all(0 < value < math.inf for value in row) for row in self.seconds):
-            raise DataError(f"cost curve of {self.model}: a step took no positive time", "measure the curve again")
+            raise DataError(
+                f"cost curve of {self.model}: the time of a step is not positive", "measure the curve again"
+            )
 
     def at(self, depth: int) -> tuple[float, ...]:
         """T(1..) of the deepest bucket that is not deeper than `depth`; of the first one where all are deeper."""
@@ -141,7 +143,7 @@ def load_cost_curve(path: Path) -> CostCurve:
         raise DataError(f"there is no curve {path}", MEASURE_IT)
     saved = read_object(path, MEASURE_IT)
     if saved.pop("format", None) != FORMAT:
-        raise DataError(f"{path} is no cost curve of format {FORMAT}", MEASURE_IT)
+        raise DataError(f"{path} is not a cost curve of format {FORMAT}", MEASURE_IT)
     try:
         return TypeAdapter(CostCurve).validate_python(saved)
     except ValidationError as error:
@@ -180,8 +182,8 @@ def shorter_rounds(rounds: Sequence[tuple[int, int]], length: int) -> list[tuple
 
     A greedy draft continues an accepted text as it did before, so that a round which begins inside an accepted stretch
     is known: it accepts what is left of the stretch. Acceptance by position is not the same for all lengths: short
-    rounds begin more often inside such stretches, long ones behind a token that the draft did not know. Where all that
-    was drafted is accepted, nothing is known of the token behind it: such a round is taken to have drafted no more,
+    rounds begin more often inside such stretches, long ones after a token that the draft did not know. Where all that
+    was drafted is accepted, nothing is known of the token after it: such a round is taken to have drafted no more,
     which says nothing of later positions (see `accepted_by_position`).
     """
     left: list[tuple[int, bool]] = []  # by place in the text: tokens of the stretch after it; whether a miss ends it

@@ -144,7 +144,7 @@ def decode(
     """Speculative decoding from cold caches into `result`, yielding after each round the tokens that became certain.
 
     They are the round's new tokens, except those that may begin a stop string: these wait for later rounds. All yielded
-    tokens together are `result.tokens`. A drafter without room behind the context proposes nothing.
+    tokens together are `result.tokens`. A drafter without room after the context proposes nothing.
     The output follows the target's distribution under the sampler exactly (greedy: it is the target's own text, up to
     rounding between batches of one and of several tokens). Raises DataError for pairs of drafter and verifier that
     would change it, unless `lossy`.

@@ -288,14 +288,14 @@ class SuffixIndex:
         return len(self._next) - 1
 
     def continuation(self, count: int) -> list[int]:
-        """`count` tokens from `place` on; behind the text's end they repeat, as they would if all were right."""
+        """`count` tokens from `place` on; beyond the text's end they repeat, as they would if all were right."""
         following = self.text[self.place : self.place + count]
         return [following[i % len(following)] for i in range(count)] if following else []
 
 
-# How often a looked-up token was right behind a match of m tokens, m = 1.. and longer: 583 answers of SmolLM2, sampled.
+# How often a looked-up token was right after a match of m tokens, m = 1.. and longer: 583 answers of SmolLM2, sampled.
 USUAL = (0.20, 0.45, 0.56, 0.59, 0.65, 0.73, 0.81, 0.88)
-WEIGHT = 8.0  # tokens that USUAL counts for, beside those of the text
+WEIGHT = 8.0  # tokens that USUAL counts for, in addition to those of the text
 KEEP = 0.995  # of earlier counts, with each new one
 MEMORY = 400.0  # tokens after which a token counts half in λ
 
@@ -303,7 +303,7 @@ MEMORY = 400.0  # tokens after which a token counts half in λ
 class LookupPrice:
     """How many looked-up tokens are worth verifying: those of greatest E − λ·T(n + 1), from measured costs.
 
-    The token behind a match of m, if it is right, makes a match of m + 1. The probability of each length is counted in
+    The token after a match of m, if it is right, makes a match of m + 1. The probability of each length is counted in
     this session, beginning with USUAL. `rival` is what the drafter gives in a mean round that is asked where this one
     proposes nothing; plain decoding gives 1 − λ·T(1).
     """
@@ -321,12 +321,12 @@ class LookupPrice:
         return self._tokens / self._seconds
 
     def chance(self, match: int) -> float:
-        """The probability that the token behind a match of this length is right."""
+        """The probability that the token after a match of this length is right."""
         place = min(match, len(USUAL)) - 1
         return self._right[place] / self._judged[place]
 
     def best(self, match: int, limit: int) -> int:
-        """How many of `limit` tokens behind a match are verified; 0: none is worth it."""
+        """How many of `limit` tokens after a match are verified; 0: none is worth it."""
         target, rate = self.costs.target, self.rate
         best, count = max(1 - rate * target[0], self.rival), 0
         expected = survival = 1.0
@@ -357,8 +357,8 @@ class LookupPrice:
 
 
 class LookupDrafter:
-    """What followed the longest match before (Saxena 2023), at most `length` tokens behind at least `shortest`; with a
-    `price` as many as pay."""
+    """What followed the longest match before (Saxena 2023), at most `length` tokens after at least `shortest`; with a
+    `price` as many as are worth verifying."""
 
     kind = "deterministic"
     tree = False
@@ -387,7 +387,7 @@ class LookupDrafter:
         return Proposal.chain(tokens[:stop])
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """Learn what rounds pay; the index reads accepted tokens with the next proposal."""
+        """Learn what rounds give; the index reads accepted tokens with the next proposal."""
         if self.price is not None:
             self.price.observe(self._index.match, len(proposal.tokens), count, seconds)
 

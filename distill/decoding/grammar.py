@@ -161,7 +161,7 @@ def _parts(text: str) -> list[tuple[str, str, int]]:
     while place < len(text):
         match = _PART.match(text, place)
         if match is None:
-            raise _error(text, place, f"`{text[place : place + 12]}` is no GBNF")
+            raise _error(text, place, f"`{text[place : place + 12]}` is not GBNF")
         assert match.lastgroup is not None
         if match.lastgroup != "space":
             parts.append((match.lastgroup, match[match.lastgroup], place))

@@ -197,7 +197,7 @@ class Fixed(LengthRule):
 class ProbabilityFloor(Fixed):
     """Draft while the draft's largest probability is at least a floor, read before the draw: lossless for every draft.
 
-    `later` is the floor behind the first position, where it is another than `p_min`.
+    `later` is the floor after the first position, where it is another than `p_min`.
     """
 
     p_min: float

@@ -428,7 +428,7 @@ def read_with(target: Target, draft: str, device: str, rows: int, pytorch: PyTor
 def other_vocabulary_drafter(
     configuration: Configuration, reader: DraftReader, sampler: Sampler, random: Random
 ) -> Drafter:
-    """The drafter that a configuration of OTHER_VOCABULARY names; ValueError for a rule beside fixed lengths."""
+    """The drafter that a configuration of OTHER_VOCABULARY names; ValueError for a rule other than fixed lengths."""
     if configuration.length_rule != "fixed":
         raise ValueError(f"drafter {configuration.drafter} drafts fixed lengths only")
     argmax = configuration.verified_by == "match"

@@ -26,7 +26,7 @@ from distill.engines.model import Model
 from distill.errors import DataError
 from distill.progress import Progress
 
-PROMPTS = 4  # behind which rounds are timed
+PROMPTS = 4  # after which rounds are timed
 TOKENS = 96  # decoded after a prompt, so that rounds are timed at the depths of requests
 WARM_UP = 8
 IN_A_ROW = 4  # rounds of a length, more of short ones, which take longer to settle
@@ -46,7 +46,7 @@ def rising(values: Sequence[float]) -> list[float]:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The mean without what lies HELD_UP above the median: of many rounds the sum is paid, not the median."""
+    """The mean without what lies HELD_UP above the median: requests take the sum of many rounds, not their median."""
     limit = HELD_UP * statistics.median(seconds)
     return statistics.fmean(value for value in seconds if value <= limit)
 
@@ -170,7 +170,7 @@ class RoundCostMeter:
 
     Two rounds or more in a row have the same length; 3 is timed in any case, for the draft's steps. `modes` are the
     ways to draft that are timed: without distributions, with them. Texts are of `tokens` new tokens, or of as many as
-    two rounds may make; they go on behind end tokens, and a prompt that leaves too little room is shortened. Raises
+    two rounds may make; they go on after end tokens, and a prompt that leaves too little room is shortened. Raises
     DataError for contexts that have no room for a round.
     """
 
@@ -197,7 +197,7 @@ class RoundCostMeter:
         self._rules = Rules(GREEDY, "greedy")
         self._timer = Timer(draft, self._order)
         self._drafter = ModelDrafter(draft, self._timer, GREEDY, self._rules.random)
-        # Seconds beside the steps seen, how its draft's steps were, and whether the round before had the same length.
+        # Seconds without the steps seen, how its draft's steps were, and whether the round before had the same length.
         self._rounds: dict[int, list[tuple[float, bool, str, bool]]] = {n: [] for n in timed}
         # Seconds of those by argmax that follow two like them, by whether the last was accepted whole.
         self._settled: dict[int, dict[bool, list[float]]] = {n: {False: [], True: []} for n in timed}
@@ -260,13 +260,13 @@ class RoundCostMeter:
         drafts = {mode: _steps(self._steps, mode) for mode in (False, True)}
         verify = {}
         for n, rounds in self._rounds.items():
-            beside: dict[bool, list[float]] = {False: [], True: []}
+            without: dict[bool, list[float]] = {False: [], True: []}
             for seconds, mode, kind, same in rounds:
                 # Of a round's steps all but the last were seen; that one takes as long as the median of its kind.
                 last = {"nothing": 0.0, **asdict(drafts[mode])}.get(kind)
                 if last is not None:
-                    beside[same].append(seconds - last)
-            verify[n] = statistics.median(beside[False] or beside[True])
+                    without[same].append(seconds - last)
+            verify[n] = statistics.median(without[False] or without[True])
         return PaidCosts(
             token=typical(self._alone),
             verify=verify,

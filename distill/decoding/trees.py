@@ -416,7 +416,7 @@ class TreeDrafter:
         return "deterministic" if self.shape is None or self.best else "distinct" if self.distinct else "sampled"
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Read the prompt but for its last token; nothing where it has no room, or where no tree pays."""
+        """Read the prompt but for its last token; nothing where it has no room, or where no tree is worth its steps."""
         read_prompt(self.model, prompt, self.nodes > 0)
 
     def room(self, length: int) -> int:

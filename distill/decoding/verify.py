@@ -163,7 +163,7 @@ def block(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
     mass = excess.clamp(min=0).sum(-1)  # Z_1..Z_{γ−1}
     missing = mass + 1 - scale[..., 1:-1]
     inner = torch.where(missing == 0, torch.ones_like(mass), _ratio(mass, missing))
-    # A position that holds no token cannot be accepted, whatever the mass behind it.
+    # A position that holds no token cannot be accepted, whatever the mass after it.
     acceptance = torch.cat([inner, scale[..., -1:]], -1)[..., :length].masked_fill(tokens < 0, 0)
     return Verdict(acceptance, p, q, tokens, scale[..., :-1], last_hit=True)
 

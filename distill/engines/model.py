@@ -185,7 +185,7 @@ class PendingTree:
         above, path = ROOT, [int(node) for node in paths[0]]
         for node in path:
             if not 0 <= node < len(self) or self.parents[node] != above:
-                raise ValueError(f"{path} is no path from {ROOT} in a tree with parents {self.parents}")
+                raise ValueError(f"{path} is not a path from {ROOT} in a tree with parents {self.parents}")
             above = node
         return path
 

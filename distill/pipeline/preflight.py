@@ -147,7 +147,7 @@ def check_stages(recipe: Recipe) -> list[str]:
     target = load_config(recipe.target.model)
     if recipe.target.load and not hasattr(target, "vocab_size"):
         raise RecipeError(
-            f"{recipe.target.model} is a {target.model_type}, whose language model is one part beside others: it "
+            f"{recipe.target.model} is a {target.model_type}, whose language model is only one of its parts: it "
             "cannot be loaded as a target",
             "leave it on a server (target.load: false), or name a folder or GGUF file of the language model alone",
         )

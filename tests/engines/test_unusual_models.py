@@ -99,7 +99,7 @@ def test_a_state_that_cannot_be_rolled_back_is_refused(make: Any, world: Path, t
 
 def test_models_that_are_no_language_model_alone_are_refused(tmp_path: Path, capsys: Capture) -> None:
     transformers.Gemma3Config().save_pretrained(tmp_path / "composite")
-    with pytest.raises(DataError, match="is a gemma3, whose language model is one part beside others"):
+    with pytest.raises(DataError, match="is a gemma3, whose language model is only one of its parts"):
         load_model(str(tmp_path / "composite"), "float32", torch.device("cpu"))
     transformers.BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2).save_pretrained(tmp_path / "bloom")
     assert "names no max_position_embeddings" in tiny.refused(capsys, "profile", tmp_path / "bloom")

@@ -316,7 +316,7 @@ def test_a_gemma_that_reads_images_is_never_loaded(tmp_path: Path) -> None:
     pretended_weights(places["donor"])
     assert check_stages(load_recipe(recipe, overrides))
     loaded = load_recipe(recipe, [*overrides, "target.load=true", "export.outtypes=[]", "speedup.backends=[pytorch]"])
-    with pytest.raises(RecipeError, match="is a gemma3, whose language model is one part beside others"):
+    with pytest.raises(RecipeError, match="is a gemma3, whose language model is only one of its parts"):
         check_stages(loaded)
 
 

@@ -103,5 +103,5 @@ def filled_count(count: int, tensor: Tensor) -> int:
 
 
 def filled(rows: Tensor) -> Tensor:
-    """Rows [N, H] with zeros behind them, up to `filled_count`."""
+    """Rows [N, H] with zeros after them, up to `filled_count`."""
     return torch.nn.functional.pad(rows, (0, 0, 0, filled_count(len(rows), rows) - len(rows)))

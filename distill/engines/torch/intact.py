@@ -40,7 +40,7 @@ def require_language_model(reference: str, config: Any) -> None:
     may be."""
     if not hasattr(config, "vocab_size"):
         raise DataError(
-            f"{reference} is a {config.model_type}, whose language model is one part beside others",
+            f"{reference} is a {config.model_type}, whose language model is only one of its parts",
             "name a folder or GGUF file of the language model alone",
         )
     if not hasattr(config, "max_position_embeddings"):

@@ -108,7 +108,7 @@ def state_refusal(kind: type, config: Any, empty: bool = True) -> str | None:
     else:
         kinds = {type(layer).__name__ for layer in layers if type(layer) not in (StaticLayer, StaticSlidingWindowLayer)}
     kinds -= {"DummyLayer"} if empty else set()
-    return f"it has layers whose state is no list of keys and values ({min(kinds)})" if kinds else None
+    return f"it has layers whose state is not a list of keys and values ({min(kinds)})" if kinds else None
 
 
 def model_name(model: Any) -> str:
@@ -120,7 +120,7 @@ class TorchModel:
     """One sequence decoded by a Hugging Face model with a cache that can be rolled back, and trees of tokens.
 
     See `Model`. Its logits equal those of a fresh prefill up to rounding; ids from `vocabulary` on are padding and have
-    no logits. The cache holds the N nodes of a pending tree behind the C committed tokens.
+    no logits. The cache holds the N nodes of a pending tree after the C committed tokens.
     """
 
     rows = 1
@@ -237,7 +237,7 @@ class TorchModel:
         self._drop_tree(len(path))
 
     def _drop_tree(self, kept: int) -> None:
-        """Commit the first `kept` entries behind the committed ones and forget the rest of the tree."""
+        """Commit the first `kept` entries after the committed ones and forget the rest of the tree."""
         self._length += kept
         if len(self._tree) > kept:
             self._trim(self._length)

@@ -2,7 +2,7 @@
 
 Legend: R rows, m columns of a step, n wanted tokens, S slots, W nodes of a tree rounded up, V vocabulary. A step has
 the same number of columns in every row. A row that takes fewer tokens leaves the last columns to padding, which is
-written behind the row's tokens: no mask ever shows it, and the next tokens overwrite it. So padding, rejected tokens
+written after the row's tokens: no mask ever shows it, and the next tokens overwrite it. So padding, rejected tokens
 and the rows that take no part all roll back by a length that the host keeps.
 """
 
@@ -273,7 +273,7 @@ class StaticTorchModel:
 
     See `Model`. One row takes trees, except in models with attention windows. `size` is the number of tokens that a row
     is expected to hold; where it holds more, the cache doubles. With `compiled`, steps of up to LONGEST_STEP tokens
-    behind a prompt are compiled by torch, one for each number of tokens. DataError for a model that cannot decode with
+    after a prompt are compiled by torch, one for each number of tokens. DataError for a model that cannot decode with
     slots.
     """
 
@@ -420,7 +420,7 @@ class StaticTorchModel:
         return lambda index: f"{name}, row {rows[index]}, after {lengths[index]} tokens"
 
     def _reserve(self, slots: int) -> None:
-        """Let the cache hold `slots` and a step's padding behind them."""
+        """Let the cache hold `slots` and a step's padding after them."""
         if slots + COARSE > self._cache.size:
             self._steps.forget()
             limit = _rounded(self.capacity + SPARE_NODES)
