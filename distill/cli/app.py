@@ -165,6 +165,9 @@ def _reword(error: Any) -> None:
     if not hasattr(cause, "errors"):
         return
     fault = cause.errors()[0]
+    if fault["type"] == "value_error":  # typer's own words: a value that is none of the choices
+        error.message = str(fault["ctx"]["error"])
+        return
     words = WORDS[fault["type"]](fault.get("ctx", {})) if fault["type"] in WORDS else "cannot be used here"
     error.message = f"{words} (got {shown(fault['input'])})"
 

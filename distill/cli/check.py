@@ -18,8 +18,6 @@ from distill.recipe.shipped import recipe_text
 from distill.recipe.shipped import recipes as shipped_recipes
 from distill.tables import Table
 
-# ── `distill check`: checks a recipe, or any target and draft, without loading a model ──
-
 
 def check(
     recipe: Annotated[

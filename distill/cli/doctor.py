@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import distill
-from distill.cli.shared import DEFAULT_RUNS, FormatOption, RunsOption, print_blocks, require_format
+from distill.cli.shared import DEFAULT_RUNS, FormatOption, RunsOption, print_blocks
 from distill.errors import DistillError, RunError
 from distill.files import require_path
 from distill.machine import (
@@ -68,7 +68,6 @@ def doctor(runs: RunsOption = DEFAULT_RUNS, output: FormatOption = "md") -> None
 
     Exit status 2 if something that distill needs is missing or too old.
     """
-    require_format(output)
     require_path(runs, "--runs")
     found = [*_packages(), _torch(), _bfloat16(), _llama(), *_cores(), _memory(), _disk(runs), _smollm2()]
     columns: Columns[Finding] = {

@@ -96,7 +96,6 @@ def evaluate(
 ) -> None:
     """Measure a target and its draft: divergences and acceptance, with intervals. Both by default; of several targets,
     drafts or types, divergences alone, and how they differ from the first by prompt."""
-    shared.require_format(output)
     for option, values, names in (
         ("--by", by, [*SLICES, CLASS]),
         ("--outtype", outtype, OUTTYPES),

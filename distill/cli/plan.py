@@ -165,7 +165,6 @@ def plan(
 
     By draft length and acceptance: what pays, from which acceptance, and how much a draft step may cost.
     """
-    shared.require_format(output)
     _require_one_source(
         model, (target_curve, batched_bench, server), (draft, draft_cost, draft_curve), (key, served_model)
     )

@@ -18,7 +18,6 @@ from distill.cli.shared import (
     find_run,
     print_blocks,
     require_draft,
-    require_format,
 )
 from distill.errors import DistillError, RecipeError, RunError, faults_explained
 from distill.files import require_path
@@ -27,8 +26,6 @@ from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out
 from distill.run import Run
 from distill.tables import Cell, Row, Table
-
-# ── `distill runs`: lists the runs ──
 
 
 def list_runs(
@@ -123,7 +120,6 @@ def report(
 
     With several runs, compare their drafts instead: sizes, acceptance and gains.
     """
-    require_format(output)
     if names is not None and len(names) > 1:
         _beside(names, runs, output)
         return

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -191,7 +191,7 @@ def serve_check(
     top_p: Annotated[float, shared.number_option(min=0.000001, max=1, help="Of the requests; 1 is off.")] = 1.0,
     min_p: Annotated[float, shared.number_option(min=0, max=1, help="Of the requests; 0 is off.")] = 0.0,
     draft_sampling: Annotated[
-        str | None,
+        Literal["greedy", "probabilistic"] | None,
         typer.Option(
             help="greedy: drafts are the draft's best tokens; probabilistic: drawn from it; by default probabilistic "
             "with --temperature if the server can. With --url: how it was started."
@@ -230,7 +230,7 @@ def serve_check(
     ] = 64,
     url: Annotated[str | None, served_option(help="The server with the draft, such as http://127.0.0.1:8080.")] = None,
     plain_url: Annotated[str | None, served_option(help="The same without the draft.")] = None,
-    kind: Annotated[str | None, served_option(help="llama-server or vllm; detected by default.")] = None,
+    kind: Annotated[Literal["llama-server", "vllm"] | None, served_option(help="Detected by default.")] = None,
     key: Annotated[str | None, served_option(help="Environment variable that holds the servers' key.")] = None,
     model: Annotated[str | None, served_option(help="vLLM: the model's name, if it serves several.")] = None,
     to: Annotated[Path | None, typer.Option(help="Also write all figures to this file, as JSON.")] = None,
@@ -240,7 +240,6 @@ def serve_check(
     gguf: Gguf | None = None,
 ) -> None:
     """Test a pair on your llama-server or vLLM: speed, acceptance by the server's counts, and causes of a shortfall."""
-    shared.require_format(output)
     if (server is None) == (url is None):
         raise RecipeError(
             "serve-check needs a server: its program or its address", "give --server PATH or --url URL, one of them"
@@ -351,9 +350,6 @@ def _refuse_idle(context: typer.Context, given: Mapping[str, Any]) -> None:
 
 def _check_options(given: Mapping[str, Any], gguf: Gguf | None, further: Sequence[str]) -> None:
     """Refuse options that would do nothing, or contradict each other; `further` are llama-server's."""
-    for name, known in (("kind", ("llama-server", "vllm")), ("draft_sampling", ("greedy", "probabilistic"))):
-        if given[name] not in (None, *known):
-            raise RecipeError(f"--{name.replace('_', '-')} {given[name]} is unknown", " or ".join(known))
     if given["url"] is not None and (gguf is not None or further):
         raise RecipeError("options of llama-server were given for a server that runs already", "start it with them")
     if given["draft_sampling"] == "probabilistic" and not given["temperature"]:

@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -20,13 +20,13 @@ from distill.recipe import Gguf, PyTorch, Recipe, SamplerSettings, Target, load_
 from distill.run import Run
 from distill.tables import Block, records, rendered
 
-# ── Shared by the commands: options, finding runs, quiet libraries, tables on stdout ──
-
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
 RunArgument = Annotated[
     str | None, typer.Argument(metavar="RUN", help="Run name or folder; by default the newest run.")
 ]
-FormatOption = Annotated[str, typer.Option("--output", "-o", help="Format: md, json, jsonl or csv.")]
+FormatOption = Annotated[
+    Literal["md", "json", "jsonl", "csv"], typer.Option("--output", "-o", help="Format of the results.")
+]
 TextOption = Annotated[
     list[Path] | None,
     typer.Option(
@@ -140,12 +140,6 @@ def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), th
         run.close()
 
 
-def require_format(output: str) -> None:
-    """Raise RecipeError for a format that `print_blocks` does not write."""
-    if output not in ("md", "json", "jsonl", "csv"):
-        raise RecipeError(f"output format `{output}` is unknown", "use -o md, json, jsonl or csv")
-
-
 def require_place(to: Path | None, where: str = "--to") -> None:
     """Raise an error, which names `where`, for a file that cannot be written, before hours of measuring."""
     if to is not None:
@@ -156,7 +150,6 @@ def require_place(to: Path | None, where: str = "--to") -> None:
 
 def print_blocks(blocks: Sequence[Block], result: Any, output: str) -> None:
     """Print results to stdout as `output` says: tables as md, jsonl or csv, a dataclass (None: rows) as json."""
-    require_format(output)
     print(rendered(blocks, records(blocks) if result is None else as_json(result), output), end="")
 
 

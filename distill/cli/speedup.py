@@ -104,7 +104,6 @@ def speedup(
             )
         _of_run(run, runs, again, allow_lossy, threads, gguf, output)
         return
-    shared.require_format(output)
     own: Recipe | None = None  # of a run, whose settings hold where no option says otherwise
     if run is not None:
         given_type = dtype if shared.first_given(context, ["dtype"]) else None

@@ -12,8 +12,6 @@ from distill.errors import DataError, RecipeError
 from distill.files import require_new_folder
 from distill.progress import announce, is_verbose
 
-# ── `distill cut`: makes a model smaller ──
-
 
 def cut(
     source: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub name.")],

@@ -270,7 +270,7 @@ class Watcher:
 # ── `distill record`: a proxy that passes bytes on, and gives copies of the exchanges to the process that writes
 # them ──
 
-MODULE = "distill.recording.writer"
+MODULE = "distill.data.recorder"
 PIECE_BYTES = 2**16
 QUEUE_BYTES = 64 * 2**20  # of exchanges that wait to be written
 PARTING_SECONDS = 10.0  # for replies under way when the command ends, and for what waits to be written

@@ -79,10 +79,6 @@ def test_only_a_run_at_rest_is_deleted(tmp_path: Path, capsys: Capture, name: st
     assert (kept / "config.yaml").exists() and (busy / "config.yaml").exists() and (tmp_path / "elsewhere").exists()
 
 
-def test_yes_alone_is_refused(capsys: Capture) -> None:
-    assert tiny.call("runs", "--yes") == 2 and "--delete NAME" in capsys.readouterr().err
-
-
 def test_check(world: Path, capsys: Capture) -> None:
     assert tiny.call("check", world / "recipe.yaml") == 0
     said = capsys.readouterr().out
@@ -114,25 +110,10 @@ def test_until_and_dry_run(world: Path, tmp_path: Path, capsys: Capture) -> None
     assert "1 of 9 stages, next answers" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["--until", "--redo"])
-def test_unknown_stage(world: Path, tmp_path: Path, capsys: Capture, option: str) -> None:
-    said = tiny.refused(capsys, "train", world / "recipe.yaml", "--runs", tmp_path, option, "trian")
-    assert "there is no stage `trian`" in said and "corpus, answers" in said
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("command", ["eval", "speedup", "runs"])
-def test_unknown_output_format(finished: Path, capsys: Capture, command: str) -> None:
-    names = [] if command == "runs" else ["tiny"]
-    assert "`xml` is unknown" in tiny.refused(capsys, command, *names, "--runs", finished.parent, "-o", "xml")
-
-
-@pytest.mark.parametrize(
-    "arguments", [["runs"], ["eval"], ["eval", "nothing"], ["report", "nothing"], ["generate", "a"]]
-)
-def test_no_such_run(tmp_path: Path, capsys: Capture, arguments: list[str]) -> None:
-    assert tiny.call(*arguments, "--runs", tmp_path) == 2
-    assert re.search(r"there (is|are) no runs? (at|in) ", capsys.readouterr().err)
+def test_unknown_output_format(capsys: Capture, command: str) -> None:
+    assert tiny.call(command, "-o", "xml") == 2
+    assert "'--output' / '-o': 'xml' is not one of 'md', 'json', 'jsonl', 'csv'." in capsys.readouterr().err
 
 
 def test_unknown_option_and_command(capsys: Capture) -> None:
@@ -247,19 +228,6 @@ def test_report_is_self_contained(copied: Path, capsys: Capture) -> None:
 # ── standalone pairs and folders ──
 
 
-def test_eval_of_a_standalone_pair(
-    world: Path, finished: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("distill.machine.usable_cores", lambda: 1)
-    pair = ("--target", world / "target", "--draft", finished / "draft")
-    text = ("--text", world / "corpus" / "test", "--text", world / "corpus" / "validation" / "part1_0.py")
-    assert tiny.call("eval", *pair, *text, "--prompts", "4", "-o", "json") == 0
-    report = strict(capsys.readouterr().out)
-    assert isinstance(report, dict)
-    assert set(report["domains"]) == {"answers", "files"} and set(report["positions"]) == {"draft"}
-    assert 0 < report["domains"]["files"]["draft"]["acceptance_sampling"]["mean"] < 1
-
-
 def test_eval_of_gguf_files_is_that_of_their_folders(
     world: Path, finished: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -296,25 +264,26 @@ def test_eval_of_gguf_files_is_that_of_their_folders(
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--target", "TARGET", "--draft", "DRAFT"], "--text"),
-        (["--target", "TARGET"], "--draft"),
-        (["--target", "./nowhere", "--draft", "DRAFT", "--text", "TEXT"], "nowhere"),
-        (["--target", "TARGET", "--draft", "DRAFT", "--text", "./nothing.py"], "there is no file"),
-    ],
-)
-def test_faults_of_a_standalone_pair(
-    world: Path, finished: Path, capsys: Capture, arguments: list[str], expected: str
-) -> None:
-    places = {"TARGET": world / "target", "DRAFT": finished / "draft", "TEXT": world / "corpus" / "test"}
-    assert expected in tiny.refused(capsys, "eval", *(places.get(name, name) for name in arguments))
+PAIR = ["--target", "TARGET", "--draft", "DRAFT"]
+EMPTY = ["--runs", "EMPTY"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["train", "RECIPE", *EMPTY, "--until", "trian"], "there is no stage `trian`"),
+        (["train", "RECIPE", *EMPTY, "--redo", "trian"], "corpus, answers"),
+        (["runs", *EMPTY], "there are no runs in "),
+        (["eval", *EMPTY], "there are no runs in "),
+        (["eval", "nothing", *EMPTY], "there is no run at "),
+        (["report", "nothing", *EMPTY], "there is no run at "),
+        (["generate", "a", *EMPTY], "there are no runs in "),
+        (["generate", "", "--run", "RUN"], "the prompt is empty"),
+        (["runs", "--yes"], "--delete NAME"),
+        (["eval", *PAIR], "--text"),
+        (["eval", "--target", "TARGET"], "--draft"),
+        (["eval", "--target", "./nowhere", "--draft", "DRAFT", "--text", "RECIPE"], "nowhere"),
+        (["eval", *PAIR, "--text", "./nothing.py"], "there is no file"),
         (["generate", "x", "--run", "RUN", "--target", "TARGET"], "--run was given beside --target or --draft"),
         (["generate", "x", "--run", "RUN", "--top-k", "4"], "--top-k does nothing without --temperature"),
         (["generate", "x", "--run", "RUN", "--drafter", "tree", "--length", "0"], "--length 0 drafts nothing"),
@@ -327,11 +296,13 @@ def test_faults_of_a_standalone_pair(
         (["serve-check", "RUN", "--server", "x", "--prompt-tokens", "9"], "--prompt-tokens is"),
     ],
 )
-def test_options_that_would_do_nothing(
-    world: Path, finished: Path, capsys: Capture, arguments: list[str], expected: str
+def test_a_wrong_command_is_one_message(
+    world: Path, finished: Path, tmp_path: Path, capsys: Capture, arguments: list[str], expected: str
 ) -> None:
     places = {"TARGET": world / "target", "RUN": finished, "RECIPE": world / "recipe.yaml"}
+    places |= {"DRAFT": finished / "draft", "EMPTY": tmp_path}
     assert expected in tiny.refused(capsys, *(places.get(name, name) for name in arguments))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_fresh_run_is_planned_as_one(world: Path, finished: Path, capsys: Capture) -> None:
@@ -403,10 +374,6 @@ def test_threads(world: Path, finished: Path, tmp_path: Path, capsys: Capture, m
     assert tiny.call("generate", *prompt, *pair, "--threads", 10**6) == 2
 
 
-def test_generate_from_an_empty_prompt(world: Path, finished: Path, capsys: Capture) -> None:
-    assert "the prompt is empty" in tiny.refused(capsys, "generate", "", "--run", "tiny", "--runs", finished.parent)
-
-
 def test_the_demo_without_llama_cpp(
     world: Path, copied: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,6 +392,73 @@ def test_the_demo_without_llama_cpp(
     assert "gguf" not in (copied / "speedup.md").read_text()
     page = (copied / "report.html").read_text(encoding="utf-8")
     assert "pytorch" in page
+
+
+def test_greedy_texts_are_equal_whoever_drafts(copied: Path, capsys: Capture) -> None:
+    runs = ("--runs", copied.parent)
+    texts = []
+    for options in (
+        (),
+        *(("--drafter", name) for name in ("tree", "lookup", "lookup+draft", "lookup+tree")),
+        ("--length", 0),
+    ):
+        assert tiny.call("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 12, *options) == 0
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 1  # greedy, whoever drafts
+    sampled = ("--temperature", 0.9, "--top-k", 50)
+    for options in ((), ("--verifier", "block"), ("--verifier", "match"), ("--drafter", "tree"), ("--length", 0)):
+        assert tiny.call("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 8, *sampled, *options) == 0
+        assert capsys.readouterr().out.startswith("def alpha(")
+    for options, words in (
+        (("--verifier", "greedy", *sampled), "would change the target's distribution"),
+        (("--verifier", "nonsense"), "there is no verifier 'nonsense'"),
+        (("--drafter", "nonsense"), "there is no drafter"),
+        (("--drafter", "tree", "--repetition-penalty", 1.2), "repetition penalty"),
+    ):
+        assert tiny.call("generate", "def alpha(", "--run", "tiny", *runs, *options) == 2
+        assert words in capsys.readouterr().err
+    text = texts[0]
+    stop = text[len("def alpha(") :].strip("\n")[3:6]
+    assert tiny.call("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 12, "--stop", stop) == 0
+    said = capsys.readouterr().out
+    assert stop not in said[len("def alpha(") :] and text.startswith(said.rstrip("\n"))
+
+
+def test_profile(copied: Path, tmp_path: Path, capsys: Capture) -> None:
+    options = ("--depths", "8,16", "--max-tokens", 3, "--repeats", 5, "--threads", 1)
+    assert tiny.call("profile", copied / "draft", *options, "--out", tmp_path / "c.json") == 0
+    said = capsys.readouterr().out
+    assert said.count("\n| 8 |") == 3 == said.count("\n| 16 |")
+    saved = json.loads((tmp_path / "c.json").read_text())
+    assert saved["depths"] == [8, 16] and len(saved["seconds"][0]) == 3
+    assert tiny.call("profile", copied / "draft", *options, "--static", "--dtype", "bfloat16") == 0
+    assert "draft, static cache, bfloat16, pytorch" in capsys.readouterr().out
+    for arguments, words in (
+        ((copied / "draft", "--compile"), "set static, too"),
+        ((copied / "draft", "--dtype", "int8"), "there is no dtype 'int8'"),
+        ((copied / "nothing.gguf", "--static"), "runs in llama.cpp, not in PyTorch"),
+        ((copied / "draft", "--depths", "x"), "expected numbers separated by commas"),
+        ((copied / "draft", "--depths", "9999"), "no room"),
+        ((copied / "nothing.gguf",), "there is no file"),
+    ):
+        assert tiny.call("profile", *arguments) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_draft_of_another_vocabulary_as_it_is(world: Path, capsys: Capture) -> None:
+    if not (world / "donor").exists():
+        tiny.build_model(world / "donor", layers=2, vocabulary=350, seeds=range(40, 60))
+    pair = ("--target", world / "target", "--draft", world / "donor", "--tokens", 10)
+    texts = []
+    for options in (("--drafter", "intersection"), ("--drafter", "string"), ("--drafter", "lookup")):
+        assert tiny.call("generate", "def alpha(", *pair, *options) == (2 if "lookup" in options else 0)
+        seen = capsys.readouterr()
+        texts.append(seen.out)
+    assert texts[0] == texts[1] and texts[0].startswith("def alpha(")
+    assert "does not fit the target" in seen.err  # a drafter that reads the draft's ids as the target's own
+    for drafter in ("intersection", "string"):
+        assert tiny.call("generate", "def alpha(", *pair, "--drafter", drafter, "--temperature", 0.8) == 0
+        assert capsys.readouterr().out.startswith("def alpha(")
 
 
 # ── what goes to stderr ──

@@ -163,8 +163,6 @@ def test_texts_of_the_command_line(tmp_path: Path) -> None:
         ("train.rate=1.0e+300", "train.rate: must be at most 10"),
         ("train.rate=.inf", "train.rate: must be a finite number"),
         ("train.rate=.nan", "train.rate: must be a finite number"),
-        ("train.rate=.inf", "train.rate: must be a finite number"),
-        ("train.rate=1.0e+300", "train.rate: must be at most 10"),
         ("train.loss={jsd: .inf}", "train.loss.jsd: must be a finite number"),
         ("train.loss={jsd: 1.0e+300}", "must lie between 0 and 1e6"),
         ("sampler.temperature=.inf", "sampler.temperature: must be a finite number"),

@@ -482,7 +482,6 @@ def test_batches_of_models_with_windows_are_refused_at_once(place: Path, tmp_pat
             ["--target", "{}/target.gguf", "--draft", "{}/draft.gguf", "--static"],
             "--static: {}/target.gguf runs in llama.cpp",
         ),
-        (["-o", "xml"], "output format `xml` is unknown"),
     ],
 )
 def test_what_cannot_be_measured_is_one_error(options: list[str], words: str, place: Path, capsys: Capture) -> None:

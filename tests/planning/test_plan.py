@@ -406,7 +406,6 @@ def test_a_training_that_must_pay(world: Path, tmp_path: Path, capsys: Capture) 
         (("--target-curve", "x", "--lengths", "0"), "run from 1 to 63"),
         (("--target-curve", "x", "--acceptance", "1.2"), "between 0 and 1"),
         (("--target-curve", "x", "--sister", "missing"), "holds no eval.json"),
-        (("--target-curve", "x", "-o", "html"), "is unknown"),
     ],
 )
 def test_mistakes(arguments: tuple[str, ...], words: str, capsys: Capture) -> None:

@@ -710,7 +710,7 @@ def test_what_was_measured_before_an_end_is_shown(
         (("--server", "a", "--url", "b"), "one of them"),
         (("--server", "a", "--plain-url", "b"), "runs already (--url)"),
         (("--url", "http://a", "--cache-type-k-draft", "q4_0"), "start it with them"),
-        (("--url", "http://a", "--kind", "sglang"), "llama-server or vllm"),
+        (("--url", "http://a", "--kind", "sglang"), "'sglang' is not one of 'llama-server', 'vllm'"),
         (("--server", "a", "--target", "t.gguf"), "--target and --draft"),
         (("--server", "a", "--target", "t.gguf", "--draft", "d.gguf"), "--prompts"),
         (("--server", "a", "--", "--spec-draft-n-max", "8"), "give --n-max"),
@@ -718,7 +718,7 @@ def test_what_was_measured_before_an_end_is_shown(
         (("--server", "a", "--concurrency", "1,900"), "from 1 to 64"),
         (("--server", "a", "--load", "0"), "requests per second, above 0"),
         (("--server", "a", "--load", "none.jsonl"), "cannot be read"),
-        (("--server", "a", "-o", "xml"), "unknown"),
+        (("--server", "a", "-o", "xml"), "'xml' is not one of 'md', 'json'"),
         (("--server", "a", "--to", "/no/such/folder/x"), "no folder"),
     ],
 )
