@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import random
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_export import needs_llama
 from toys import KINDS, Scripted, blurred, random_prompts, save_toy, toy, toy_tokenizer
 
 from distill.data.texts import first_difference
@@ -33,7 +33,6 @@ V = 61
 LENGTHS = range(1, 9)
 TIE = 1e-4  # fp32: two logits this close are a rounding tie
 DEMO = Path(__file__).resolve().parents[2] / "data" / "demo-target"
-needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
 
 
 def check_rounds(result: Decoded, prompt: Sequence[int], limit: int, length: int, ends: Sequence[int] = ()) -> None:

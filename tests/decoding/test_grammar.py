@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import random
@@ -17,6 +16,7 @@ import tiny
 import torch
 from branches import every
 from table_model import TableModel
+from test_export import needs_llama
 from toys import random_prompts
 
 from distill.decoding.batch import plain_batch
@@ -36,7 +36,6 @@ from distill.vocabulary import Vocabulary
 pytest.importorskip("llguidance")
 torch.set_num_threads(1)
 
-needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
 DEMO = Path(__file__).resolve().parents[2] / "data" / "demo-target"
 
 SAID = [b"a", b"b", b"c", b"ab", b"", b"x", b'"name": ', b'"na', b"{", b"}", b"0", b"1"]

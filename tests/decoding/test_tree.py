@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from branches import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_model import TableModel
@@ -337,24 +338,20 @@ def test_sampled_tree_says_what_it_drew_from(seed: int, replacement: bool, possi
     assert first == (counts[ROOT] if replacement else min(counts[ROOT], possible))
 
 
-def test_sampled_tree_follows_the_distribution() -> None:
-    """Two draws without replacement of three tokens: the distribution of the ordered pair, to 4.5 standard errors."""
-    distribution, count = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64), 4000
-    uniform = random.Random(5).random
-    shape = Shape.of_widths([2])
-    for replacement in (False, True):
-        found = Counter(
-            tuple(
-                sampled_tree(
-                    shape, distribution, lambda t, p: distribution.expand(len(t), 3), uniform, replacement
-                ).tokens
-            )
-            for _ in range(count)
-        )
-        for a, b in itertools.product(range(3), repeat=2):
-            first, second = distribution[a].item(), distribution[b].item()
-            chance = first * second if replacement else (a != b) * first * second / (1 - first)
-            assert abs(found[a, b] / count - chance) <= 4.5 * math.sqrt(chance * (1 - chance) / count)
+@pytest.mark.parametrize("replacement", [False, True])
+def test_sampled_tree_follows_the_distribution(replacement: bool) -> None:
+    """Two draws of three tokens, by enumeration: the distribution of the ordered pair."""
+    distribution, found = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64), Counter[tuple[int, ...]]()
+
+    def run(random: Any) -> Proposal:
+        return sampled_tree(Shape.of_widths([2]), distribution, lambda *_: distribution, random, replacement)
+
+    for weight, proposal in every(run):
+        found[tuple(proposal.tokens)] += weight  # type: ignore[assignment]
+    for a, b in itertools.product(range(3), repeat=2):
+        first, second = distribution[a].item(), distribution[b].item()
+        chance = first * second if replacement else (a != b) * first * second / (1 - first)
+        assert found[a, b] == pytest.approx(chance, abs=1e-12)
 
 
 def test_a_distribution_with_almost_all_mass_on_one_token() -> None:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_model import TableModel
-from tables import accepted_counts, digits, goodness, target_distributions
+from tables import accepted_counts, digits, distance, goodness, target_distributions
 from torch import Tensor
 
 from distill.decoding.lengths import Proposal
@@ -76,27 +76,11 @@ class World:
     vocabulary: int
 
 
-def levels(model: TableModel, sampler: Sampler, depth: int) -> list[Tensor]:
-    """The sampled distributions after all sequences of up to `depth` tokens, from one tree grown level by level."""
-    model.rollback([0])
-    first = model.extend(PROMPT, want=[len(PROMPT) - 1]).full()
-    found, sequences, above = [sampler.probabilities(first, [PROMPT])], [PROMPT], [-1]
-    for _ in range(depth):
-        tokens = [t for _ in above for t in range(model.vocabulary_size)]
-        parents = [node for node in above for _ in range(model.vocabulary_size)]
-        start = 0 if above == [-1] else above[-1] + 1
-        logits = model.extend(tokens, parents=parents).full()
-        sequences = [[*s, t] for s in sequences for t in range(model.vocabulary_size)]
-        above = list(range(start, start + len(tokens)))
-        found.append(sampler.probabilities(logits, sequences))
-    return found
-
-
 @cache
-def world(vocabulary: int, depth: int, sampler: Sampler, seed: int, distance: float = 1.5, **draft: float) -> World:
+def world(vocabulary: int, depth: int, sampler: Sampler, seed: int, noise: float = 1.5, **draft: float) -> World:
     target = TableModel(vocabulary, seed, sharpness=1.5)
-    other = target.near(distance, seed + 1000)
-    return World(levels(target, sampler, depth), levels(other, replace(sampler, **draft), depth), vocabulary)
+    both = (target, sampler), (target.near(noise, seed + 1000), replace(sampler, **draft))
+    return World(*(target_distributions(model, own, PROMPT, depth) for model, own in both), vocabulary)
 
 
 Round = Callable[[int], list[Tensor]]  # start → masses [V^start, V^(i + 1)] of outputs of i + 1 tokens
@@ -205,17 +189,12 @@ def tree_round(
 def difference(distributions: World, one_round: Round) -> float:
     """How far the distribution of two rounds' output, continued by the target to a fixed length, is from the
     target's."""
-    v, total = distributions.vocabulary, len(distributions.p)
-    output = [torch.zeros(v**length, dtype=torch.float64) for length in range(total + 1)]
+    vocabulary = distributions.vocabulary
+    output = [torch.zeros(vocabulary**length, dtype=torch.float64) for length in range(len(distributions.p) + 1)]
     for i, first in enumerate(one_round(0)):
         for j, second in enumerate(one_round(i + 1)):
             output[i + j + 2] += (first.view(-1, 1) * second).flatten()
-    reached, truth = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    for length in range(total):
-        reached = (reached.unsqueeze(-1) * distributions.p[length]).flatten() + output[length + 1]
-        truth = (truth.unsqueeze(-1) * distributions.p[length]).flatten()
-    assert all(float(mass.sum()) == 0 for mass in output[total + 1 :])
-    return float((reached - truth).abs().max())
+    return distance(output, distributions.p)
 
 
 def chain_difference(verifier: ChainVerifier, kind: str, sampler: Sampler, seed: int = 1, **draft: float) -> float:
@@ -436,7 +415,7 @@ def test_disjoint_supports_accept_nothing() -> None:
 def test_block_accepts_no_fewer_than_token() -> None:
     gains = []
     for seed in range(60):
-        distributions = world(3, 4, Sampler(), seed, distance=2.0)
+        distributions = world(3, 4, Sampler(), seed, noise=2.0)
         means = []
         for verify in (token, block):
             masses = chain_round(distributions, 3, verify, "sampled")(0)
