@@ -1,4 +1,4 @@
-"""`distill check`: checks a recipe, or any target and draft, without loading a model."""
+"""`distill check`, of a recipe or any pair without loading a model; and `distill recipes`: lists or copies ours."""
 
 from __future__ import annotations
 
@@ -97,9 +97,6 @@ def _coloured(line: str) -> str:
     from distill.data.corpus import SCORED
 
     return line.replace(SCORED[0], "\x1b[32m" + SCORED[0]).replace(SCORED[1], SCORED[1] + "\x1b[0m")
-
-
-# ── `distill recipes`: lists the recipes that come with the package, or copies one ──
 
 
 def recipes(

@@ -1,4 +1,4 @@
-"""`distill runs`: lists the runs."""
+"""`distill runs` and `distill report`: the runs in a list, the page of one, several side by side."""
 
 from __future__ import annotations
 
@@ -100,8 +100,6 @@ def _agreed(question: str) -> bool:
             "answer at a terminal, or give --yes",
         ) from None
 
-
-# ── `distill report`: writes the report page and the model card again, or prints several runs side by side ──
 
 MEASURED = ("eval", "export", "speedup")
 

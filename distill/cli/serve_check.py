@@ -1,7 +1,8 @@
-"""`distill serve-check`: a pair on the user's own server."""
+"""`distill serve-check`: a pair of files, and its prompts, on the user's own server."""
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +23,11 @@ from distill.recipe import Chat, Corpus, Gguf, SamplerSettings
 from distill.run import Run
 from distill.serving.results import ServeReport
 
-# ── `distill serve-check`: the files and prompts that are served, of a run or of any pair ──
-
 if TYPE_CHECKING:
     from distill.data.chat_template import ChatTemplate
     from distill.data.texts import Prompt
 
-LEAST = 2  # prompts
+LEAST = 2  # prompts, and tokens of a prompt
 
 
 @dataclass(frozen=True)
@@ -147,10 +146,10 @@ def predicted_acceptance(run: Run | None, length: int | None) -> float:
     return found.get("gguf", found.get("pytorch", math.nan))
 
 
-# ── `distill serve-check`: a pair on the user's own server ──
+# ── the command ──
 
-PAIR = "A pair without a run, or other files than the run's"
-SERVED = "A server that runs already"
+pair_option = functools.partial(typer.Option, rich_help_panel="A pair without a run, or other files than the run's")
+served_option = functools.partial(typer.Option, rich_help_panel="A server that runs already")
 USUAL_LENGTH = 4
 ENDED_EARLY = "the check ended before its last measurement: what is missing here was not measured"
 MAX_CHOOSING = 12  # validation prompts, on which settings are chosen
@@ -159,16 +158,6 @@ RENAMED = {"--spec-draft-n-max": "--n-max", "--spec-draft-p-min": "--p-min", "--
 RENAMED |= {"--model": "--target", "-md": "--draft", "--spec-draft-model": "--draft", "--model-draft": "--draft"}
 RENAMED |= {"-m": "--target", "--spec-draft-sampling": "--draft-sampling", "-np": "--concurrency"}
 RENAMED |= {"--parallel": "--concurrency"}
-
-
-def pair_option(**settings: Any) -> Any:
-    """An option of the pair, in a group of its own in the help."""
-    return typer.Option(rich_help_panel=PAIR, **settings)
-
-
-def served_option(**settings: Any) -> Any:
-    """An option of servers that run already."""
-    return typer.Option(rich_help_panel=SERVED, **settings)
 
 
 @takes_gguf_options("target", "draft")
@@ -251,7 +240,7 @@ def serve_check(
 
     sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     shared.require_sampler_used(sampler)
-    _refuse_idle(context, context.params)
+    _refuse_idle(context)
     _check_options(context.params | {"run": run}, gguf, further)
     shared.require_place(to)
     counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16")})
@@ -333,11 +322,11 @@ def _kept(to: Path | None, output: str) -> Iterator[list[ServeReport]]:
         raise
 
 
-def _refuse_idle(context: typer.Context, given: Mapping[str, Any]) -> None:
+def _refuse_idle(context: typer.Context) -> None:
     """Refuse options that the others leave nothing to do."""
-    of_a_start = ("p_min", "start_seconds")
+    given = context.params
     idle: list[tuple[Any, tuple[str, ...], str]] = [
-        (given["url"], of_a_start, "is for a server that this command starts (--server)"),
+        (given["url"], ("p_min", "start_seconds"), "is for a server that this command starts (--server)"),
         (given["server"], ("plain_url", "kind", "key", "model"), "is for a server that runs already (--url)"),
         (given["target"] and given["draft"], ("outtype",), "is of a run's files"),
         (not given["prompts"], ("prompt_tokens",), "is for --prompts"),

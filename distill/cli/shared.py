@@ -233,8 +233,7 @@ def local_reference(reference: str) -> str:
     return resolve_model(reference, Path.cwd())
 
 
-# ── llama.cpp's options on our command lines, by its own names: `--NAME` for the target, `--NAME-draft` for the
-# draft ──
+# ── llama.cpp's options by its own names: `--NAME` for the target, `--NAME-draft` for the draft ──
 
 PANEL = "llama.cpp's options, for GGUF files"
 # Name, kind, short name of the target's and of the draft's, help. `threads` is an option of the commands themselves.

@@ -1,4 +1,4 @@
-"""`distill cut`: makes a model smaller."""
+"""`distill cut` and `distill transplant`: a smaller model, and one with the vocabulary of another."""
 
 from __future__ import annotations
 
@@ -32,13 +32,6 @@ def cut(
 
     The parts to remove are chosen by scores on text.
     """
-    settings = {
-        "layers": layers,
-        "layer_rule": layer_rule,
-        "drop_layers": drop_layers,
-        "mlp_width": mlp_width,
-        "layer_repair": repair,
-    }
     if all(size is None for size in (layers, drop_layers, mlp_width)):
         raise RecipeError("nothing to cut", "give --layers, --drop-layers or --mlp-width")
     if not text:
@@ -52,12 +45,20 @@ def cut(
     from distill import api
 
     announce(out)
-    for change in api.cut(source, out, texts, target=target, **settings):
+    changes = api.cut(
+        source,
+        out,
+        texts,
+        target=target,
+        layers=layers,
+        layer_rule=layer_rule,
+        drop_layers=drop_layers,
+        mlp_width=mlp_width,
+        layer_repair=repair,
+    )
+    for change in changes:
         print(change.sentence())
     print(f"written: {out}")
-
-
-# ── `distill transplant`: give a model the vocabulary of another ──
 
 
 def transplant(

@@ -1,7 +1,7 @@
-"""Servers under test, started here or running: completions of token ids, with llama-server's own counts, or vLLM's from
-its /metrics.
+"""Servers under test, started here or running, and prompts replayed on them and by our own decoder.
 
-vLLM's formats are those of the version in server_commands.VLLM.
+Completions of token ids come with llama-server's own counts, or vLLM's from its /metrics. vLLM's formats are those of
+the version in server_commands.VLLM.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ from distill.serving.http import Http, Timing
 from distill.serving.llama_server import LlamaServer, Running, started
 from distill.serving.results import ServedClass, Text, TextCounts, Totals, acceptance, totals_of
 
-# ── Servers under test, started here or running: completions of token ids, with llama-server's own counts, or
-# vLLM's from ──
-
 # Whatever else could shape a distribution is switched off: a server has defaults of its own, vLLM's from the model's
 # generation_config.json. llama-server's samplers come in the order of this list, which is the order of ours.
 LLAMA_PLAIN: dict[str, Any] = {
@@ -54,6 +51,7 @@ VLLM_PLAIN: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0
 GREEDY = SamplerSettings(temperature=0)
 PLAIN, DRAFT = "plain", "draft"  # names of the two servers
 SETTLED_SECONDS, PATIENCE_SECONDS = 0.05, 2.0  # vLLM's counters are written by another task of it than replies
+WARM_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -267,7 +265,7 @@ def kind_of_server(http: Http) -> str:
     )
 
 
-# ── opened ──
+# ── clients of servers that are started here, and of those that run ──
 
 
 @dataclass(frozen=True)
@@ -346,13 +344,7 @@ def connected(
     return clients
 
 
-# ── Prompts replayed on servers and by our own decoder: token ids, cold caches, one request at a time ──
-
-WARM_TOKENS = 8
-
-
-# ── servers ──
-
+# ── prompts replayed on servers: cold caches, one request at a time ──
 
 Replayed = Sequence[Sequence[Reply]]  # of one configuration, by prompt and repeat, one request at a time
 
@@ -414,7 +406,7 @@ def by_class(
     return classes
 
 
-# ── our decoder ──
+# ── the same prompts by our decoder, counted as the server counts ──
 
 
 class ServerDrafter(ModelDrafter):

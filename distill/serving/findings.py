@@ -24,9 +24,7 @@ from distill.serving.results import (
 )
 from distill.tables import Block, Cell, Columns, Row, Table, bullets, known, listed, shown, table_of
 
-# ── Differences between a served draft and the one that was made and measured, each with its remedy ──
-# An option of llama-server is undone by appending the server's own default: when an option is given twice, the last
-# one counts.
+# ── options: one of llama-server is undone by appending the server's own default, because the last one counts ──
 
 SMALLEST = 0.01  # tokens per round: less is rounding
 FULL = 0.9  # of n_max drafted in a mean round: below, something ends drafts before n_max

@@ -1,7 +1,7 @@
 """Servers under load: a fixed number of requests at once, or requests that arrive (at random, or by a trace).
 
-It measures what users wait for, and the seconds of a step of the plain server. Legend: P prompts, B requests in flight,
-T(B) seconds of a step that makes a token of each.
+It measures what users wait for, and the seconds of a step of the plain server: its cost curve, where the weights are
+out of reach. Legend: P prompts, B requests in flight, T(B) seconds of a step that makes a token of each.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from distill.progress import Progress
 from distill.serving.clients import PLAIN, Client, LlamaClient, Replayed, Reply, sums_of
 from distill.serving.http import CONNECTIONS
 from distill.serving.results import ServedSpeed
-
-# ── Servers under load: a fixed number of requests at once, or requests that arrive (at random, or by a trace) ──
 
 PASSES = 2  # requests for each that is sent at once, and to each prompt where they arrive, at least
 MAX_RATE = 1000.0  # requests a second
@@ -317,9 +315,7 @@ def speeds_under(
     return speeds, step_seconds(found[PLAIN].requests for _, found in every if PLAIN in found)
 
 
-# ── The cost curve of a target that is served: seconds of a step by the requests that are decoded at once ──
-# For targets whose weights are out of reach. m requests stand in for m tokens of one request, as in llama-batched-
-# bench.
+# ── the cost curve of a server: m requests stand in for m tokens of one request, as in llama-batched-bench ──
 
 REPEATS = 3  # of each number of requests, in turn
 TIMED = 32  # new tokens of a request, at most

@@ -142,13 +142,18 @@ def test_a_gpu_that_torch_does_not_use(monkeypatch: Patch, capsys: Capture, buil
     assert row.state == "warning" and ("--index-url" if build == "CPU" else "driver") in row.remedy
 
 
+def refused_without(names: list[str], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command in a process that cannot import these packages, which ends as a user error."""
+    environment = os.environ | {"PYTHONPATH": str(tiny.ROOT)}
+    command = [sys.executable, "-c", HIDDEN.format(names=names), *arguments]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    return result
+
+
 def test_packages_that_are_not_there_give_rows(tmp_path: Path) -> None:
     names = ["torch", "transformers", "llama_cpp", "psutil", "gguf", "datasets", "httpx2", "h11", "pyarrow"]
-    program = HIDDEN.format(names=names)
-    environment = os.environ | {"PYTHONPATH": str(tiny.ROOT)}
-    command = [sys.executable, "-c", program, "doctor"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    result = refused_without(names, tmp_path, "doctor")
     rows = {line.split(" | ")[0].strip("| "): line for line in result.stdout.splitlines()}
     assert "needed" in rows["torch's devices"] and "warning" in rows["llama.cpp"]
     assert "cannot be imported" in rows["memory"]
@@ -156,17 +161,15 @@ def test_packages_that_are_not_there_give_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "words"), [("torch", "`distill doctor`"), ("numpy", "install distill again")])
 def test_a_command_without_a_package_says_so(tmp_path: Path, name: str, words: str) -> None:
-    program = HIDDEN.format(names=[name])
-    environment = os.environ | {"PYTHONPATH": str(tiny.ROOT)}
-    command = [sys.executable, "-c", program, "profile", "./nothing"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2 and f"the package {name} is not installed" in result.stderr
-    assert words in result.stderr and "Traceback" not in result.stderr
+    said = refused_without([name], tmp_path, "profile", "./nothing").stderr
+    assert f"the package {name} is not installed" in said and words in said
 
 
-def test_threads(monkeypatch: Patch, capsys: Capture) -> None:
+def test_threads_and_load(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", str(usable_cores() + 1))
-    assert findings(capsys)["threads"]["state"] == "warning"
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e3, 0.0, 0.0))
+    found = findings(capsys)
+    assert found["threads"]["state"] == found["load"]["state"] == "warning"
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert "OMP_NUM_THREADS is many" in findings(capsys, status=2)["threads"]["found"]
 
@@ -198,11 +201,6 @@ def test_a_build_that_leaves_instructions_unused(monkeypatch: Patch) -> None:
         monkeypatch.setattr(module, "llama_print_system_info", lambda found=found: found)
         row = doctor_module._llama()
         assert row.state == state and (state == "fine" or "without avx512f" in row.remedy)
-
-
-def test_load(monkeypatch: Patch, capsys: Capture) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (1e3, 0.0, 0.0))
-    assert findings(capsys)["load"]["state"] == "warning"
 
 
 def test_a_build_with_amx_is_refused(monkeypatch: Patch, capsys: Capture) -> None:

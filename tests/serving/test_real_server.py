@@ -42,7 +42,6 @@ from distill.engines.server_commands import (
 from distill.errors import ServingError
 from distill.recipe import Gguf, SamplerSettings, parse_section
 from distill.serving.check import CheckSettings, check_started
-from distill.serving.choosing import Trials, choose, grid
 from distill.serving.clients import LlamaClient, Reply, opened
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, started
@@ -258,16 +257,6 @@ def test_texts_follow_the_targets_distribution(settings: LlamaServer, prompts: l
     with opened(settings.plain, (60.0, 60.0), SamplerSettings(temperature=1.5)) as client:
         hotter = Counter(tuple(client.complete(prompts[0].ids[:8], 3, seed).tokens) for seed in range(TEXTS))
     assert homogeneity(texts["plain"], hotter) < 1e-4
-
-
-def test_settings_are_chosen(settings: LlamaServer, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.serving.choosing.N_MAX", range(1, 3))
-    monkeypatch.setattr("distill.serving.choosing.P_MIN", (0.0, 0.5))
-    monkeypatch.setattr("distill.serving.choosing.FEW_CANDIDATES", 0)
-    ids = [prompt.ids for prompt in prompts]
-    found = choose(settings, Trials(ids[:4], 12), Trials(ids[4:], 12), lambda one: opened(one, (60.0, 60.0)), grid())
-    assert len(found.tried) == 5 and found.confirmed[0].against.mean == 1.0
-    assert all(one.tokens_per_second > 0 for one in found.tried)
 
 
 def test_what_is_recorded_in_front_of_it(settings: LlamaServer, tmp_path: Path) -> None:
