@@ -52,8 +52,7 @@ from distill.progress import Progress
 from distill.recipe import Evaluate
 from distill.sampler import Sampler
 
-# ── Reliability of the draft's own probabilities: what it promises of the tokens it drafts, beside what is accepted
-# ──
+# ── What the draft's own probabilities promise of the tokens it drafts, beside what is accepted ──
 # Length rules that stop at a probability (llama.cpp's p_min) or at a product of them take these numbers at their
 # word. Legend: N tokens, U prompts.
 
@@ -115,7 +114,7 @@ def _measured(of: str, rows: Sequence[Rows]) -> Reliability:
     )
 
 
-# ── Targets with their drafts, measured behind prompts: those of a run, any two models, or a grid of several ──
+# ── Targets with their drafts, measured behind prompts ──
 
 STRETCH = 16  # tokens of a stretch
 WORST = 3  # stretches shown, each of another prompt
@@ -244,7 +243,7 @@ def _step_costs(
     return found
 
 
-# ── the target's texts ──
+# ── The target's texts ──
 
 
 def _continued(pair: LoadedPair, opened: TargetWithDrafts, options: EvaluationOptions, size: int) -> list[list[int]]:
@@ -291,7 +290,7 @@ def pack_answers(prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]
     return pack((([*prompt, *text], len(prompt)) for prompt, text in zip(prompts, texts, strict=True)), block, False)
 
 
-# ── compared ──
+# ── Pairs compared with the first ──
 
 
 def _compared(
@@ -330,7 +329,7 @@ def worst_stretches(
     return sorted(found, key=lambda stretch: stretch.acceptance)[:WORST]
 
 
-# ── the report ──
+# ── The report ──
 
 
 def as_report(

@@ -1,6 +1,6 @@
-"""Measured on decoded validation text: calibrations and acceptance by rank.
+"""What is counted on other texts than the measured ones: calibrations, acceptance by rank, and the trees chosen from it.
 
-Legend: γ or n drafted tokens of a round, T target, D draft.
+Legend: n drafted tokens of a round or nodes of a tree, d levels, T target, D draft.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
 from distill.run import Run
 
-# ── Measured on decoded validation text: calibrations and acceptance by rank ──
+# ── Calibrations and acceptance by rank ──
 
 FORMAT = 1
 FORM = {"format": int, "fits": {...: {"kind": str, "fields": dict}}}  # of a calibration.json
@@ -261,9 +261,7 @@ def round_costs(paid: PaidCosts) -> RoundCosts:
     return RoundCosts(paid.token, *verify, *steps, paid.target_prompt, paid.draft_prompt)
 
 
-# ── The size or shape of a configuration's tree, chosen on validation text by expected tokens and measured seconds
-# ──
-# Legend: n nodes, d levels, T target, D draft.
+# ── The size or shape of a configuration's tree, by expected tokens and measured seconds ──
 
 # Trees that are timed; each costs a few texts, and what lies between two of them is hardly faster than both.
 SIZES = (1, 2, 3, 4, 6, 8, 11, 15, 21, 29, 40, 63)

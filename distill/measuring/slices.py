@@ -146,8 +146,7 @@ def _finite_metrics(target: Tensor, draft: Tensor, sampler: Sampler) -> Tensor |
     )
 
 
-# ── Slices of positions by which acceptance is shown: the kind of the next token, how deep in the text it stands,
-# whether ──
+# ── Slices of positions: what kind of token, how deep, whether repeated, in which part and language ──
 
 REPEATED = 3  # tokens in a row that stood in the text before: the last of them is repeated
 LONGEST_LOOP = 32  # tokens after which a loop begins again
