@@ -1,4 +1,4 @@
-"""What is counted on other texts than the measured ones: calibrations, acceptance by rank, and the trees chosen from it.
+"""What is counted on other texts than the measured ones: calibrations, acceptance by rank, and trees chosen from them.
 
 Legend: n drafted tokens of a round or nodes of a tree, d levels, T target, D draft.
 """
