@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy
 
@@ -242,13 +241,9 @@ def measurements(
     for one in prepared:
         tokens, seconds = totals(texts, one.title)
         base_tokens, base_seconds = totals(texts, one.base)
-        each, accepted = accepted_per_drafted(
-            [r for text in texts if text.title == one.title for r in text.decoded.rounds]
-        )
+        each, accepted = accepted_per_drafted(rounds_of(texts, one.title))
         ratio = speed_ratio(tokens, seconds, base_tokens, base_seconds)
-        own = Identity(identical=len(tokens)) if one.title == PLAIN.title else None
-        identity = identities.get(one.title, own)
-        counts: dict[str, Any] = dict.fromkeys(("identical", "excused", "different"))
+        identity = Identity(identical=len(tokens)) if one.title == PLAIN.title else identities.get(one.title)
         configuration = one.configuration
         row = Measurement(
             **asdict(pair),
@@ -268,11 +263,18 @@ def measurements(
             speedup_low=ratio.low,
             speedup_high=ratio.high,
             predicted=None,
-            **(counts if identity is None else asdict(identity)),
+            identical=None if identity is None else identity.identical,
+            excused=None if identity is None else identity.excused,
+            different=None if identity is None else identity.different,
             lossy=one.lossy,
         )
         rows.append(row)
     return rows
+
+
+def rounds_of(texts: Sequence[TimedText], title: str) -> list[Round]:
+    """All rounds of a configuration."""
+    return [r for text in texts if text.title == title for r in text.decoded.rounds]
 
 
 def accepted_per_drafted(rounds: Sequence[Round]) -> tuple[float | None, float | None]:
@@ -331,7 +333,7 @@ def by_class(
             ratio = speed_ratio(tokens, seconds, *totals(own, one.base))
             if len(numbers) == 1:
                 ratio = replace(ratio, low=math.nan, high=math.nan)
-            accepted = accepted_per_drafted([r for t in own if t.title == one.title for r in t.decoded.rounds])
+            accepted = accepted_per_drafted(rounds_of(own, one.title))
             size = (len(numbers), int(tokens.sum()), float(tokens.sum() / seconds.sum()))
             groups.append(GroupFigures(name, one.title, *size, *accepted, *astuple(ratio)))
     return groups
@@ -360,7 +362,7 @@ def by_depth(texts: Sequence[TimedText], prepared: Sequence[TimedConfiguration])
             plain.setdefault((text.title, _range(depth)), []).append(seconds)
     for one in prepared:
         rounds: dict[tuple[int, int], list[Round]] = {}
-        for r in (r for text in texts if text.title == one.title for r in text.decoded.rounds):
+        for r in rounds_of(texts, one.title):
             rounds.setdefault(_range(r.depth), []).append(r)
         for span, own in sorted(rounds.items()):
             tokens, taken = sum(r.accepted + 1 for r in own), sum(r.seconds for r in own)

@@ -44,6 +44,7 @@ from distill.measuring.compare import (
     prepare_all,
     prompt_seconds,
     round_figures,
+    rounds_of,
     time_steps,
     time_texts,
 )
@@ -210,12 +211,7 @@ def _prepared(
         raise RecipeError(
             f"`{refused.title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
         )
-    named = []
-    for one in prepared:
-        if one.title in choices:
-            one = replace(one, name=choices[one.title].title_with_tree)
-        named.append(one)
-    return named
+    return [replace(one, name=choices[one.title].title_with_tree) if one.title in choices else one for one in prepared]
 
 
 def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, Choice]) -> list[int]:
@@ -342,8 +338,7 @@ def _accepted(given: PairTexts, one: TimedConfiguration, texts: Sequence[TimedTe
     """The acceptance by position that predicts a configuration's speedup; empty where it is not known."""
     length = one.length or 0
     if given.evaluated is None:
-        rounds = [(r.drafted, r.accepted) for t in texts if t.title == one.title for r in t.decoded.rounds]
-        return accepted_by_position(rounds)
+        return accepted_by_position([(r.drafted, r.accepted) for r in rounds_of(texts, one.title)])
     rates = accepted_by_position([r for own in given.evaluated for r in shorter_rounds(own, length)])
     return rates if len(rates) >= length else []
 
