@@ -31,9 +31,9 @@ from distill.measuring.evaluation_results import (
     ClassResult,
     ComparedPair,
     EvaluationReport,
+    PairCosts,
     Reliability,
     ReliabilityBin,
-    StepCosts,
     StoredMeasures,
     Stretch,
 )
@@ -165,7 +165,7 @@ def evaluate_pairs(
     texts: dict[str, list[list[int]]] = {}
     sliced: dict[str, SlicedValues] = {}  # by the target that wrote the texts
     worst: dict[str, list[Stretch]] = {}
-    costs: dict[str, StepCosts] = {}
+    costs: dict[str, PairCosts] = {}
     names: list[str] = []
     measure = "acceptance_sampling" if options.sampler.temperature else "acceptance_greedy"
     for one in targets:
@@ -227,7 +227,7 @@ def _values(pairs: Mapping[str, LoadedPair], blocks: Packed, sampler: Sampler, s
 
 def _step_costs(
     pairs: Mapping[str, LoadedPair], accepted: Mapping[str, float], depth: int, size: int
-) -> dict[str, StepCosts]:
+) -> dict[str, PairCosts]:
     """Timed steps behind `depth` tokens, and what they predict with the acceptance of single positions."""
     found = {}
     target = next(iter(pairs.values())).target
@@ -239,7 +239,7 @@ def _step_costs(
         speeds = predicted_speedups(seconds, step, [accepted[name]] * LONGEST)
         length = speeds.index(max(speeds))
         sizes = target.path.stat().st_size, pair.draft.path.stat().st_size
-        found[name] = StepCosts(*sizes, seconds, step, length, speeds[length])
+        found[name] = PairCosts(*sizes, seconds, step, length, speeds[length])
     return found
 
 
@@ -298,7 +298,7 @@ def _compared(
     prompts: int,
     column: int,
     worst: Mapping[str, list[Stretch]],
-    costs: Mapping[str, StepCosts],
+    costs: Mapping[str, PairCosts],
 ) -> dict[str, ComparedPair]:
     """Each pair's acceptance beside that of the first, paired by prompt."""
     sums = {name: by_unit(one, column, prompts) for name, one in answers.items()}

@@ -208,7 +208,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class PairCosts:
     """Of a pair of GGUF files: their sizes, the target's T(1), T(2), … and the draft's step, in seconds.
 
     `speedup` over plain decoding is predicted, with `length` tokens drafted a round (0: plain decoding is faster) and
@@ -238,7 +238,7 @@ class ComparedPair:
 
     difference: Interval | None
     worst: list[Stretch]
-    costs: StepCosts | None = None
+    costs: PairCosts | None = None
 
 
 @dataclass(frozen=True)

@@ -304,11 +304,6 @@ class SpeedupReport:
         return [measurement for measurement in self.measurements if measurement.in_sweep]
 
     @property
-    def others(self) -> list[Measurement]:
-        """Every configuration beside the fixed lengths."""
-        return [measurement for measurement in self.measurements if not measurement.in_sweep]
-
-    @property
     def fastest(self) -> list[Measurement]:
         """The fastest fixed length of each pair and backend, in the order of the table."""
         return _fastest(one for one in self.sweep if one.length)

@@ -356,14 +356,14 @@ def test_the_stage_chooses_trees_on_its_own_curves(copied: Path, capsys: pytest.
         assert 0 <= tree.nodes < recipe.speedup.max_tokens and tree.speedup >= 1
         assert (tree.parents is None) == ("static" not in tree.configuration)
         title = f"{tree.configuration}: {tree.nodes} node"
-        (row,) = [row for row in report.others if row.key == part.key and row.configuration.startswith(title)]
+        (row,) = [row for row in report.measurements if row.key == part.key and row.configuration.startswith(title)]
         assert row.configuration in page and row.nodes == tree.nodes and row.predicted and row.tokens_per_round
         # The prediction is of the tokens that these rounds gave, and of the prompt, where nothing is gained.
         of_rounds = tree.speedup * row.tokens_per_round / tree.tokens
         assert row.predicted == 1 if not tree.nodes else 0 < row.predicted <= max(1, of_rounds)
         assert row.different == 0 and row.lossy is None
     assert page.count("validation text") >= len(trees)
-    drawn = [row for row in report.others if row.configuration == "drawn tree 2×1, verifier token, sampled"]
+    drawn = [row for row in report.measurements if row.configuration == "drawn tree 2×1, verifier token, sampled"]
     assert [row.backend for row in drawn] == list(backends)  # it has nothing to choose
     for row in drawn:
         assert row.verifier == "token" and row.lossy is None
