@@ -40,8 +40,10 @@ def tables(run: Path) -> dict[str, str]:
 
 
 def _without_command(path: Path) -> str:
-    """The text of a table file less the command at its end, which the documents name themselves."""
-    return re.sub(r"\n`distill [^`]*`\n", "\n", path.read_text(encoding="utf-8")).strip()
+    """The text of a table file less the commands, which the documents name themselves; of a speedup's rounds, steps and
+    depths nothing."""
+    text = re.split(r"\n(?:[^\n]*:\n\n)?\*\*a round\*\*", path.read_text(encoding="utf-8"))[0]
+    return re.sub(r"\n`distill [^`]*`\n", "\n", text).strip()
 
 
 def _acceptances(evaluation: str) -> str:

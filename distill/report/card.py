@@ -125,7 +125,7 @@ def _acceptance(evaluation: EvaluationReport) -> str:
 
 
 def _speedup(report: SpeedupReport) -> str:
-    rows = [*report.fastest, *(one for one in report.others if not one.is_plain)]
+    rows = [*report.fastest, *(one for one in report.measurements if not (one.in_sweep or one.is_plain))]
     return (
         "End to end, beside plain decoding of the same target under the same sampler: the fastest of the draft lengths "
         f"tried, and the other configurations.\n\n{table(measurement_table(rows, report.command))}"
