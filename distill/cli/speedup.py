@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,16 +21,9 @@ from distill.run import Run
 
 PAIR = "Any pair, without a run"
 OF_FOLDERS = ["batch", "dtype", "static", "compile", "draft_device", "prepack"]  # options that PyTorch alone takes
-
-
-def pair_option(*names: str, **settings: Any) -> Any:
-    """An option of pairs without a run, in a group of its own in the help."""
-    return typer.Option(*names, rich_help_panel=PAIR, **settings)
-
-
-def pair_number(**settings: Any) -> Any:
-    """An option of pairs that takes a finite number."""
-    return shared.number_option(rich_help_panel=PAIR, **settings)
+# Options of pairs without a run, in a group of their own in the help; and those that take a finite number.
+pair_option = partial(typer.Option, rich_help_panel=PAIR)
+pair_number = partial(shared.number_option, rich_help_panel=PAIR)
 
 
 @takes_gguf_options("target", "draft")
