@@ -248,7 +248,6 @@ OPTIONS: tuple[tuple[str, Any, str, str, str], ...] = (
     ("ubatch_size", int, "-ub", "", "Tokens computed at once (micro-batch)."),
 )
 OF_DRAFT = (*OPTIONS, ("threads", int, "", "-td", "CPU threads of the draft."))
-LISTS: dict[str, type] = {"device": str, "tensor_split": float}
 
 
 def takes_gguf_options(*roles: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -305,15 +304,9 @@ def _collected(given: Mapping[str, Any], roles: tuple[str, ...]) -> Gguf | None:
 
 
 def _listed(name: str, value: Any) -> Any:
-    if name not in LISTS:
-        return value
-    try:
-        return [LISTS[name](part.strip()) for part in value.split(",")]
-    except ValueError:
-        example = "3,1" if name == "tensor_split" else "CUDA0,CUDA1"
-        raise RecipeError(
-            f"--{name.replace('_', '-')} {value}: expected values separated by commas", f"for instance {example}"
-        ) from None
+    if name == "tensor_split":
+        return numbers(value, "--tensor-split", float, "3,1")
+    return [part.strip() for part in value.split(",")] if name == "device" else value
 
 
 def require_used(gguf: Gguf | None, target: str, draft: str | None) -> None:

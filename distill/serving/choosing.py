@@ -26,12 +26,15 @@ from distill.serving.results import ChosenSettings, DraftSettings, SettingsSpeed
 
 N_MAX = range(1, 9)
 P_MIN = (0.0, 0.5, 0.75)
-SHARES = (0.25, 0.5, 1.0)  # of the prompts in each round of halving
-KEPT = (12, 5)  # settings that draft, after the first and the second round; plain decoding stays in all of them
+ROUND_SHARES = (0.25, 0.5, 1.0)  # of the prompts in each round of halving
+KEPT_DRAFTING = (
+    12,
+    5,
+)  # settings that draft, after the first and the second round; plain decoding stays in all of them
 FINALISTS = 3
 MIN_PROMPTS = 2  # prompts of a round
 FEW_CANDIDATES = 6  # candidates that are visited four times
-OF_SETTINGS = {"--spec-draft-n-max", "--spec-draft-p-min", "--draft-p-min"}
+OPTIONS_OF_SETTINGS = {"--spec-draft-n-max", "--spec-draft-p-min", "--draft-p-min"}
 PLAIN_SETTINGS = DraftSettings(0, 0.0)
 
 
@@ -98,7 +101,7 @@ def grid(draws: bool = False) -> list[DraftSettings]:
 
 def with_settings(server: LlamaServer, settings: DraftSettings) -> LlamaServer:
     """The server for one request at a time with these settings, those among the user's own arguments left out."""
-    further = without_options(server.further, OF_SETTINGS.__contains__)
+    further = without_options(server.further, OPTIONS_OF_SETTINGS.__contains__)
     one = replace(server, **vars(settings), parallel=1, further=further)
     return one.plain if settings == PLAIN_SETTINGS else one
 
@@ -135,13 +138,13 @@ def choose(
     started = time.monotonic()
     tried = [Candidate(one) for one in settings]
     alive = tried
-    for number, share in enumerate(SHARES):
+    for number, share in enumerate(ROUND_SHARES):
         size = max(MIN_PROMPTS, round(share * len(validation.prompts)))
         part = replace(validation, prompts=validation.prompts[:size])
-        visit(alive, server, part, opened, f"settings, round {number + 1} of {len(SHARES)}")
+        visit(alive, server, part, opened, f"settings, round {number + 1} of {len(ROUND_SHARES)}")
         drafting = sorted((one for one in alive if one.settings.n_max), key=lambda one: -one.rate)
         plain = next(one for one in alive if one.settings == PLAIN_SETTINGS)
-        kept = drafting[: KEPT[number] if number < len(KEPT) else None]
+        kept = drafting[: KEPT_DRAFTING[number] if number < len(KEPT_DRAFTING) else None]
         # The fastest that drafts the other way stays, so that the gain of drawing drafts is known.
         other = [one for one in drafting if one.settings.probabilistic != kept[0].settings.probabilistic]
         alive = [plain, *kept, *(one for one in other[:1] if one not in kept)]

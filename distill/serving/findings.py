@@ -26,8 +26,8 @@ from distill.tables import Block, Cell, Columns, Row, Table, bullets, known, lis
 
 # ── options: one of llama-server is undone by appending the server's own default, because the last one counts ──
 
-SMALLEST = 0.01  # tokens per round: less is rounding
-FULL = 0.9  # of n_max drafted in a mean round: below, something ends drafts before n_max
+LEAST_LOSS = 0.01  # tokens per round: less is rounding
+LEAST_FILLED = 0.9  # of n_max drafted in a mean round: below, something ends drafts before n_max
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def option_differences(settings: LlamaServer, environment: Mapping[str, str]) ->
 
 def measured(difference: Difference, loss: Interval) -> Difference:
     """The difference with the tokens per round that it costs."""
-    return replace(difference, loss=loss, explains=loss.low > SMALLEST)
+    return replace(difference, loss=loss, explains=loss.low > LEAST_LOSS)
 
 
 # ── files ──
@@ -184,7 +184,7 @@ def early_ends(totals: Totals | None, n_max: int) -> list[Difference]:
     if totals is None or not totals.rounds or not n_max:
         return []
     mean = totals.drafted / totals.rounds
-    if mean >= FULL * n_max - 1 / n_max:
+    if mean >= LEAST_FILLED * n_max - 1 / n_max:
         return []
     return [
         Difference(
@@ -198,7 +198,7 @@ def early_ends(totals: Totals | None, n_max: int) -> list[Difference]:
 
 # ── sentences ──
 
-LARGE = 0.5  # of a shortfall: differences that explain less leave something to look for
+EXPLAINED_SHARE = 0.5  # of a shortfall: differences that explain less leave something to look for
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,9 @@ def sentences(report: ServeReport, reference: Reference | None) -> list[str]:
             f"{shown(report.drawn, '.2f')} tokens per round more than its best tokens."
         )
     found += [_difference(one) for one in sorted(report.differences, key=lambda one: not one.explains)]
-    if reference is not None and reference.short.low > SMALLEST:
+    if reference is not None and reference.short.low > LEAST_LOSS:
         short, explained = reference.short.mean, sum(one.loss.mean for one in report.differences if one.explains)
-        if explained < LARGE * short:
+        if explained < EXPLAINED_SHARE * short:
             found.append(
                 f"{short - explained:.2f} of the missing {short:.2f} tokens per round are not explained by "
                 f"these differences. What is left is the build ({report.build}) and its back end: try it without a GPU "
@@ -240,9 +240,9 @@ def _beside(report: ServeReport, own: ServedAcceptance, reference: Reference | N
     text = f"The server accepts {own.accepted} of {own.drafted} drafted tokens, {_both(own)}"
     if reference is not None:
         text += f"; our decoder with {reference.files} {_both(reference.acceptance)}"
-        if reference.short.low > SMALLEST:
+        if reference.short.low > LEAST_LOSS:
             text += f". It lacks {shown(reference.short)} tokens per round"
-        elif reference.short.high < -SMALLEST:
+        elif reference.short.high < -LEAST_LOSS:
             text += f". It has {-reference.short.mean:.2f} tokens per round more"
         else:
             text += ": as predicted"

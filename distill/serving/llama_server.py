@@ -23,6 +23,7 @@ import httpx2
 from distill.engines.server_commands import option_arguments, pair_arguments
 from distill.errors import RecipeError, ServingError
 from distill.recipe import Gguf
+from distill.serving.results import DraftSettings
 
 HOST = "127.0.0.1"
 TAIL_LINES = 8  # of a server's log in a message
@@ -75,10 +76,8 @@ class LlamaServer:
     @property
     def title(self) -> str:
         """What it is called in tables."""
-        if self.draft is None:
-            return "plain"
-        floor = f", p_min {self.p_min:g}" if self.p_min else ""
-        return f"n_max {self.n_max}{floor}{', probabilistic' if self.probabilistic else ''}"
+        drafting = DraftSettings(self.n_max, self.p_min or 0.0, self.probabilistic)
+        return "plain" if self.draft is None else drafting.title
 
     def has(self, option: str) -> bool:
         """Whether this build has an option, by its own list of them."""

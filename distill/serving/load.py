@@ -34,8 +34,8 @@ PASSES = 2  # requests for each that is sent at once, and to each prompt where t
 MAX_RATE = 1000.0  # requests a second
 MAX_TRACE_SECONDS = 7 * 86400.0  # seconds of a trace
 MIN_STEPS = 4  # of a text with so many others
-RARE = 0.02  # of all steps
-APART = 1.8  # a step of two texts over one of one text, from which it may be two passes over the weights
+LEAST_SHARE = 0.02  # of all steps
+TWO_PASSES = 1.8  # a step of two texts over one of one text, from which it may be two passes over the weights
 
 
 # ── loads ──
@@ -264,7 +264,7 @@ def step_seconds(loads: Iterable[Sequence[Request]]) -> dict[int, float]:
                     means[together].append(float((right - left)[steady & (begun - ended == together)].mean()))
         for together, seconds in means.items():
             share = gaps[together] / gaps.total()
-            if len(seconds) >= together and share >= max(RARE, best.get(together, (0.0, []))[0]):
+            if len(seconds) >= together and share >= max(LEAST_SHARE, best.get(together, (0.0, []))[0]):
                 best[together] = share, seconds
     steps = {together: float(numpy.median(seconds)) for together, (_, seconds) in sorted(best.items())}
     return {together: step for together, step in steps.items() if step > 0}
@@ -272,7 +272,7 @@ def step_seconds(loads: Iterable[Sequence[Request]]) -> dict[int, float]:
 
 def apart(steps: Mapping[int, float]) -> str:
     """Advice for a llama-server whose steps of two texts take about as long as two steps; empty for others."""
-    if not {1, 2} <= steps.keys() or steps[2] < APART * steps[1]:
+    if not {1, 2} <= steps.keys() or steps[2] < TWO_PASSES * steps[1]:
         return ""
     return (
         f"A step of two texts takes {steps[2] / steps[1]:.2f} times that of one. If the server has --parallel without "
@@ -318,7 +318,7 @@ def speeds_under(
 # ── the cost curve of a server: m requests stand in for m tokens of one request, as in llama-batched-bench ──
 
 REPEATS = 3  # of each number of requests, in turn
-TIMED = 32  # new tokens of a request, at most
+TIMED_TOKENS = 32  # new tokens of a request, at most
 TOKENS = range(100, 1000)  # of made-up prompts: in every vocabulary, none of them special
 NOTE = (
     "Measured through the server, with m requests at once. m tokens of one request read one text and cost less "
@@ -330,7 +330,7 @@ NOTE = (
 def served_curve(client: Client, depth: int, new: int, limit: int) -> CostCurve:
     """T(1..m) in seconds of a server that does not draft, at prompts of `depth` tokens that `new` more follow.
 
-    m runs to `limit`, or to the server's slots where those are fewer; TIMED tokens tell what many would. Raises
+    m runs to `limit`, or to the server's slots where those are fewer; TIMED_TOKENS tokens tell what many would. Raises
     ServingError for a server that drafts, and where fewer than two requests were ever decoded at once.
     """
     if client.drafts():
@@ -341,7 +341,7 @@ def served_curve(client: Client, depth: int, new: int, limit: int) -> CostCurve:
     slots = client.slots() if isinstance(client, LlamaClient) else None
     wanted = range(1, min(limit, slots or limit) + 1)
     client.alone, client.ignores_end = False, True
-    timed, draw = min(new, TIMED), random.Random(0)
+    timed, draw = min(new, TIMED_TOKENS), random.Random(0)
     progress = Progress(f"{client.url}: up to {wanted[-1]} requests at once", REPEATS * len(wanted))
     by_load: dict[int, list[Request]] = {together: [] for together in wanted}
     for repeat in range(REPEATS):

@@ -97,7 +97,8 @@ class DraftSettings:
         """In words."""
         if not self.n_max:
             return "plain decoding"
-        return f"n_max {self.n_max}, p_min {self.p_min:g}{', probabilistic' if self.probabilistic else ''}"
+        floor = f", p_min {self.p_min:g}" if self.p_min else ""
+        return f"n_max {self.n_max}{floor}{', probabilistic' if self.probabilistic else ''}"
 
 
 @dataclass(frozen=True)

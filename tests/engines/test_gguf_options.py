@@ -336,7 +336,7 @@ def test_generate_and_profile_pass_the_options_on(
     ("options", "words"),
     [
         (("--n-gpu-layers-draft", 4), "n_gpu_layers 4: the installed llama.cpp"),
-        (("--tensor-split", "1,x"), "--tensor-split 1,x: expected values separated by commas"),
+        (("--tensor-split", "1,x"), "--tensor-split 1,x: expected numbers separated by commas"),
         (("--cache-type-v", "q8_0"), "target: cache_type_v q8_0 needs flash attention"),
         (("--cache-type-k", "f8"), "there is no cache_type_k 'f8'"),
         (("--drafter", "lookup", "--ubatch-size-draft", 8), "no draft is loaded"),
