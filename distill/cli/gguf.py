@@ -55,6 +55,7 @@ def export_gguf(
         if kind not in OUTTYPES:
             raise RecipeError(f"outtype `{kind}` is unknown", f"use {', '.join(OUTTYPES)}")
     overrides = tuple(_override(value) for value in tensor_type or ())
+    from distill.export.importance import importance_of
     from distill.export.parity import Source, check_texts, compare, faults_of
     from distill.gguf.writer import export_files
 
@@ -67,7 +68,8 @@ def export_gguf(
     announce(place)
     files, faults = [], []
     for name, (source, origin) in sources.items():
-        reports = export_files(source, outputs[name], origin, overrides, imatrix)
+        importance = None if imatrix is None else importance_of(imatrix, source)
+        reports = export_files(source, outputs[name], origin, overrides, importance)
         texts, opened = list[str](), None
         if check:
             texts = check_texts(source) if text is None else [read_utf8(text)]

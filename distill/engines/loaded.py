@@ -21,6 +21,7 @@ from distill.engines.torch.hugging_face import (
     load_model,
     load_target,
     load_tokenizer,
+    local_folder,
     pick_device,
     real_tokens,
     text_folder,
@@ -30,7 +31,8 @@ from distill.errors import DataError, RecipeError
 from distill.gguf.head import open_head
 from distill.gguf.importing import is_gguf, one_engine
 from distill.gguf.library import GgufFile, require_possible
-from distill.recipe import Gguf, GgufOptions, PyTorch, Target
+from distill.gguf.writer import export_gguf, own_file
+from distill.recipe import Gguf, GgufOptions, PyTorch, Recipe, Target
 from distill.vocabulary import Vocabulary
 
 GROWING = PyTorch()  # a cache that grows, as transformers makes it
@@ -208,3 +210,9 @@ def encode_prompt(reference: str, text: str) -> list[int]:
     if not ids:
         raise DataError("the prompt is empty", "give some text to continue")
     return ids
+
+
+def target_file(recipe: Recipe, place: Path) -> Path:
+    """The target's GGUF file: its own, or one of type speedup.outtype that is written to `place`."""
+    own = own_file(recipe)
+    return own or export_gguf(local_folder(recipe.target.model), place, recipe.speedup.outtype).path

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill.engines.torch.hugging_face import local_folder
 from distill.errors import DataError
-from distill.files import read_utf8, remove_left, write_atomically
+from distill.files import remove_left, write_atomically
 from distill.folders import Floats
 from distill.gguf.families import Shape, read_shape
 from distill.gguf.fields import (
@@ -29,7 +28,7 @@ from distill.gguf.fields import (
     file_type_number,
 )
 from distill.gguf.head import open_head, tensor_bytes, write_head
-from distill.gguf.importing import file_type, is_gguf
+from distill.gguf.importing import is_gguf
 from distill.gguf.library import ERRORS, last_errors, library
 from distill.gguf.tensors import GgufTensor, Output, read_tensors, write_tensors
 from distill.gguf.tokenizer import read_tokenizer
@@ -37,12 +36,10 @@ from distill.machine import usable_cores
 from distill.recipe import Recipe
 from distill.recipe.measuring import DIRECT, OUTTYPES
 
-# ── llama.cpp's own quantiser, through llama-cpp-python, and importance matrices, by which it weighs columns ──
-# An importance matrix says which columns of a matrix meet large inputs.
+# ── llama.cpp's own quantiser, through llama-cpp-python ──
 
 # Blocks of 256 values; where a tensor's rows do not divide, llama.cpp takes another type for it.
 K_BLOCK = 256
-MAX_TOKENS, WINDOW = 16_384, 512  # of the text that an importance matrix is measured on
 WRITE_FAULT, ALMOST_NONE = "iostream error", 2**20  # llama.cpp's words, and bytes left on a disk that is full
 
 
@@ -64,7 +61,7 @@ def quantise_file(
     parameters.ftype = file_type_number(outtype)
     overrides = (llama.llama_model_tensor_override * (len(tensor_types) + 1))()  # the last one, empty, ends the list
     for slot, (pattern, kind) in zip(overrides, tensor_types, strict=False):
-        slot.pattern, slot.type = pattern.encode(), int(_tensor_type_quantise(kind))
+        slot.pattern, slot.type = pattern.encode(), int(_ggml_type(kind))
     if tensor_types:
         parameters.tt_overrides = overrides
     matrix = importance or {}
@@ -92,77 +89,13 @@ def _quantise(llama: Any, source: Path, path: Path, parameters: Any, outtype: st
     raise DataError(f"llama.cpp cannot quantise to {outtype}: {last_errors()}", "see the types in docs/export.md")
 
 
-def _tensor_type_quantise(kind: str) -> Any:
+def _ggml_type(kind: str) -> Any:
     import gguf
 
     try:
         return gguf.GGMLQuantizationType[kind.upper()]
     except KeyError:
         raise DataError(f"tensor type {kind!r} is unknown", "use a type of ggml, such as q8_0, q6_k or f16") from None
-
-
-def importance_of(path: Path, folder: Path) -> dict[str, Floats]:
-    """GGUF tensor name -> mean squares of the inputs of its columns, fp32.
-
-    From the file of llama.cpp's llama-imatrix (GGUF), or measured with the model in `folder` on a text. Raises
-    DataError for a file that is neither.
-    """
-    try:
-        with path.open("rb") as file:
-            is_gguf = file.read(4) == b"GGUF"
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", "give an importance matrix or a text") from None
-    return _read(path) if is_gguf else _measure(folder, read_utf8(path), path)
-
-
-def _read(path: Path) -> dict[str, Floats]:
-    import gguf
-
-    open_head(path)  # reports a damaged file with our own message
-    arrays = {tensor.name: np.array(tensor.data, dtype=np.float32) for tensor in gguf.GGUFReader(path).tensors}
-    result = {}
-    for name, sums in arrays.items():
-        counts = arrays.get(name.removesuffix(".in_sum2") + ".counts")
-        if name.endswith(".in_sum2") and counts is not None and counts.size:
-            means = sums.reshape(counts.size, -1) / np.maximum(counts.reshape(-1, 1), 1)
-            result[name.removesuffix(".in_sum2")] = np.ascontiguousarray(means.ravel(), dtype=np.float32)
-    if not result:
-        raise DataError(f"{path} holds no importance matrix", "make one with llama.cpp's llama-imatrix, or give a text")
-    return result
-
-
-def _measure(folder: Path, text: str, path: Path) -> dict[str, Floats]:
-    import torch
-
-    from distill.engines.torch.hugging_face import load_model, load_tokenizer
-
-    shape = read_shape(folder)
-    ids = load_tokenizer(str(folder))(text, verbose=False)["input_ids"][:MAX_TOKENS]
-    if len(ids) < 2:
-        raise DataError(f"{path} is too short to measure an importance matrix on", "give some thousand words")
-    model: Any = load_model(str(folder), "float32", torch.device("cpu"), trimmed=False)
-    modules = {} if shape.tied else {"output.weight": model.lm_head}
-    for number, layer in enumerate(model.model.layers):
-        for part, (name, letters) in shape.family.parts.items():
-            if len(letters) == 2:
-                modules[f"blk.{number}.{name}.weight"] = layer.get_submodule(part)
-    sums: dict[str, Any] = {}
-
-    def watch(name: str) -> Any:
-        def add(_: Any, inputs: tuple[Any, ...]) -> None:
-            squares = inputs[0].detach().double().square().flatten(0, -2).sum(0)
-            sums[name] = sums[name] + squares if name in sums else squares
-
-        return add
-
-    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in modules.items()]
-    window = min(WINDOW, shape.context)
-    with torch.inference_mode():
-        for start in range(0, len(ids), window):
-            model(torch.tensor([ids[start : start + window]]))
-    for hook in hooks:
-        hook.remove()
-    return {name: (total / len(ids)).float().numpy() for name, total in sums.items()}
 
 
 # ── Write a Hugging Face folder as GGUF files, each whole or not at all ──
@@ -196,14 +129,15 @@ def export_files(
     outputs: Mapping[Path, str],
     origin: Origin = PLAIN,
     tensor_types: tuple[tuple[str, str], ...] = (),
-    importance: Path | None = None,
+    importance: Mapping[str, Floats] | None = None,
 ) -> list[WrittenFile]:
     """Write the model in `folder` to GGUF files, `outputs` by path, each in one of OUTTYPES; see docs/export.md.
 
     Each tensor is read once for all types that are written here. llama.cpp's quantiser reads one exact file, which is
-    one of the outputs where its type is asked for. Vectors stay f32. `tensor_types` (pattern, type) and `importance`,
-    the file of a matrix or a text to measure one on, leave every type to llama.cpp's quantiser. Raises DataError when
-    the model cannot be exported, RunError when a file cannot be written; a file that stood in its place is then intact.
+    one of the outputs where its type is asked for. Vectors stay f32. `tensor_types` (pattern, type) and `importance`
+    (by tensor, the mean squares of its columns' inputs) leave every type to llama.cpp's quantiser. Raises DataError
+    when the model cannot be exported, RunError when a file cannot be written; a file that stood in its place is then
+    intact.
     """
     for outtype in outputs.values():
         if outtype not in OUTTYPES:
@@ -217,7 +151,6 @@ def export_files(
     adjusted = bool(tensor_types) or importance is not None
     left = {path: kind for path, kind in outputs.items() if adjusted or kind not in DIRECT}
     direct = {path: kind for path, kind in outputs.items() if path not in left}
-    matrix = None if importance is None else importance_of(importance, folder)
     if left:
         library()  # fails without llama-cpp-python before anything is written
     counts: dict[Path, int] = {}
@@ -237,7 +170,7 @@ def export_files(
             counts[path] = sum(_tensor_type(tensor, kind).name != kind.upper() for tensor in matrices)
         for path, kind in left.items():
             assert exact is not None
-            counts[path] = quantise_file(exact, path, kind, tensor_types, matrix)
+            counts[path] = quantise_file(exact, path, kind, tensor_types, importance)
     size, notes = len(model.tensors), model.shape.notes
     return [WrittenFile(path, kind, path.stat().st_size, size, counts[path], notes) for path, kind in outputs.items()]
 
@@ -245,15 +178,6 @@ def export_files(
 def own_file(recipe: Recipe) -> Path | None:
     """The GGUF file that the recipe's target is; None for a folder or a hub name."""
     return Path(recipe.target.model) if is_gguf(recipe.target.model) else None
-
-
-def target_file(recipe: Recipe, place: Path) -> tuple[Path, str]:
-    """The target's GGUF file and its type: its own, or one of type speedup.outtype that is written to `place`."""
-    own = own_file(recipe)
-    if own is not None:
-        return own, file_type(own)
-    export_gguf(local_folder(recipe.target.model), place, recipe.speedup.outtype)
-    return place, recipe.speedup.outtype
 
 
 @dataclass(frozen=True)

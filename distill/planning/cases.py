@@ -15,12 +15,12 @@ from typing import Any
 
 from distill.decoding.costs import CostCurve
 from distill.decoding.round_costs import RoundCostMeter
-from distill.engines.loaded import LoadedPair, load_pair
+from distill.engines.loaded import LoadedPair, load_pair, target_file
 from distill.engines.pairs import require_drafts
 from distill.engines.torch.hugging_face import load_config, text_folder, write_kept
 from distill.errors import DataError, DistillError, RecipeError
 from distill.folders import copy_tokenizer
-from distill.gguf.writer import export_gguf, target_file
+from distill.gguf.writer import export_gguf
 from distill.planning.hardware import Hardware, StepWork, work_of, work_of_config
 from distill.planning.plan import Case, StageHours, step_costs
 from distill.progress import Progress
@@ -300,7 +300,7 @@ def load_planned(recipe: Recipe, backend: str, scratch: Path) -> LoadedPair:
     if backend == "pytorch":
         return load_pair(recipe.target, str(folder), device=recipe.device, pytorch=recipe.pytorch)
     export_gguf(folder, scratch / "draft.gguf", recipe.speedup.outtype)
-    target, _ = target_file(recipe, scratch / "target.gguf")
+    target = target_file(recipe, scratch / "target.gguf")
     options = Gguf(target=recipe.gguf_options("target"), draft=recipe.gguf_options("draft"))
     return load_pair(Target(model=str(target)), str(scratch / "draft.gguf"), tokens=recipe.corpus.block, gguf=options)
 

@@ -19,7 +19,7 @@ from distill.data.packing import Packed, pack
 from distill.data.texts import Answer, drop_reason, read_answers
 from distill.decoding.costs import measure_steps, predicted_speedups
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.loaded import growing_decoder
+from distill.engines.loaded import growing_decoder, target_file
 from distill.engines.model import Model
 from distill.engines.pairs import require_pair
 from distill.engines.torch.hugging_face import (
@@ -38,7 +38,7 @@ from distill.engines.torch.hugging_face import (
 from distill.errors import DataError
 from distill.files import copy_file, file_digest, read_json, read_result, write_folder, write_json, write_result
 from distill.folders import ModelSizes, copy_tokenizer
-from distill.gguf.writer import export_gguf, target_file
+from distill.gguf.writer import export_gguf
 from distill.recipe import Cut, Recipe
 from distill.recipe.recipe import REASON
 from distill.run import Run
@@ -185,7 +185,7 @@ def _target_seconds(recipe: Recipe, target: Any, backend: Literal["pytorch", "gg
     if backend == "pytorch":
         return _seconds(recipe, growing_decoder(target, prepack=recipe.pytorch.prepack), counts)
     with tempfile.TemporaryDirectory() as temporary:
-        path, _ = target_file(recipe, Path(temporary) / "target.gguf")
+        path = target_file(recipe, Path(temporary) / "target.gguf")
         return _gguf_seconds(recipe, path, "target", counts)
 
 

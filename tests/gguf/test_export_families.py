@@ -12,9 +12,10 @@ from test_export import SIZES, build, held_out_texts, needs_llama, train_tokeniz
 from transformers import PreTrainedTokenizerFast
 
 from distill.errors import DataError
+from distill.export.importance import importance_of
 from distill.export.parity import Source, compare, faults_of
 from distill.gguf.families import read_shape
-from distill.gguf.writer import export_files, export_gguf, importance_of
+from distill.gguf.writer import export_files, export_gguf
 from distill.recipe.measuring import OUTTYPES
 
 
@@ -123,12 +124,13 @@ def test_type_of_single_tensors_and_importance(wide: Path, tmp_path: Path) -> No
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert importance_of(tmp_path / "imatrix.gguf", wide)["blk.0.attn_q.weight"][-1] == 50
+    importance = importance_of(tmp_path / "imatrix.gguf", wide)
+    assert importance["blk.0.attn_q.weight"][-1] == 50
     files = {}
     for name, options in {
         "plain": {},
         "head": {"tensor_types": (("token_embd", "q8_0"),)},
-        "weighed": {"importance": tmp_path / "imatrix.gguf"},
+        "weighed": {"importance": importance},
     }.items():
         export_files(wide, {tmp_path / f"{name}.gguf": "q4_k_m"}, **options)
         files[name] = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / f"{name}.gguf").tensors}
@@ -136,13 +138,11 @@ def test_type_of_single_tensors_and_importance(wide: Path, tmp_path: Path) -> No
     assert files["head"]["token_embd.weight"].tensor_type.name == "Q8_0"
     assert files["plain"]["token_embd.weight"].tensor_type.name != "Q8_0"
     assert (files["plain"]["blk.0.attn_q.weight"].data != files["weighed"]["blk.0.attn_q.weight"].data).any()
-    for options, message in (
-        ({"tensor_types": (("token_embd", "q9"),)}, "q9"),
-        ({"importance": tmp_path / "plain.gguf"}, "importance"),
-    ):
-        with pytest.raises(DataError, match=message):
-            export_files(wide, {tmp_path / "bad.gguf": "q4_k_m"}, **options)
-        assert not [path for path in tmp_path.iterdir() if "bad" in path.name]
+    with pytest.raises(DataError, match="q9"):
+        export_files(wide, {tmp_path / "bad.gguf": "q4_k_m"}, tensor_types=(("token_embd", "q9"),))
+    assert not [path for path in tmp_path.iterdir() if "bad" in path.name]
+    with pytest.raises(DataError, match="importance"):
+        importance_of(tmp_path / "plain.gguf", wide)
 
 
 @pytest.mark.slow
@@ -151,17 +151,16 @@ def test_importance_measured_on_a_text(tmp_path: Path) -> None:
     demo, kl = tiny.ROOT / "data" / "demo-target", []
     calibration = tmp_path / "calibration.txt"
     calibration.write_text("\n".join(held_out_texts(("validation",)))[:30_000], encoding="utf-8")
-    for importance in (None, calibration):
+    for importance in (None, importance_of(calibration, demo)):
         export_files(demo, {tmp_path / "m.gguf": "q2_k"}, importance=importance)
         kl.append(compare(Source.open(demo), tmp_path / "m.gguf", held_out_texts(("test",))[:1], 400).kl)
     assert kl[1] < 0.9 * kl[0]
-    for content, message in (("a", "too short"), (b"\xff", "not UTF-8")):
-        calibration.write_bytes(content.encode() if isinstance(content, str) else content)
+    for content, message in ((b"a", "too short"), (b"\xff", "not UTF-8")):
+        calibration.write_bytes(content)
         with pytest.raises(DataError, match=message):
-            export_files(demo, {tmp_path / "n.gguf": "q2_k"}, importance=calibration)
+            importance_of(calibration, demo)
     with pytest.raises(DataError, match="cannot be read"):
-        export_files(demo, {tmp_path / "n.gguf": "q2_k"}, importance=tmp_path / "nowhere")
-    assert not [path for path in tmp_path.iterdir() if "n.gguf" in path.name]
+        importance_of(tmp_path / "nowhere", demo)
 
 
 @needs_llama
