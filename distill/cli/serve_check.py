@@ -74,7 +74,7 @@ def pair_files(
 def _gguf(path: Path) -> str:
     reference = shared.local_reference(str(path))
     if not reference.endswith(".gguf"):
-        raise RecipeError(f"{path} is no GGUF file", "llama-server serves those: `distill export-gguf` writes them")
+        raise RecipeError(f"{path} is not a GGUF file", "llama-server serves those: `distill export-gguf` writes them")
     return reference
 
 

@@ -261,7 +261,7 @@ def _difference(one: Difference) -> str:
         return f"EXPLAINED: {what}: that costs {shown(one.loss)} tokens per round. To mend it, {one.advice}."
     if math.isnan(one.loss.mean):
         return f"Not measured: {what}. If acceptance is low, {one.advice}."
-    return f"No cause: {what}; it costs {shown(one.loss)} tokens per round."
+    return f"Not a cause: {what}: it costs {shown(one.loss)} tokens per round."
 
 
 def _speed(report: ServeReport) -> str:

@@ -54,7 +54,7 @@ class Http:
                 limits=httpx2.Limits(max_connections=CONNECTIONS, max_keepalive_connections=0),
             )
         except httpx2.InvalidURL:
-            raise RecipeError(f"{url} is no address of a server", "such as http://127.0.0.1:8080") from None
+            raise RecipeError(f"{url} is not the address of a server", "such as http://127.0.0.1:8080") from None
 
     def get(self, path: str) -> httpx2.Response:
         """A reply of any status; ServingError where none comes."""
@@ -70,7 +70,7 @@ class Http:
         found = parse_object(response.content)
         if isinstance(found, str):
             raise ServingError(
-                f"{self.url}{path} replied with no JSON object: {found}", "is this the server's address?"
+                f"{self.url}{path} did not reply with a JSON object: {found}", "is this the server's address?"
             )
         return found
 
@@ -96,7 +96,7 @@ class Http:
                 continue
             event = parse_object(value)
             if isinstance(event, str):
-                raise ServingError(f"{self.url}{path} sent an event that is no JSON object: {event}", "see its log")
+                raise ServingError(f"{self.url}{path} sent an event that is not a JSON object: {event}", "see its log")
             if name == b"error" or "error" in event:
                 raise self._refused(path, 200, value)
             events.append(event)
@@ -123,7 +123,7 @@ class Http:
                 "ask for fewer --tokens, or wait longer (--reply-seconds)",
             ) from None
         except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
-            raise RecipeError(f"{self.url} is no address of a server", "such as http://127.0.0.1:8080") from None
+            raise RecipeError(f"{self.url} is not the address of a server", "such as http://127.0.0.1:8080") from None
         except (httpx2.TransportError, httpx2.DecodingError) as error:
             raise self._broken(error) from None
 

@@ -155,7 +155,7 @@ def require_binary(binary: Path) -> Path:
     found = shutil.which(binary)
     if found is None:
         raise RecipeError(
-            f"--server {binary}: there is no such program, or it is none that can be run",
+            f"--server {binary}: there is no such program, or it cannot be run",
             "give the path of llama-server (scripts/build_llama_cpp.sh builds one)",
         )
     return Path(found)

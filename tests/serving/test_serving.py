@@ -170,7 +170,7 @@ def test_programs_that_are_none(tmp_path: Path) -> None:
         require_binary(Path("no-llama-server-of-this-name"))
     (tmp_path / "text").write_text("words")
     for path in (tmp_path, tmp_path / "text"):
-        with pytest.raises(RecipeError, match=r"can be run"):
+        with pytest.raises(RecipeError, match=r"cannot be run"):
             require_binary(path)
     (tmp_path / "text").chmod(0o755)
     (tmp_path / "text").write_bytes(b"\x7fELF damaged")
@@ -238,7 +238,7 @@ def test_addresses_where_nobody_answers() -> None:
     with pytest.raises(ServingError, match=r"cannot be reached[\s\S]*--url"):
         kind_of_server(Http(url, 2))
     for wrong in ("127.0.0.1:80", "ftp://x"):
-        with pytest.raises(RecipeError, match="no address of a server"):
+        with pytest.raises(RecipeError, match="not the address of a server"):
             Http(wrong, 1).get("/props")
     with pytest.raises(RecipeError, match="holds no key"):
         Http(url, 1, "NO_SUCH_VARIABLE_HERE")
@@ -394,7 +394,7 @@ def test_the_option_that_costs_acceptance_is_named(settings: LlamaServer, change
 @pytest.mark.usefixtures("ours")
 def test_what_costs_nothing_is_no_cause_and_the_rest_is_named(settings: LlamaServer) -> None:
     found = check_started(wanted(concurrency=(1,)), replace(settings, further=("--cache-type-k", "q8_0")))
-    assert found.sentences[1].startswith("No cause: the type of the target's cached keys is q8_0")
+    assert found.sentences[1].startswith("Not a cause: the type of the target's cached keys is q8_0")
     worse = replace(found, differences=[])
     reference = Reference("the same files", found.acceptance[1], Interval(1.0, 0.8, 1.2))
     assert any("are not explained" in one and "b1-0c1e570" in one for one in sentences(worse, reference))
