@@ -1,4 +1,4 @@
-"""The files of a model folder beside its weights: config.json, checked when read, and those of the tokenizer."""
+"""The files of a model folder: config.json, checked when read, the tokenizer's, and the tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from distill.errors import DataError
 from distill.files import LARGEST, copy_file, has_form, kind_of, parse_json, read_object, write_json, write_text
 from distill.vocabulary.files import tokenizer_settings
-
-# ── The files of a model folder beside its weights: config.json, checked when read, and those of the tokenizer ──
 
 HINT = "correct config.json, or copy the folder again"
 FORMS: dict[str, tuple[Any, str]] = {
@@ -118,8 +116,7 @@ def pin_tokenizer(folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", settings)
 
 
-# ── Tensors in the safetensors files of a model folder: names, types and shapes from the headers, values in parts
-# ──
+# ── Tensors in safetensors files: names, types and shapes from the headers, values in parts ──
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""`distill export-gguf`: GGUF files of a run, or of a Hugging Face folder."""
+"""`distill export-gguf` and `distill import-gguf`: a model folder as GGUF files, and back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from distill.progress import announce, note, warn
 from distill.recipe.measuring import OUTTYPES
 from distill.recipe.recipe import REASON
 from distill.run import Run
-
-# ── `distill export-gguf`: GGUF files of a run, or of a Hugging Face folder ──
 
 if TYPE_CHECKING:
     from distill.export.results import Parity
@@ -178,7 +176,7 @@ def _override(value: str) -> tuple[str, str]:
     return pattern, kind
 
 
-# ── `distill import-gguf`: a GGUF file as a Hugging Face folder ──
+# ── `distill import-gguf` ──
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -1,4 +1,4 @@
-"""Parity of a GGUF file with the Hugging Face folder that it was exported from."""
+"""Stage `export`: GGUF files of draft and target, read back and compared with the folders that they are made of."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ from distill.recipe.recipe import REASON
 from distill.run import Run
 from distill.sampler import place_of, require_finite
 from distill.vocabulary.files import tokenizer_content
-
-# ── Parity of a GGUF file with the Hugging Face folder that it was exported from ──
 
 WINDOW = 256
 # Texts for a comparison where none are given: cases that tokenizers handle differently.
@@ -243,7 +241,7 @@ def advice_of(run: Run) -> Advice | None:
     return Advice(best.length or 0, 0.0 if floors else None)
 
 
-# ── Stage `export`: GGUF files of draft and target, read back and compared with Hugging Face ──
+# ── The stage ──
 
 POSITIONS = 2000  # of test texts, on which each file is compared with transformers in float32
 

@@ -1,4 +1,8 @@
-"""config.json of a model that is exported: its sizes, and what llama.cpp would compute differently, refused."""
+"""The families of models that GGUF files are made of and read back from, and the sizes in a model's config.json.
+
+llama.cpp's names, shapes and orders, from its converter (conversion/*.py) and models (src/models/*.cpp). Shapes are
+written with H hidden, Q all query heads, K all key heads, D one head, F the MLP's width.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,6 @@ from typing import Any, NoReturn
 
 from distill.errors import DataError
 from distill.folders import read_config
-
-# ── The families of models that GGUF files are made of and read back from: llama.cpp's names, shapes and orders ──
-# Source: the converter of llama.cpp (conversion/*.py) and its models (src/models/*.cpp). Shapes are written with H
-# hidden, Q all query heads, K all key heads, D one head, F the MLP's width.
 
 # Part of a layer in Hugging Face: its name in GGUF, the letters of its shape.
 Parts = Mapping[str, tuple[str, str]]
@@ -201,7 +201,7 @@ def part_of(name: str) -> str:
     return name.rsplit(".", 1)[0].split(".", 3)[-1]
 
 
-# ── config.json of a model that is exported: its sizes, and what llama.cpp would compute differently, refused ──
+# ── config.json of a model that is exported; what llama.cpp would compute differently is refused ──
 
 CORRECT = "correct config.json"
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")

@@ -17,8 +17,6 @@ import numpy as np
 from distill.errors import DataError
 from distill.vocabulary.encoding import LLAMA3_NAMES
 
-# ── The head of a GGUF file, its metadata and list of tensors, without llama.cpp and without weights ──
-
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
@@ -244,8 +242,7 @@ def write_head(path: Path, writer: Any, rows: Sequence[TensorRow]) -> None:
         writer.close()
 
 
-# ── Kinds of tokens, roles of special ones, and what llama.cpp takes where a GGUF file names none (llama-vocab.cpp)
-# ──
+# ── Kinds and roles of tokens, and llama.cpp's defaults where a file names none (llama-vocab.cpp) ──
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # gguf.TokenType, and SentencePiece's own numbers
 # Roles whose word in tokenizer.ggml.WORD_token_id is another.

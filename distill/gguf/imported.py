@@ -1,4 +1,4 @@
-"""config.json from the metadata of a GGUF file: the inverse of model_fields.py."""
+"""config.json and the tokenizer from the metadata of a GGUF file: the inverses of fields.py and tokenizer.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from distill.gguf.head import (
 from distill.vocabulary.encoding import IGNORE_MERGES, PRE_STEPS, pre_tokenizer_of
 from distill.vocabulary.vocabulary import MARKERS, NAMED_ROLES, SPACE
 
-# ── config.json from the metadata of a GGUF file: the inverse of model_fields.py ──
+# ── config.json from the metadata of a GGUF file: the inverse of fields.py ──
 
 # model_type by llama.cpp's architecture: the first family that is written as it (mistral is written as llama).
 MODEL_TYPES = {family.architecture: kind for kind, family in reversed(list(FAMILIES.items()))}

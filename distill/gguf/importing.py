@@ -31,8 +31,7 @@ from distill.gguf.library import require_loadable
 from distill.gguf.tensors import PART_VALUES, ValuesProgress
 from distill.progress import note
 
-# ── The tensors of a GGUF file as model.safetensors: dequantised and put back into Hugging Face's order, in parts
-# ──
+# ── The tensors as model.safetensors: dequantised and put back into Hugging Face's order ──
 # A tensor is read, converted and written some rows at a time, so that memory does not grow with the model.
 
 if TYPE_CHECKING:
@@ -195,8 +194,7 @@ def write_weights(place: Path, tensors: Mapping[str, Source], types: Mapping[str
                 progress.add(part.size)
 
 
-# ── A GGUF file imported: into a folder that the user names, or into the cache, where every reader of folders finds
-# it ──
+# ── The folder: one that the user names, or one in the cache ──
 
 WEIGHTS = "model.safetensors"
 FORMAT = 1  # of the folders in the cache

@@ -1,4 +1,4 @@
-"""What the installed build of llama.cpp can do, and a model's options as llama.cpp's parameters."""
+"""llama.cpp's library: what its build can do, a model's options as its parameters, and a file as it loads it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from distill.progress import is_verbose
 from distill.recipe import GgufOptions
 from distill.recipe.measuring import NO_DEVICE, ON_CPU
 
-# ── llama.cpp through the low-level API of llama-cpp-python: loaded once, without its log, with its last errors
-# kept ──
+# ── llama-cpp-python's low-level API: loaded once, its log silenced, its last errors kept ──
 
 LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 4, 5
 ERRORS: deque[str] = deque(maxlen=4)
@@ -73,7 +72,7 @@ def last_errors() -> str:
     return "; ".join(ERRORS) or "llama.cpp gave no reason"
 
 
-# ── What the installed build of llama.cpp can do, and a model's options as llama.cpp's parameters ──
+# ── What the installed build can do, and a model's options as llama.cpp's parameters ──
 
 GPU, INTEGRATED_GPU = 1, 2  # of ggml's enum ggml_backend_dev_type
 BUILD = (

@@ -98,7 +98,7 @@ def _ggml_type(kind: str) -> Any:
         raise DataError(f"tensor type {kind!r} is unknown", "use a type of ggml, such as q8_0, q6_k or f16") from None
 
 
-# ── Write a Hugging Face folder as GGUF files, each whole or not at all ──
+# ── The files ──
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType

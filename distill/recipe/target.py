@@ -158,8 +158,7 @@ def parse_section(section: type[SomeSection], raw: dict[str, Any], where: str = 
         raise RecipeError(what, "docs/recipes.md lists every key") from error
 
 
-# ── Recipe sections: who writes the answers and gives the distributions where the target does not run in
-# transformers ──
+# ── Who writes the answers and gives the distributions where the target does not run in transformers ──
 
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 LONGEST_WAIT = 86400  # seconds
@@ -262,7 +261,7 @@ class TeacherServer(Servers):
     )
 
 
-# ── Recipe sections: the target, its sampler, its answers and the store of its distributions ──
+# ── The target, its sampler, its answers and the store of its distributions ──
 
 HOTTEST = 100  # largest temperature; above it, every distribution is uniform
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

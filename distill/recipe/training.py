@@ -1,4 +1,4 @@
-"""Recipe sections: training."""
+"""Recipe sections: training, the donor, and the cuts that make a draft of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from distill.recipe.target import Section
-
-# ── Recipe sections: training ──
 
 
 class Adapter(Section):
@@ -175,7 +173,7 @@ class Train(Section):
         return self
 
 
-# ── Recipe sections: the donor, and the cuts that make a draft of it ──
+# ── The donor and its cuts ──
 
 
 class Transplant(Section):

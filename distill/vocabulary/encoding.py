@@ -1,4 +1,4 @@
-"""Bytes and text written in the tokens of a vocabulary.
+"""Bytes and text written in the tokens of a vocabulary; pre-tokenizers by llama.cpp's names.
 
 Bytes decide, never decoded text. Nothing is put in front: no space, no special token.
 """
@@ -11,8 +11,6 @@ from typing import Any
 
 from distill.vocabulary.files import added_around, open_tokenizer
 from distill.vocabulary.vocabulary import SPACE, Vocabulary, to_mapped
-
-# ── Bytes and text written in the tokens of a vocabulary ──
 
 REPLACEMENT = "\ufffd"  # stands for a byte that a vocabulary cannot write
 

@@ -162,8 +162,7 @@ def stand_ins(source: Mapping[str, int], destination: Mapping[str, int]) -> dict
     return {source[role]: destination["eos"] for role in ("bos", "pad") if role in source and role not in destination}
 
 
-# ── The tokens of a tokenizer folder by id: their bytes, kinds and roles, from tokenizer.json and
-# tokenizer_config.json ──
+# ── The vocabulary of a folder ──
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTROL = re.compile(r"[<\[].+[>\]]", re.DOTALL)

@@ -367,7 +367,8 @@ def engine_on_other_prompts(run: Path, world: Path, capsys: pytest.CaptureFixtur
     with tiny.one_thread():
         sizes = ("--count", 2, "--tokens", 8, "--lengths", 2)
         assert tiny.call("speedup", run, *prompts, *sizes, *more, "-o", "json") == 0
-    (engine,) = {row["backend"] for row in json.loads(capsys.readouterr().out)["measurements"]}
+    (part,) = json.loads(capsys.readouterr().out)["parts"]
+    (engine,) = {row["backend"] for row in part["measurements"]}
     return str(engine)
 
 
