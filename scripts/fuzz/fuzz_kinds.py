@@ -623,7 +623,7 @@ def read_gguf(world: World, found: bytes) -> Readers:
             token_bytes_and_ends(model)
             model.extend(ids).argmax()
             model.rollback([1])
-            model.extend(ids[:3]).top(2)
+            model.extend(ids[:3]).full()
 
     return [lambda: encode_prompt(str(path), "def alpha"), decode]
 
