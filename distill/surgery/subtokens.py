@@ -253,7 +253,7 @@ SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransplantInputs:
     """A transplant found possible, with everything read from the files of both models."""
 
     donor: Vocabulary
@@ -271,7 +271,7 @@ def check_transplant(
     overrides: Mapping[str, str] | None = None,
     *,
     rows: int | None = None,
-) -> Plan:
+) -> TransplantInputs:
     """Read the files that a transplant needs, no weights; raises DataError for an impossible transplant.
 
     `donor` is a model folder, `target` a model or tokenizer folder, `rows` the rows to write where the target has no
@@ -296,7 +296,7 @@ def check_transplant(
             f"the donor's tokenizer has {ours.size} tokens, its embedding {tensors[EMBEDDING].shape[0]} rows"
         )
     check_overrides(theirs, overrides or {})
-    return Plan(
+    return TransplantInputs(
         donor=ours,
         target=theirs,
         tensors=tensors,

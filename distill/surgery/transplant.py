@@ -28,7 +28,7 @@ from distill.surgery.subtokens import (
     EMBEDDING,
     HEAD,
     Mixture,
-    Plan,
+    TransplantInputs,
     check_transplant,
     describe_subtokens,
     map_subtokens,
@@ -75,17 +75,17 @@ def transplant(
         raise DataError(f"dtype `{dtype}` cannot be written", f"choose {', '.join(WRITTEN)}")
     if not decay > 0:
         raise DataError(f"decay is {decay}; it must be positive", "0.5 halves the weight from subtoken to subtoken")
-    plan = check_transplant(donor, target, rows=rows, overrides=overrides)
-    subtokens = map_subtokens(plan.donor, plan.target, overrides)
-    details = describe_subtokens(subtokens, plan.donor, plan.target)
+    inputs = check_transplant(donor, target, rows=rows, overrides=overrides)
+    subtokens = map_subtokens(inputs.donor, inputs.target, overrides)
+    details = describe_subtokens(subtokens, inputs.donor, inputs.target)
     mixtures = {EMBEDDING: subtokens.last(), HEAD: subtokens.front_loaded(decay)}
-    same = plan.donor.same_as(plan.target)
-    mixtures = {name: _with_padding(mixture, plan, same) for name, mixture in mixtures.items()}
-    details |= {"padding_rows": plan.rows - plan.target.size, "same_vocabulary": same, "zero_rows": 0}
-    tied = plan.tied and mixtures[EMBEDDING].same_as(mixtures[HEAD])
-    outputs = _outputs(plan, mixtures, tied, dtype, details)
-    config = _new_config(plan, tied, dtype)
-    before, after = _size(plan.config, plan.tensors, plan.tied), _size(config, outputs, tied)
+    same = inputs.donor.same_as(inputs.target)
+    mixtures = {name: _with_padding(mixture, inputs, same) for name, mixture in mixtures.items()}
+    details |= {"padding_rows": inputs.rows - inputs.target.size, "same_vocabulary": same, "zero_rows": 0}
+    tied = inputs.tied and mixtures[EMBEDDING].same_as(mixtures[HEAD])
+    outputs = _outputs(inputs, mixtures, tied, dtype, details)
+    config = _new_config(inputs, tied, dtype)
+    before, after = _size(inputs.config, inputs.tensors, inputs.tied), _size(config, outputs, tied)
     before_this, done = read_changes(donor), Change("transplant", before, after, details=details)
 
     def save(folder: Path) -> None:
@@ -120,11 +120,11 @@ def _check_places(donor: Path, target: Path, destination: Path) -> None:
         raise DataError(f"{destination} holds files but no model", "name a new folder, or empty this one")
 
 
-def _with_padding(mixture: Mixture, plan: Plan, same: bool) -> Mixture:
-    """The mixture with rows up to the plan's count: zero rows, or the donor's own padding for its own vocabulary."""
-    extra = plan.rows - plan.target.size
-    kept = min(extra, plan.tensors[EMBEDDING].shape[0] - plan.donor.size) if same else 0
-    ids = numpy.arange(plan.target.size, plan.target.size + kept, dtype=numpy.int32)
+def _with_padding(mixture: Mixture, inputs: TransplantInputs, same: bool) -> Mixture:
+    """The mixture with as many rows as are written: zero rows, or the donor's own padding for its own vocabulary."""
+    extra = inputs.rows - inputs.target.size
+    kept = min(extra, inputs.tensors[EMBEDDING].shape[0] - inputs.donor.size) if same else 0
+    ids = numpy.arange(inputs.target.size, inputs.target.size + kept, dtype=numpy.int32)
     steps = numpy.minimum(numpy.arange(1, extra + 1), kept)
     return Mixture(
         numpy.concatenate([mixture.offsets, mixture.offsets[-1] + steps]),
@@ -157,7 +157,7 @@ def mixed_rows(matrix: Tensor, mixture: Mixture, first: int, last: int, dtype: t
 
 
 def _outputs(
-    plan: Plan, mixtures: Mapping[str, Mixture], tied: bool, dtype: str | None, details: dict[str, Any]
+    inputs: TransplantInputs, mixtures: Mapping[str, Mixture], tied: bool, dtype: str | None, details: dict[str, Any]
 ) -> dict[str, Written]:
     """Every tensor of the new model, in the order of its file."""
 
@@ -176,19 +176,19 @@ def _outputs(
 
         def parts() -> Iterator[Tensor]:
             matrix = tensor.read()
-            for first in range(0, plan.rows, CHUNK_ROWS):
-                last = min(first + CHUNK_ROWS, plan.rows)
+            for first in range(0, inputs.rows, CHUNK_ROWS):
+                last = min(first + CHUNK_ROWS, inputs.rows)
                 rows = mixed_rows(matrix, mixture, first, last, torch_type(kind))
                 used = torch.from_numpy(numpy.diff(mixture.offsets[first : last + 1]) > 0)
                 details["zero_rows"] += int((used & ~rows.any(1)).sum())
                 yield rows
 
-        return Written(kind, (plan.rows, tensor.shape[1]), parts)
+        return Written(kind, (inputs.rows, tensor.shape[1]), parts)
 
-    new = {name: copied(t) for name, t in plan.tensors.items() if name not in (EMBEDDING, HEAD)}
-    new[EMBEDDING] = mixed(plan.tensors[EMBEDDING], mixtures[EMBEDDING])
+    new = {name: copied(t) for name, t in inputs.tensors.items() if name not in (EMBEDDING, HEAD)}
+    new[EMBEDDING] = mixed(inputs.tensors[EMBEDDING], mixtures[EMBEDDING])
     if not tied:
-        new[HEAD] = mixed(plan.tensors[EMBEDDING if plan.tied else HEAD], mixtures[HEAD])
+        new[HEAD] = mixed(inputs.tensors[EMBEDDING if inputs.tied else HEAD], mixtures[HEAD])
     # The format aligns values: wide types first.
     return dict(sorted(new.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0])))
 
@@ -220,14 +220,14 @@ def _write_tensors(folder: Path, outputs: Mapping[str, Written]) -> None:
         write_json(folder / "model.safetensors.index.json", index)
 
 
-def _new_config(plan: Plan, tied: bool, dtype: str | None) -> dict[str, Any]:
-    config = {**plan.config, "vocab_size": plan.rows, "tie_word_embeddings": tied}
-    if "tie_word_embeddings" not in plan.config and not tied:
+def _new_config(inputs: TransplantInputs, tied: bool, dtype: str | None) -> dict[str, Any]:
+    config = {**inputs.config, "vocab_size": inputs.rows, "tie_word_embeddings": tied}
+    if "tie_word_embeddings" not in inputs.config and not tied:
         del config["tie_word_embeddings"]
     for role in ("bos", "eos", "pad"):
         key = f"{role}_token_id"
-        configured = plan.target_config.get(key)
-        config[key] = plan.target.roles.get(role) if configured is None else configured
+        configured = inputs.target_config.get(key)
+        config[key] = inputs.target.roles.get(role) if configured is None else configured
     if dtype is not None:
         key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
         config[key] = dtype

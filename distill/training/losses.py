@@ -280,12 +280,12 @@ def score_block(
     return values, gradient
 
 
-# ── Losses over the head in chunks: logits of at most `chunk` positions exist at once; gradients come in the same
-# pass ──
+# ── Losses over the head in chunks; gradients come in the same pass ──
+# Logits of at most `chunk` positions exist at once.
 # Legend: N scored positions, n of them in a chunk and r in a block, H hidden, R rows of the draft's head, C of them
 # that are columns of the distributions, M outcomes, L losses. A chunk is a matrix product; its logits are replaced
 # by their gradients block by block, in closed form and without a graph, in blocks small enough for the temporaries
-# of [r, C] to stay in a processor's cache. The losses are in bucket.py, their oracle in distill/divergences.py.
+# of [r, C] to stay in a processor's cache. The oracle of the losses is distill/divergences.py.
 # Head rows from C on are padding: no distribution gives them mass, and they have no logits here.
 
 CACHED = 2**20  # entries of a block for each thread of a processor: 4 MB in fp32
