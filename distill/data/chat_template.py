@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
-from distill.errors import DataError, RecipeError
-from distill.engines.torch.hugging_face import encode
-from distill.recipe import Chat
 
+from distill.engines.torch.hugging_face import encode
+from distill.errors import DataError, RecipeError
+from distill.recipe import Chat
 
 Message = Mapping[str, Any]
 OPENING, CLOSING = "<think>", "</think>"

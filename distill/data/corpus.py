@@ -8,18 +8,18 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
 from distill.data.chat_template import ChatTemplate
+from distill.data.packing import Packed, concatenate, pack
 from distill.data.prompts import ChatPrompts, cut_prompts
 from distill.data.sources import SPLITS, UNREAD, Document, Split, read_documents, require_splits, with_questions
+from distill.data.texts import Prompt, count_texts, write_lines
+from distill.engines.torch.hugging_face import encode, end_ids, load_tokenizer
 from distill.errors import DataError
 from distill.files import write_atomically, write_json
-from distill.engines.torch.hugging_face import encode, end_ids, load_tokenizer
-from distill.data.packing import Packed, concatenate, pack
 from distill.progress import Caution
 from distill.recipe import Corpus, Recipe
 from distill.run import Run
-from distill.data.texts import Prompt, count_texts, write_lines
-
 
 TOO_LONG = "given answers whose prompts fill corpus.block"
 MOST_DOCUMENTS, MOST_RECORDS = 1000, 20  # that a check reads of a local source and of a hub data set
@@ -154,7 +154,7 @@ def pack_given(
     return concatenate([part for part in parts if len(part)] or parts[:1]), {k: v for k, v in counts.items() if v}
 
 
-# ── before the first stage ──
+# ── Checks before the first stage ──
 
 
 def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], list[Document]]:
@@ -169,7 +169,7 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
     dropped: Counter[str] = Counter()
     for source in corpus.sources:
         if source.kind == "target":
-            continue  # see target/questions/asking.py
+            continue  # see teacher/questions.py
         if source.kind == "hub" and offline:
             unread.append(f"data set {source.path}")
             continue

@@ -1,4 +1,4 @@
-"""Token sequences packed into blocks, with document borders that attention and losses respect.
+"""Token sequences packed into blocks whose document borders attention and losses respect; and their forward pass.
 
 Legend: n blocks, S positions per block.
 """
@@ -9,16 +9,15 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
-from distill.errors import DataError
-from functools import cache
-from typing import Any
 from torch.nn.functional import scaled_dot_product_attention
 
-
-# ── Token sequences packed into blocks, with document borders that attention and losses respect ──
+from distill.errors import DataError
 
 PADDING = -1  # document number of positions that hold no token
 
@@ -175,7 +174,7 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(mixed))
 
 
-# ── The forward pass of a model over packed blocks, in which no document attends to another ──
+# ── The forward pass, in which documents do not attend to each other ──
 # A mask costs S × S cells, and torch keeps a copy in fp32 per layer for the backward pass. On a CPU, and in long
 # blocks elsewhere, the place of the mask is taken by a list of segments, and each document attends to itself alone:
 # memory and work grow with S. transformers hands the list to its attention function as it hands over a mask; under

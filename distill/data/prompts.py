@@ -1,33 +1,27 @@
-"""Prompts as token ids: beginnings and later parts of documents, and first questions of conversations."""
+"""Prompts as token ids: cut from documents and conversations of the corpus, or read from files that a user gives."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import takewhile
-from typing import Any
-from distill.data.chat_template import CLOSING, ChatTemplate
-from distill.data.sources import Document
-from distill.data.texts import Prompt
-import functools
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from distill.data.chat_template import ChatTemplate
-from distill.data.sources import LISTS, PROMPTS
-from distill.data.sources import read_documents
+from typing import Any
+
+from distill.data.chat_template import CLOSING, ChatTemplate
+from distill.data.sources import LISTS, PROMPTS, Document, read_documents
+from distill.data.texts import Prompt
+from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError
 from distill.files import require_path
+from distill.gguf.head import open_head
 from distill.gguf.importing import is_gguf
 from distill.gguf.library import GgufFile
-from distill.gguf.head import open_head
-from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.recipe import Chat, Corpus, Source
-
-
-# ── Prompts as token ids: beginnings and later parts of documents, and first questions of conversations ──
 
 Candidate = tuple[int, bytes, Document, int]  # number of the part, its rank by the seed, its document and offset
 
@@ -188,8 +182,7 @@ def _mixed(candidates: list[Candidate], weights: Mapping[str, float]) -> list[Ca
     return found
 
 
-# ── The prompts that a user gives for a pair: records, conversations through the target's template, or plain text
-# ──
+# ── Prompts that a user gives for a pair ──
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}  # anything else is text
 FIELDS = ", ".join(("text", *PROMPTS)) + f" or {', '.join(LISTS)} (lists)"  # that are read

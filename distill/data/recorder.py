@@ -6,36 +6,30 @@ parsing one piece takes.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import errno
 import json
 import os
 import pickle
+import random
 import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
-from distill.errors import explain_write_fault
-from distill.progress import warn
-from distill.data.exchanges import read_exchange, redacted
-from collections.abc import Callable
-from dataclasses import dataclass, field
+
 import h11
-from distill.data.exchanges import CHAT, TEXT
-import asyncio
-import random
-from dataclasses import dataclass
-from distill.errors import RecipeError
-from distill.progress import noting
-from distill.progress import note, warn
 
+from distill.data.exchanges import CHAT, TEXT, read_exchange, redacted
+from distill.errors import RecipeError, explain_write_fault
+from distill.progress import note, noting, warn
 
-# ── The process that writes what is recorded: reads exchanges from its stdin, redacts them, and writes and rotates
-# files ──
+# ── The process that redacts exchanges and writes them ──
 # A process, not a thread: JSON and regular expressions hold Python's lock, one bad pattern for minutes, and no
 # reply may wait for them. Nothing is on the disk that has not been redacted. Its stdout has the counts after each
 # exchange, as a line of JSON; it ends with its stdin.
@@ -136,7 +130,7 @@ def main() -> None:
     writer.close()
 
 
-# ── The exchanges of one connection, put together by h11 from copies of its bytes ──
+# ── The exchanges of one connection ──
 
 MAX_BYTES = 16 * 2**20  # of a request or reply that is recorded
 MAX_HEADER_BYTES = 2**16
@@ -267,8 +261,7 @@ class Watcher:
         return Exchange(kind, fault)
 
 
-# ── `distill record`: a proxy that passes bytes on, and gives copies of the exchanges to the process that writes
-# them ──
+# ── The proxy ──
 
 MODULE = "distill.data.recorder"
 PIECE_BYTES = 2**16
@@ -366,8 +359,6 @@ class Proxy:
                     task.cancel()
             await asyncio.sleep(0.02)
 
-    # ── a connection ──
-
     async def _connect(self, client_in: asyncio.StreamReader, client_out: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -408,8 +399,6 @@ class Proxy:
                     client_out.write_eof()
                     while await client_in.read(PIECE_BYTES):  # closed with unread bytes, the reply would be lost
                         pass
-
-    # ── what is kept ──
 
     def _sampled(self) -> bool:
         return self._random.random() < self.settings.sample

@@ -1,31 +1,29 @@
-"""Where documents come from: source trees, text files, jsonl and hub data sets."""
+"""The documents of a corpus and the split of each: from source trees, text files, and records and conversations.
+
+Records stand in jsonl, csv and parquet files, and in hub data sets.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import glob
 import hashlib
 import json
-import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
-from distill.errors import DataError
-from distill.files import has_form, parse_object
-from distill.recipe import Source
-import glob
 import re
+import sys
 import sysconfig
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
-from distill.files import names_of, read_utf8
+
+from distill.errors import DataError
+from distill.files import has_form, names_of, parse_object, read_utf8
 from distill.recipe import Corpus, Source
 
-
-# ── Records of jsonl, csv and parquet files and of hub data sets, one mapping each, with the place that messages
-# name ──
-# And the conversations in them: chat messages, ShareGPT, lists of turns, prompt and answer, plain prompts.
+# ── Records of files and hub data sets ──
 
 Record = tuple[str, dict[str, Any]]  # where it stands, and its fields
 
@@ -111,7 +109,7 @@ def _hub(source: Source) -> Iterator[Record]:
         ) from error
 
 
-# ── conversations ──
+# ── Conversations: chat messages, ShareGPT, lists of turns, prompt and answer, plain prompts ──
 
 Messages = tuple[dict[str, Any], ...]  # role, content, and whatever else the template reads
 
@@ -231,7 +229,7 @@ def fingerprint(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# ── Where documents come from: source trees, text files, jsonl and hub data sets ──
+# ── Documents and their splits ──
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")

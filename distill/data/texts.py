@@ -1,4 +1,4 @@
-"""Prompts and answers as stages write them into the run directory, and the random seed of each prompt."""
+"""Prompts, answers and summaries of texts as stages write them into the run directory, and the seed of each prompt."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
+
 from distill.errors import DataError
 from distill.files import has_form, parse_object, write_text
 from distill.run import Run
-from dataclasses import dataclass, field
-
-
-# ── Prompts and answers as stages write them into the run directory, and the random seed of each prompt ──
 
 LARGEST_ID = 2**31 - 1  # token ids are stored as int32
 # The forms of the lines of prompts-SPLIT.jsonl and of answers.
@@ -32,7 +29,7 @@ FURTHER = {**dict.fromkeys(("source", "label", "mode", "dropped"), str), "ended"
 class Prompt:
     """The origin of a prompt (`name@character`, and the corpus source) and its token ids.
 
-    Of a conversation, `chat` has what renders its further turns (see documents/chat_template.py). `label` is the
+    Of a conversation, `chat` has what renders its further turns (see data/chat_template.py). `label` is the
     class of text that reports show.
     """
 
@@ -245,7 +242,8 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     return next((at for at, (a, b) in enumerate(zip_longest(left, right)) if a != b), None)
 
 
-# ── The texts of a run: the summaries of stages questions, corpus and answers as dataclasses ──
+# ── Summaries of stages questions, corpus and answers ──
+
 
 @dataclass(frozen=True)
 class TextCount:

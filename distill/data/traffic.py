@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
 from distill.data.sources import split_of
+from distill.data.texts import Answer, Prompt, is_looping, write_lines
 from distill.errors import DataError
 from distill.files import has_form, names_of, parse_object, read_json, write_json
 from distill.run import Run
-from distill.data.texts import Answer, Prompt, is_looping, write_lines
-
 
 if TYPE_CHECKING:
     from distill.recipe import Chat, Recipe

@@ -46,8 +46,7 @@ from distill.teacher.stage import write_store
 from distill.teacher.store import ANSWERS, Split, held_out, served_answers, sizes, target_metadata
 from distill.teacher.writers import GgufWriter, ServerWriter, TorchWriter, require_gguf
 
-# ── Prompts put to a writer in fixed groups: one file of answers each, and the journal of a group that is being
-# written ──
+# ── Groups of prompts: a file of answers each, and the journal of a group that is being written ──
 # Groups are a pure function of the prompts, so the files do not depend on the order of replies, on kills or on the
 # number of processes.
 
@@ -337,7 +336,7 @@ def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
         return [f"answers: {url} serves {model}" for url, model, _ in endpoint.served()], []
 
 
-# ── Stage `answers`: the target's own text, group by group, from whatever runs the target ──
+# ── The stages ──
 
 
 def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:

@@ -1,5 +1,5 @@
-"""The target's likeliest tokens at scored positions, which a compact store holds, of a model in transformers or of the
-quantised weights that will be served, read by llama.cpp.
+"""The target's likeliest tokens at scored positions, which a compact store holds: read from a model in transformers,
+from quantised weights in llama.cpp, or from a server.
 
 Legend: n blocks, S positions, N scored positions, c of them at once, V vocabulary, K entries, M temperatures.
 """
@@ -26,9 +26,6 @@ from distill.recipe.measuring import CHANGES_LOGITS
 from distill.teacher.endpoint import Endpoint, Refused, Unanswered
 from distill.teacher.store import compress, log_tail_at
 from distill.teacher.writers import require_gguf
-
-# ── The target's likeliest tokens at scored positions, which a compact store holds, of a model in transformers or
-# of the ──
 
 ROWS = 512  # positions whose logits are read at once
 CACHED = 2**20  # cells of logits, 4 MB
@@ -186,7 +183,7 @@ class GgufReader:
         self.model.close()
 
 
-# ── A served target's distributions: the log-probabilities of prompts that vLLM's /v1/completions returns ──
+# ── A served target: the log-probabilities of prompts that vLLM's /v1/completions returns ──
 # A request sends a document as the prompt and asks for `prompt_logprobs`. The reply lists for each prompt token the
 # K likeliest tokens at its place, given the tokens before, and the token itself: {"ID": {"logprob": …, "rank": …}};
 # the first token has none. vLLM applies no temperature to them.

@@ -40,8 +40,7 @@ from distill.recipe import Recipe, SamplerSettings, Source
 from distill.run import Run
 from distill.teacher.answers import Rules, rules_of, write_answers, writer_kind
 
-# ── Which of the texts that the target wrote behind its user header are questions to ask, and how varied those are
-# ──
+# ── Which texts are usable questions, and how varied those are ──
 
 FEWEST_TOKENS = 3  # of a question
 SIMILAR = 0.7  # the Jaccard similarity of word 3-grams from which two questions are near-duplicates
@@ -142,8 +141,7 @@ def lengths(counts: Sequence[int]) -> tuple[float, float]:
     return float(median(counts)), float(sorted(counts)[math.ceil(0.9 * len(counts)) - 1])
 
 
-# ── What a corpus source of kind target asks for: user headers behind which questions are written, samplers, limits
-# ──
+# ── The conversations ──
 
 OPENINGS = 4  # are shown
 TEXTS_PER_QUESTION = 3  # are asked for at most
@@ -257,7 +255,7 @@ def check_questions(recipe: Recipe) -> list[str]:
     return lines
 
 
-# ── Stage `questions`: the target writes the questions that it will be asked ──
+# ── The stage ──
 
 EXPECTED, LOWEST_EXPECTED = 0.8, 1 / TEXTS_PER_QUESTION  # share of usable texts
 SURPLUS = 1.1  # more are asked for, to be sure

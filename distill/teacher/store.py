@@ -37,8 +37,6 @@ from distill.run import Run, verify_artifact
 from distill.sampler import require_finite
 from distill.teacher.distributions import EMPTY, CompactTeacher, Head, LogitForm, Teacher, TeacherChunk, require_head
 
-# ── The teacher store: the packed blocks and the target's distributions on them, in checksummed shards ──
-
 FORMAT = 2
 # The form of manifest.json for every kind of store.
 MANIFEST: dict[Any, Any] = {
@@ -247,7 +245,7 @@ def head_path(folder: Path) -> Path:
     return folder / "head.safetensors"
 
 
-# ── Held-out texts of a run that never loads the target, as stages `validation` and `test` have left them ──
+# ── Held-out texts of a run that never loads the target ──
 
 Split = Literal["validation", "test"]
 ANSWERS = "answers"  # the name of the files of answers
@@ -306,7 +304,7 @@ def served_answers(run: Run, split: Split) -> list[Answer]:
     return read_answers(run, f"traffic-{split}")
 
 
-# ── The distributions that a draft learns, whatever the kind of teacher ──
+# ── The distributions that a draft learns ──
 
 REDO = "make it again with `distill train RECIPE --redo teacher`, or go back to the recipe that it was made with"
 

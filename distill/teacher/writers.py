@@ -1,4 +1,4 @@
-"""Writers on this machine: the target in transformers, and a GGUF file of it in llama.cpp."""
+"""Writers of answers: the target in transformers, a GGUF file of it in llama.cpp, and servers with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from distill.recipe import Recipe
 from distill.sampler import Sampler
 from distill.teacher.endpoint import Endpoint, Refused, Unanswered, delay_seconds
 from distill.vocabulary import Vocabulary
-
-# ── Writers on this machine: the target in transformers, and a GGUF file of it in llama.cpp ──
 
 
 def require_gguf(target: str, path: str, setting: str) -> VocabularyMetadata:
@@ -138,7 +136,7 @@ class GgufWriter(_LocalWriter):
         self.engine = GgufModel(settings.gguf, context=context, options=recipe.gguf_options("target"))
 
 
-# ── Answers from servers with OpenAI's API: vLLM, SGLang, llama-server and others ──
+# ── Servers with OpenAI's API: vLLM, SGLang, llama-server and others ──
 
 MAX_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
 LARGEST_SEED = 2**31
@@ -177,8 +175,6 @@ class ServerWriter:
         except BaseException:
             self.endpoint.close()
             raise
-
-    # ── the loop ──
 
     def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
         """A reply to each request, in any order, also to those that are appended to `waiting` between replies.
@@ -254,8 +250,6 @@ class ServerWriter:
         except Unanswered as error:
             return Reply(request.id, [], False, f"no reply ({error})", error.detail, lasting=False)
 
-    # ── requests ──
-
     def _body(self, request: Request) -> dict[str, Any]:
         """What both kinds of request say. Every setting is sent: the servers' defaults differ, and none is off."""
         sampler, answers = self.recipe.sampler, self.recipe.answers
@@ -325,8 +319,6 @@ class ServerWriter:
             if (answer.get("usage") or {}).get("completion_tokens") in (generated, generated + ended):
                 return self._reply(request, answer, text, prompt)
         return Reply(request.id, [], False, REJOIN)
-
-    # ── replies ──
 
     def _require_choice(self, found: dict[str, Any]) -> None:
         """Raise Unanswered for a reply without a finished choice."""
@@ -402,7 +394,7 @@ class ServerWriter:
         ]
 
 
-# ── chat replies ──
+# ── Replies of the chat API ──
 
 
 def texts_of(message: dict[str, Any], prompt: str) -> Iterator[str]:
