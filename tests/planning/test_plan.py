@@ -415,7 +415,7 @@ def test_mistakes(arguments: tuple[str, ...], words: str, capsys: Capture) -> No
 
 
 def test_files_that_are_no_curves(tmp_path: Path) -> None:
-    texts = {"[]": "JSON object", '{"format": 9}': "no cost curve", '{"format": 1}': "`model` is missing"}
+    texts = {"[]": "JSON object", '{"format": 9}': "not a cost curve", '{"format": 1}': "`model` is missing"}
     for text, words in texts.items():
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(DataError, match=words):

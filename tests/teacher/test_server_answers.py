@@ -426,7 +426,6 @@ import sys
 from pathlib import Path
 from distill.recipe import load_recipe
 from distill.run import Run
-from distill.target import endpoint
 from distill.teacher.answers import answers
 recipe = load_recipe(Path(sys.argv[1]), sys.argv[3:])
 answers(recipe, Run(Path(sys.argv[2]), recipe))

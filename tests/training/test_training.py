@@ -46,6 +46,7 @@ from distill.decoding.rules import Rules
 from distill.engines.torch.hugging_face import load_model
 from distill.engines.torch.model import TorchModel
 from distill.errors import RunError
+from distill.files import read_json
 from distill.recipe import Train, load_recipe, parse_section
 from distill.run import BEGIN, Run
 from distill.sampler import Sampler
@@ -732,7 +733,10 @@ def test_a_training_says_what_its_answers_lack(
 ) -> None:
     counted = {"by_class": [{"label": "code", "mode": "", "texts": 3, "tokens": 99}]}
     prompts = [Prompt(f"t@{place}", [1, 2], label="code" if place else "sums") for place in range(4)]
-    monkeypatch.setattr("distill.training.setup.read_json", lambda *_: counted)
+    monkeypatch.setattr(
+        "distill.training.setup.read_json",
+        lambda path, *form: counted if path.name == "manifest.json" else read_json(path, *form),
+    )
     monkeypatch.setattr("distill.training.setup.read_prompts", lambda *_: prompts)
     train("train.steps=1")
     said = capsys.readouterr().err
