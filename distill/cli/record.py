@@ -64,7 +64,7 @@ def _address(upstream: str) -> tuple[str, int]:
         parts = urlsplit(upstream)
         host, port = parts.hostname, parts.port or 80
     except ValueError:
-        raise RecipeError(f"--upstream {upstream} is no address of a server", hint) from None
+        raise RecipeError(f"--upstream {upstream} is not the address of a server", hint) from None
     if parts.scheme == "https":
         raise RecipeError(
             f"--upstream {upstream}: https cannot be passed on, as the proxy changes no byte",
@@ -72,7 +72,7 @@ def _address(upstream: str) -> tuple[str, int]:
         )
     more = parts.path.rstrip("/") not in ("", "/v1") or parts.query or parts.fragment or parts.username is not None
     if parts.scheme != "http" or not host or more:
-        raise RecipeError(f"--upstream {upstream} is no address of a server", hint)
+        raise RecipeError(f"--upstream {upstream} is not the address of a server", hint)
     return host, port
 
 

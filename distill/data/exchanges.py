@@ -34,7 +34,7 @@ def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str,
     `reply` is a JSON object or a stream of server-sent events.
     """
     try:
-        asked = _object(request, "a request that is no JSON object")
+        asked = _object(request, "a request that is not a JSON object")
         line = _messages(asked) if kind == CHAT else _prompt(asked)
         choices = _choices(kind, _events(reply))
     except LeftOut as reason:
@@ -100,7 +100,7 @@ def _messages(asked: dict[str, Any]) -> dict[str, Any]:
         if isinstance(content, list) and len(content) == 1 and content[0].get("type") == "text":
             content = content[0]["text"]
         if not isinstance(content, str) or not isinstance(message["role"], str):
-            raise LeftOut("a message that is no text, or has several parts")
+            raise LeftOut("a message that is not text, or has several parts")
         message["content"] = content
     arguments = asked.get("chat_template_kwargs")
     return {"messages": messages, **({"chat_template_kwargs": dict(arguments)} if arguments else {})}
@@ -109,14 +109,14 @@ def _messages(asked: dict[str, Any]) -> dict[str, Any]:
 def _events(reply: bytes) -> Iterator[dict[str, Any]]:
     """The objects of a reply: one of a whole reply, that of each event of a streamed one."""
     if reply.lstrip()[:1] == b"{":
-        yield _object(reply, "a reply that is no JSON object")
+        yield _object(reply, "a reply that is not a JSON object")
         return
     for raw in reply.splitlines():
         name, _, value = raw.partition(b":")
         if name == b"error":
             raise LeftOut("an error within the reply")
         if name == b"data" and value.strip() != b"[DONE]":
-            yield _object(value, "an event that is no JSON object")
+            yield _object(value, "an event that is not a JSON object")
 
 
 def _choices(kind: str, events: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:

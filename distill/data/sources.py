@@ -87,7 +87,7 @@ def _parquet(path: Path) -> Iterator[Record]:
                     yield f"row {number}", record
     except pyarrow.ArrowException as error:
         first = str(error).splitlines()[0][:200]
-        raise DataError(f"{path} is no readable parquet file: {first}", "copy it again, or use jsonl") from error
+        raise DataError(f"{path} is not a readable parquet file: {first}", "copy it again, or use jsonl") from error
 
 
 def _hub(source: Source) -> Iterator[Record]:
@@ -158,7 +158,7 @@ def read_conversation(record: Mapping[str, Any], form: str, source: Source) -> M
     elif form == "turns":
         turns: Any = record.get(names.get("turns", "turns"))
         if not has_form(turns, [str]):
-            raise ValueError("turns that are no text")
+            raise ValueError("turns that are not text")
         messages = [{"role": "user", "content": turn} for turn in turns]
     else:
         messages = _messages(record.get(names.get(form, form)))
@@ -180,17 +180,17 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
     if not isinstance(value, list):
-        raise ValueError("messages that are no list")
+        raise ValueError("messages that are not a list")
     messages = []
     for one in value:
         if not isinstance(one, dict):
-            raise ValueError("a message that is no mapping")
+            raise ValueError("a message that is not a mapping")
         role = str(one.get("role", one.get("from")))
         if role.lower() not in SPEAKERS:
             raise ValueError(f"a message of the unknown role {role[:20]!r}")
         content = _text(one["content"] if "content" in one else one.get("value"))
         if content is None and not one.get("tool_calls"):
-            raise ValueError("a message whose content is no text")
+            raise ValueError("a message whose content is not text")
         extra = {name: one[name] for name in EXTRA if one.get(name)}
         messages.append({"role": SPEAKERS[role.lower()], "content": content or "", **extra})
     return messages
@@ -299,7 +299,7 @@ def question_files(corpus: Corpus) -> list[str]:
 
 
 def source_files(source: Source) -> list[Path]:
-    """The files of a source that is no tree and no hub data set: one, or all that match its path.
+    """The files of a source that is neither a tree nor a hub data set: one, or all that match its path.
 
     Raises DataError where there is none.
     """

@@ -81,7 +81,7 @@ class Request:
     """A prompt to continue: its token ids, the seed of its random numbers, and the most new tokens.
 
     `messages` are those that the prompt was rendered from, with the template's further `arguments` (such as
-    enable_thinking); None where it is no chat.
+    enable_thinking); None where it is not a chat.
     """
 
     id: str

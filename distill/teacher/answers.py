@@ -59,7 +59,7 @@ Writer = TorchWriter | GgufWriter | ServerWriter
 
 
 @dataclass(frozen=True)
-class Rules:
+class AnswerRules:
     """The recipe's seed and limits for requests and answers, and how texts are decoded.
 
     `room` is the most tokens of a prompt with its answer. `text_of` decodes the ids of an answer without its end token.
@@ -92,7 +92,7 @@ class Rules:
             return None
 
 
-def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = None) -> Rules:
+def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = None) -> AnswerRules:
     """The rules of requests and answers."""
     config = load_config(recipe.target.model)
     context: int = config.get_text_config().max_position_embeddings
@@ -102,7 +102,7 @@ def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = Non
         return decoded(tokenizer, [token for token in ids if token not in ends])
 
     room = min(recipe.corpus.block, context)
-    return Rules(recipe.seed, recipe.answers.new_tokens, room, recipe.answers.keep_truncated, text_of, template)
+    return AnswerRules(recipe.seed, recipe.answers.new_tokens, room, recipe.answers.keep_truncated, text_of, template)
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Conversation:
     answers: list[Answer] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
-    def begin(self, rules: Rules, known: dict[str, Reply]) -> None:
+    def begin(self, rules: AnswerRules, known: dict[str, Reply]) -> None:
         """Go on to the first request that no reply in `known` answers."""
         self.request = rules.request(self.prompt.id, self.prompt, self.prompt.ids, [])
         if self.request is None:
@@ -124,7 +124,7 @@ class Conversation:
         while self.request is not None and self.request.id in known:
             self.take(known[self.request.id], rules)
 
-    def take(self, reply: Reply, rules: Rules) -> None:
+    def take(self, reply: Reply, rules: AnswerRules) -> None:
         """Add the answer of a reply to the request, and go on to the next one."""
         assert self.request is not None
         answer = self._add(self.request.id, self.request.ids, reply, rules)
@@ -136,7 +136,7 @@ class Conversation:
         if ids is not None:
             self.request = rules.request(f"{self.prompt.id}/{len(self.texts)}", self.prompt, ids, self.texts)
 
-    def _add(self, name: str, ids: list[int], reply: Reply, rules: Rules) -> Answer:
+    def _add(self, name: str, ids: list[int], reply: Reply, rules: AnswerRules) -> Answer:
         own, looping = self.prompt, is_looping(reply.ids)
         ids = ids if reply.prompt is None else reply.prompt
         dropped = reply.dropped or ("" if reply.ended or rules.keep_truncated else "truncated")
@@ -156,7 +156,7 @@ class Group:
 
     @property
     def journal(self) -> Path:
-        """Where replies are kept until the file is written; hidden, so that it is no artifact."""
+        """Where replies are kept until the file is written; hidden, so that it is not an artifact."""
         return self.path.with_name(f".{self.path.stem}.journal")
 
     def known(self) -> dict[str, Reply]:
@@ -201,7 +201,7 @@ def write_answers(
     recipe: Recipe,
     run: Run,
     prompts: list[Prompt],
-    rules: Rules,
+    rules: AnswerRules,
     share: tuple[int, int],
     stage: str = "answers",
     name: str = "train",
@@ -237,7 +237,7 @@ def write_answers(
 class _GroupWriter:
     """Writes groups: asks for the conversations' answers, and keeps those that got no reply until the end."""
 
-    def __init__(self, recipe: Recipe, run: Run, rules: Rules, what: str, groups: Sequence[Group]) -> None:
+    def __init__(self, recipe: Recipe, run: Run, rules: AnswerRules, what: str, groups: Sequence[Group]) -> None:
         self.run, self.rules, self.what = run, rules, what
         self.writer = open_writer(recipe)
         self.allowed = 0.0 if recipe.answers.writer is None else recipe.answers.writer.missing

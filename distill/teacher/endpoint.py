@@ -158,7 +158,7 @@ class Endpoint:
             raise self._refusal(place, status, response)
         reply = parse_object(response.content)
         if isinstance(reply, str):
-            raise Unanswered("a reply that is no JSON object")
+            raise Unanswered("a reply that is not a JSON object")
         if check is not None:
             check(reply)
         return reply

@@ -355,7 +355,7 @@ class ServerReader:
         total = math.fsum(math.exp(log) for log in logs if log < 1)
         if not all(math.isfinite(log) and log <= EXCESS for log in logs) or total > 1 + EXCESS:
             raise EndpointError(
-                f"the numbers at prompt token {place} are no log-probabilities: the largest is {logs[0]:g}, their "
+                f"the numbers at prompt token {place} are not log-probabilities: the largest is {logs[0]:g}, their "
                 f"probabilities add up to {total:g}",
                 "start vLLM with --logprobs-mode raw_logprobs, its default",
             )

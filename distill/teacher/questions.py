@@ -38,7 +38,7 @@ from distill.errors import DataError, RecipeError, printable
 from distill.files import write_result
 from distill.recipe import Recipe, SamplerSettings, Source
 from distill.run import Run
-from distill.teacher.answers import Rules, rules_of, write_answers, writer_kind
+from distill.teacher.answers import AnswerRules, rules_of, write_answers, writer_kind
 
 # ── Which texts are usable questions, and how varied those are ──
 
@@ -317,7 +317,7 @@ class _Questions(Asking):
             raise DataError(
                 f"the target wrote no usable question in {len(begun)} texts: {listed(dropped)}",
                 "raise tokens of this corpus source (and use --redo questions), or use other sources: the target may "
-                "be no instruct model",
+                "not be an instruct model",
             )
         kept = usable[:goal]
         dropped_turns: Counter[str] = Counter()
@@ -349,7 +349,7 @@ class _Questions(Asking):
             turns.append((text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")))
         return turns
 
-    def _written(self, recipe: Recipe, prompts: list[Prompt], rules: Rules, name: str, what: str) -> list[Answer]:
+    def _written(self, recipe: Recipe, prompts: list[Prompt], rules: AnswerRules, name: str, what: str) -> list[Answer]:
         """What the target writes behind prompts, in their order; each process takes its share and reads all."""
         write_answers(recipe, self.run, prompts, rules, self.share, "questions", name, f"questions, {what}", idle=True)
         processes.barrier()

@@ -209,7 +209,7 @@ class ServerWriter:
             fault = ": ".join(filter(None, (reply.dropped, reply.detail)))
             raise EndpointError(
                 f"the last {faults} requests brought no answer; the last: {fault}",
-                "the same command asks again for what is missing; if it is no passing fault, correct answers.writer",
+                "the same command asks again for what is missing; if it is not a passing fault, correct answers.writer",
             )
 
     def _probe(self, request: Request) -> bool:
@@ -277,7 +277,7 @@ class ServerWriter:
     def _complete(self, request: Request) -> Reply:
         read = request if self.takes_ids else self._as_text(request)
         if not read.ids:
-            return Reply(request.id, [], False, "a prompt whose tokens are no text")
+            return Reply(request.id, [], False, "a prompt whose tokens are not text")
         if read.limit < 1:
             return Reply(request.id, [], False, "no room in the block")
         text = decoded(self.tokenizer, read.ids)
@@ -299,7 +299,7 @@ class ServerWriter:
     def _chat(self, request: Request) -> Reply:
         if request.messages is None:
             raise DataError(
-                "answers.writer.api is chat, and the prompts are no chats",
+                "answers.writer.api is chat, and the prompts are not chats",
                 "make chat prompts in section corpus, or use api: completions, which takes any prompt",
             )
         body = self._body(request) | {"messages": request.messages}

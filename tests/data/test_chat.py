@@ -104,10 +104,10 @@ def test_forms(record: dict[str, Any], form: str | None, roles: list[str]) -> No
         ([{"role": "assistant", "content": "b"}, QUESTION], "an answer before the first question"),
         ([{"role": "user", "content": "  "}], "an empty question"),
         ([{"role": "narrator", "content": "x"}], "a message of the unknown role 'narrator'"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "a message whose content is no text"),
-        (["a"], "a message that is no mapping"),
-        ("[", "messages that are no list"),
-        (7, "messages that are no list"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a message whose content is not text"),
+        (["a"], "a message that is not a mapping"),
+        ("[", "messages that are not a list"),
+        (7, "messages that are not a list"),
     ],
 )
 def test_what_cannot_be_asked(messages: Any, reason: str) -> None:
@@ -148,7 +148,7 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="matches no file"):
         read("jsonl", "none*.jsonl")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(DataError, match="no readable parquet file"):
+    with pytest.raises(DataError, match="not a readable parquet file"):
         read("parquet", "bad.parquet")
 
 

@@ -79,7 +79,14 @@ def test_every_fault_that_passes_loses_nothing(
         _, run = write(world, tmp_path / "bad", 30, served(bad.url, timeout=1, retries=20))
     assert tiny.contents(run.path("answers")) == tiny.contents(whole.path("answers"))
     told = capsys.readouterr().err
-    for reason in ("status 429", "status 500", "broken connection", "no reply in time", "no JSON object", "finished"):
+    for reason in (
+        "status 429",
+        "status 500",
+        "broken connection",
+        "no reply in time",
+        "not a JSON object",
+        "finished",
+    ):
         assert reason in told, told
     assert "30 answers of" in told
     body = bad.bodies[0]
@@ -402,7 +409,7 @@ def test_chat_needs_chat_prompts(world: Path, tokenizer: Any, tmp_path: Path) ->
 
     with BadServer(tokenizer, ok) as server:
         recipe, run = begin(world, tmp_path, 3, served(server.url, api="chat"))
-        with pytest.raises(DataError, match="the prompts are no chats"):
+        with pytest.raises(DataError, match="the prompts are not chats"):
             answers(recipe, run)
 
 

@@ -230,7 +230,7 @@ def test_faults_that_pass_lose_nothing(target: Path, model: Any, tmp_path: Path,
     said = capsys.readouterr().err
     assert f"server: {count - 9 + 1} requests, 9 failed attempts" in said
     assert "2 × status 429" in said and "1 × status 500" in said and "1 × no reply in time" in said
-    assert "2 × broken connection" in said and "1 × a reply that is no JSON object" in said
+    assert "2 × broken connection" in said and "1 × a reply that is not a JSON object" in said
 
 
 REFUSED = {
@@ -240,10 +240,10 @@ REFUSED = {
     "no logprobs": r"no log-probabilities of prompts[\s\S]*llama-server[\s\S]*answers alone",
     "a hole": r"not of the form that vLLM returns: None",
     "few": r"of which \d are of tokens, and 10 are needed[\s\S]*--max-logprobs 17",
-    "raw logits": "are no log-probabilities",
+    "raw logits": "are not log-probabilities",
     "text alone": r"status 422\): Input should be a valid string[\s\S]*teacher\.server\.prompts: text",
     "500": r"6 times in a row, the last time: status 500[\s\S]*same command",
-    "wrong JSON": "the last time: a reply that is no JSON object",
+    "wrong JSON": "the last time: a reply that is not a JSON object",
     "cut": "the last time: broken connection",
     "redirect": r"status 307[\s\S]*of a redirect, where it leads to",
 }

@@ -22,7 +22,7 @@ from distill.errors import DataError, RecipeError
 from distill.files import read_json
 from distill.recipe import parse_recipe
 from distill.sampler import Sampler
-from distill.teacher.answers import Rules, answers, groups_of, open_writer
+from distill.teacher.answers import AnswerRules, answers, groups_of, open_writer
 from distill.teacher.writers import GgufWriter, TorchWriter
 
 torch.set_num_threads(1)
@@ -196,13 +196,13 @@ def test_each_turn_is_an_answer_of_its_own(world: Path, tmp_path: Path, monkeypa
     recipe, run = begin(world, tmp_path, 5)
     seen: list[tuple[str, list[str]]] = []
 
-    def following(_: Rules, prompt: Prompt, texts: list[str]) -> list[int] | None:
+    def following(_: AnswerRules, prompt: Prompt, texts: list[str]) -> list[int] | None:
         seen.append((prompt.id, texts))
         turns = int(prompt.id[1:]) % 3  # p0 and p3 have one turn, p1 and p4 two, p2 three
         return [*prompt.ids, 40 + len(texts)] if len(texts) <= turns else None
 
     script = scripted(monkeypatch, recipe, echo)
-    monkeypatch.setattr(Rules, "next_prompt", following)
+    monkeypatch.setattr(AnswerRules, "next_prompt", following)
     answers(recipe, run)
     found = [(one.id, one.prompt[-1]) for one in read_answers(run, "train") if one.id.startswith("p2")]
     assert [name for name, _ in found] == ["p2", "p2/1", "p2/2"] and [last for _, last in found[1:]] == [41, 42]
@@ -216,7 +216,7 @@ def test_each_turn_is_an_answer_of_its_own(world: Path, tmp_path: Path, monkeypa
 def test_a_turn_that_does_not_fit_the_block_is_not_asked(world: Path, tmp_path: Path, monkeypatch: Any) -> None:
     recipe, run = begin(world, tmp_path, 2)
     scripted(monkeypatch, recipe, echo)
-    monkeypatch.setattr(Rules, "next_prompt", lambda *_: [7] * recipe.corpus.block)
+    monkeypatch.setattr(AnswerRules, "next_prompt", lambda *_: [7] * recipe.corpus.block)
     answers(recipe, run)
     assert [line["id"] for line in answer_lines(run)] in (["p0", "p1"], ["p1", "p0"])
 
