@@ -15,18 +15,17 @@ import tiny
 from question_worlds import build_instruct
 from transformers import AutoTokenizer
 
-from distill.data.corpus import pack_given
 from distill.data.chat_template import ChatTemplate, next_prompt
+from distill.data.corpus import pack_given
 from distill.data.prompts import ChatPrompts, cut_prompts
-from distill.data.sources import form_of, read_conversation
-from distill.data.sources import Document, read_documents
-from distill.errors import DataError, RecipeError
-from distill.engines.torch.hugging_face import encode, load_tokenizer
-from distill.recipe import Chat, Corpus, Source, load_recipe
-from distill.measuring.evaluation_results import EvaluationReport
-from distill.files import read_result
-from distill.run import Run
+from distill.data.sources import Document, form_of, read_conversation, read_documents
 from distill.data.texts import drop_reason, read_answers, read_prompts
+from distill.engines.torch.hugging_face import encode, load_tokenizer
+from distill.errors import DataError, RecipeError
+from distill.files import read_result
+from distill.measuring.evaluation_results import EvaluationReport
+from distill.recipe import Chat, Corpus, Source, load_recipe
+from distill.run import Run
 
 SHARED = tiny.ROOT.parent / "shared"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared tokenizers are not here")

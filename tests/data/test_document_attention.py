@@ -12,8 +12,15 @@ from toys import CLASSES, toy
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from distill.data import packing
-from distill.data.packing import attend_within, document_segments, hidden_states, separation
-from distill.data.packing import Packed, attention_mask, pack
+from distill.data.packing import (
+    Packed,
+    attend_within,
+    attention_mask,
+    document_segments,
+    hidden_states,
+    pack,
+    separation,
+)
 from distill.training.setup import recompute_activations
 
 torch.set_num_threads(1)

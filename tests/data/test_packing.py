@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import toy
 
+from distill.data.packing import PADDING, Packed, attention_mask, concatenate, epoch_order, fitted_order, pack
 from distill.data.prompts import cut_prompts
 from distill.data.sources import Document, read_documents, split_of
 from distill.errors import DataError
-from distill.data.packing import PADDING, Packed, attention_mask, concatenate, epoch_order, fitted_order, pack
 from distill.recipe import Corpus, Source
 
 torch.set_num_threads(1)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from distill.errors import RecipeError
 from distill.data.recorder import NOT_LEFT_OUT, Proxy, Recording, summary
+from distill.errors import RecipeError
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 BODY = b'{"messages": [{"role": "user", "content": "Hi"}]}'
