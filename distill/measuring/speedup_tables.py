@@ -258,7 +258,7 @@ def _verdict(best: Measurement, figures: RoundFigures, plain: float, prompts: Ma
     if best.predicted is not None and not 1 / LARGEST_ERROR < best.speedup / best.predicted < LARGEST_ERROR:
         sentences.append(
             f"Costs and acceptance predict {best.predicted:.2f}×, which is far from it: another program used the "
-            "machine (`distill doctor` names it), or the prompts are too few."
+            "machine (`distill doctor` shows the load), or the prompts are too few."
         )
     if best.speedup_low > 1:
         return sentences

@@ -1,7 +1,7 @@
 """A rehearsal: every stage with the real models on 4 prompts and 3 steps, which finds failures within minutes.
 
 It keeps every size that peak memory depends on (blocks, batches of training, lengths of texts) and shortens what
-repeats. estimate.py says from its figures what the whole run will take.
+repeats. From its figures follows what the whole run will take.
 """
 
 from __future__ import annotations
