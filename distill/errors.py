@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # ── Errors that a user can correct: one message with the fault, its place and the next step ──
@@ -19,6 +20,29 @@ def printable(text: str) -> str:
     """A text as a terminal can show it: control characters and lone surrogates are written as escapes; cut if long."""
     shown = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
     return shown if len(shown) <= MOST_CHARACTERS else f"{shown[:MOST_CHARACTERS]}…"
+
+
+SERVER_CHARACTERS = 300  # of a server's own words
+_KEY = re.compile(r"(?i:(\bbearer\s+))[^\s\"',}]+|\b(?:sk|pk|hf|gsk|xai|nvapi)[-_][\w*.-]{6,}")
+
+
+def server_words(content: bytes, secrets: Sequence[str] = ()) -> str:
+    """What a server says in the body of a reply: its error message where there is one, else the body as it is.
+
+    One line of at most SERVER_CHARACTERS, without our `secrets` and without what looks like a key: servers repeat them.
+    """
+    text, said = content.decode("utf-8", "replace"), None
+    with contextlib.suppress(ValueError, RecursionError):
+        said = json.loads(text)
+    while isinstance(said, dict):
+        said = next((said[name] for name in ("error", "detail", "message") if said.get(name)), None)
+    if said:
+        text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)
+    for secret in filter(None, secrets):
+        text = text.replace(secret, "***")
+    # Cut last: a part of a key would not be found.
+    text = " ".join("".join(c if c.isprintable() else " " for c in _KEY.sub(r"\1***", text)).split())
+    return text[:SERVER_CHARACTERS] or "no message"
 
 
 class DistillError(Exception):

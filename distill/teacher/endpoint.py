@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import httpx2
 
 from distill.data.texts import listed
-from distill.errors import EndpointError
+from distill.errors import EndpointError, server_words
 from distill.files import parse_object
 from distill.recipe import Servers
 
@@ -29,7 +29,6 @@ CONNECT_SECONDS = 10.0
 FIRST_DELAY, LONGEST_DELAY, LONGEST_ASKED = 0.5, 60.0, 600.0  # seconds
 AGAIN = {408, 425, 429}  # and 5xx
 PARTING_SECONDS = 2.0  # for requests under way when the work ends early
-SHOWN = 300  # characters of a server's message
 
 Check = Callable[[dict[str, Any]], object] | None  # raises Unanswered for a reply that is to be asked for again
 Item = TypeVar("Item")
@@ -87,12 +86,6 @@ class Endpoint:
             )
         self._secrets.append(value)
         return value
-
-    def _shown(self, text: str) -> str:
-        """A server's message on one line, without our secrets, which servers like to repeat."""
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:SHOWN]
 
     # ── requests ──
 
@@ -158,9 +151,13 @@ class Endpoint:
             raise self._refusal(place, status, response)
         reply = parse_object(response.content)
         if isinstance(reply, str):
-            raise Unanswered("a reply that is not a JSON object")
+            raise Unanswered("a reply that is not a JSON object", self._message(response))
         if check is not None:
-            check(reply)
+            try:
+                check(reply)
+            except Unanswered as fault:
+                fault.detail = fault.detail or self._message(response)
+                raise
         return reply
 
     def _refusal(self, place: str, status: int, response: httpx2.Response) -> Exception:
@@ -178,13 +175,7 @@ class Endpoint:
         return Refused(f"status {status}", message)
 
     def _message(self, response: httpx2.Response) -> str:
-        reply = parse_object(response.content)
-        error: Any = None
-        if not isinstance(reply, str):
-            error = reply.get("error", reply.get("detail", reply.get("message")))
-        if isinstance(error, dict):
-            error = error.get("message", error)
-        return self._shown(str(error) if error else response.text) or "no message"
+        return server_words(response.content, self._secrets)
 
     def stream(self, ask: Callable[[Item], Result], waiting: deque[Item]) -> Generator[Result, None, None]:
         """ask(item) of each item that waits, in any order, `concurrency` at a time; more may be appended meanwhile.

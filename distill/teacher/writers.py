@@ -228,10 +228,10 @@ class ServerWriter:
                     once.post("completions", body)
                     return True
                 except Refused as error:
-                    reason = error.reason
+                    reason = f"{error.reason}: {error.detail}"
                     break
                 except Unanswered as error:
-                    reason = error.reason
+                    reason = f"{error.reason}: {error.detail}".removesuffix(": ")
                     failed += error.status == 500
                     if failed == 2 or attempt == self.settings.retries:
                         break

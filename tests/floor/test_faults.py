@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tiny
 
-from distill.errors import DataError, RunError, disk_fault
+from distill.errors import DataError, RunError, disk_fault, server_words
 from distill.files import digest, write_atomically
 
 Capture = pytest.CaptureFixture[str]
@@ -300,3 +300,27 @@ def test_a_file_that_cannot_be_read_now_is_not_to_be_deleted() -> None:
     assert raw is not None and raw.what == "the disk is full: cannot write /c"
     raw = disk_fault(Exception("Error while reading (os error 5)"))  # as safetensors words it
     assert raw is not None and "a file cannot be read or written: Input/output error" in raw.what
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        (b'{"error": {"message": "too  long\\nby 3", "type": "x"}}', "too long by 3"),
+        (b'{"error": "no such model"}', "no such model"),
+        (b'{"object": "error", "message": "bad", "code": 400}', "bad"),
+        (b'{"detail": [{"loc": ["body"], "msg": "missing"}]}', '[{"loc": ["body"], "msg": "missing"}]'),
+        (b'{"error": {"type": "x"}}', '{"error": {"type": "x"}}'),
+        (b"<html>502 Bad Gateway</html>\r\n", "<html>502 Bad Gateway</html>"),
+        (b"\xff\x1b[31m", "\ufffd [31m"),
+        (b"", "no message"),
+        (b"a" * 290 + b" own-secret in it", "a" * 290 + " *** in it"),
+        (
+            b"Incorrect API key sk-proj-abc***xyz, Authorization: Bearer abc.def",
+            "Incorrect API key ***, Authorization: Bearer ***",
+        ),
+        (b"[" * 100_000, "[" * 300),
+    ],
+)
+def test_the_words_of_a_server(body: bytes, shown: str) -> None:
+    """Its message, else its body: one line, 300 characters, no key."""
+    assert server_words(body, ["own-secret", ""]) == shown

@@ -171,6 +171,21 @@ def test_faults_that_do_not_pass(world: Path, tokenizer: Any, tmp_path: Path, ki
         assert server.asked.total() < 13, "none is asked twice"
 
 
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("no json", r"no reply \(a reply that is not a JSON object\): <html>busy</html>"),
+        ("no choice", r'no reply \(a reply without a finished choice\): \{"model": "tiny", "choices": \[\]'),
+        ("503", r"no reply \(status 503\): no: None"),
+    ],
+)
+def test_a_malformed_reply_is_shown(world: Path, tokenizer: Any, tmp_path: Path, kind: str, fault: str) -> None:
+    with BadServer(tokenizer, lambda *_: kind) as server:
+        recipe, run = begin(world, tmp_path, 12, served(server.url, retries=0))
+        with pytest.raises(EndpointError, match=fault):
+            answers(recipe, run)
+
+
 def test_prompts_that_a_wrong_setting_refused_are_asked_again(world: Path, tokenizer: Any, tmp_path: Path) -> None:
     """A server that takes none of the first requests is set up wrongly: nothing was answered, nothing is dropped."""
     refusing = {"on": True}
