@@ -40,7 +40,7 @@ from grow_target import grow
 
 from distill.decoding.batch import decode_batch, plain_batch
 from distill.decoding.costs import measure_steps
-from distill.decoding.decode import Decoded, decode, plain
+from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed
 from distill.decoding.rules import GREEDY, Rules
@@ -120,12 +120,7 @@ def timed(device: torch.device, decode_all: Callable[[], list[Decoded]]) -> Meas
 
 def all_texts(target: Any, drafter: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[Decoded]:
     """Greedy texts, one after another, with a drafter."""
-    found = []
-    for prompt in prompts:
-        found.append(Decoded())
-        for _ in decode(target, drafter, prompt, tokens, Rules(), found[-1]):
-            pass
-    return found
+    return [decode_text(target, drafter, prompt, tokens, Rules()) for prompt in prompts]
 
 
 def measure_pair(target: Any, draft: Any, prompts: list[list[int]], vocabulary: int, options: Any) -> Measured:

@@ -42,7 +42,9 @@ SPLIT_FRACTIONS = {"validation": 0.04, "test": 0.04}
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoModel:
+    """Sizes of a model, its tokenizer's rule, and how long and fast it learns."""
+
     hidden: int
     layers: int
     heads: int
@@ -54,9 +56,9 @@ class Plan:
     rate: float
 
 
-PLANS = {
-    "target": Plan(256, 6, 4, 2, 768, 4096, "qwen2", 5_000_000, 4e-3),
-    "donor": Plan(256, 3, 4, 2, 512, 3072, "gpt2", 3_000_000, 4e-3),
+MODELS = {
+    "target": DemoModel(256, 6, 4, 2, 768, 4096, "qwen2", 5_000_000, 4e-3),
+    "donor": DemoModel(256, 3, 4, 2, 512, 3072, "gpt2", 3_000_000, 4e-3),
 }
 
 
@@ -86,9 +88,9 @@ def write_held_out_text(documents: dict[str, dict[str, str]]) -> None:
             path.write_text(text, encoding="utf-8")
 
 
-def train_tokenizer(plan: Plan, texts: list[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(made: DemoModel, texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
-    if plan.pre_tokenizer == "qwen2":
+    if made.pre_tokenizer == "qwen2":
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"),
@@ -99,7 +101,7 @@ def train_tokenizer(plan: Plan, texts: list[str]) -> PreTrainedTokenizerFast:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=plan.vocabulary - len(SPECIALS),
+        vocab_size=made.vocabulary - len(SPECIALS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -111,15 +113,15 @@ def train_tokenizer(plan: Plan, texts: list[str]) -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_model(plan: Plan, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def build_model(made: DemoModel, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     end = tokenizer.convert_tokens_to_ids(SPECIALS[0])
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=plan.hidden,
-        intermediate_size=plan.mlp,
-        num_hidden_layers=plan.layers,
-        num_attention_heads=plan.heads,
-        num_key_value_heads=plan.kv_heads,
+        hidden_size=made.hidden,
+        intermediate_size=made.mlp,
+        num_hidden_layers=made.layers,
+        num_attention_heads=made.heads,
+        num_key_value_heads=made.kv_heads,
         max_position_embeddings=BLOCK,
         rope_theta=10000.0,
         tie_word_embeddings=True,
@@ -167,29 +169,29 @@ def save_atomically(state: object, path: Path) -> None:
     os.replace(temporary, path)
 
 
-def train(name: str, plan: Plan, documents: dict[str, dict[str, str]], arguments: argparse.Namespace) -> None:
+def train(name: str, made: DemoModel, documents: dict[str, dict[str, str]], arguments: argparse.Namespace) -> None:
     work = ROOT / ".demo_models" / name
     work.mkdir(parents=True, exist_ok=True)
     texts = list(documents["train"].values())
     if (work / "tokenizer.json").exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(work)
     else:
-        tokenizer = train_tokenizer(plan, texts)
+        tokenizer = train_tokenizer(made, texts)
         tokenizer.save_pretrained(work)
-    model = build_model(plan, tokenizer)
+    model = build_model(made, tokenizer)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     # Muon reaches a given loss in fewer tokens than AdamW at this size; embeddings and vectors stay with AdamW.
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=plan.rate, momentum=0.95, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=plan.rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=made.rate, momentum=0.95, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=made.rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     batch = arguments.batch
     validation_texts = list(documents["validation"].values())
     validation = pack(tokenizer, validation_texts, 0)
     validation_bytes = sum(len(t.encode()) for t in validation_texts)
     bytes_per_token = validation_bytes / sum(len(tokenizer(t)["input_ids"]) for t in validation_texts)
-    tokens = arguments.tokens or plan.tokens
+    tokens = arguments.tokens or made.tokens
     steps = tokens // (batch * BLOCK)
     step, epoch, position = 0, 0, 0
     checkpoint = work / "checkpoint.pt"
@@ -221,7 +223,7 @@ def train(name: str, plan: Plan, documents: dict[str, dict[str, str]], arguments
         scale = warm * min(1.0, (steps - step) / (0.3 * steps))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = plan.rate * scale
+                group["lr"] = made.rate * scale
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(input_ids=rows[:, :-1], labels=rows[:, :-1], shift_labels=rows[:, 1:].contiguous()).loss
         loss.backward()
@@ -268,7 +270,7 @@ def finish(
     folder = ROOT / "data" / f"demo-{name}"
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if PLANS[name].pre_tokenizer != "qwen2":
+    if MODELS[name].pre_tokenizer != "qwen2":
         pin_tokenizer(folder)  # else AutoTokenizer splits text as Qwen2 does in any qwen2 folder
     record = {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -285,7 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["target", "donor", "text"])
     parser.add_argument("--source", type=Path, action="append", default=[], help="another folder of .py files")
-    parser.add_argument("--tokens", type=int, help="tokens to train on (default: the plan's)")
+    parser.add_argument("--tokens", type=int, help="tokens to train on (default: the model's own)")
     parser.add_argument("--batch", type=int, default=8, help=f"blocks of {BLOCK} tokens a step")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
@@ -296,7 +298,7 @@ def main() -> None:
     if arguments.what == "text":
         write_held_out_text(documents)
         return
-    train(arguments.what, PLANS[arguments.what], documents, arguments)
+    train(arguments.what, MODELS[arguments.what], documents, arguments)
 
 
 if __name__ == "__main__":

@@ -64,9 +64,9 @@ def build_model(folder: Path, layers: int = 3, vocabulary: int = 400, seeds: ran
 
     maker = script("make_demo_models")  # its builders make the tiny tokenizers and models too
     logging.disable_progress_bar()
-    plan = maker.Plan(64, layers, 4, 2, 128, vocabulary, "qwen2", 0, 0.0)
-    tokenizer = maker.train_tokenizer(plan, [document(seed) for seed in seeds])
-    model = maker.build_model(plan, tokenizer).float()
+    made = maker.DemoModel(64, layers, 4, 2, 128, vocabulary, "qwen2", 0, 0.0)
+    tokenizer = maker.train_tokenizer(made, [document(seed) for seed in seeds])
+    model = maker.build_model(made, tokenizer).float()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distill.data.prompts import read_user_prompts, sources_of
-from distill.decoding.decode import Decoded, decode, plain
+from distill.decoding.decode import decode_text, plain
 from distill.decoding.lengths import Fixed
 from distill.decoding.rules import GREEDY, Rules
 from distill.engines.loaded import LoadedPair, context_of, load_pair
@@ -101,10 +101,8 @@ def plainly(target: Model, ends: list[int], prompt: list[int], limit: int) -> tu
 
 
 def speculatively(pair: LoadedPair, prompt: list[int], limit: int, n_max: int) -> tuple[float, float, TextCounts]:
-    result = Decoded()
     drafter = ServerDrafter(pair.draft, Fixed(n_max), GREEDY, lambda: 0.0)
-    for _ in decode(pair.target, drafter, prompt, limit, Rules(ends=pair.ends), result):
-        pass
+    result = decode_text(pair.target, drafter, prompt, limit, Rules(ends=pair.ends))
     text = our_text(result)
     return text.counts.later, result.seconds, text.counts
 
@@ -176,12 +174,7 @@ def measure(arguments: argparse.Namespace) -> str:
         pair = stack.enter_context(load_pair(place, str(draft), tokens=context, threads=threads))
         base = Program("distill, plain", lambda place: plainly(pair.target, pair.ends, prompts[place][0], tokens))
         drafts = Program("distill", lambda place: speculatively(pair, prompts[place][0], tokens, arguments.n_max))
-        programs = [
-            base,
-            served("plain"),
-            drafts,
-            *(served(name) for name in clients if name != "plain"),
-        ]
+        programs = [base, served("plain"), drafts, *(served(name) for name in clients if name != "plain")]
         if speculative_simple is not None:
             programs.append(Program("llama-speculative-simple", lambda place: simple(command, prompts[place][1])))
         for one in programs:

@@ -51,10 +51,10 @@ from grow_target import grow
 from distill.data.texts import read_prompts
 from distill.decoding.calibration import Calibration, ExpectedValue
 from distill.decoding.costs import accepted_by_position, measure_steps
-from distill.decoding.decode import Decoded, decode, plain
+from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed, LengthRule
-from distill.decoding.round_costs import PaidCosts, RoundCostMeter, measure_paid
+from distill.decoding.round_costs import RoundCostMeter, measure_paid
 from distill.decoding.rules import GREEDY, Rules
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import torch_decoder
@@ -161,11 +161,8 @@ def bare_round(target: Model, draft: Model, context: Sequence[int], length: int,
 
 def speculate(target: Model, draft: Model, prompt: Sequence[int], rule: LengthRule, tokens: int) -> Decoded:
     """A greedy text with a length rule."""
-    rules, result = Rules(GREEDY, "greedy"), Decoded()
-    drafter = ModelDrafter(draft, rule, GREEDY, rules.random)
-    for _ in decode(target, drafter, prompt, tokens, rules, result):
-        pass
-    return result
+    rules = Rules()
+    return decode_text(target, ModelDrafter(draft, rule, GREEDY, rules.random), prompt, tokens, rules)
 
 
 def assisted(models: tuple[Any, Any], prompt: Sequence[int], length: int, tokens: int) -> float:
@@ -201,12 +198,6 @@ def speculative_simple(
     return float(found[1]) if found else None
 
 
-def predicted_speedup(costs: PaidCosts, text: Decoded, length: int, prompt: int, tokens: int) -> float:
-    """The speedup predicted for one text from costs and its own acceptance by position."""
-    rates = accepted_by_position([(r.drafted, r.accepted) for r in text.rounds])
-    return costs.predicted_speedup(length, rates, prompt, tokens)
-
-
 def measure_rule(bench: Bench) -> Measured:
     """The expected-value rule beside plain decoding, prompts included: the median of paired ratios."""
     target, draft, options, prompts = bench.case.target, bench.case.draft, bench.options, bench.prompts
@@ -225,15 +216,9 @@ def measure_rule(bench: Bench) -> Measured:
             ratios.append(seconds[False] / seconds[True])
     draws = random.Random(0)
     resampled = sorted(statistics.median(draws.choices(ratios, k=len(ratios))) for _ in range(1000))
-    interval = [resampled[25], resampled[974]]
-    bench.say(f"  rule: {statistics.median(ratios):.3f}")
-    return {
-        "ratio": statistics.median(ratios),
-        "interval": interval,
-        "ratios": ratios,
-        "drafted": drafted,
-        "tokens": tokens,
-    }
+    ratio, interval = statistics.median(ratios), [resampled[25], resampled[974]]
+    bench.say(f"  rule: {ratio:.3f}")
+    return {"ratio": ratio, "interval": interval, "ratios": ratios, "drafted": drafted, "tokens": tokens}
 
 
 def text_shares(
@@ -274,7 +259,7 @@ def measure_rows(bench: Bench) -> Measured:
     own = fastest_steps(small, 4, depth)
     meter = RoundCostMeter(big, small, bench.others, lengths, (False,), options.tokens)
     found: dict[int, list[Measured]] = {length: [] for length in lengths}
-    texts: dict[int, list[Decoded]] = {length: [] for length in lengths}
+    accepted: dict[int, list[list[float]]] = {length: [] for length in lengths}  # of each text, by position
     plains: list[float] = []
     singles: list[float] = []
     for repeat in range(options.repeats + 1):  # the first one warms up
@@ -288,7 +273,7 @@ def measure_rows(bench: Bench) -> Measured:
             bare = bare_rounds(big, small, [*prompt, *result.tokens][: depth + length], length)
             if repeat:
                 found[length].append(text_shares(taken, result, bare, length, curve[length + 1] + length * own[1]))
-                texts[length].append(result)
+                accepted[length].append(accepted_by_position([(r.drafted, r.accepted) for r in result.rounds]))
         single = plain(big, prompt, options.tokens)
         steps = plain_steps(big, [*prompt, *single.tokens][:depth])
         if repeat:
@@ -306,8 +291,8 @@ def measure_rows(bench: Bench) -> Measured:
         row["speedup"] = row["whole_rate"] / statistics.median(singles)
         # Text by text: acceptance differs more from text to text than medians of it and of speeds agree.
         row["predicted"] = statistics.median(
-            predicted_speedup(costs, text, row["length"], len(prompts[0]), options.tokens) * single / one["whole_rate"]
-            for text, one, single in zip(texts[row["length"]], found[row["length"]], singles, strict=True)
+            costs.predicted_speedup(row["length"], rates, len(prompts[0]), options.tokens) * single / one["whole_rate"]
+            for rates, one, single in zip(accepted[row["length"]], found[row["length"]], singles, strict=True)
         )
     return {"plain": statistics.median(plains), "rows": rows, "curve": curve, "draft_curve": own}
 

@@ -38,8 +38,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from acceptance import Texts
-from learning import mean, table
+from learning import Texts, mean, table
 
 from distill.data.packing import Packed
 from distill.data.texts import read_prompts

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.engines.torch.hugging_face import load_model, load_tokenizer
+from distill.engines.torch.hugging_face import load_model, load_tokenizer, local_folder
 from distill.files import parse_object
 from distill.machine import thread_count
 from distill.surgery.subtokens import Mixture, Subtokens, map_subtokens, offsets_of
@@ -78,12 +78,15 @@ def texts_of(path: Path) -> list[str]:
     """The texts of a folder's files, or of the records of a jsonl file (its `turns` or `text`)."""
     if path.is_dir():
         return [file.read_text(encoding="utf-8") for file in sorted(path.rglob("*.py"))]
-    found = []
+    return ["\n".join(record.get("turns") or [record["text"]]) for record in records_of(path)]
+
+
+def records_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a jsonl file."""
     for line in path.read_bytes().splitlines():
         record = parse_object(line)
         assert isinstance(record, dict), record
-        found.append("\n".join(record.get("turns") or [record["text"]]))
-    return found
+        yield record
 
 
 def blocks_of(tokenizer: Any, texts: list[str], most: int) -> tuple[Tensor, float]:
@@ -147,12 +150,8 @@ def main() -> None:
     kinds = {name: texts_of(getattr(options, name)) for name in ("english", "code")}
     held = {name: texts[1::2] for name, texts in kinds.items()}
     given = [text for pair in zip(*(texts[::2] for texts in kinds.values()), strict=False) for text in pair]
-    done = {}
-    if options.out.exists():
-        for line in options.out.read_bytes().splitlines():
-            row = parse_object(line)
-            assert isinstance(row, dict), row
-            done[row["vocabulary"], row["rule"], row["steps"]] = row
+    rows = records_of(options.out) if options.out.exists() else ()
+    done = {(row["vocabulary"], row["rule"], row["steps"]) for row in rows}
 
     def record(vocabulary: str, rule: str, steps: int, model: Any, tokenizer: Any, seconds: float) -> None:
         torch.manual_seed(0)
@@ -166,8 +165,6 @@ def main() -> None:
 
     if ("donor's own", "", 0) not in done:
         record("donor's own", "", 0, donor, load_tokenizer(options.donor), 0.0)
-    from distill.engines.torch.hugging_face import local_folder
-
     own = Vocabulary.read(local_folder(options.donor))
     for name in options.names.split(","):
         place = options.tokenizers / name

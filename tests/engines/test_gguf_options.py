@@ -36,9 +36,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
     folder, maker, found = tmp_path_factory.mktemp("gguf"), tiny.script("make_demo_models"), {}
     for size in (16, 32):
-        plan = maker.Plan(4 * size, 2, 4, 2, 128, 400, "qwen2", 0, 0.0)
-        tokenizer = maker.train_tokenizer(plan, [tiny.document(seed) for seed in range(10)])
-        model, generator = maker.build_model(plan, tokenizer).float(), torch.Generator().manual_seed(1)
+        made = maker.DemoModel(4 * size, 2, 4, 2, 128, 400, "qwen2", 0, 0.0)
+        tokenizer = maker.train_tokenizer(made, [tiny.document(seed) for seed in range(10)])
+        model, generator = maker.build_model(made, tokenizer).float(), torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 2:
