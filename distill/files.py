@@ -179,9 +179,13 @@ def remove_left(folder: Path, name: str, ending: str) -> None:
 
 
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary folder and rename it to `path`, replacing an old folder."""
-    temporary, old = path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
+    """Let `write` fill a temporary folder and rename it to `path`, replacing an old folder.
+
+    A kill between the two renames leaves no folder; `finish_folder`, called by the next reader, completes it.
+    """
+    temporary, old = _besides(path)
     with _replacing(path, temporary):
+        finish_folder(path)
         for stale in (temporary, old):
             if stale.exists():
                 shutil.rmtree(stale)
@@ -190,12 +194,38 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
         for file in temporary.rglob("*"):
             if file.is_file():
                 _fsync(file)
-        if path.exists():
-            os.replace(path, old)
-        os.replace(temporary, path)
+        try:
+            if path.exists():
+                os.replace(path, old)
+                finish_folder(path)
+            else:
+                os.replace(temporary, path)
+        except BaseException:
+            if old.exists() and not path.exists():
+                os.replace(old, path)
+            raise
         _fsync(path.parent)
         if old.exists():
             shutil.rmtree(old)
+
+
+def finish_folder(path: Path) -> None:
+    """Rename what `write_folder` had written whole when it was killed after moving the old folder away."""
+    temporary, old = _besides(path)
+    if old.is_dir() and temporary.is_dir() and not path.exists():
+        with contextlib.suppress(FileNotFoundError):  # another process has just done it
+            os.replace(temporary, path)
+
+
+def finish_folders(parent: Path) -> None:
+    """`finish_folder` of every folder below `parent`."""
+    for old in parent.rglob(".*.old"):
+        finish_folder(old.with_name(old.name[1:].removesuffix(".old")))
+
+
+def _besides(path: Path) -> tuple[Path, Path]:
+    """The folder that is written before it replaces `path`, and the replaced one until it is removed."""
+    return path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
 
 
 def require_new_folder(path: Path) -> None:

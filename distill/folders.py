@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.files import LARGEST, copy_file, has_form, kind_of, parse_json, read_object, write_json, write_text
+from distill.progress import warn
 from distill.vocabulary.files import tokenizer_settings
 
 HINT = "correct config.json, or copy the folder again"
@@ -85,6 +87,40 @@ def _check(path: Path, config: dict[str, Any], prefix: str) -> None:
         value = config.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and not 0 <= value <= largest:
             raise DataError(f"{path}: {prefix}{key} is {value}, must lie between 0 and {largest}", HINT)
+    named = config.get("transformers_weights")
+    if named not in (None, SINGLE):
+        raise DataError(
+            f"{path}: {prefix}transformers_weights names {named!r} as the weights, which other programs do not read",
+            f"delete the key, and name the file {SINGLE}",
+        )
+    _check_rope(path, config, prefix)
+
+
+def _check_rope(path: Path, config: dict[str, Any], prefix: str) -> None:
+    """Raise DataError where rope_parameters and rope_scaling differ: transformers takes the whole of rope_scaling."""
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    if not new or not old:
+        return
+    if isinstance(new.get("full_attention"), dict):  # one entry for each kind of layer
+        new = new["full_attention"]
+    theta = {"rope_theta": config.get("rope_theta")}
+    settings = [
+        {
+            key: value
+            for key, value in (theta | one | {"rope_type": one.get("rope_type", one.get("type"))}).items()
+            if key != "type" and value is not None
+        }
+        for one in (new, old)
+    ]
+    differing = [key for key in settings[0] | settings[1] if settings[0].get(key) != settings[1].get(key)]
+    if differing:
+        key = differing[0]
+        values = " and ".join(f"{one.get(key)!r:.60}" for one in settings)
+        raise DataError(
+            f"{path}: {prefix}rope_parameters and {prefix}rope_scaling differ: {key} is {values}",
+            "write all settings of the rotary embedding, rope_theta among them, into rope_parameters, and delete "
+            "rope_scaling",
+        )
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
@@ -177,37 +213,150 @@ class Stored:
         return flat.view(self.shape) if count is None else flat
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder that exist or should; DataError for an index that names no files.
+# Every command reads weights through these functions. Other programs choose differently among several files, so files
+# that disagree are refused here, with their names.
+SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+AS_SAFETENSORS = "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
+COMPUTED = ("inv_freq", "masked_bias")  # buffers that old versions of transformers saved
+EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
+HEADS = ("lm_head.weight", "embed_out.weight")
+COMPARED_VALUES = 2**22
 
-    The files that model.safetensors.index.json names, or model.safetensors.
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise DataError for a folder with an adapter, alone or beside the model that it changes."""
+    path = folder / ADAPTER
+    if not path.is_file():
+        return
+    base = read_object(path, "delete it, or copy the folder again").get("base_model_name_or_path")
+    beside = ", or delete it and its weights to use the model without it" if (folder / "config.json").is_file() else ""
+    raise DataError(
+        f"{folder} holds an adapter ({ADAPTER}, for {str(base)[:200]}), which is not read",
+        "merge it: peft.AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW), and "
+        f"copy the tokenizer{beside}",
+    )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder that exist or should: model.safetensors, or those that
+    model.safetensors.index.json names.
+
+    Raises DataError where files disagree about that.
     """
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return [folder / "model.safetensors"]
-    content = read_object(index)
-    if not has_form(content, {"weight_map": {...: str}}):
-        raise DataError(f"{index} is damaged: `weight_map` must give a file for each tensor", "copy the folder again")
-    names = sorted(set(content["weight_map"].values()))
-    wrong = [name for name in names if not name or Path(name).name != name or "\0" in name]
-    if wrong or not names:
-        fault = f"{wrong[0][:60]!r} is no name of a file" if wrong else "it names no files"
-        raise DataError(f"{index} is damaged: {fault}", "copy the folder again")
+    refuse_adapter(folder)
+    names = sorted(set(_weight_map(folder).values())) or [SINGLE]
+    if (folder / SINGLE).is_file() and names != [SINGLE]:
+        other = next(name for name in names if name != SINGLE)
+        raise DataError(
+            f"{folder} holds {SINGLE} beside {INDEX}, which names {other}; it is unclear which are the weights",
+            f"delete {SINGLE}, or the index and its files: whichever is not the model that you want",
+        )
     return [folder / name for name in names]
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """The tensors of a model folder by name, from the files' headers; raises DataError for missing or damaged files."""
+@functools.cache
+def _warn_unread(folder: Path, read: str, unread: tuple[str, ...]) -> None:
+    """Once in a process."""
+    more = f" and {len(unread) - 3} more files" if len(unread) > 3 else ""
+    warn(f"warning: the weights of {folder} are {read}; not read: {', '.join(unread[:3])}{more}")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor by model.safetensors.index.json; empty without one."""
+    index = folder / INDEX
+    if not index.is_file():
+        return {}
+    content = read_object(index)
+    if not has_form(content, {"weight_map": {...: str}}):
+        raise DataError(f"{index} is damaged: `weight_map` must give a file for each tensor", "copy the folder again")
+    found: dict[str, str] = content["weight_map"]
+    wrong = [name for name in found.values() if not name or Path(name).name != name or "\0" in name]
+    if wrong or not found:
+        fault = f"{wrong[0][:60]!r} is no name of a file" if wrong else "it names no files"
+        raise DataError(f"{index} is damaged: {fault}", "copy the folder again")
+    return found
+
+
+def present_files(folder: Path) -> list[Path]:
+    """The files of `weight_files`; raises DataError where one is missing. Other weights are named on stderr."""
     files = weight_files(folder)
-    if files == [folder / "model.safetensors"] and not files[0].is_file():
-        if any(folder.glob("pytorch_model*.bin*")):
-            raise DataError(
-                f"{folder} holds pytorch_model.bin, not safetensors",
-                "save it again: AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., "
-                "safe_serialization=True)",
-            )
-        raise DataError(f"{folder} has no model.safetensors", "give a whole Hugging Face model folder")
-    return {name: tensor for file in files for name, tensor in read_header(file).items()}
+    missing = [path.name for path in files if not path.is_file()]
+    if not missing:
+        others = {path for kind in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(kind)}
+        if unread := sorted(path.name for path in others - set(files)):
+            read = files[0].name if len(files) == 1 else f"the {len(files)} files of {INDEX}"
+            _warn_unread(folder, read, tuple(unread))
+        return files
+    shards = sorted(path.name for path in folder.glob("model-*.safetensors"))
+    if missing != [SINGLE]:
+        raise DataError(
+            f"{folder}: {len(missing)} of the {len(files)} files that {INDEX} names are missing, first {missing[0]}",
+            "copy or download them, too",
+        )
+    if shards:
+        raise DataError(f"{folder} holds {shards[0]} without {INDEX}", "copy the index, too")
+    raise DataError(
+        f"{folder} has no weights: no {SINGLE}",
+        "give a whole Hugging Face model folder; weights in pytorch_model.bin must be saved again as safetensors: "
+        f"{AS_SAFETENSORS}",
+    )
+
+
+def stored_tensors(folder: Path, tied: bool) -> dict[str, Stored]:
+    """The tensors of a model folder by name, from the files' headers; `tied`: config.json makes the head the embedding.
+
+    Raises DataError for missing or damaged files, and for those that disagree: a tensor in two files, in another one
+    than the index says, or beyond the index; a head of its own in a tied model (the one case in which values are read).
+    """
+    stored: dict[str, Stored] = {}
+    for file in present_files(folder):
+        for name, tensor in read_header(file).items():
+            if name in stored:
+                raise DataError(
+                    f"{folder}: {name} is in {stored[name].path.name} and in {file.name}",
+                    "delete the file that is not of this model, and name the others alone in the index",
+                )
+            stored[name] = tensor
+    places = _weight_map(folder)
+    lacking = [name for name, file in places.items() if name not in stored or stored[name].path.name != file]
+    beyond = [name for name in stored if places and name not in places and not name.endswith(COMPUTED)]
+    if lacking or beyond:
+        name = (lacking or beyond)[0]
+        fault = (
+            f"{INDEX} places {name} in {places[name]}, which does not hold it"
+            if lacking
+            else (f"{stored[name].path.name} holds {name}, which {INDEX} does not name")
+        )
+        more = len(lacking) + len(beyond) - 1
+        raise DataError(
+            f"{folder}: {fault}" + (f" ({more} more such tensors)" if more else ""),
+            "the index and its files must be of one save: copy or download the folder again",
+        )
+    if tied:
+        _require_one_head(folder, stored)
+    return stored
+
+
+def _require_one_head(folder: Path, stored: Mapping[str, Stored]) -> None:
+    """Raise DataError where the head of a tied model has other values than its embedding."""
+    embedding, head = (next((name for name in stored if name.endswith(ends)), None) for ends in (EMBEDDINGS, HEADS))
+    if embedding is None or head is None:
+        return
+    ours, theirs = stored[embedding], stored[head]
+    same = ours.shape == theirs.shape
+    step = max(1, COMPARED_VALUES // max(1, math.prod(ours.shape[1:])))
+    for first in range(0, ours.shape[0] if same and ours.shape and ours.numel else 0, step):
+        count = min(step, ours.shape[0] - first)
+        embedded, own = (to_floats(one.rows(first, count), one.dtype) for one in (ours, theirs))
+        same = numpy.array_equal(embedded, own, equal_nan=True)
+        if not same:
+            break
+    if not same:
+        raise DataError(
+            f"{folder}: tie_word_embeddings in config.json makes the head the embedding, but {head} differs from "
+            f"{embedding}",
+            "set tie_word_embeddings: false to use the head, or save the model again without it",
+        )
 
 
 HEADER = {...: {"dtype": str, "shape": [int], "data_offsets": [int]}}  # the form of a header, but for __metadata__

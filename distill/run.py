@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distill.errors import DataError, RunError, faults_explained
-from distill.files import digest, file_digest, has_form, parse_object, read_json, write_json, write_text
+from distill.files import digest, file_digest, finish_folders, has_form, parse_object, read_json, write_json, write_text
 from distill.machine import machine
 from distill.progress import announce, command_line, note, resumes, warn
 from distill.recipe import Recipe, dump_recipe
@@ -106,6 +106,7 @@ class Run:
         if not _locked(self._lock):
             self.close()
             raise RunError(f"another process is working in {self.folder}", "wait for it, or use another run (name=…)")
+        finish_folders(self.folder)
 
     def can_be_written(self) -> bool:
         """Whether files can be made and the lock can be opened, as the operating system says; it may not know before

@@ -59,7 +59,9 @@ def read_tensors(folder: Path, shape: Shape) -> list[GgufTensor]:
     Raises DataError when a tensor is missing, has another shape than config.json gives, or has no place in GGUF.
     """
     stored = {
-        name: tensor for name, tensor in stored_tensors(folder).items() if not name.endswith("rotary_emb.inv_freq")
+        name: tensor
+        for name, tensor in stored_tensors(folder, shape.tied).items()
+        if not name.endswith("rotary_emb.inv_freq")
     }
     if shape.tied:
         stored.pop("lm_head.weight", None)  # a tied checkpoint may still carry the copy

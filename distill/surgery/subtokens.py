@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import ArrayLike, NDArray
 
-from distill.engines.torch.hugging_face import check_folder
+from distill.engines.torch.hugging_face import check_folder, check_weights
 from distill.errors import DataError
 from distill.files import has_form
 from distill.folders import NUMPY_FLOATS, Stored, read_config, stored_tensors
@@ -283,9 +283,10 @@ def check_transplant(
     for key in SIZES:
         if not has_form(config.get(key), int):
             raise DataError(f"{donor}/config.json: {key} must be an integer", "give a whole folder")
-    tensors = stored_tensors(donor)
     tied = bool(config.get("tie_word_embeddings", False))
+    tensors = stored_tensors(donor, tied)
     _check_matrices(donor, config, tensors, tied)
+    check_weights(str(donor.absolute()))
     target_config = read_config(target) if (target / "config.json").is_file() else {}
     ours, theirs = Vocabulary.read(donor).within(tensors[EMBEDDING].shape[0]), Vocabulary.read(target)
     if isinstance(stated := _stated_rows(target_config), int):

@@ -417,7 +417,7 @@ def read_weights(world: World, found: tuple[str, bytes]) -> Readers:
             tensor.read(0, tensor.shape[0])
 
     def stored() -> None:
-        for tensor in stored_tensors(world.model).values():
+        for tensor in stored_tensors(world.model, tied=True).values():
             tensor.read()
 
     return [stored, export]

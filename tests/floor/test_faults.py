@@ -10,6 +10,10 @@ import re
 import resource
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,8 @@ import pytest
 import tiny
 
 from distill.errors import DataError, RunError, disk_fault, server_words
-from distill.files import digest, write_atomically
+from distill.files import digest, write_atomically, write_folder
+from distill.run import Run
 
 Capture = pytest.CaptureFixture[str]
 STEPS = ("corpus/prompts-train", "answers/train-00001", "teacher/shard-00002", "cut", "step-000004", "draft", "eval.md")
@@ -252,6 +257,71 @@ def test_log_on_a_full_disk(world: Path, copied: Path, capsys: Capture) -> None:
     (copied / "log.txt").unlink()
     (copied / "log.txt").symlink_to("/dev/full")
     assert "the disk is full" in refused(capsys, world, copied.parent)
+
+
+# ── a kill between the two renames of a folder ──
+
+KILLED = """
+import os, pathlib, signal, sys
+from distill import files
+path, number, replace = pathlib.Path(sys.argv[1]), iter(range(9)), os.replace
+def rename(*names):
+    if next(number) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(*names)
+files.os.replace = rename
+files.write_folder(path, lambda folder: (folder / "config.json").write_text("new"))
+"""
+
+
+def name_model(path: Path) -> None:
+    from distill.engines.torch.hugging_face import check_folder
+
+    check_folder(str(path))
+
+
+def lock_run(path: Path) -> None:
+    run: Any = None  # the lock does not read the recipe
+    with Run(path.parent, run).locked():
+        pass
+
+
+def fail_to_write(path: Path) -> None:
+    def write(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(RunError, match="the disk is full"):
+        write_folder(path, write)
+
+
+@pytest.mark.parametrize("start", [name_model, lock_run, fail_to_write])
+def test_the_next_start_completes_a_folder(tmp_path: Path, start: Callable[[Path], object]) -> None:
+    path = tmp_path / "draft"
+    write_folder(path, lambda folder: (folder / "config.json").write_text("old"))
+    code = subprocess.run([sys.executable, "-c", KILLED, path], cwd=Path(__file__).parents[2]).returncode
+    assert code == -signal.SIGKILL and not path.exists()
+    assert (tmp_path / ".draft.old" / "config.json").read_text() == "old"
+    start(path)
+    assert (path / "config.json").read_text() == "new"
+    write_folder(path, lambda folder: (folder / "config.json").write_text("newer"))
+    assert (path / "config.json").read_text() == "newer"
+    assert {one.name for one in tmp_path.iterdir()} <= {"draft", ".lock"}
+
+
+def test_a_rename_that_fails_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "draft"
+    write_folder(path, lambda folder: (folder / "a").write_text("old"))
+    replace = os.replace
+
+    def rename(source: Path, destination: Path) -> None:
+        if source.name.endswith(".tmp"):
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, destination)
+
+    monkeypatch.setattr("distill.files.os.replace", rename)
+    with pytest.raises(RunError, match="cannot write"):
+        write_folder(path, lambda folder: (folder / "a").write_text("new"))
+    assert (path / "a").read_text() == "old" and [one.name for one in tmp_path.iterdir()] == ["draft"]
 
 
 # ── two processes ──

@@ -25,8 +25,17 @@ from distill.engines.torch.intact import (
     require_whole,
 )
 from distill.errors import DataError, DistillError, RunError
-from distill.files import has_form, read_object, write_json
-from distill.folders import HINT, ModelSizes, read_config, stored_tensors, torch_type, weight_files
+from distill.files import finish_folder, has_form, read_object, write_json
+from distill.folders import (
+    HINT,
+    ModelSizes,
+    present_files,
+    read_config,
+    refuse_adapter,
+    stored_tensors,
+    torch_type,
+    weight_files,
+)
 from distill.gguf.importing import check_import, folder_of, is_gguf
 from distill.machine import has_instructions
 from distill.processes import process_count
@@ -82,7 +91,12 @@ def check_folder(reference: str) -> None:
     if is_gguf(reference):
         folder_of(reference, weights=False)
         return
-    if is_path(reference) and not (Path(reference) / "config.json").is_file():
+    if not is_path(reference):
+        return
+    with contextlib.suppress(OSError):
+        finish_folder(Path(reference))
+    if not (Path(reference) / "config.json").is_file():
+        refuse_adapter(Path(reference))
         state = "has no config.json" if Path(reference).is_dir() else "does not exist"
         raise DataError(f"model folder {reference} {state}", "give a Hugging Face model folder or a hub name")
 
@@ -146,22 +160,31 @@ def check_placement(quantise: str | None, device: torch.device, shard: bool) -> 
 def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
     """A causal language model, loaded by transformers with these options. Every load of weights comes through here.
 
-    Raises DataError unless each of the model's tensors came from its files, in its shape, and the errors of
-    transformers as they are.
+    Raises DataError where its files disagree, and unless each of the model's tensors came from them, in its shape; and
+    the errors of transformers as they are.
     """
     from transformers import AutoModelForCausalLM
 
-    reference = _place(reference, weights=True)
-    config = load_config(reference)
-    require_own_type(reference, config)
-    require_language_model(reference, config)
-    require_possible(reference, config)
+    folder = local_folder(reference)
+    place = str(folder)
+    config = load_config(place)
+    require_own_type(place, config)
+    require_language_model(place, config)
+    require_possible(place, config)
+    if is_quantised(config):
+        present_files(folder)
+    else:
+        stored_tensors(folder, _is_tied(config))
     with quiet():
         model, info = AutoModelForCausalLM.from_pretrained(
-            reference, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            place, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-    require_whole(reference, model, info)
+    require_whole(place, model, info)
     return model
+
+
+def _is_tied(config: Any) -> bool:
+    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
 
 def load_model(
@@ -302,11 +325,7 @@ def local_folder(reference: str, weights: bool = True) -> Path:
         return Path(reference)
     if not weights:
         return _snapshot(reference, allow_patterns=SMALL_FILES)
-    for kind in ("*.safetensors", "*.bin"):
-        folder = _snapshot(reference, allow_patterns=[*SMALL_FILES, kind], ignore_patterns=OTHER_WEIGHTS)
-        if any(folder.glob(kind)):
-            break
-    return folder
+    return _snapshot(reference, allow_patterns=[*SMALL_FILES, "*.safetensors"], ignore_patterns=OTHER_WEIGHTS)
 
 
 def text_folder(reference: str) -> Path:
@@ -432,11 +451,8 @@ def check_weights(reference: str) -> str:
     config = load_config(str(folder))
     require_own_type(reference, config)
     if is_quantised(config):
+        present_files(folder)
         return f"{unproven} because headers prove nothing about quantised weights"
-    if not any(folder.glob("*.safetensors*")):
-        if any(folder.glob("*.bin")):
-            return f"{unproven} because they are in .bin files, not safetensors"
-        raise DataError(f"{folder} has no weights: no model.safetensors", "give a whole Hugging Face model folder")
     return _check_headers(reference, folder, config) or (
         f"{unproven} because headers prove nothing about this {config.model_type} layout"
     )
@@ -446,7 +462,7 @@ def _check_headers(reference: str, folder: Path, config: Any) -> str | None:
     """The line about a folder whose headers prove that its tensors are whole; None where they prove nothing."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    stored = stored_tensors(folder)
+    stored = stored_tensors(folder, _is_tied(config))
     empty = {
         name: torch.empty(tensor.shape, dtype=torch_type(tensor.dtype), device="meta")
         for name, tensor in stored.items()

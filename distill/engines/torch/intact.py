@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
+from distill.folders import COMPUTED
 from distill.progress import is_verbose
 
 VALUES_PER_BYTE = 16  # more than any quantised type stores
 SHOWN = 3  # tensors named in a message
-OLD_BUFFERS = ("inv_freq", "masked_bias")  # computed, not learnt; old versions of transformers saved them
 AGAIN = "copy or download the folder again; config.json and weights must be of one model"
 
 
@@ -56,7 +56,7 @@ def require_possible(reference: str, config: Any) -> None:
     transformers makes tensors of those sizes before it compares any shape.
     """
     folder, inner = Path(reference), config.get_text_config()
-    stored = sum(path.stat().st_size for path in folder.glob("*") if path.suffix in (".safetensors", ".bin"))
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     hidden, heads, size, mlp, rows = (
         value if isinstance(value := getattr(inner, name, None), int) else 1
         for name in ("hidden_size", "num_attention_heads", "head_dim", "intermediate_size", "vocab_size")
@@ -132,7 +132,7 @@ def is_quantised(config: Any) -> bool:
 def _inside_a_layer(model: Any, name: str) -> bool:
     """Whether a tensor's name lies below a numbered layer that the model has."""
     parts = name.split(".")
-    if parts[-1] in OLD_BUFFERS:
+    if parts[-1] in COMPUTED:
         return False
     modules = dict(model.named_modules())
     prefix = f"{model.base_model_prefix}."
