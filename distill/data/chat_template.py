@@ -6,6 +6,7 @@ from the prompt, as it was generated. Templates that drop earlier thinking there
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,14 @@ class ChatTemplate:
                 "correct chat.arguments or chat.thinking_argument, or leave chat.thinking out",
             )
 
+    def with_arguments(self, more: Mapping[str, Any]) -> ChatTemplate:
+        """This template with further arguments, those of one conversation; `tools` among them replace the recipe's."""
+        if not more:
+            return self
+        found = copy.copy(self)
+        found.settings = self.settings.model_copy(update={"arguments": {**self.settings.arguments, **more}})
+        return found
+
     def arguments(self, thinking: bool | None) -> dict[str, Any]:
         """The template's arguments with thinking on, off, or as it likes."""
         switch = {} if thinking is None else {self.settings.thinking_argument: thinking}
@@ -69,8 +78,7 @@ class ChatTemplate:
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=generate,
-                tools=list(self.settings.tools) or None,
-                **self.arguments(thinking),
+                **{"tools": list(self.settings.tools) or None, **self.arguments(thinking)},
             )
         except Exception as error:  # templates are foreign programs and raise any exception
             raise ValueError(f"the target's chat template refuses it ({' '.join(str(error).split())[:200]})") from error
@@ -185,4 +193,5 @@ def next_prompt(template: ChatTemplate, chat: Mapping[str, Any], answers: Sequen
     refuses."""
     if len(answers) > len(chat["turns"]):
         return None
-    return template.prompt(messages_after(chat, answers), chat.get("thinking"))
+    own = template.with_arguments(chat.get("arguments") or {})
+    return own.prompt(messages_after(chat, answers), chat.get("thinking"))

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from distill.data.chat_template import CLOSING, ChatTemplate
-from distill.data.sources import LISTS, PROMPTS, Document, read_documents
+from distill.data.record_files import holds_records
+from distill.data.records import LISTS, PROMPTS, THINKING
+from distill.data.sources import Document, read_documents
 from distill.data.texts import Prompt
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError
@@ -46,12 +48,14 @@ class ChatPrompts:
     def __init__(self, template: ChatTemplate, longest: int, seed: int) -> None:
         self.template, self.longest, self.seed = template, longest, seed
         self.dropped: Counter[str] = Counter()
+        self._told: set[tuple[str, str]] = set()  # names of documents, and the arguments that were counted
 
     def prompt(self, document: Document) -> Prompt | None:
         """The prompt of a conversation's first question, with the user's further turns; None for one left out."""
-        chat = self.describe(document)
         try:
-            ids = self.template.prompt(chat["messages"], chat["thinking"])
+            template = self._template_of(document)
+            chat = self.describe(document)
+            ids = template.prompt(chat["messages"], chat["thinking"])
         except ValueError as error:
             self.dropped[str(error)] += 1
             return None
@@ -64,22 +68,39 @@ class ChatPrompts:
         """Prompt and answer of each of a conversation's answers, as token ids; of held-out text the last one alone,
         because intervals take samples for independent."""
         assert document.messages is not None
-        places = [at for at, one in enumerate(document.messages) if one["role"] == "assistant"]
+        learnt = [one["role"] == "assistant" and one.get("weight") != 0 for one in document.messages]
+        every = [{name: one[name] for name in one if name != "weight"} for one in document.messages]
+        places = [at for at, counts in enumerate(learnt) if counts]
         for at in places if document.split == "train" else places[-1:]:
-            messages = document.messages[: at + 1]
+            messages = every[: at + 1]
             try:
-                prompt, answer = self.template.answered(messages, self._thought(messages[-1]))
+                template = self._template_of(document)
+                prompt, answer = template.answered(messages, self._thought(document, messages[-1]))
             except ValueError as error:
                 self.dropped[str(error)] += 1
                 continue
             if len(answer) > 1:
                 yield prompt, answer
 
-    def _thought(self, answer: Mapping[str, Any]) -> bool | None:
+    def _template_of(self, document: Document) -> ChatTemplate:
+        """The template with what a conversation's record gives it; ValueError where it does not write that."""
+        given, source = document.arguments, str(self.template.tokenizer.chat_template)
+        for name in ("tools", "documents"):
+            if name in given and name not in source:
+                raise ValueError(f"`{name}` that the target's chat template does not write")
+        read = {name: value for name, value in given.items() if name in source}
+        for name in given.keys() - read.keys():
+            if (document.name, name) not in self._told:
+                self._told.add((document.name, name))
+                self.dropped[f"template argument `{name[:40]}` of a record, which the target's template lacks"] += 1
+        return self.template.with_arguments(read)
+
+    def _thought(self, document: Document, answer: Mapping[str, Any]) -> bool | None:
         """Whether an answer was written with thinking on; None where the recipe does not say that it matters."""
-        if self.template.settings.thinking is None:
+        settings = self.template.settings
+        if settings.thinking is None or settings.thinking_argument in document.arguments:
             return None
-        return bool(answer.get("reasoning_content")) or CLOSING in str(answer["content"])
+        return any(answer.get(name) for name in THINKING) or CLOSING in str(answer["content"])
 
     def system(self, name: str) -> list[dict[str, Any]]:
         """The system prompt of the recipe that the seed draws for a name, as messages: one, or none."""
@@ -111,12 +132,14 @@ class ChatPrompts:
         # What a tool returned answers a call that this target may not make: the conversation ends before it.
         before_tools = takewhile(lambda message: message["role"] != "tool", rest)
         turns = [one["content"] for one in before_tools if one["role"] == "user"][: settings.turns - 1]
-        thinking = self.thinking(document.name)
+        template = self._template_of(document)
+        thinking = document.arguments.get(settings.thinking_argument, self.thinking(document.name))
+        thinking = thinking if isinstance(thinking, bool) else None
         return {
             "messages": head,
             "turns": turns,
             "thinking": thinking,
-            "arguments": self.template.arguments(thinking),
+            "arguments": template.arguments(thinking),
         }
 
 
@@ -184,7 +207,11 @@ def _mixed(candidates: list[Candidate], weights: Mapping[str, float]) -> list[Ca
 
 # ── Prompts that a user gives for a pair ──
 
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}  # anything else is text
+KINDS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".parquet": "parquet",
+}  # anything else is text, unless it holds records in JSON
 FIELDS = ", ".join(("text", *PROMPTS)) + f" or {', '.join(LISTS)} (lists)"  # that are read
 SEED = 0  # of the order in which pieces of texts are taken
 
@@ -216,7 +243,7 @@ def sources_of(paths: Sequence[Path], option: str = "--prompts") -> tuple[Source
             continue
         if not path.stat().st_size:
             raise DataError(f"{path} is empty", "give a file with prompts: text, or jsonl, csv or parquet records")
-        kind: Any = KINDS.get(path.suffix.lower(), "text")
+        kind: Any = KINDS.get(path.suffix.lower()) or ("jsonl" if holds_records(path) else "text")
         sources.append(Source(kind=kind, path=str(path.resolve()), split="test"))
     return tuple(sources)
 
@@ -242,8 +269,10 @@ def read_user_prompts(
     try:
         documents, dropped = read_documents(corpus, needed=("test",))
     except DataError as error:
-        what = error.what.replace("corpus source ", "")
-        raise DataError(what, f"records need a field {FIELDS}; rename theirs, or correct the file") from error
+        what, hint = error.what.replace("corpus source ", ""), error.hint or ""
+        if "corpus" in hint:
+            hint = f"records need a field {FIELDS}: rename theirs; JSON that is text has a name in .txt"
+        raise DataError(what, hint) from error
     with open_tokenizer(target) as tokenizer:
         plain = isinstance(tokenizer, GgufTokenizer)
         to_ids: Callable[[str], list[int]] = tokenizer.file.tokenize if plain else functools.partial(encode, tokenizer)

@@ -1,235 +1,22 @@
-"""The documents of a corpus and the split of each: from source trees, text files, and records and conversations.
-
-Records stand in jsonl, csv and parquet files, and in hub data sets.
-"""
+"""The documents of a corpus and the split of each: from source trees, text files, and records and conversations."""
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import glob
 import hashlib
-import json
 import re
-import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from distill.data.record_files import Record, holds_records, read_json_records, read_records
+from distill.data.records import Messages, count_fields, form_of, questions, read_conversation, unread_fields
 from distill.errors import DataError
-from distill.files import has_form, names_of, parse_object, read_utf8
+from distill.files import names_of, read_utf8
 from distill.recipe import Corpus, Source
-
-# ── Records of files and hub data sets ──
-
-Record = tuple[str, dict[str, Any]]  # where it stands, and its fields
-
-
-def read_records(source: Source, paths: list[Path]) -> Iterator[Record]:
-    """All records of a source; `paths` are its files, none for a hub data set.
-
-    Raises DataError for a file that cannot be read, is of another format, or is empty.
-    """
-    if source.kind == "hub":
-        yield from _hub(source)
-        return
-    read = {"jsonl": _jsonl, "csv": _csv, "parquet": _parquet, "target": _jsonl}[source.kind]
-    for path in paths:
-        empty = True
-        try:
-            for record in read(path):
-                empty = False
-                yield record
-        except OSError as error:
-            hint = "correct corpus.sources in the recipe"
-            raise DataError(f"{path} cannot be read: {error.strerror or error}", hint) from error
-        if empty:
-            raise DataError(f"{path}: the file is empty", f"give a {source.kind} file with at least one record")
-
-
-def _jsonl(path: Path) -> Iterator[Record]:
-    with open(path, "rb") as handle:
-        for number, raw in enumerate(handle, 1):
-            if not raw.strip():
-                continue
-            record = parse_object(raw)
-            if isinstance(record, str):
-                raise DataError(f"{path}: line {number}: {record}", "each line must be one JSON object")
-            yield f"line {number}", record
-
-
-def _csv(path: Path) -> Iterator[Record]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a text may be longer than the module's default of 128 kB
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as handle:
-            reader = csv.DictReader(handle, strict=True)
-            for record in reader:
-                yield f"line {reader.line_num}", {name: value for name, value in record.items() if name is not None}
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8", "convert it") from error
-    except csv.Error as error:
-        raise DataError(f"{path}: line {reader.line_num}: {error}", "correct the quotes, or use jsonl") from error
-
-
-def _parquet(path: Path) -> Iterator[Record]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(256):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield f"row {number}", record
-    except pyarrow.ArrowException as error:
-        first = str(error).splitlines()[0][:200]
-        raise DataError(f"{path} is not a readable parquet file: {first}", "copy it again, or use jsonl") from error
-
-
-def _hub(source: Source) -> Iterator[Record]:
-    """Records of a hub data set, streamed through `datasets`."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the DataError below reports its faults, once
-    try:
-        found = datasets.load_dataset(source.path, source.subset, split=source.hub_split, streaming=True)
-        for number, record in enumerate(found, 1):
-            yield f"record {number}", record
-    except Exception as error:  # the hub client raises many kinds; each means that the data set is not available
-        kind = type(error).__name__
-        wanted = f"subset {source.subset}, split {source.hub_split}"
-        raise DataError(
-            f"cannot read data set {source.path} ({wanted}): `datasets` stopped with {kind}",
-            "check its name, its subset, its split and the network",
-        ) from error
-
-
-# ── Conversations: chat messages, ShareGPT, lists of turns, prompt and answer, plain prompts ──
-
-Messages = tuple[dict[str, Any], ...]  # role, content, and whatever else the template reads
-
-# The names under which data sets keep a speaker.
-SPEAKERS = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation"), "tool"),
-}
-LISTS = ("messages", "conversations", "turns")
-PROMPTS = ("prompt", "instruction", "question", "query")
-ANSWERS = ("answer", "completion", "response", "output")
-EXTRA = ("reasoning_content", "tool_calls", "tool_call_id", "name")  # of a message, kept for the template
-
-
-def form_of(record: Mapping[str, Any], source: Source) -> str | None:
-    """How a record holds its text: the source's `form`, or what its fields say; None where no field is known."""
-    if source.form != "auto":
-        return source.form
-    names: Mapping[Any, str] = source.fields
-    for form in LISTS:
-        if isinstance(record.get(names.get(form, form)), list):
-            return form
-    if isinstance(record.get(source.field), str) and "prompt" not in names:
-        return "text"
-    return "prompt" if _first(record, names, "prompt", PROMPTS) is not None else None
-
-
-def read_conversation(record: Mapping[str, Any], form: str, source: Source) -> Messages:
-    """The messages of a record, ending with an answer or with a question; ValueError, with the reason, where it has
-    none."""
-    names: Mapping[Any, str] = source.fields
-    if form == "prompt":
-        prompt, answer = _first(record, names, "prompt", PROMPTS), _first(record, names, "answer", ANSWERS)
-        if isinstance(prompt, list):  # messages before the answer, as preference data sets have them
-            messages = _messages(prompt)
-        elif isinstance(prompt, str):
-            messages = [{"role": "user", "content": prompt}]
-        else:
-            raise ValueError("no prompt that is text")
-        if isinstance(answer, list):
-            messages += _messages(answer)
-        elif isinstance(answer, str) and answer:
-            messages.append({"role": "assistant", "content": answer})
-    elif form == "turns":
-        turns: Any = record.get(names.get("turns", "turns"))
-        if not has_form(turns, [str]):
-            raise ValueError("turns that are not text")
-        messages = [{"role": "user", "content": turn} for turn in turns]
-    else:
-        messages = _messages(record.get(names.get(form, form)))
-    system = record.get(names.get("system", "system"))
-    if isinstance(system, str) and system.strip() and not any(one["role"] == "system" for one in messages):
-        messages.insert(0, {"role": "system", "content": system})
-    return _usable(tuple(messages))
-
-
-def _first(record: Mapping[str, Any], names: Mapping[Any, str], kind: str, known: tuple[str, ...]) -> Any:
-    if kind in names:
-        return record.get(names[kind])
-    return next((record[name] for name in known if record.get(name) is not None), None)
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Messages of role and content, or of ShareGPT's from and value."""
-    if isinstance(value, str):  # some data sets keep the list as JSON text
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    if not isinstance(value, list):
-        raise ValueError("messages that are not a list")
-    messages = []
-    for one in value:
-        if not isinstance(one, dict):
-            raise ValueError("a message that is not a mapping")
-        role = str(one.get("role", one.get("from")))
-        if role.lower() not in SPEAKERS:
-            raise ValueError(f"a message of the unknown role {role[:20]!r}")
-        content = _text(one["content"] if "content" in one else one.get("value"))
-        if content is None and not one.get("tool_calls"):
-            raise ValueError("a message whose content is not text")
-        extra = {name: one[name] for name in EXTRA if one.get(name)}
-        messages.append({"role": SPEAKERS[role.lower()], "content": content or "", **extra})
-    return messages
-
-
-def _text(content: Any) -> str | None:
-    """The text of a message: itself, or its parts of type text; None for anything else, such as images."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [None]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    return "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
-
-
-def _usable(messages: Messages) -> Messages:
-    """The messages up to the last question or answer; ValueError where a model cannot be asked them."""
-    roles = [one["role"] for one in messages]
-    while roles and roles[-1] in ("system", "tool"):
-        roles.pop()
-    if "user" not in roles:
-        raise ValueError("no user's turn")
-    if "assistant" in roles and roles.index("assistant") < roles.index("user"):
-        raise ValueError("an answer before the first question")
-    if not all(one["content"].strip() for one in messages[: len(roles)] if one["role"] == "user"):
-        raise ValueError("an empty question")
-    return messages[: len(roles)]
-
-
-def questions(messages: Messages) -> str:
-    """The text that names a conversation and gives its split: all but answers, so that no question is in two splits."""
-    return json.dumps([[one["role"], one["content"]] for one in messages if one["role"] != "assistant"])
-
-
-def fingerprint(text: str) -> str:
-    """A name for a text by its content."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-# ── Documents and their splits ──
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -241,7 +28,8 @@ class Document:
     """A text, its name within its source, the split it belongs to, and the source's own name.
 
     A conversation has its `messages`, which end with a question or an answer; its text is then the questions alone.
-    `label` is the class that reports show. `own`: the target wrote the conversation, its answers included.
+    `arguments` are those that its record gives the chat template, `tools` and `documents` among them. `label` is the
+    class that reports show. `own`: the target wrote the conversation, its answers included.
     """
 
     name: str
@@ -251,11 +39,17 @@ class Document:
     messages: Messages | None = None
     label: str = ""
     own: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def plain_text(self) -> str:
         """Its text without roles and templates."""
         return self.text if self.messages is None else "\n\n".join(one["content"] for one in self.messages)
+
+
+def fingerprint(text: str) -> str:
+    """A name for a text by its content."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def split_of(name: str, validation: float, test: float) -> Split:
@@ -330,12 +124,10 @@ def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
     yield text[start:]
 
 
-def _document(
-    corpus: Corpus, source: Source, name: str, text: str, messages: Messages | None = None, label: str = ""
-) -> Document:
+def _document(corpus: Corpus, source: Source, name: str, text: str, **more: Any) -> Document:
     """A document of a source, in the split that its name or the source gives it."""
     split = split_of(name, corpus.validation, corpus.test) if source.split == "by-name" else source.split
-    return Document(name, split, text, Path(source.path).name, messages, label, source.kind == "target")
+    return Document(name, split, text, Path(source.path).name, own=source.kind == "target", **more)
 
 
 def tree_files(source: Source) -> dict[str, Path]:
@@ -345,62 +137,78 @@ def tree_files(source: Source) -> dict[str, Path]:
     return {place.as_posix(): path for place, path in places if not set(source.exclude) & set(place.parts)}
 
 
-def _tree_texts(source: Source, dropped: Counter[str]) -> Iterator[tuple[str, str]]:
-    """Names and texts of the files of a tree."""
+MARK = "\ufeff"  # a byte order mark
+
+
+def _without_mark(text: str, dropped: Counter[str]) -> str:
+    """The text of a file without the byte order mark at its beginning."""
+    if text.startswith(MARK):
+        dropped["byte order mark at the beginning of a file"] += 1
+    return text.removeprefix(MARK)
+
+
+def _tree(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
+    """The files of a tree; those of JSON records as what they hold, unless the source says that they are text."""
     for name, path in tree_files(source).items():
         try:
-            text = path.read_text(encoding="utf-8")
+            text = _without_mark(path.read_text(encoding="utf-8"), dropped)
         except UnicodeDecodeError:
             dropped["not UTF-8"] += 1
             continue
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}", "exclude it, or correct it") from error
-        yield name, text
+        if source.form != "text" and text.lstrip()[:1] in ("[", "{") and holds_records(path):
+            records = source.model_copy(update={"path": str(path), "kind": "jsonl", "form": "auto"})
+            for one in _records(corpus, records, read_json_records(path), dropped):
+                yield replace(one, source=Path(source.path).name)
+        else:
+            yield _file(corpus, source, name, text)
 
 
-def _text_pieces(source: Source) -> Iterator[tuple[str, str]]:
-    """Names and texts of text files; pieces of long ones are named by content, as records are."""
+def _texts(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
+    """Text files; pieces of long ones are named by content, as records are."""
     for path in source_files(source):
-        text = read_utf8(path)
+        text = _without_mark(read_utf8(path), dropped)
         pieces = [text] if source.form == "prompt" else list(cut_text(text))
         for piece in pieces:
-            yield path.name if len(pieces) == 1 else f"{path.name}#{fingerprint(piece)}", piece
+            yield _file(corpus, source, path.name if len(pieces) == 1 else f"{path.name}#{fingerprint(piece)}", piece)
 
 
-def _files(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
-    """Files of a tree, or text files; with form prompt, each is a user's message."""
-    for name, text in _tree_texts(source, dropped) if source.kind == "tree" else _text_pieces(source):
-        if source.form == "prompt":
-            yield _document(corpus, source, name, text, ({"role": "user", "content": text},), source.label or "")
-        else:
-            yield _document(corpus, source, name, text)
+def _file(corpus: Corpus, source: Source, name: str, text: str) -> Document:
+    """A text as it is, or with form prompt as a user's message."""
+    if source.form != "prompt":
+        return _document(corpus, source, name, text)
+    messages = ({"role": "user", "content": text},)
+    return _document(corpus, source, name, text, messages=messages, label=source.label or "")
 
 
-def _records(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
+def _records(corpus: Corpus, source: Source, records: Iterable[Record], dropped: Counter[str]) -> Iterator[Document]:
     """Records as texts or conversations; those that are neither are counted in `dropped`."""
-    origin = Path(source.path).name
-    for place, record in read_records(source, [] if source.kind == "hub" else source_files(source)):
+    origin, named = Path(source.path).name, source.fields.get("label", "category")
+    for place, record in records:
         form = form_of(record, source)
-        label = source.label or record.get(source.fields.get("label", "category"))
-        messages: Messages | None = None
+        label = source.label or record.get(named)
+        more: dict[str, Any] = {"label": label if isinstance(label, str) else ""}
         if form == "text" and isinstance(record.get(source.field), str):
             text = record[source.field]
+            aside = {source.field, *([named] if isinstance(record.get(named), str) else [])}
+            count_fields(unread_fields(record, aside), "records", dropped)
         elif form not in (None, "text"):
             try:
-                found = read_conversation(record, str(form), source)
+                messages, arguments = read_conversation(record, str(form), source, dropped)
             except ValueError as error:
                 dropped[str(error)] += 1
                 continue
-            messages = tuple(one for one in found if source.given or one["role"] in ("system", "user"))
-            text = questions(messages)
+            messages = tuple(one for one in messages if source.given or one["role"] in ("system", "user"))
+            text = questions(messages, arguments)
+            more |= {"messages": messages, "arguments": arguments}
         else:
             raise DataError(
                 f"{source.path}: {place} has no text in field `{source.field}` (it has: {names_of(record)})",
                 _way_to_text(record, form, source),
             )
         # Named by its content, so that a growing or reordered file keeps every document in its split.
-        name = f"{origin}#{fingerprint(text)}"
-        yield _document(corpus, source, name, text, messages, label if isinstance(label, str) else "")
+        yield _document(corpus, source, f"{origin}#{fingerprint(text)}", text, **more)
 
 
 def _way_to_text(record: Mapping[str, Any], form: str | None, source: Source) -> str:
@@ -415,20 +223,22 @@ def _way_to_text(record: Mapping[str, Any], form: str | None, source: Source) ->
 
 def _read_source(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
     """A source's documents; raises DataError where it has none at all."""
-    before, files, found = dropped.total(), 0, False
-    for document in (_files if source.kind in ("tree", "text") else _records)(corpus, source, dropped):
+    before, files, found = dropped.copy(), 0, False
+    if source.kind in ("tree", "text"):
+        documents = (_tree if source.kind == "tree" else _texts)(corpus, source, dropped)
+    else:
+        paths = [] if source.kind == "hub" else source_files(source)
+        documents = _records(corpus, source, read_records(source, paths, dropped), dropped)
+    for document in documents:
         files, found = files + 1, found or bool(document.text.strip())
         yield document
     if not found:
-        tree, other = source.kind == "tree", dropped.total() - before
-        excluded = f" outside {', '.join(source.exclude)}" if tree and source.exclude else ""
-        none = tree and not files and not other
-        what = f"no file that matches {source.pattern}{excluded}" if none else "no text"
-        why = f": {other} {'files are not UTF-8' if tree else 'records were dropped: ' + str(dict(dropped))}"
-        raise DataError(
-            f"corpus source {source.path} has {what}{why if other else ''}",
-            "correct its pattern" if none else "correct it, or leave it out",
-        )
+        left = ", ".join(f"{count} {reason}" for reason, count in (dropped - before).items())
+        excluded = f" outside {', '.join(source.exclude)}" if source.exclude else ""
+        none = source.kind == "tree" and not files and not left
+        what = f"no file that matches {source.pattern}{excluded}" if none else f"no text{left and ': '}{left}"
+        hint = "correct its pattern" if none else "correct it, or leave it out"
+        raise DataError(f"corpus source {source.path} has {what}", hint)
 
 
 UNREAD = "beyond corpus.max_documents (rest of a source unread)"  # a reason for dropped documents

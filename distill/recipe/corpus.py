@@ -31,9 +31,10 @@ class Source(Section):
 
     kind: Literal["tree", "text", "jsonl", "csv", "parquet", "hub", "target"] = Field(
         description="tree: every matching file below a folder is a document; text: a file is one document, or, if "
-        "longer than 32,768 characters, is split into documents of at least 16,384; jsonl, csv, parquet: every line or "
-        "row is a record; hub: a data set by its hub name (through `datasets`); target: no data: the target writes the "
-        "questions itself, after the user header of its chat template"
+        "longer than 32,768 characters, is split into documents of at least 16,384; jsonl (or one JSON array), csv "
+        "(its first line names the columns), parquet: every line or row is a record; hub: a data set by its hub name "
+        "(through `datasets`); target: no data: the target writes the questions itself, after the user header of its "
+        "chat template"
     )
     path: str = Field(
         "",
@@ -76,9 +77,9 @@ class Source(Section):
         "fields. For tree and text sources, prompt makes every file a user message",
     )
     field: str = Field("text", description="records: field that holds the text")
-    fields: dict[Literal["prompt", "answer", "messages", "conversations", "turns", "system", "label"], str] = Field(
-        {}, description="records: names of these fields, where they differ"
-    )
+    fields: dict[
+        Literal["prompt", "context", "answer", "messages", "conversations", "turns", "system", "label"], str
+    ] = Field({}, description="records: names of these fields, where they differ")
     given: bool = Field(
         True,
         description="records: also learn from the answers that conversations contain; false: use only their questions",

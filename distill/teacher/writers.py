@@ -303,10 +303,11 @@ class ServerWriter:
                 "make chat prompts in section corpus, or use api: completions, which takes any prompt",
             )
         body = self._body(request) | {"messages": request.messages}
-        if self.recipe.chat.tools:
-            body["tools"] = list(self.recipe.chat.tools)
-        if request.arguments:
-            body["chat_template_kwargs"] = request.arguments
+        arguments = dict(request.arguments)
+        if tools := arguments.pop("tools", self.recipe.chat.tools):
+            body["tools"] = list(tools)
+        if arguments:
+            body["chat_template_kwargs"] = arguments
         answer = self.endpoint.post("chat/completions", body, self._require_choice)
         if not self._read_prompt(answer, request.ids):
             return Reply(request.id, [], False, OTHER_PROMPT)

@@ -182,7 +182,7 @@ def test_the_first_records_of_a_hub_data_set(world: Path, capsys: Capture, monke
         asked.append(source.path)
         yield from ((f"record {number}", {"content": f"text {number}"}) for number in range(1, 100))
 
-    monkeypatch.setattr("distill.data.sources._hub", records)
+    monkeypatch.setattr("distill.data.record_files._hub", records)
     override = "corpus.sources=[{kind: hub, path: some/data, field: FIELD}]"
     assert tiny.call("check", world / "recipe.yaml", "--offline", override.replace("FIELD", "text")) == 0
     assert not asked and "not checked: data set some/data (--offline)" in capsys.readouterr().out

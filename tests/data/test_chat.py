@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 from distill.data.chat_template import ChatTemplate, next_prompt
 from distill.data.corpus import pack_given
 from distill.data.prompts import ChatPrompts, cut_prompts
-from distill.data.sources import Document, form_of, read_conversation, read_documents
+from distill.data.records import form_of, read_conversation
+from distill.data.sources import Document, read_documents
 from distill.data.texts import drop_reason, read_answers, read_prompts
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError, RecipeError
@@ -82,7 +83,7 @@ def talk(style: str) -> list[dict[str, Any]]:
             ["user", "assistant"],
         ),
         ({"prompt": "a"}, "prompt", ["user"]),
-        ({"messages": json.dumps([QUESTION])}, None, []),
+        ({"messages": json.dumps([QUESTION])}, "messages", ["user"]),
         ({"text": "a", "prompt": "b"}, "text", []),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "messages", ["user"]),
         ({"messages": [QUESTION, {"role": "tool", "content": "r"}]}, "messages", ["user"]),
@@ -92,7 +93,7 @@ def test_forms(record: dict[str, Any], form: str | None, roles: list[str]) -> No
     source = Source(kind="jsonl", path="x")
     assert form_of(record, source) == form
     if roles:
-        found = read_conversation(record, str(form), source)
+        found, _ = read_conversation(record, str(form), source, Counter())
         assert [one["role"] for one in found] == roles, found
 
 
@@ -111,7 +112,7 @@ def test_forms(record: dict[str, Any], form: str | None, roles: list[str]) -> No
 )
 def test_what_cannot_be_asked(messages: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=f"^{reason}$"):
-        read_conversation({"messages": messages}, "messages", Source(kind="jsonl", path="x"))
+        read_conversation({"messages": messages}, "messages", Source(kind="jsonl", path="x"), Counter())
 
 
 def test_files_of_every_kind(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 import tiny
 
-from distill.data.sources import form_of, questions, read_conversation, read_records
+from distill.data.record_files import read_records
+from distill.data.records import form_of, questions, read_conversation
 from distill.files import file_digest
 from distill.recipe import Source
 
@@ -15,13 +17,13 @@ PATH = tiny.ROOT / "data" / "questions.jsonl"
 CLASSES = {"everyday", "mathematics", "code", "translation", "rewriting", "extraction", "summary", "dialogue"}
 SHARED_WORDS = 7  # two questions of one class may begin alike, but have no longer run of words in common
 SOURCE = Source(kind="jsonl", path=str(PATH), split="test")
-RECORDS = [record for _, record in read_records(SOURCE, [PATH])]
+RECORDS = [record for _, record in read_records(SOURCE, [PATH], Counter())]
 
 
-def conversation(record: dict[str, object]) -> tuple[dict[str, str], ...]:
+def conversation(record: dict[str, object]) -> tuple[dict[str, Any], ...]:
     form = form_of(record, SOURCE)
     assert form in ("prompt", "turns")
-    return read_conversation(record, form, SOURCE)
+    return read_conversation(record, form, SOURCE, Counter())[0]
 
 
 def test_thirteen_of_each_class() -> None:

@@ -1,0 +1,312 @@
+"""One record as a conversation: which fields hold its messages, and what becomes of the others.
+
+A field is read as its maker defines it: chat messages and `tools`, `documents`, `chat_template_kwargs` (TRL), `weight`
+(OpenAI); ShareGPT's `conversations`; `instruction`, `input`, `system`, `history` (Alpaca, LLaMA-Factory); `context`
+(Dolly, SQuAD). A field that is not read is counted by its name. A record that would ask something else without such a
+field is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+from distill.files import has_form
+from distill.recipe import Source
+
+Messages = tuple[dict[str, Any], ...]  # role, content, and whatever else the template reads
+
+# The names under which data sets keep a speaker.
+SPEAKERS = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+}
+LISTS = {"messages": ("messages", "conversation"), "conversations": ("conversations",), "turns": ("turns",)}
+PROMPTS = ("prompt", "instruction", "question", "query", "input")
+CONTEXTS = ("input", "context", "passage")  # texts that a prompt is about
+ANSWERS = ("answer", "completion", "response", "output")
+SYSTEMS = ("system", "system_prompt")
+THINKING = ("reasoning_content", "reasoning", "thinking", "reasoning_details")  # one thing; the template reads one name
+OF_MESSAGE = (*THINKING, "tool_calls", "tool_call_id", "name")  # kept for the template
+REPEATED = {*PROMPTS, *CONTEXTS, *SYSTEMS}  # often hold a part of the messages again
+# A question is another one without these.
+OF_QUESTION = {
+    *(*REPEATED, "history", "documents", "tools", "functions", "choices", "options"),
+    *("image", "images", "video", "videos", "audio", "audios"),
+}
+TEXT_PARTS = ("text", "input_text", "output_text")  # kinds of a message's parts
+NAMING = ("id", "idx", "index", "uuid")  # fields that name a record and say nothing about it, like those in _id
+MOST_FIELDS = 20  # that are named; hostile records have a new one each
+
+
+def known_names(source: Source) -> set[str]:
+    """The fields of a source's records that are read as a text, a prompt or messages."""
+    names = {"text", source.field, *PROMPTS, *(name for known in LISTS.values() for name in known)}
+    return names | set(source.fields.values())
+
+
+def form_of(record: Mapping[str, Any], source: Source) -> str | None:
+    """How a record holds its text: the source's `form`, or what its fields say; None where no field is known."""
+    if source.form != "auto":
+        return source.form
+    fields = Fields(record, source)
+    for form, known in LISTS.items():
+        found = fields.first(form, known)
+        if isinstance(found, list) or (isinstance(found, str) and found.lstrip()[:1] == "["):
+            return form
+    if isinstance(record.get(source.field), str) and "prompt" not in source.fields:
+        return "text"
+    return "prompt" if fields.first("prompt", PROMPTS) is not None else None
+
+
+class Fields:
+    """The fields of a record by the source's names for them, and the names of those that were read."""
+
+    def __init__(self, record: Mapping[str, Any], source: Source) -> None:
+        self.record, self.names = record, source.fields
+        self.read: set[str] = set()
+
+    def first(self, kind: Any, known: Iterable[str]) -> Any:
+        """The first of a kind's fields that says something, else the first that is there; None where none is."""
+        names = [self.names[kind]] if kind in self.names else known
+        there = [name for name in names if self.record.get(name) is not None]
+        found = next((name for name in there if _says(self.record[name])), there[0] if there else None)
+        self.read.update([found] if found is not None else [])
+        return None if found is None else self.record[found]
+
+
+def _says(value: Any) -> bool:
+    """Whether a field holds anything; Alpaca writes `<noinput>` where there is none."""
+    if isinstance(value, str):
+        return value.strip().lower() not in ("", "<noinput>")
+    return value is not None and not (isinstance(value, (list, dict)) and not value)
+
+
+def unread_fields(record: Mapping[str, Any], read: Container[str]) -> list[str]:
+    """The names of the fields that say something, were not read, and are more than a name of the record."""
+    rest = (name for name, value in record.items() if name not in read and _says(value))
+    return [name for name in rest if name not in NAMING and not name.endswith("_id")]
+
+
+def count_fields(names: Iterable[str], of: str, dropped: Counter[str]) -> None:
+    """Count fields that are not read, by their names up to MOST_FIELDS."""
+    for name in names:
+        reason = f"field `{name[:40]}` of {of}, which is not read"
+        if reason not in dropped and sum(one.startswith("field `") for one in dropped) >= MOST_FIELDS:
+            reason = "further fields, which are not read"
+        dropped[reason] += 1
+
+
+def read_conversation(
+    record: Mapping[str, Any], form: str, source: Source, dropped: Counter[str]
+) -> tuple[Messages, dict[str, Any]]:
+    """The messages of a record, ending with an answer or with a question, and its own arguments of the chat template,
+    `tools` and `documents` among them.
+
+    Counts in `dropped` what is not read of it. ValueError, with the reason, where it is no conversation.
+    """
+    fields, left = Fields(record, source), Counter[str]()
+    if form == "prompt":
+        messages = _asked(fields, left)
+    else:
+        found = _parsed(fields.first(form, LISTS[form]))
+        if form == "turns" and has_form(found, [str]):
+            messages = [{"role": "user", "content": turn} for turn in found]
+        elif form == "turns" and not has_form(found, [{}]):
+            raise ValueError("turns that are not text")
+        else:
+            messages = _messages(found, left)
+    system = fields.first("system", SYSTEMS)
+    if system is not None and not isinstance(system, str):
+        raise ValueError("a system prompt that is not text")
+    if system and system.strip():
+        given = [one["content"] for one in messages if one["role"] == "system"]
+        if given and system not in given:
+            raise ValueError("two system prompts: a field and a message")
+        if not given:
+            messages.insert(0, {"role": "system", "content": system})
+    arguments = _template_arguments(fields)
+    asked = _usable(tuple(messages), left)
+    if isinstance(record.get(fields.names.get("label", "category")), str):
+        fields.read.add(fields.names.get("label", "category"))
+    text = "\n".join(one["content"] for one in asked)
+    unread = [
+        name
+        for name in unread_fields(record, fields.read)
+        if not (name in REPEATED and str(record[name]).strip() in text)
+    ]
+    lost = OF_QUESTION | (set(THINKING) if asked[-1]["role"] == "assistant" else set())
+    if missing := next((name for name in unread if name in lost and source.form == "auto"), None):
+        raise ValueError(f"a field `{missing}` beside the {form}: name it in the source's `fields`, or set its `form`")
+    count_fields(unread, "records", left)
+    dropped.update(left)
+    return asked, arguments
+
+
+def _parsed(value: Any) -> Any:
+    """A value that some data sets keep as JSON text."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+# ── A prompt, what it is about, and an answer ──
+
+
+def _asked(fields: Fields, left: Counter[str]) -> list[dict[str, Any]]:
+    """The messages of a prompt with its context, after the turns of its `history`, and of its answer."""
+    prompt = fields.first("prompt", PROMPTS)
+    if isinstance(prompt, list):  # messages before the answer, as preference data sets have them
+        messages = _messages(prompt, left)
+    elif isinstance(prompt, str):
+        parts = [prompt, *_contexts(fields, prompt)]
+        messages = [{"role": "user", "content": "\n".join(parts)}]
+    else:
+        raise ValueError("a prompt that is not text")
+    history = _parsed(fields.first("history", ("history",)))
+    if history and not (has_form(history, [[str]]) and all(len(pair) == 2 for pair in history)):
+        raise ValueError("a `history` that is not pairs of a question and an answer")
+    turns = [text for pair in history or [] for text in pair]
+    roles = ("user", "assistant") * (len(turns) // 2)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)] + messages
+    return messages + _answer(fields, left)
+
+
+def _contexts(fields: Fields, prompt: str) -> list[str]:
+    """The texts that a prompt is about; those that it already holds left out."""
+    found = []
+    names = [fields.names["context"]] if "context" in fields.names else CONTEXTS
+    for name in names:
+        text = fields.record.get(name)
+        if name in fields.read or not _says(text):
+            continue
+        if not isinstance(text, str):
+            raise ValueError(f"a field `{name}` that is not text")
+        fields.read.add(name)
+        found += [text] if text.strip() not in prompt else []
+    return found
+
+
+def _answer(fields: Fields, left: Counter[str]) -> list[dict[str, Any]]:
+    """The messages of an answer, with the thinking before it; none where the record has no answer that is text."""
+    answer = fields.first("answer", ANSWERS)
+    if isinstance(answer, list) and not has_form(answer, [str]):
+        return _messages(answer, left)
+    if answer is None:  # SQuAD's, and lists of answers that all are right
+        several = fields.first("answers", ("answers",))
+        answer = several.get("text") if isinstance(several, dict) else several
+    if isinstance(answer, list) and answer and has_form(answer, [str]):
+        if further := len(set(answer[1:]) - {answer[0]}):
+            left["answers of a question beyond its first"] += further
+        answer = answer[0]
+    if not isinstance(answer, str):
+        fields.read -= {*ANSWERS, "answers", fields.names.get("answer", "")}
+        return []
+    thinking = {name: fields.record[name] for name in THINKING if _says(fields.record.get(name))}
+    if not answer.strip() and not thinking:
+        return []
+    fields.read.update(thinking)
+    return [{"role": "assistant", "content": answer, **thinking}]
+
+
+def _template_arguments(fields: Fields) -> dict[str, Any]:
+    """The arguments that a record gives the chat template; ValueError where they are of another kind."""
+    arguments = _parsed(fields.first("chat_template_kwargs", ("chat_template_kwargs",))) or {}
+    if not isinstance(arguments, dict):
+        raise ValueError("`chat_template_kwargs` that are not an object")
+    arguments = dict(arguments)
+    for name in ("tools", "documents"):
+        if (found := _parsed(fields.first(name, (name,)))) and not has_form(found, [{}]):
+            raise ValueError(f"`{name}` that are not a list of objects")
+        arguments |= {name: found} if found else {}
+    try:
+        json.dumps(arguments)
+    except (TypeError, ValueError):
+        raise ValueError("template arguments that JSON cannot hold") from None
+    return arguments
+
+
+# ── Messages ──
+
+
+def _messages(value: Any, left: Counter[str]) -> list[dict[str, Any]]:
+    """Messages of role and content, or of ShareGPT's from and value."""
+    value = _parsed(value)
+    if not isinstance(value, list):
+        raise ValueError("messages that are not a list")
+    return [_message(one, left) for one in value]
+
+
+def _message(one: Any, left: Counter[str]) -> dict[str, Any]:
+    if not isinstance(one, dict):
+        raise ValueError("a message that is not a mapping")
+    role = str(one.get("role", one.get("from")))
+    if role.lower() not in SPEAKERS:
+        raise ValueError(f"a message of the unknown role {role[:20]!r}")
+    kept = {name: one[name] for name in OF_MESSAGE if _says(one.get(name))}
+    content = _text(one["content"] if "content" in one else one.get("value"), kept)
+    if content is None and not kept.keys() & {"tool_calls", *THINKING}:
+        raise ValueError("a message whose content is not text")
+    message = {"role": SPEAKERS[role.lower()], "content": content or "", **kept}
+    weight = one.get("weight")
+    if weight is not None and weight not in (0, 1):
+        raise ValueError("a message whose `weight` is neither 0 nor 1")
+    if weight == 0 and message["role"] == "assistant":
+        message["weight"] = 0
+    if one.get("function_call"):
+        raise ValueError("a message with a `function_call`: write it as `tool_calls`")
+    read = {"role", "from", "weight", "content" if "content" in one else "value", *OF_MESSAGE}
+    count_fields(unread_fields(one, read), "messages", left)
+    return message
+
+
+def _text(content: Any, kept: dict[str, Any]) -> str | None:
+    """The text of a message: itself, or its parts of type text, those of its thinking added to `kept`; None for
+    anything else, such as images."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return None
+    texts: dict[str, list[str]] = {"text": [], "thinking": []}
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        name = "thinking" if kind in ("thinking", "reasoning") else "text" if kind in TEXT_PARTS else None
+        if name is None:
+            return None
+        inner = part.get(name, part.get("text"))
+        text = inner if isinstance(inner, str) else _text(inner, kept)
+        if text is None:
+            return None
+        texts[name].append(text)
+    if texts["thinking"]:
+        if kept.keys() & set(THINKING):
+            raise ValueError("a message with its thinking in two places")
+        kept["thinking"] = "".join(texts["thinking"])
+    return "".join(texts["text"])
+
+
+def _usable(messages: Messages, left: Counter[str]) -> Messages:
+    """The messages up to the last question or answer; ValueError where a model cannot be asked them."""
+    roles = [one["role"] for one in messages]
+    while roles and roles[-1] in ("system", "tool"):
+        left[f"messages of the role {roles.pop()} that nothing follows"] += 1
+    if "user" not in roles:
+        raise ValueError("no user's turn")
+    if "assistant" in roles and roles.index("assistant") < roles.index("user"):
+        raise ValueError("an answer before the first question")
+    if not all(one["content"].strip() for one in messages[: len(roles)] if one["role"] == "user"):
+        raise ValueError("an empty question")
+    return messages[: len(roles)]
+
+
+def questions(messages: Messages, arguments: Mapping[str, Any] | None = None) -> str:
+    """The text that names a conversation and gives its split: all but answers, so that no question is in two splits."""
+    given = {name: value for name, value in (arguments or {}).items() if name in ("tools", "documents")}
+    asked: list[Any] = [[one["role"], one["content"]] for one in messages if one["role"] != "assistant"]
+    return json.dumps([*asked, given] if given else asked)

@@ -1,0 +1,345 @@
+"""Records as data sets have them: what each form asks and answers, and that what is not read is named and counted."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import chat_templates
+import pytest
+import tiny
+
+from distill.data.chat_template import ChatTemplate, next_prompt
+from distill.data.prompts import ChatPrompts, sources_of
+from distill.data.sources import Document, read_documents
+from distill.engines.torch.hugging_face import load_tokenizer
+from distill.errors import DataError
+from distill.recipe import Chat, Corpus, Source
+
+INPUTS = Path(os.environ.get("DISTILL_SHARED", tiny.ROOT.parent / "shared")) / "inputs"
+Q, A = {"role": "user", "content": "ask"}, {"role": "assistant", "content": "say"}
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def read(path: Path, **settings: Any) -> tuple[list[Document], Counter[str]]:
+    """The documents of a file as `--prompts` reads it, or as a source with these settings."""
+    sources = (Source(path=str(path), split="train", **settings),) if settings else sources_of([path])
+    return read_documents(Corpus(sources=sources), needed=())
+
+
+def record(tmp_path: Path, *records: Any, **settings: Any) -> tuple[list[Document], Counter[str]]:
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    return read(path, **{"kind": "jsonl", **settings})
+
+
+def talk(document: Document) -> list[tuple[str, str]]:
+    assert document.messages is not None
+    return [(one["role"], one["content"]) for one in document.messages]
+
+
+# ── what a field means to its makers ──
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"instruction": "do", "input": "this", "output": "say"}, [("user", "do\nthis"), ("assistant", "say")]),
+        ({"instruction": "do", "input": "", "output": "say"}, [("user", "do"), ("assistant", "say")]),
+        ({"instruction": "do", "input": "<noinput>"}, [("user", "do")]),
+        ({"instruction": "", "input": "this"}, [("user", "this")]),
+        ({"input": "this", "output": "say"}, [("user", "this"), ("assistant", "say")]),
+        ({"instruction": "do", "context": "with", "response": "say"}, [("user", "do\nwith"), ("assistant", "say")]),
+        ({"question": "who", "context": "he", "answers": {"text": ["he"], "answer_start": [0]}}, None),
+        ({"question": "who: he", "context": "he", "answer": "he"}, [("user", "who: he"), ("assistant", "he")]),
+        ({"system_prompt": "be", "question": "who", "response": "he"}, None),
+        (
+            {"instruction": "do", "input": "it", "output": "done", "system": "be", "history": [["a", "b"], ["c", "d"]]},
+            [
+                *(("system", "be"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")),
+                *(("user", "do\nit"), ("assistant", "done")),
+            ],
+        ),
+        ({"messages": [Q, A], "prompt": "ask"}, [("user", "ask"), ("assistant", "say")]),
+        ({"conversation": [Q, A]}, [("user", "ask"), ("assistant", "say")]),
+        ({"messages": json.dumps([Q, A])}, [("user", "ask"), ("assistant", "say")]),
+    ],
+)
+def test_the_messages_of_a_record(given: dict[str, Any], wanted: Any, tmp_path: Path) -> None:
+    (document,), dropped = record(tmp_path, given)
+    assert not dropped
+    if wanted is None:
+        first = [("system", "be"), ("user", "who")] if "system_prompt" in given else [("user", "who\nhe")]
+        wanted = [*first, ("assistant", "he")]
+    assert talk(document) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"question": "who", "choices": ["a", "b"], "answer": "a"}, "a field `choices` beside the prompt"),
+        ({"instruction": "answer", "question": "who"}, "a field `question` beside the prompt"),
+        ({"prompt": "what is it", "image": "x.png"}, "a field `image` beside the prompt"),
+        ({"messages": [Q, A], "context": "text"}, "a field `context` beside the messages"),
+        ({"messages": [Q, A], "reasoning": "hm"}, "a field `reasoning` beside the messages"),
+        ({"question": "who", "context": {"sentences": [["a"]]}}, "a field `context` that is not text"),
+        ({"instruction": "do", "history": ["a"]}, "a `history` that is not pairs"),
+        ({"prompt": "do", "system": ["a"]}, "a system prompt that is not text"),
+        ({"messages": [{"role": "system", "content": "x"}, Q], "system": "be"}, "two system prompts"),
+        ({"messages": [Q, A | {"weight": 0.5}]}, "a message whose `weight` is neither 0 nor 1"),
+        ({"messages": [Q, A], "tools": "add"}, "`tools` that are not a list of objects"),
+        ({"messages": [Q, A], "documents": ["text"]}, "`documents` that are not a list of objects"),
+        ({"messages": [Q, A], "chat_template_kwargs": [1]}, "`chat_template_kwargs` that are not an object"),
+        ({"messages": [Q, A | {"content": None, "function_call": {"name": "f"}}]}, "a message whose content is not"),
+        ({"messages": [Q, A | {"function_call": {"name": "f"}}]}, "a message with a `function_call`"),
+        ({"prompt": 5}, "a prompt that is not text"),
+    ],
+)
+def test_a_record_that_would_mean_something_else_is_left_out(
+    given: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    documents, dropped = record(tmp_path, given, {"prompt": "other"})
+    assert [talk(one) for one in documents] == [[("user", "other")]]
+    assert dropped.total() == 1 and next(iter(dropped)).startswith(reason)
+    if " beside " in reason:  # unless its source says what it is
+        kind = "prompt" if "prompt" in reason else "messages"
+        (document,), dropped = record(tmp_path, given, form=kind)
+        assert talk(document)[0][0] == "user" and dropped.total() == 1 and "which is not read" in next(iter(dropped))
+
+
+def test_fields_that_are_not_read_are_named_once_with_their_count(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": n, "source_id": n, "prompt": f"p{n}", "answer": 5, "category": "c", "score": n, "note": ""}
+        for n in range(3)
+    ]
+    rows += [{"messages": [Q, A | {"rating": 5, "id": "x", "value": "y"}], "meta": {"a": 1}}]
+    rows += [{"text": "plain", "url": "u"}]
+    documents, dropped = record(tmp_path, *rows)
+    assert len(documents) == 5 and documents[0].label == "c"
+    of = {"answer": 3, "score": 3, "meta": 1, "url": 1}
+    wanted = {f"field `{name}` of records, which is not read": count for name, count in of.items()}
+    assert dropped == wanted | {f"field `{name}` of messages, which is not read": 1 for name in ("rating", "value")}
+    hostile = [{"text": f"t{n}", f"x{n}": "y"} for n in range(50)]
+    _, dropped = record(tmp_path, *hostile)
+    assert len(dropped) == 21 and dropped["further fields, which are not read"] == 30
+
+
+def test_answers_beyond_the_first_and_messages_that_nothing_follows_are_counted(tmp_path: Path) -> None:
+    squad = {"question": "who", "context": "he", "answers": {"text": ["he", "he", "him"]}}
+    documents, dropped = record(tmp_path, squad, {"messages": [Q, A, {"role": "tool", "content": "r"}]})
+    assert talk(documents[0])[-1] == ("assistant", "he") and talk(documents[1])[-1] == ("assistant", "say")
+    assert dropped == {
+        "answers of a question beyond its first": 1,
+        "messages of the role tool that nothing follows": 1,
+    }
+
+
+def test_thinking_is_given_on_as_it_is_spelled(tmp_path: Path) -> None:
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "say"}]
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        for given in ({"prompt": "ask", "answer": "say", name: "hm"}, {"messages": [Q, A | {name: "hm"}]}):
+            (document,), dropped = record(tmp_path, given)
+            assert document.messages == (Q, A | {name: "hm"}) and not dropped
+    (document,), _ = record(tmp_path, {"messages": [Q, A | {"content": parts}]})
+    assert document.messages == (Q, A | {"thinking": "hm"})
+    _, dropped = record(tmp_path, {"messages": [Q, A | {"content": parts, "thinking": "ha"}]}, {"text": "a"})
+    assert dropped == {"a message with its thinking in two places": 1}
+
+
+# ── what a record gives the template ──
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("model") / "target"
+    with tiny.one_thread():
+        tiny.build_model(folder)
+    return load_tokenizer(str(folder))
+
+
+def chat_of(plain: Any, style: str, **settings: Any) -> ChatPrompts:
+    return ChatPrompts(ChatTemplate(chat_templates.dress(copy.deepcopy(plain), style), Chat(**settings)), 500, 0)
+
+
+def test_tools_documents_and_arguments_reach_the_template(plain: Any, tmp_path: Path) -> None:
+    chat = chat_of(plain, "qwen-3")
+    tokenizer = chat.template.tokenizer
+    tokenizer.chat_template += "{% for d in documents or [] %}[{{ d.text }}]{% endfor %}"
+    given = {"messages": [Q, A, Q], "tools": json.dumps([TOOL]), "documents": [{"text": "a book"}]}
+    given["chat_template_kwargs"] = {"enable_thinking": False, "mood": "calm"}
+    (document,), dropped = record(tmp_path, given)
+    assert not dropped
+    wanted = tokenizer.apply_chat_template(
+        [Q],
+        tools=[TOOL],
+        documents=[{"text": "a book"}],
+        enable_thinking=False,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    prompt = chat.prompt(document)
+    assert prompt is not None and prompt.chat is not None and prompt.mode == "no thinking"
+    assert tokenizer.decode(prompt.ids) == wanted and '"add"' in wanted and "[a book]" in wanted
+    assert next(chat.given(document))[0] == prompt.ids
+    further = tokenizer.decode(next_prompt(chat.template, prompt.chat, ["say"]) or [])
+    assert '"add"' in further and "[a book]" in further
+    assert chat.dropped == {"template argument `mood` of a record, which the target's template lacks": 1}
+
+
+def test_the_same_question_with_other_documents_is_another_one(tmp_path: Path) -> None:
+    rows = [{"prompt": "ask", "documents": [{"text": text}]} for text in ("a", "b", "a")]
+    documents, dropped = record(tmp_path, *rows)
+    assert len(documents) == 2 and dropped == {"duplicate": 1}
+
+
+def test_a_template_without_tools_takes_no_record_that_has_them(plain: Any, tmp_path: Path) -> None:
+    chat = chat_of(plain, "llama-3")
+    (document,), _ = record(tmp_path, {"messages": [Q, A], "tools": [TOOL]})
+    assert chat.prompt(document) is None and not list(chat.given(document))
+    assert list(chat.dropped) == ["`tools` that the target's chat template does not write"]
+
+
+def test_an_answer_of_weight_0_is_not_learnt(plain: Any, tmp_path: Path) -> None:
+    chat = chat_of(plain, "llama-3")
+    messages = [Q, A | {"weight": 0}, Q, A | {"content": "more", "weight": 1}]
+    (document,), dropped = record(tmp_path, {"messages": messages})
+    found = [chat.template.tokenizer.decode(answer) for _, answer in chat.given(document)]
+    assert found == ["more<|eot_id|>"] and not dropped
+    (document,), _ = record(tmp_path, {"messages": messages[:2]})
+    assert not list(chat.given(document)) and chat.prompt(document) is not None
+
+
+# ── files ──
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.txt", "folder/a.json"])
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_an_array_of_conversations(name: str, indent: int | None, mark: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    human, gpt = {"from": "human", "value": "ask"}, {"from": "gpt", "value": "say"}
+    rows = [{"conversations": [human, gpt]}, [Q | {"content": "again"}, A], {"prompt": "who"}]
+    path.write_text(mark + json.dumps(rows, indent=indent))
+    documents, dropped = read(path if path.parent == tmp_path else path.parent)
+    assert [talk(one)[0][1] for one in documents] == ["ask", "again", "who"]
+    assert talk(documents[0]) == [("user", "ask"), ("assistant", "say")]
+    assert dropped == ({"byte order mark at the beginning of a file": 1} if mark and "/" in name else {})
+    if "/" in name:  # a source may say that it is text
+        (document,), _ = read(path.parent, kind="tree", pattern="*", form="text")
+        assert document.messages is None and document.text == json.dumps(rows, indent=indent)
+    (document,), _ = read(path, kind="text")
+    assert document.messages is None and document.text.startswith("[")
+
+
+def test_lines_that_are_lists_of_messages_and_one_indented_record(tmp_path: Path) -> None:
+    (tmp_path / "lists.jsonl").write_text(f"{json.dumps([Q, A])}\n{json.dumps([Q | {'content': 'b'}])}\n")
+    assert [talk(one)[0][1] for one in read(tmp_path / "lists.jsonl")[0]] == ["ask", "b"]
+    (tmp_path / "one.json").write_text(json.dumps([Q, A], indent=1))
+    assert [talk(one) for one in read(tmp_path / "one.json")[0]] == [[("user", "ask"), ("assistant", "say")]]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": {"b": 1}}', "has no text in field `text` (it has: a)"),
+        ("[1, 2]", "a JSON object is needed, got list"),
+        ('["ask"]', "a JSON object is needed, got list"),
+        ('[\n{"prompt": "a"},\n{"prompt": }\n]', "line 3, character"),
+        ("[]", "the file is empty"),
+        ("plain", "line 1: no JSON"),
+    ],
+)
+def test_other_json_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / "a.json")
+    assert said in str(caught.value)
+    (tmp_path / "a.txt").write_text(text)
+    assert read(tmp_path / "a.txt")[0][0].text == text
+
+
+TABLE = [("a, b; c", "one"), ('quo"ted', "two")]
+
+
+@pytest.mark.parametrize("sign", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("first", ["", "\ufeff", "sep={}\r\n"])
+def test_a_table_with_any_delimiter(sign: str, first: str, tmp_path: Path) -> None:
+    rows = "".join('"{}"{}"{}"\n'.format(a.replace('"', '""'), sign, b) for a, b in TABLE)
+    (tmp_path / "t.csv").write_text(f"{first.format(sign)}prompt{sign} answer\n{rows}")
+    documents, dropped = read(tmp_path / "t.csv")
+    assert [talk(one) for one in documents] == [[("user", a), ("assistant", b)] for a, b in TABLE] and not dropped
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("text\na, b, c\n", "line 2 has 3 fields, and the header 1: text"),
+        ('prompt,answer\n"a",b\n"c\nd",e,f\n', "line 4 has 3 fields, and the header 2: prompt, answer"),
+        ("prompt;answer\na;b;c\n", "line 2 has 3 fields"),
+        ('"Sort, please",Done\n', "the first line names no column that is read: Sort, please | Done"),
+        ("frage;antwort\na;b\n", "the first line names no column that is read: frage | antwort"),
+        ("text,text\na,b\n", "the first line names the column 'text' twice"),
+        ('prompt,answer\n"a" b,c\n', "line 2: "),
+    ],
+)
+def test_a_table_that_cannot_be_read(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / "t.csv")
+    assert f"{tmp_path / 't.csv'}: {said}" in str(caught.value)
+
+
+def test_rows_that_are_longer_or_shorter_by_nothing(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(",prompt,answer,\n0,a,b,\n1,c,d,,\n\n2,e\n")
+    documents, dropped = read(tmp_path / "t.csv")
+    assert [talk(one) for one in documents] == [
+        *([("user", "a"), ("assistant", "b")], [("user", "c"), ("assistant", "d")], [("user", "e")])
+    ]
+    assert dropped == {
+        "field `column 1` of records, which is not read": 3,
+        "csv rows shorter than their header: the fields that they lack": 1,
+    }
+
+
+def test_a_mark_at_the_beginning_of_a_text_is_dropped_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes(b"\xef\xbb\xbfx = 1\n")
+    for settings in ({"kind": "tree"}, {"kind": "text"}):
+        (document,), dropped = read(tmp_path if settings["kind"] == "tree" else tmp_path / "a.py", **settings)
+        assert document.text == "x = 1\n" and dropped == {"byte order mark at the beginning of a file": 1}
+
+
+def test_nulls_of_parquet_are_no_part_of_a_record(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    tools = [TOOL, {"type": "function", "function": {"name": "sub", "strict": True}}]
+    rows = [{"messages": [Q | {"content": f"{n}"}], "tools": [tool]} for n, tool in enumerate(tools)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
+    documents, dropped = read(tmp_path / "t.parquet")
+    assert [one.arguments["tools"] for one in documents] == [[tool] for tool in tools] and not dropped
+
+
+@pytest.mark.skipif(not INPUTS.is_dir(), reason="the shared inputs are not here")
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *(("alpaca/alpaca.jsonl", 240), ("alpaca/dolly.jsonl", 60), ("alpaca/squad.jsonl", 60)),
+        *(("sharegpt/sharegpt.json", 40), ("sharegpt/sharegpt-indented.json", 40), ("sharegpt/array.jsonl", 40)),
+        *(("csv/semicolon.csv", 60), ("csv/tab.tsv", 60), ("csv/trailing.csv", 60), ("csv/short.csv", 60)),
+    ],
+)
+def test_shared_inputs(name: str, count: int) -> None:
+    documents, _ = read(INPUTS / name)
+    assert len(documents) == count and all(document.messages is not None for document in documents)
+    if name.startswith("alpaca"):
+        texts = [json.loads(line) for line in (INPUTS / name).read_text().splitlines()]
+        for document, given in zip(documents, texts, strict=True):
+            asked = talk(document)[0][1]
+            assert all(
+                given[part] in asked for part in ("instruction", "question", "input", "context") if part in given
+            )
