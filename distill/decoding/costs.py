@@ -9,19 +9,21 @@ import math
 import operator
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from distill.engines.model import Model
 from distill.errors import DataError
 from distill.files import read_object, write_json
 from distill.machine import machine
 from distill.progress import Progress
+
+if TYPE_CHECKING:
+    from distill.engines.model import Model
 
 FORMAT = 1  # of saved curves
 MEASURE_IT = "write one with `distill profile MODEL --out FILE`"
@@ -196,3 +198,90 @@ def shorter_rounds(rounds: Sequence[tuple[int, int]], length: int) -> list[tuple
         shorter.append((length if missed or stretch >= length else stretch, accepted))
         place += accepted + 1
     return shorter
+
+
+# ── Costs of rounds, measured inside them (round_costs.py) ──
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The values that never fall and are nearest to these in squares (pool adjacent violators, Ayer et al. 1955)."""
+    pools: list[tuple[float, int]] = []  # means, and of how many values
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, many = pools.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class DraftSteps:
+    """Seconds of a draft's steps: the first of a round, with one token and with two to read, and a later one."""
+
+    first: float
+    first_two: float
+    later: float
+
+
+NO_STEPS = DraftSteps(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class PaidCosts:
+    """Seconds of a pair's requests: of parts of rounds the medians, else means (see `typical`).
+
+    `token`: of plain decoding; `verify[n]`: of a round of n drafted tokens without its draft steps, where the round
+    before drafted another number. `by_argmax`: draft steps whose largest logit alone decides, as those of fixed
+    lengths; `by_distribution`: those whose distribution is made and read. `target_prompt`, `draft_prompt`: of reading a
+    token of the prompt. `settled[n]`: of whole rounds of n tokens drafted by argmax after two rounds of as many, the
+    last of which was not accepted whole, or was: steps of a size that a model has just taken are cheaper (llama.cpp has
+    their graph still), so that a fixed length costs other than its parts. Without n where no such round was timed.
+    """
+
+    token: float
+    verify: Mapping[int, float]
+    by_argmax: DraftSteps
+    by_distribution: DraftSteps
+    target_prompt: float
+    draft_prompt: float
+    settled: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+
+    def step_costs(self) -> StepCosts:
+        """The costs that length rules and trees use, up to the first length that was not timed.
+
+        What the first draft step costs beyond the others is the round's overhead. Rounds of more tokens are taken to
+        cost no less (a shorter one could always be padded), which few repeats show only up to noise: see `rising`.
+        """
+        steps = self.by_distribution
+        verified: list[float] = []
+        while len(verified) + 1 in self.verify:
+            verified.append(self.verify[len(verified) + 1])
+        two = steps.later + max(steps.first_two - steps.first, 0.0)
+        return StepCosts((self.token, *rising(verified)), steps.later, two, max(steps.first - steps.later, 0.0))
+
+    def round_seconds(self, length: int, whole: float) -> float:
+        """Seconds of a round of fixed `length` > 0; a share `whole` of rounds follow one that was accepted whole."""
+        if length in self.settled:
+            after_less, after_whole = self.settled[length]
+            return after_less + whole * (after_whole - after_less)
+        steps = self.by_argmax
+        first = steps.first + whole * (steps.first_two - steps.first)
+        return self.verify[length] + first + (length - 1) * steps.later
+
+    def predicted_speedup(self, length: int, accepted: Sequence[float], prompt: int, new: float) -> float:
+        """Speed of a fixed `length` > 0 over plain decoding, for `new` tokens after `prompt` tokens that both read.
+
+        accepted[i] is the acceptance at position i, given that it was reached.
+        """
+        seconds = self.round_seconds(length, math.prod(accepted[:length]))
+        return self.speedup_of_rounds(seconds, tokens_per_round(accepted[:length]), prompt, new)
+
+    def speedup_of_rounds(self, seconds: float, tokens: float, prompt: int, new: float) -> float:
+        """Speed of rounds of so many `seconds` and `tokens` over plain decoding: `new` tokens after `prompt` tokens.
+
+        Both models read the prompt.
+        """
+        plain_seconds = prompt * self.target_prompt + (new - 1) * self.token
+        reading = prompt * (self.target_prompt + self.draft_prompt)
+        return plain_seconds / (reading + (new - 1) / tokens * seconds)

@@ -10,14 +10,13 @@ Legend: n tokens drafted in a round, T target, D draft.
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from distill.decoding.costs import StepCosts, measure_steps, tokens_per_round
+from distill.decoding.costs import NO_STEPS, DraftSteps, PaidCosts, measure_steps
 from distill.decoding.decode import Round, decode_text, plain, room_for
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Features, LengthRule
@@ -33,94 +32,10 @@ IN_A_ROW = 4  # rounds of a length, more of short ones, which take longer to set
 HELD_UP = 3  # times the median: what took longer was held up by something else
 
 
-def rising(values: Sequence[float]) -> list[float]:
-    """The values that never fall and are nearest to these in squares (pool adjacent violators, Ayer et al. 1955)."""
-    pools: list[tuple[float, int]] = []  # means, and of how many values
-    for value in values:
-        mean, count = value, 1
-        while pools and pools[-1][0] > mean:
-            before, many = pools.pop()
-            mean, count = (before * many + mean * count) / (many + count), many + count
-        pools.append((mean, count))
-    return [mean for mean, count in pools for _ in range(count)]
-
-
 def typical(seconds: Sequence[float]) -> float:
     """The mean without what lies HELD_UP above the median: requests take the sum of many rounds, not their median."""
     limit = HELD_UP * statistics.median(seconds)
     return statistics.fmean(value for value in seconds if value <= limit)
-
-
-@dataclass(frozen=True)
-class DraftSteps:
-    """Seconds of a draft's steps: the first of a round, with one token and with two to read, and a later one."""
-
-    first: float
-    first_two: float
-    later: float
-
-
-NO_STEPS = DraftSteps(0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class PaidCosts:
-    """Seconds of a pair's requests: of parts of rounds the medians, else means (see `typical`).
-
-    `token`: of plain decoding; `verify[n]`: of a round of n drafted tokens without its draft steps, where the round
-    before drafted another number. `by_argmax`: draft steps whose largest logit alone decides, as those of fixed
-    lengths; `by_distribution`: those whose distribution is made and read. `target_prompt`, `draft_prompt`: of reading a
-    token of the prompt. `settled[n]`: of whole rounds of n tokens drafted by argmax after two rounds of as many, the
-    last of which was not accepted whole, or was: steps of a size that a model has just taken are cheaper (llama.cpp has
-    their graph still), so that a fixed length costs other than its parts. Without n where no such round was timed.
-    """
-
-    token: float
-    verify: Mapping[int, float]
-    by_argmax: DraftSteps
-    by_distribution: DraftSteps
-    target_prompt: float
-    draft_prompt: float
-    settled: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-
-    def step_costs(self) -> StepCosts:
-        """The costs that length rules and trees use, up to the first length that was not timed.
-
-        What the first draft step costs beyond the others is the round's overhead. Rounds of more tokens are taken to
-        cost no less (a shorter one could always be padded), which few repeats show only up to noise: see `rising`.
-        """
-        steps = self.by_distribution
-        verified: list[float] = []
-        while len(verified) + 1 in self.verify:
-            verified.append(self.verify[len(verified) + 1])
-        two = steps.later + max(steps.first_two - steps.first, 0.0)
-        return StepCosts((self.token, *rising(verified)), steps.later, two, max(steps.first - steps.later, 0.0))
-
-    def round_seconds(self, length: int, whole: float) -> float:
-        """Seconds of a round of fixed `length` > 0; a share `whole` of rounds follow one that was accepted whole."""
-        if length in self.settled:
-            after_less, after_whole = self.settled[length]
-            return after_less + whole * (after_whole - after_less)
-        steps = self.by_argmax
-        first = steps.first + whole * (steps.first_two - steps.first)
-        return self.verify[length] + first + (length - 1) * steps.later
-
-    def predicted_speedup(self, length: int, accepted: Sequence[float], prompt: int, new: float) -> float:
-        """Speed of a fixed `length` > 0 over plain decoding, for `new` tokens after `prompt` tokens that both read.
-
-        accepted[i] is the acceptance at position i, given that it was reached.
-        """
-        seconds = self.round_seconds(length, math.prod(accepted[:length]))
-        return self.speedup_of_rounds(seconds, tokens_per_round(accepted[:length]), prompt, new)
-
-    def speedup_of_rounds(self, seconds: float, tokens: float, prompt: int, new: float) -> float:
-        """Speed of rounds of so many `seconds` and `tokens` over plain decoding: `new` tokens after `prompt` tokens.
-
-        Both models read the prompt.
-        """
-        plain_seconds = prompt * self.target_prompt + (new - 1) * self.token
-        reading = prompt * (self.target_prompt + self.draft_prompt)
-        return plain_seconds / (reading + (new - 1) / tokens * seconds)
 
 
 @dataclass

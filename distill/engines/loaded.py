@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +44,8 @@ class LoadedPair:
     """Both models, ready to decode; the draft is the target itself where none was asked for.
 
     `ends` are the ids that end a text. `tokenizer` and `hugging_face` (target, draft) are the objects of transformers,
-    None for GGUF files; `pytorch` says how they decode. Closes its models when used as a context.
+    None for GGUF files; `pytorch` says how they decode. `costs` keeps what rounds of up to so many tokens cost, for
+    whoever has timed them. Closes its models when used as a context.
     """
 
     backend: Literal["pytorch", "gguf"]
@@ -55,6 +56,7 @@ class LoadedPair:
     tokenizer: Any = None
     hugging_face: tuple[Any, Any] | None = None
     pytorch: PyTorch = GROWING
+    costs: dict[int, Any] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

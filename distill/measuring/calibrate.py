@@ -9,7 +9,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -31,7 +31,6 @@ from distill.decoding.costs import StepCosts
 from distill.decoding.decode import Decoded, decode, decode_text, room_for
 from distill.decoding.drafters import Drafter, ModelDrafter, distribution_sampler
 from distill.decoding.lengths import ROOT, Proposal, best_tokens
-from distill.decoding.round_costs import DraftSteps, PaidCosts
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.trees import RankTally, Shape, TreeDrafter, choose_shape, expected_accepted
 from distill.engines.loaded import LoadedPair, load_pair
@@ -39,7 +38,7 @@ from distill.engines.model import Model
 from distill.errors import DataError
 from distill.files import from_json, has_form, read_json, read_result, write_json
 from distill.measuring.compare import PairSettings
-from distill.measuring.speedup_results import ChosenTree, ComparedTree, RoundCosts, SpeedupPart
+from distill.measuring.speedup_results import ChosenTree, ComparedTree, SpeedupPart
 from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
 from distill.run import Run
@@ -246,19 +245,8 @@ def run_costs(run: Run, backend: str) -> StepCosts | None:
     path = run.path("speedup", f"{backend}.json")
     if not path.exists():
         return None
-    stored = read_result(path, SpeedupPart).costs
-    if stored is None:
-        return None
-    verify = dict(zip(stored.lengths, stored.verify, strict=True))
-    steps = DraftSteps(*stored.by_argmax), DraftSteps(*stored.by_distribution)
-    return PaidCosts(stored.token, verify, *steps, stored.target_prompt, stored.draft_prompt).step_costs()
-
-
-def round_costs(paid: PaidCosts) -> RoundCosts:
-    """Costs as speedup.json keeps them."""
-    verify = [*paid.verify], [*paid.verify.values()]
-    steps = [*astuple(paid.by_argmax)], [*astuple(paid.by_distribution)]
-    return RoundCosts(paid.token, *verify, *steps, paid.target_prompt, paid.draft_prompt)
+    paid = read_result(path, SpeedupPart).costs
+    return None if paid is None else paid.step_costs()
 
 
 # ── The size or shape of a configuration's tree, by expected tokens and measured seconds ──
@@ -269,53 +257,33 @@ ROUNDS = 128  # of the draft alone, in which it is seen what values the nodes of
 TIMED = 2, 5  # prompts, and rounds after each that are timed with trees of every size
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The tree chosen for the configuration of that title, its predicted figures, and all it was chosen from.
+def tree_of(chosen: ChosenTree) -> Tree:
+    """The tree as drafters take it: its shape, or how many nodes each round grows."""
+    return chosen.nodes if chosen.parents is None else Shape(tuple(chosen.parents))
 
-    `seconds` and `tokens` are of a round, `speedup` is over plain decoding after the prompt. Without nodes the
-    configuration decodes plainly.
-    """
 
-    title: str
-    tree: Tree
-    tokens: float
-    seconds: float
-    speedup: float
-    compared: list[ComparedTree]
+def title_with_tree(chosen: ChosenTree) -> str:
+    """The configuration's title, and the tree that was chosen."""
+    levels, tree = "", tree_of(chosen)
+    if isinstance(tree, Shape) and chosen.nodes:
+        counts = Counter(tree.depths)
+        levels = f" in levels of {', '.join(str(counts[level]) for level in sorted(counts))}"
+    return f"{chosen.configuration}: {chosen.nodes} node{'s' if chosen.nodes != 1 else ''}{levels}"
 
-    @property
-    def nodes(self) -> int:
-        """How many nodes the tree has."""
-        return len(self.tree) if isinstance(self.tree, Shape) else self.tree
 
-    @property
-    def title_with_tree(self) -> str:
-        """The configuration's title, and the tree that was chosen."""
-        levels = ""
-        if isinstance(self.tree, Shape) and self.nodes:
-            counts = Counter(self.tree.depths)
-            levels = f" in levels of {', '.join(str(counts[level]) for level in sorted(counts))}"
-        return f"{self.title}: {self.nodes} node{'s' if self.nodes != 1 else ''}{levels}"
-
-    def sentence(self, of_texts: str, counted: float | None) -> str:
-        """The choice and its reason; `of_texts` names what it was made on, `counted` are the tokens of a round that it
-        then had, None where none was decoded."""
-        if not self.nodes:
-            return (
-                f"`{self.title}`: on {of_texts} no tree size is predicted to be faster than plain decoding, "
-                "so no tree is drafted."
-            )
+def explain_tree(chosen: ChosenTree, of_texts: str, counted: float | None) -> str:
+    """The choice and its reason; `of_texts` names what it was made on, `counted` are the tokens of a round that it then
+    had, None where none was decoded."""
+    if not chosen.nodes:
         return (
-            f"`{self.title_with_tree}`, the fastest by its prediction on {of_texts}: {self.tokens:.2f} tokens "
-            f"in {self.seconds * 1e3:.2f} ms a round, {self.speedup:.2f}x plain decoding after the prompt."
-            + (f" The measured rounds had {counted:.2f} tokens." if counted is not None else "")
+            f"`{chosen.configuration}`: on {of_texts} no tree size is predicted to be faster than plain decoding, "
+            "so no tree is drafted."
         )
-
-    def as_result(self) -> ChosenTree:
-        """For speedup.json."""
-        parents = list(self.tree.parents) if isinstance(self.tree, Shape) else None
-        return ChosenTree(self.title, self.nodes, parents, self.tokens, self.seconds, self.speedup, self.compared)
+    return (
+        f"`{title_with_tree(chosen)}`, the fastest by its prediction on {of_texts}: {chosen.tokens:.2f} tokens "
+        f"in {chosen.seconds * 1e3:.2f} ms a round, {chosen.speedup:.2f}x plain decoding after the prompt."
+        + (f" The measured rounds had {counted:.2f} tokens." if counted is not None else "")
+    )
 
 
 def time_rounds(
@@ -404,7 +372,7 @@ def shape_values(shapes: Mapping[int, Shape], rates: Sequence[float]) -> list[fl
 
 def choose_tree(
     title: str, trees: Mapping[int, Tree], values: Sequence[float], seconds: Mapping[int, float], costs: StepCosts
-) -> Choice:
+) -> ChosenTree:
     """The tree of the most tokens per second among `trees` by their nodes, the smallest on ties; 0 is plain decoding.
 
     The first n `values` sum up to the expected accepted tokens of n nodes. A round of n takes T(n + 1) and the part of
@@ -419,7 +387,9 @@ def choose_tree(
     ]
     best = max(compared, key=lambda one: one.tokens / (one.target_seconds + one.other_seconds))
     spent = best.target_seconds + best.other_seconds
-    return Choice(title, trees[best.nodes], best.tokens, spent, best.tokens * costs.target[0] / spent, compared)
+    tree, speedup = trees[best.nodes], best.tokens * costs.target[0] / spent
+    nodes, parents = (len(tree), [*tree.parents]) if isinstance(tree, Shape) else (tree, None)
+    return ChosenTree(title, nodes, parents, best.tokens, spent, speedup, compared)
 
 
 def choose_trees(
@@ -432,7 +402,7 @@ def choose_trees(
     fitted: Mapping[str, Calibration],
     rates: Sequence[float],
     timed: tuple[int, int] = TIMED,
-) -> list[Choice]:
+) -> list[ChosenTree]:
     """A choice for each configuration that leaves its tree open, of fewer nodes than `speedup.max_tokens`.
 
     `texts` are prompts of the validation split, each with the target's text after it; `timed` (prompts, rounds) is

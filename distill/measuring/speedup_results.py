@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from distill.decoding.costs import PaidCosts
 from distill.files import Figure
 
 FASTER, SLOWER, UNCLEAR = "faster than plain", "slower than plain", "no clear difference from plain"
@@ -104,21 +105,6 @@ class ChosenLength:
 
 
 @dataclass(frozen=True)
-class RoundCosts:
-    """Seconds as rounds pay them: of a token of plain decoding; of rounds of the `lengths` drafted without their
-    draft steps (`verify`); of draft steps (first of a round with one token to read, with two, later ones), where the
-    largest logit decides and where distributions are read; of reading a token of the prompt."""
-
-    token: float
-    lengths: list[int]
-    verify: list[float]
-    by_argmax: list[float]
-    by_distribution: list[float]
-    target_prompt: float
-    draft_prompt: float
-
-
-@dataclass(frozen=True)
 class StepFigures:
     """Median seconds of a step of m tokens, with one model alone, at a depth: T(m) by m of the target, D(m)."""
 
@@ -171,9 +157,10 @@ class ComparedTree:
 
 @dataclass(frozen=True)
 class ChosenTree:
-    """The tree that was settled for a configuration; `parents` of a static shape, None for one that each round grows.
+    """The tree that was chosen for the configuration of that title, its predicted figures, and all it was chosen from.
 
-    `tokens` and `seconds` are of a round, `speedup` is over plain decoding after the prompt.
+    `parents` are of a static shape, None for a tree that each round grows. `tokens` and `seconds` are of a round,
+    `speedup` is over plain decoding after the prompt. Without nodes the configuration decodes plainly.
     """
 
     configuration: str
@@ -249,7 +236,7 @@ class SpeedupPart(PairMeasured):
     measurements: list[Measurement]
     chosen: ChosenLength | None
     noise: float
-    costs: RoundCosts | None
+    costs: PaidCosts | None
     steps: StepFigures
     trees: list[ChosenTree] = field(default_factory=list)
     rounds: list[RoundFigures] = field(default_factory=list)

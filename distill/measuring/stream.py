@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from distill.decoding.calibration import Calibration
@@ -139,11 +140,7 @@ def begin(
     )
     rules = Rules(request.sampler, verifier, pair.ends, draws, stop_before(bytes_of, request.stop), grammar)
     if not configuration.drafts:
-
-        def plainly(result: Decoded) -> Iterator[Sequence[int]]:
-            return plain_steps(pair.target, ids, room, rules, result)
-
-        return Continuation(rules, bytes_of, plainly)
+        return Continuation(rules, bytes_of, partial(plain_steps, pair.target, ids, room, rules))
     if configuration.branches:
         require_trees(pair.target, pair.draft)
     try:
@@ -154,11 +151,8 @@ def begin(
     except ValueError as error:
         hint = "choose another --drafter, --verifier or --temperature"
         raise DataError(f"this cannot be drafted: {error}", hint) from None
-
-    def drafted(result: Decoded) -> Iterator[Sequence[int]]:
-        return decode(pair.target, drafter, ids, room, rules, result, request.lossy)
-
-    return Continuation(rules, bytes_of, drafted, reason)
+    rounds = partial(decode, pair.target, drafter, ids, room, rules, lossy=request.lossy)
+    return Continuation(rules, bytes_of, rounds, reason)
 
 
 def _continue(
@@ -191,16 +185,20 @@ def _drafter(
 ) -> Drafter:
     """The drafter of the request; `reader` is a draft of another vocabulary, which obeys no grammar.
 
-    The expected-value rule's costs are timed behind the prompt `ids` where they were not measured before. Under a
-    grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
+    The expected-value rule's costs are timed behind the prompt `ids`, once for a pair, where they were not measured
+    before. Under a grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for
+    free.
     """
     configuration, grammar = request.configuration, rules.constraint
     if reader is not None:
         return make_drafter(configuration, reader, rules.sampler, rules.random)
     costs = request.costs or NO_COSTS
     if configuration.rule == "expected-value" and request.costs is None:
-        lengths = range(1, configuration.max_length + 1)
-        costs = measure_paid(pair.target, pair.draft, [ids], lengths, COST_REPEATS).step_costs()
+        longest = configuration.max_length
+        if longest not in pair.costs:
+            paid = measure_paid(pair.target, pair.draft, [ids], range(1, longest + 1), COST_REPEATS)
+            pair.costs[longest] = paid.step_costs()
+        costs = pair.costs[longest]
     asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)
     drafter = make_drafter(configuration, asked, rules.sampler, rules.random, costs, request.fitted)
     return drafter if grammar is None else Forced(drafter, grammar)

@@ -18,10 +18,10 @@ from statistics import fmean
 from distill.decoding.batch import decode_batch, plain_batch
 from distill.decoding.calibration import Calibration
 from distill.decoding.configured import NO_COSTS, make_rule, require_trees
-from distill.decoding.costs import accepted_by_position, shorter_rounds
+from distill.decoding.costs import PaidCosts, accepted_by_position, shorter_rounds
 from distill.decoding.decode import Decoded
 from distill.decoding.other_vocabulary import DraftReader
-from distill.decoding.round_costs import PaidCosts, RoundCostMeter, measure_paid, prompts_as_long
+from distill.decoding.round_costs import RoundCostMeter, measure_paid, prompts_as_long
 from distill.decoding.rules import Characters, Rules
 from distill.decoding.verify import CHAINS, Random
 from distill.engines.loaded import LoadedPair
@@ -29,7 +29,15 @@ from distill.engines.model import Model
 from distill.engines.torch.model import BatchedTorchModel, TorchModel, model_name
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError, RecipeError
-from distill.measuring.calibrate import Calibrated, Choice, choose_trees, read_calibrations, read_ranks, round_costs
+from distill.measuring.calibrate import (
+    Calibrated,
+    choose_trees,
+    explain_tree,
+    read_calibrations,
+    read_ranks,
+    title_with_tree,
+    tree_of,
+)
 from distill.measuring.compare import (
     Calibrations,
     PairSettings,
@@ -51,6 +59,7 @@ from distill.measuring.compare import (
 from distill.measuring.identity import measured_rounding
 from distill.measuring.speedup_results import (
     BatchFigures,
+    ChosenTree,
     Measurement,
     PairMeasured,
     Sample,
@@ -141,7 +150,7 @@ def measure_pair(
     if given.calibrated is not None:
         counted = {one.configuration.title: row.tokens_per_round for row, one in zip(rows, prepared, strict=True)}
         explanations += [
-            choice.sentence(given.calibrated.of_texts, counted[title]) for title, choice in choices.items()
+            explain_tree(choice, given.calibrated.of_texts, counted[title]) for title, choice in choices.items()
         ]
     if predictions.refused is not None:
         explanations.append(f"No speedup is predicted: {predictions.refused}.")
@@ -156,9 +165,9 @@ def measure_pair(
         measurements=rows,
         chosen=chosen,
         noise=rounding.noise,
-        costs=None if paid is None else round_costs(paid),
+        costs=paid,
         steps=steps,
-        trees=[choice.as_result() for choice in choices.values()],
+        trees=[*choices.values()],
         rounds=rounds,
         explanations=explanations,
         samples=samples,
@@ -171,7 +180,7 @@ def measure_pair(
 
 def _fit(
     settings: PairSettings, pair: LoadedPair, calibrated: Calibrated | None, spare: Sequence[Sequence[int]]
-) -> tuple[PaidCosts | None, Calibrations, dict[str, Choice]]:
+) -> tuple[PaidCosts | None, Calibrations, dict[str, ChosenTree]]:
     """What configurations read that no measured prompt may decide: costs of rounds, calibrations, trees by title.
 
     Rounds are timed of the lengths that may be drafted, behind `spare` prompts.
@@ -188,13 +197,17 @@ def _fit(
     calibrations: Mapping[str, Calibration] = {}
     if calibrated is not None and any(one.needs_calibration for one in configurations):
         calibrations = read_calibrations(calibrated.table, calibrated.source)
-    choices: dict[str, Choice] = {}
+    choices: dict[str, ChosenTree] = {}
     if calibrated is not None and chooses:
         rates = read_ranks(calibrated.table, calibrated.source).rates()
         target, draft, texts = pair.target, pair.draft, calibrated.texts
         found = choose_trees(settings, target, draft, texts, pair.ends, costs, calibrations, rates)
-        choices = {choice.title: choice for choice in found}
-    return paid, Calibrations(costs, calibrations, {title: choice.tree for title, choice in choices.items()}), choices
+        choices = {choice.configuration: choice for choice in found}
+    return (
+        paid,
+        Calibrations(costs, calibrations, {title: tree_of(choice) for title, choice in choices.items()}),
+        choices,
+    )
 
 
 def _prepared(
@@ -202,7 +215,7 @@ def _prepared(
     ends: Sequence[int],
     draft: Model | DraftReader,
     fitted: Calibrations,
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, ChosenTree],
 ) -> list[TimedConfiguration]:
     """Plain decoding, the sweep and all other configurations, under titles that name chosen trees."""
     prepared = prepare_all(settings, draft, ends, fitted)
@@ -211,10 +224,10 @@ def _prepared(
         raise RecipeError(
             f"`{refused.title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
         )
-    return [replace(one, name=choices[one.title].title_with_tree) if one.title in choices else one for one in prepared]
+    return [replace(one, name=title_with_tree(choices[one.title])) if one.title in choices else one for one in prepared]
 
 
-def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, Choice]) -> list[int]:
+def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, ChosenTree]) -> list[int]:
     """The most tokens that each greedy configuration beside the sweep drafts in a round: of a tree, given or chosen,
     its nodes, and of a lookup before it, its length."""
     sizes: set[int] = set()
@@ -311,7 +324,7 @@ def with_prediction(
     one: TimedConfiguration,
     given: PairTexts,
     texts: Sequence[TimedText],
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, ChosenTree],
     paid: PaidCosts | None,
     predictions: Predictions,
 ) -> Measurement:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from distill.decoding.costs import tokens_per_round
-from distill.decoding.round_costs import DraftSteps, PaidCosts
+from distill.decoding.costs import DraftSteps, PaidCosts, tokens_per_round
 from distill.errors import DataError
 from distill.intervals import Interval
 from distill.progress import duration

@@ -14,7 +14,7 @@ from toys import random_prompts
 
 from distill.decoding.calibration import FITTED, Recorded, Recorder, fit_calibration
 from distill.decoding.configured import check_configurations, lossy_reason
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import NO_STEPS, PaidCosts, StepCosts
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.lengths import Features, NGramIndex
 from distill.decoding.rules import GREEDY, Rules
@@ -26,7 +26,6 @@ from distill.measuring.identity import Identity, Rounding
 from distill.measuring.speedup_results import (
     ChosenLength,
     PairMeasured,
-    RoundCosts,
     SpeedupPart,
     SpeedupReport,
     StepFigures,
@@ -194,7 +193,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
         rows,
         ChosenLength(2, 1.0, 0.9, 1.1, 5.0),
         0.0,
-        RoundCosts(1.0, [1], [1.2], [0.1] * 3, [0.2] * 3, 0.5, 0.1),
+        PaidCosts(1.0, {1: 1.2}, NO_STEPS, NO_STEPS, 0.5, 0.1),
         StepFigures(8, {1: 1.0, 2: 1.1}, {1: 0.1}),
     )
     report = SpeedupReport("distill speedup", {}, 4, 16, {}, [part])

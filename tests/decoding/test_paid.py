@@ -14,11 +14,11 @@ from scipy.optimize import isotonic_regression
 from table_model import TableModel
 
 from distill.decoding.calibration import ExpectedValue
-from distill.decoding.costs import accepted_by_position, measure_steps, shorter_rounds
+from distill.decoding.costs import accepted_by_position, measure_steps, rising, shorter_rounds
 from distill.decoding.decode import decode_text, plain, speculative
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed, LengthRule
-from distill.decoding.round_costs import RoundCostMeter, measure_paid, prompts_as_long, rising
+from distill.decoding.round_costs import RoundCostMeter, measure_paid, prompts_as_long
 from distill.decoding.rules import GREEDY, Rules
 from distill.engines.model import AroundModel
 from distill.errors import DataError

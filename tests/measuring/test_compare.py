@@ -23,7 +23,6 @@ from distill.decoding.rules import Rules
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.intervals import speed_ratio
 from distill.measuring import speedup
-from distill.measuring.calibrate import Choice
 from distill.measuring.compare import (
     Calibrations,
     TimedConfiguration,
@@ -36,7 +35,7 @@ from distill.measuring.compare import (
 )
 from distill.measuring.evaluation import write_rounds
 from distill.measuring.identity import TORCH_NOISE, Identity, Rounding, is_tie, measured_rounding
-from distill.measuring.speedup_results import PairMeasured
+from distill.measuring.speedup_results import ChosenTree, PairMeasured
 from distill.measuring.timing import _others_drafted
 from distill.recipe import Configuration, Target
 from distill.recipe.measuring import fixed_length
@@ -183,7 +182,7 @@ def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
         Configuration(drafter="lookup+tree", length=4, nodes=6),
         Configuration(length=9, sampler="recipe"),
     )
-    choice = Choice(chosen.title, 8, 1.5, 1.0, 1.2, [])
+    choice = ChosenTree(chosen.title, 8, None, 1.5, 1.0, 1.2, [])
     assert _others_drafted(others, {chosen.title: choice}) == [4, 6, 8]
     assert _others_drafted(others[2:], {}) == []
     half = Target(model="target", dtype="bfloat16")

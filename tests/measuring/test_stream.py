@@ -10,6 +10,7 @@ import shutil
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_toy(draft, tokenizer, folder / "short")
     save_toy(toy("mistral", vocabulary=size, sliding_window=20), tokenizer, folder / "sliding")
     return folder
+
+
+def test_a_pair_is_timed_once(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each longest draft that a configuration asks for, whatever is decoded."""
+    timed: list[int] = []
+
+    def measured(*given: Any) -> Any:
+        timed.append(max(given[3]))
+        return SimpleNamespace(step_costs=lambda: StepCosts((1.0,) * (timed[-1] + 1), 0.1, 0.1))
+
+    monkeypatch.setattr("distill.measuring.stream.measure_paid", measured)
+    with load_pair(Target(model=str(folders / "target")), str(folders / "draft"), tokens=40, threads=1) as pair:
+        for length in (3, 3, 5, 3):
+            begin(pair, None, asked(rule="expected-value", length=length, calibration="none"), [1, 2], 4)
+        assert timed == [3, 5] and replace(pair).costs == {}
 
 
 def test_plain_text_is_streamed(folders: Path) -> None:

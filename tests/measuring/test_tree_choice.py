@@ -21,10 +21,9 @@ from toys import random_prompts
 
 from distill.decoding.calibration import Recorder
 from distill.decoding.configured import check_configurations, lossy_reason, make_drafter
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import NO_STEPS, PaidCosts, StepCosts
 from distill.decoding.decode import Decoded, Round, decode_text
 from distill.decoding.lengths import ROOT, Proposal
-from distill.decoding.round_costs import NO_STEPS, PaidCosts
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.trees import RankTally, Shape, TreeDrafter, best_first
 from distill.errors import DataError, RecipeError
@@ -32,11 +31,11 @@ from distill.files import read_json, read_result, write_json
 from distill.measuring.calibrate import (
     RANKS,
     SIZES,
-    Choice,
     best_shapes,
     calibrate,
     choose_tree,
     choose_trees,
+    explain_tree,
     follow,
     load_texts,
     mean_values,
@@ -46,6 +45,8 @@ from distill.measuring.calibrate import (
     shape_values,
     tally_ranks,
     time_rounds,
+    title_with_tree,
+    tree_of,
 )
 from distill.measuring.compare import (
     Calibrations,
@@ -57,7 +58,7 @@ from distill.measuring.compare import (
     time_texts,
 )
 from distill.measuring.identity import Identity, Rounding
-from distill.measuring.speedup_results import PairMeasured, SpeedupReport
+from distill.measuring.speedup_results import ChosenTree, PairMeasured, SpeedupReport
 from distill.measuring.timing import PairTexts, Predictions, with_prediction
 from distill.recipe import Configuration, Speedup, dump_recipe, load_recipe
 from distill.sampler import Sampler
@@ -131,8 +132,7 @@ def test_the_static_shape_is_the_best_of_all(rates: list[float], depth: int, dra
     found = choose_tree("a title", trees, shape_values(shapes, rates), seconds, costs)
     assert found.tokens / found.seconds == pytest.approx(max(speeds.values()), rel=1e-12)
     assert found.speedup == pytest.approx(costs.target[0] * max(speeds.values()), rel=1e-12)
-    parents = found.as_result().parents
-    assert found.tree == trees[found.nodes] and parents == list(trees[found.nodes].parents)
+    assert tree_of(found) == trees[found.nodes] and found.parents == list(trees[found.nodes].parents)
 
 
 def test_the_number_of_nodes_on_jagged_curves() -> None:
@@ -163,8 +163,8 @@ def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: rand
     for row in found.compared:
         rate = row.tokens / (row.target_seconds + row.other_seconds)
         assert rate == pytest.approx(rates[int(row.nodes)], rel=1e-12)
-    assert found.title_with_tree.endswith(f": {found.nodes} node" + "s" * (found.nodes != 1))
-    assert ("no tree is drafted" in found.sentence("validation text", None)) == (found.nodes == 0)
+    assert title_with_tree(found).endswith(f": {found.nodes} node" + "s" * (found.nodes != 1))
+    assert ("no tree is drafted" in explain_tree(found, "validation text", None)) == (found.nodes == 0)
 
 
 def test_the_values_are_those_of_the_trees_that_a_text_meets(pair: tuple[TableModel, TableModel]) -> None:
@@ -222,7 +222,7 @@ def test_rounds_are_timed_by_what_they_drafted(pair: tuple[TableModel, TableMode
     prompts = [[i % 12 for i in range(13)], [i % 12 for i in range(13, 0, -1)]]
     seconds = time_rounds(target, draft, prompts, 4, Rules(), make, {1: 1, 2: 2, 9: 9})
     assert set(seconds) == {1, 2} and min(seconds.values()) > 0 and asked == [1, 2, 9] * 2
-    assert choose_tree("a title", {0: 0, 9: 9}, [1.0] * 9, seconds, COSTS).tree == 0
+    assert choose_tree("a title", {0: 0, 9: 9}, [1.0] * 9, seconds, COSTS).nodes == 0
     # What was asked for is timed and told, though plain decoding were faster.
     assert choose_tree("a title", {2: 2}, [0.1, 0.0], {2: 9.0}, COSTS).speedup == pytest.approx(1.1 * 1.0 / 9.0)
 
@@ -235,10 +235,10 @@ def test_a_chosen_tree_is_predicted_by_the_tokens_that_its_rounds_gave() -> None
     texts += [TimedText(0, one.title, 9.0, Decoded(tokens=[1] * 31, rounds=rounds)) for one in (alone, behind_lookup)]
     paid = PaidCosts(1.0, {}, NO_STEPS, NO_STEPS, target_prompt=0.1, draft_prompt=0.05)
     given = PairTexts([[1] * 10], [])
-    choices = {one.title: Choice(one.title, 2, 2.5, 1.2, 2.5 / 1.2, []) for one in (alone, behind_lookup)}
+    choices = {one.title: ChosenTree(one.title, 2, None, 2.5, 1.2, 2.5 / 1.2, []) for one in (alone, behind_lookup)}
     no_chains = Predictions(None, None, given.prompts, [], 31, [])  # type: ignore[arg-type]
 
-    def predicted(one: Configuration, choice: dict[str, Choice]) -> tuple[int | None, float | None]:
+    def predicted(one: Configuration, choice: dict[str, ChosenTree]) -> tuple[int | None, float | None]:
         ready = TimedConfiguration(one, Rules(), lambda: None)  # type: ignore[arg-type, return-value]
         plain = TimedConfiguration(Configuration(drafter="none"), Rules(), None)
         row = measurements(texts, [plain, ready], {}, PairMeasured("p", "b"))[1]
@@ -247,9 +247,9 @@ def test_a_chosen_tree_is_predicted_by_the_tokens_that_its_rounds_gave() -> None
 
     assert predicted(alone, choices) == (2, pytest.approx((10 * 0.1 + 30) / (10 * 0.15 + 30 / (5 / 3) * 1.2)))
     assert predicted(behind_lookup, choices) == (2, None) and predicted(alone, {}) == (None, None)
-    plainly = {alone.title: Choice(alone.title, 0, 1.0, 1.0, 1.0, [])}
+    plainly = {alone.title: ChosenTree(alone.title, 0, None, 1.0, 1.0, 1.0, [])}
     assert predicted(alone, plainly) == (0, 1.0)
-    sentence = choices[alone.title].sentence("8 texts", 5 / 3)
+    sentence = explain_tree(choices[alone.title], "8 texts", 5 / 3)
     assert "2.50 tokens in 1200.00 ms a round, 2.08x plain decoding after the prompt." in sentence
     assert sentence.endswith(" The measured rounds had 1.67 tokens.")
 
@@ -270,16 +270,16 @@ def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, Tab
     written = [(text, recorder.tokens) for text, recorder in zip(texts, own, strict=True)]
     # Seconds of steps that are far above what these tables take: every tree then pays, as on a large target.
     choices = choose_trees(settings, target, draft, written, (), COSTS, {}, rates, (4, 8))
-    assert [choice.title for choice in choices] == [one.title for one in CHOSEN]
+    assert [choice.configuration for choice in choices] == [one.title for one in CHOSEN]
     assert all(choice.nodes > 1 and choice.speedup > 1 for choice in choices) and choices[3].nodes == 6
-    trees: dict[str, Any] = {choice.title: choice.tree for choice in choices}
+    trees: dict[str, Any] = {choice.configuration: tree_of(choice) for choice in choices}
     prepared = prepare_all(settings, draft, (), Calibrations(COSTS, {}, trees))
     prompts = random_prompts(6, 12, 1)
     decoded = time_texts(target, draft, prompts, 30, prepared, "prompts")
     identities = judge_identity(target, prompts, decoded, prepared, Rounding(0))
     assert all(identity == Identity(identical=6) for identity in identities.values())
     for choice in choices:
-        rounds = [r for text in decoded if text.title == choice.title for r in text.decoded.rounds]
+        rounds = [r for text in decoded if text.title == choice.configuration for r in text.decoded.rounds]
         drafted = [r.drafted for r in rounds]
         assert max(drafted) == choice.nodes and drafted.count(choice.nodes) > len(drafted) / 2
         assert sum(r.accepted for r in rounds) > 0.05 * len(rounds)

@@ -21,8 +21,7 @@ from test_cost import enumerated
 from toys import toy
 from transformers import AutoModelForCausalLM, MambaConfig, T5Config
 
-from distill.decoding.costs import CostCurve, load_cost_curve, save_cost_curve
-from distill.decoding.round_costs import DraftSteps
+from distill.decoding.costs import CostCurve, DraftSteps, load_cost_curve, save_cost_curve
 from distill.engines.torch.hugging_face import load_config
 from distill.errors import DataError, RecipeError
 from distill.files import write_result

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from distill.cli.train import say_outcome
+from distill.decoding.costs import NO_STEPS, PaidCosts
 from distill.errors import DataError
 from distill.export.results import ExportedFile, Parity
 from distill.files import from_json, write_result
@@ -32,7 +33,6 @@ from distill.measuring.evaluation_results import (
 from distill.measuring.speedup_results import (
     ChosenLength,
     Measurement,
-    RoundCosts,
     Sample,
     Segment,
     SpeedupPart,
@@ -119,7 +119,7 @@ def speedup_rows(pair: str, backend: str, peak: float) -> list[dict[str, Any]]:
 
 
 def speedup_part(pair: str, backend: str, peak: float, **others: Any) -> dict[str, Any]:
-    costs = RoundCosts(0.027, [1, 2], [0.03, 0.04], [0.002] * 3, [0.003] * 3, 0.01, 0.001)
+    costs = PaidCosts(0.027, {1: 0.03, 2: 0.04}, NO_STEPS, NO_STEPS, 0.01, 0.001)
     part = SpeedupPart(
         *(pair, backend, []),
         ChosenLength(4, peak, peak - 0.07, peak + 0.06, 36.44 * peak),
