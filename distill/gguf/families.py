@@ -316,7 +316,6 @@ def _rope(config: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         rope = dict(rope["full_attention"])
     if not rope:
         rope = dict(config.get("rope_scaling") or {})
-        rope["rope_theta"] = theta
     rope.setdefault("rope_theta", theta)
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     if rope["rope_type"] == "su":  # an older name

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import fuzz_gguf
+import fuzz_weights
 import yaml
 from fuzz_inputs import Tree, dumped, edited_bytes, fractions, texts, values, weighted
 from hypothesis import strategies as st
@@ -435,6 +436,19 @@ def read_whole_model(world: World, found: tuple[str, bytes]) -> Readers:
     (world.model / name).write_bytes(data)
     place = str(world.model)
     return [lambda: check_weights(place), lambda: load_model(place, "float32", torch.device("cpu"))]
+
+
+def mixed_weights(world: World) -> Strategy:
+    return fuzz_weights.steps()
+
+
+def read_mixed_weights(world: World, found: tuple[int, list[fuzz_weights.Step]]) -> Readers:
+    parts, steps = found
+    model = fuzz_weights.Model(world.place / "mixed", world.target, parts)
+    for step in steps:
+        model.take(*step)
+    model.write()
+    return fuzz_weights.readers_of(model.folder, world.target)
 
 
 def configurations(world: World) -> Strategy:
@@ -1034,6 +1048,7 @@ KINDS = [
     Kind("records and results of a run", 8, records, read_record),
     Kind("safetensors", 7, weight_files, read_weights),
     Kind("model folders", 1, whole_models, read_whole_model, most_seconds=20, batch=50),
+    Kind("mixed weight files", 1, mixed_weights, read_mixed_weights, most_seconds=20, batch=100),
     Kind("config.json", 1.5, configurations, read_configuration, batch=100),
     Kind("tokenizer files", 3, tokenizer_files, read_tokenizers),
     Kind("tokenizers in transformers", 0.3, tokenizer_files, read_slow_tokenizers, batch=50),

@@ -242,6 +242,7 @@ def test_other_weights_in_the_folder_are_named(world: Path, folder: Path, capsys
         ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}, {"type": "linear", "factor": 2.0}, 1e6),
         ({"rope_type": "linear", "factor": 2}, {"rope_type": "linear", "factor": 2.0}, 5e5),
         ({}, {"type": "linear", "factor": 2.0}, 1e6),
+        (None, {"rope_type": "default", "rope_theta": 1e6}, None),
     ],
 )
 def test_one_rotary_embedding_in_two_spellings(folder: Path, new: Any, old: Any, theta: float | None) -> None:
