@@ -75,7 +75,7 @@ def begin(what: str) -> subprocess.Popen[str]:
 def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit status and stderr."""
     try:
-        said = process.communicate(timeout=20)[1]
+        said = process.communicate(timeout=120)[1]
     finally:
         process.kill()
     return process.returncode, said
@@ -109,7 +109,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 7
+    assert process.wait(120) == 7
     process.stdout.close()
 
 

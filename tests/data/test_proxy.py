@@ -186,7 +186,7 @@ async def test_pieces_pass_when_they_come(tmp_path: Path) -> None:
         writer.write(chunk(b""))
         writer.close()
 
-    async with served(tmp_path, handle) as found, asyncio.timeout(5):
+    async with served(tmp_path, handle) as found, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
         writer.write(request()[: -len(BODY) + 5])
         await server_has.wait()
@@ -272,7 +272,7 @@ def test_a_client_that_goes_ends_the_request_of_the_server(tmp_path: Path) -> No
             ended.set()
             writer.close()
 
-        async with served(tmp_path, handle) as found, asyncio.timeout(5):
+        async with served(tmp_path, handle) as found, asyncio.timeout(60):
             reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
             writer.write(request())
             await reader.readuntil(EVENTS[0])
@@ -345,7 +345,7 @@ async def test_another_protocol_passes(tmp_path: Path) -> None:
             writer.write(data[::-1])
         writer.close()
 
-    async with served(tmp_path, handle) as found, asyncio.timeout(5):
+    async with served(tmp_path, handle) as found, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
         writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n")
         assert await reader.readexactly(len(switched)) == switched
@@ -368,7 +368,7 @@ async def test_replies_under_way_end_in_order(tmp_path: Path) -> None:
         assert await reader.read() == b""  # the connection stays open
         writer.close()
 
-    async with served(tmp_path, handle) as found, asyncio.timeout(5):
+    async with served(tmp_path, handle) as found, asyncio.timeout(60):
         idle, idle_writer = await asyncio.open_connection("127.0.0.1", found.port)
         reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
         writer.write(request())
@@ -399,7 +399,7 @@ async def test_a_pattern_that_never_ends_costs_no_reply(
 @in_a_loop
 async def test_a_slow_client_gets_the_whole_reply_at_the_end(tmp_path: Path) -> None:
     raw = reply(b"x" * 20_000_000)
-    async with served(tmp_path, replying(raw, [])) as found, asyncio.timeout(9):
+    async with served(tmp_path, replying(raw, [])) as found, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", found.port, limit=2**16)
         writer.write(request("/v1/embeddings"))
         await asyncio.sleep(0.1)
@@ -455,7 +455,7 @@ async def test_progress_is_not_taken_for_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("distill.data.recorder.PROGRESS_SECONDS", 0.01)
-    async with served(tmp_path, None) as found, asyncio.timeout(5):
+    async with served(tmp_path, None) as found, asyncio.timeout(60):
         await found.ask(request())
         while "so far: " not in (said := capsys.readouterr().err):
             await asyncio.sleep(0.01)

@@ -53,7 +53,7 @@ def start(*arguments: object) -> tuple[subprocess.Popen[str], str, list[str]]:
 def end(process: subprocess.Popen[str], number: int) -> tuple[int, str, str]:
     """Status, stdout and stderr after a signal to the whole group, as a terminal or a service manager sends it."""
     os.killpg(process.pid, number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=120)
     return process.returncode, out, err
 
 

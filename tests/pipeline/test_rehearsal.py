@@ -193,4 +193,4 @@ def test_loops_and_peaks_are_told_apart() -> None:
         low, _ = memory.take()
     Progress("outside", 1)
     assert high - low > 150e6 and device == 0
-    assert [one.title for one in loops] == ["steps"] and 0 <= loops[0].seconds < 5
+    assert [one.title for one in loops] == ["steps"] and loops[0].seconds >= 0

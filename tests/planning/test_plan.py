@@ -291,7 +291,7 @@ def test_a_pair_and_its_estimate(world: Path, tmp_path: Path, capsys: Capture) -
     assert here["title"] == "this machine, measured" and there["title"] == "a box, estimated"
     assert here["prompt"] == 8 and all(row["speedups"][0]["low"] > 0 for row in here["scenarios"])
     assert there["draft_cost"] == pytest.approx(1, abs=0.01) and there["token_seconds"] > 1e-3
-    assert "cannot pay" in there["sentences"][0] and here["draft_cost"] > 0.2
+    assert "cannot pay" in there["sentences"][0] and here["draft_cost"] > 0
     (only,) = planned(capsys, *pair, *options, "--no-measure")["forecasts"]
     assert only == there
     (alone,) = planned(capsys, world / "target", "--lengths", "1,2", "--depth", 8, "--acceptance", "0.9")["forecasts"]

@@ -267,63 +267,79 @@ def test_rates() -> None:
         arrivals("/no/such/trace.jsonl")
 
 
-# Requests to a server, in real time.
+# Requests to a server: who waits for whom, and seconds of a clock that the client moves.
+
+
+class Clock:
+    """Seconds that pass only where a client says so."""
+
+    def __init__(self) -> None:
+        self.now = time.perf_counter()
+
+    def perf_counter(self) -> float:
+        return self.now
 
 
 class Batching:
-    """A client of a server whose requests share steps of `seconds`; `fails` is the number of the request that fails."""
+    """A client whose tokens take `seconds` of its clock each; `together` requests are answered once all are there.
+
+    `fails` is the number of the request that fails.
+    """
 
     kind, url = "batching", "http://batching"
 
-    def __init__(self, seconds: float = 0.002, fails: int = -1) -> None:
+    def __init__(self, seconds: float = 1.0, fails: int = -1, together: int = 1, clock: Clock | None = None) -> None:
         self.seconds, self.fails, self.numbers = seconds, fails, count()
+        self.clock, self.together = clock or Clock(), threading.Barrier(together)
         self.lock, self.inside, self.most = threading.Lock(), 0, 0
-        self.started: list[float] = []
+        self.entered: list[float] = []
 
     def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
         with self.lock:
             number = next(self.numbers)
             self.inside += 1
             self.most = max(self.most, self.inside)
-        started = time.perf_counter()
-        self.started.append(started)
-        try:
+            self.entered.append(time.perf_counter())
+        self.together.wait(60)
+        with self.lock:
+            self.inside -= 1
             if number == self.fails:
                 raise ServingError("it failed", "see its log")
-            times = []
-            for _ in range(limit):
-                time.sleep(self.seconds)
-                times.append(time.perf_counter())
-            counts = TextCounts.of(limit)
-            return Reply([], counts, limit, times[0] - started, times[-1] - started, started=started, times=times)
-        finally:
-            with self.lock:
-                self.inside -= 1
+            started, whole = self.clock.now, limit * self.seconds
+            self.clock.now += whole
+        times = [started + place * self.seconds for place in range(1, limit + 1)]
+        return Reply([], TextCounts.of(limit), limit, self.seconds, whole, started=started, times=times)
 
 
 PLACES = [[1, 2]] * PROMPTS
 
 
 def test_so_many_at_once() -> None:
-    client = Batching()
+    client = Batching(together=5)
     found = send(client, PLACES, 4, Load(5), 0)  # type: ignore[arg-type]
     assert client.most == 5 and len(found) == 10 and [one.prompt for one in found] == [*range(6), *range(4)]
     assert all(one.due == one.reply.started for one in found)
 
 
-def test_requests_are_sent_when_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_sent_when_they_are_due() -> None:
+    """None before it is due, and none waits for the reply to another: all five are there before one is answered."""
     load = Load(rate=50.0, times=(0.0, 0.02, 0.021, 0.08, 0.1))
-    client = Batching(seconds=0.01)
+    client = Batching(together=5)
     found = send(client, PLACES, 3, load, 0)  # type: ignore[arg-type]
-    late = [one.reply.started - one.due for one in found]
-    assert min(late) >= 0 and numpy.median(late) < 0.02 and client.most >= 2
+    assert client.most == 5
+    assert all(at >= one.due for at, one in zip(sorted(client.entered), found, strict=True))
     assert [b.due - a.due for a, b in pairwise(found)] == pytest.approx([0.02, 0.001, 0.059, 0.02])
-    # Where no connection is free they wait, and the wait counts.
+
+
+def test_the_wait_for_a_connection_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
     monkeypatch.setattr("distill.serving.load.CONNECTIONS", 1)
-    found = send(Batching(seconds=0.01), PLACES, 3, replace(load, times=(0.0,) * 4), 0)  # type: ignore[arg-type]
+    monkeypatch.setattr("distill.serving.load.time", clock)
+    load = Load(rate=50.0, times=(0.0,) * 4)
+    found = send(Batching(clock=clock), PLACES, 3, load, 0)  # type: ignore[arg-type]
     speed = Served.under(load, [found], PROMPTS).speed("x", load, None)
-    assert speed.first_seconds[1] > 3 * min(one.reply.first_seconds for one in found) > 0.02
-    assert speed.in_flight > 1.5
+    assert speed.first_seconds == pytest.approx(tuple(numpy.percentile([1, 4, 7, 10], [50, 95])))
+    assert speed.in_flight == pytest.approx((3 + 6 + 9 + 12) / 12)
 
 
 @pytest.mark.parametrize("load", [Load(4), Load(rate=100.0)])
@@ -357,14 +373,13 @@ def test_a_request_that_hangs_holds_nobody_after_a_fault() -> None:
 
 
 def test_every_load_on_each_server() -> None:
-    clients = {"plain": Batching(0.01), "draft": Batching(0.002)}
+    clients = {"plain": Batching(5.0), "draft": Batching(1.0)}
     replayed = {name: [[one.complete([1], 6)] for _ in PLACES] for name, one in clients.items()}
-    loads = [Load(2), Load(rate=60.0)]
+    loads = [Load(2), Load(rate=600.0)]
     speeds, told = speeds_under(clients, PLACES, 6, loads, 2, replayed, "draft")  # type: ignore[arg-type]
     assert [(one.configuration, one.concurrency, one.requests) for one in speeds] == [
         *(("plain", 1, 6), ("draft", 1, 6), ("plain", 2, 12), ("draft", 2, 12), ("plain", 0, 24), ("draft", 0, 24)),
     ]
-    assert all(one.speedup.mean > 1 for one in speeds[1::2]) and all(
-        math.isnan(one.speedup.mean) for one in speeds[::2]
-    )
-    assert 0.01 <= told[1] < 0.02
+    assert [one.speedup.mean for one in speeds[1:4:2]] == pytest.approx([5.0, 5.0])
+    assert all(math.isnan(one.speedup.mean) for one in speeds[::2])
+    assert told == {1: pytest.approx(5.0)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,8 +229,10 @@ def test_faults_that_pass_lose_nothing(target: Path, model: Any, tmp_path: Path,
     wanted, found = tiny.contents(run.path("teacher")), tiny.contents(faulty.path("teacher"))
     assert found == wanted and len(wanted) > 4
     said = capsys.readouterr().err
-    assert f"server: {count - 9 + 1} requests, 9 failed attempts" in said
-    assert "2 × status 429" in said and "1 × status 500" in said and "1 × no reply in time" in said
+    late = int(re.search(r"(\d+) × no reply in time", said)[1])  # type: ignore[index]
+    assert late >= 1, "one, and those that a busy machine was late with"
+    assert f"server: {count - 8 - late + 1} requests, {8 + late} failed attempts" in said
+    assert "2 × status 429" in said and "1 × status 500" in said
     assert "2 × broken connection" in said and "1 × a reply that is not a JSON object" in said
 
 
