@@ -47,10 +47,10 @@ def _without_command(path: Path) -> str:
 
 
 def _acceptances(evaluation: str) -> str:
-    """The acceptances of eval.md on the target's own text: its table head and the rows that begin with the word."""
+    """The acceptance probabilities of eval.md on the target's own text: the table's head and rows that begin so."""
     answers = evaluation[evaluation.index("**answers**") :].split("\n**", 1)[0]
     rows = [line for line in answers.splitlines() if line.startswith("|")]
-    return "\n".join([*rows[:2], *(row for row in rows[2:] if row.startswith("| acceptance,"))])
+    return "\n".join([*rows[:2], *(row for row in rows[2:] if row.startswith("| acceptance probability,"))])
 
 
 def _speedups(report: SpeedupReport) -> str:

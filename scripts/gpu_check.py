@@ -343,7 +343,7 @@ def decoding_table(name: str, one: Measured, rate: float | None) -> list[str]:
     sizes = {role: f"{count / 1e9:.2f}B" for role, count in one["parameters"].items()}
     lines = [f"**{name}**: target {sizes['target']}, {trained} draft {sizes['draft']}, {one['prompts']} prompts", ""]
     lines += [
-        "| engine | configuration | tokens/s | of the fastest plain | τ | acceptance | same text |",
+        "| engine | configuration | tokens/s | of the fastest plain | τ | acceptance rate | same text |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for row in one["rows"]:

@@ -392,7 +392,7 @@ def test_figures_that_an_evaluation_lacks(copied: Path) -> None:
     without = {**whole, "positions": {part: [] for part in whole["positions"]}}
     (copied / "eval.json").write_text(json.dumps(without))
     shown = document(evaluation_blocks(read_result(copied / "eval.json", EvaluationReport)))
-    assert "acceptance by draft position" in shown and "| after | 1 |" not in shown
+    assert "conditional acceptance by draft position" in shown and "| after | 1 |" not in shown
     (copied / "eval.json").write_text(json.dumps({**whole, "domains": {part: {} for part in whole["domains"]}}))
     with pytest.raises(DataError, match="does not hold what this version writes"):
         read_result(copied / "eval.json", EvaluationReport)

@@ -29,20 +29,22 @@ def evaluate(
     run: shared.RunArgument = None,
     kl: Annotated[
         bool,
-        typer.Option("--kl", help="KL in both directions, total variation, agreement, acceptance by each verifier."),
+        typer.Option(
+            "--kl", help="KL both ways, total variation, agreement, acceptance probability under each verifier."
+        ),
     ] = False,
     acceptance: Annotated[
         bool,
         typer.Option(
             "--acceptance",
-            help="Acceptance by position, from decoded rounds, and whether the draft's probabilities can be trusted.",
+            help="Conditional acceptance by position, from decoded rounds; how far to trust the draft's probabilities.",
         ),
     ] = False,
     by: Annotated[
         list[str] | None,
         typer.Option(
             "--by",
-            help="Show only acceptance by this slice of positions, or by class of prompts; may be repeated.",
+            help="Show only acceptance probabilities by this slice of positions or class of prompts; may be repeated.",
         ),
     ] = None,
     outtype: Annotated[
@@ -50,8 +52,8 @@ def evaluate(
         typer.Option(
             "--outtype",
             metavar="TYPE",
-            help="Compare GGUF types instead: the draft as f16, q8_0, q4_0 …; acceptance, KL, size, milliseconds and "
-            "predicted tokens per second. May be repeated.",
+            help="Compare GGUF types instead: the draft as f16, q8_0, q4_0 …; acceptance probability, KL, size, "
+            "milliseconds and predicted tokens per second. May be repeated.",
         ),
     ] = None,
     target_outtype: Annotated[
@@ -164,7 +166,7 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, by: Sequ
         measured = {one.slice for one in report.slices} | ({CLASS} if report.classes else set())
         if not measured & {*by}:
             raise DataError(
-                f"no acceptance by {' or '.join(by)} was measured: all positions are alike there",
+                f"no acceptance probability by {' or '.join(by)} was measured: all positions are alike there",
                 f"measured are {', '.join(sorted(measured)) or 'none'}",
             )
         report = replace(

@@ -142,10 +142,13 @@ def plan(
         str | None, typer.Option("--model", help="--server: the model's name, where vLLM serves several.")
     ] = None,
     acceptance: Annotated[
-        str | None, typer.Option(help="Acceptance by position, separated by commas; the last holds for all later ones.")
+        str | None,
+        typer.Option(
+            help="Conditional acceptance (accepted ÷ reached) by position, with commas; the last holds behind it."
+        ),
     ] = None,
     sister: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Folder of a run, whose measured acceptance is added.")
+        Path | None, typer.Option(metavar="RUN", help="Folder of a run, whose conditional acceptance is added.")
     ] = None,
     hardware: Annotated[
         Path | None, typer.Option(help="YAML file that describes another machine (docs/plan.md): also estimate for it.")
@@ -163,7 +166,7 @@ def plan(
 ) -> None:
     """Predict a draft's speedup before it is made, from measured or described costs; a minute or two.
 
-    By draft length and acceptance: what pays, from which acceptance, and how much a draft step may cost.
+    By draft length and conditional acceptance: what pays, from which on, and how much a draft step may cost.
     """
     _require_one_source(
         model, (target_curve, batched_bench, server), (draft, draft_cost, draft_curve), (key, served_model)
@@ -287,7 +290,7 @@ def _served_curve(url: str, key: str | None, name: str | None, depth: int, token
 
 
 def _given(acceptance: str | None, sister: Path | None) -> dict[str, list[float]]:
-    """The acceptance by position that the options name, each with its title."""
+    """The conditional acceptance by position that the options name, each with its title."""
     found = {}
     if acceptance is not None:
         found["--acceptance"] = shared.rates(acceptance, "--acceptance")
@@ -298,7 +301,7 @@ def _given(acceptance: str | None, sister: Path | None) -> dict[str, list[float]
             raise DataError(f"{sister} holds no eval.json", "give the folder of a run that stage eval has measured")
         counted = read_result(sister / "eval.json", EvaluationReport).positions.get("after")
         if not counted:
-            raise DataError(f"{sister}/eval.json holds no acceptance by position", "give a run that decoded rounds")
+            raise DataError(f"{sister}/eval.json holds no conditional acceptance", "give a run that decoded rounds")
         found[f"--sister {sister.name}"] = [one.rate.mean for one in counted]
     return found
 

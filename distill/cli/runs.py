@@ -116,7 +116,7 @@ def report(
 ) -> None:
     """Rebuild a run's report.html and model card from the measurements made so far.
 
-    With several runs, compare their drafts instead: sizes, acceptance and gains.
+    With several runs, compare their drafts instead: sizes, acceptance probabilities and gains.
     """
     if names is not None and len(names) > 1:
         _beside(names, runs, output)

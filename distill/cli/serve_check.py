@@ -133,7 +133,7 @@ def prompts_of_run(files: PairFiles, count: int, spare: int, room: int) -> Promp
 
 
 def predicted_acceptance(run: Run | None, length: int | None) -> float:
-    """The acceptance that the run measured at this draft length, with its own target; NaN where it did not."""
+    """The acceptance rate that the run measured at this draft length, with its own target; NaN where it did not."""
     if run is None or length is None or not run.path("speedup.json").exists():
         return math.nan
     from distill.measuring.speedup_results import SpeedupReport
@@ -228,7 +228,7 @@ def serve_check(
     output: shared.FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
-    """Test a pair on your llama-server or vLLM: speed, acceptance by the server's counts, and causes of a shortfall."""
+    """Test a pair on your llama-server or vLLM: speed, acceptance rate by its own counts, and causes of a shortfall."""
     if (server is None) == (url is None):
         raise RecipeError(
             "serve-check needs a server: its program or its address", "give --server PATH or --url URL, one of them"

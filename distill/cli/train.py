@@ -50,7 +50,10 @@ def train(
     must_pay: Annotated[
         float | None,
         number_option(
-            "--must-pay", min=0, max=1, help="First plan, a minute: refuse if a draft of this acceptance cannot pay."
+            "--must-pay",
+            min=0,
+            max=1,
+            help="First plan, a minute: refuse if a draft of this conditional acceptance cannot pay.",
         ),
     ] = None,
 ) -> None:
@@ -150,7 +153,7 @@ def _check(recipe: Recipe, run: Run, until: str | None) -> None:
 
 
 def _require_pay(recipe: Recipe, acceptance: float) -> None:
-    """Print the plan's verdicts; RunError where no backend is predicted to be faster at this acceptance."""
+    """Print the plan's verdicts; RunError where no backend is predicted to be faster at this conditional acceptance."""
     from distill.planning.cases import PlanRequest, measured_cases
     from distill.planning.plan import forecast
 
@@ -160,7 +163,8 @@ def _require_pay(recipe: Recipe, acceptance: float) -> None:
         print(f"plan, {one.title}:", *one.sentences, sep="\n  ", file=sys.stderr)
     if not any(one.scenarios[-1].best for one in found):
         raise RunError(
-            f"a draft of this cut is predicted to be no faster than plain decoding at an acceptance of {acceptance:g}",
+            f"at a conditional acceptance of {acceptance:g} a draft of this cut is predicted to be no faster than plain"
+            " decoding",
             "cut it smaller (`distill plan RECIPE cut.layers=…` shows what pays), or leave --must-pay out",
         )
 

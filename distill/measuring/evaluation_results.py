@@ -19,11 +19,11 @@ MEASURES = {
     "reverse_kl": "KL(draft ‖ target), nats",
     "total_variation": "total variation",
     "top1_agreement": "top-1 agreement",
-    "acceptance_sampling": "acceptance, rejection sampling",
-    DRAWN: "acceptance, llama-server's probabilistic drafts",
-    "acceptance_match": "acceptance, draft's argmax = sampled token",
-    "acceptance_greedy": "acceptance, greedy",
-    CEILING: "ceiling of acceptance: the target's mass on tokens the draft can propose",
+    "acceptance_sampling": "acceptance probability, rejection sampling",
+    DRAWN: "acceptance probability, llama-server's probabilistic drafts",
+    "acceptance_match": "acceptance probability, draft's argmax = sampled token",
+    "acceptance_greedy": "acceptance probability, greedy",
+    CEILING: "ceiling of the acceptance probability: the target's mass on tokens the draft can propose",
 }
 RATES = {"top1_agreement", "acceptance_sampling", DRAWN, "acceptance_match", "acceptance_greedy"}  # shown in per cent
 
@@ -75,7 +75,7 @@ class Divergences:
 
 @dataclass(frozen=True)
 class PositionAcceptance:
-    """Acceptance at one drafted position, counted where the position was reached: `rate` is accepted ÷ drafted."""
+    """Conditional acceptance at one drafted position: `rate` is accepted ÷ drafted, counted where it was reached."""
 
     position: int
     drafted: int
@@ -85,7 +85,7 @@ class PositionAcceptance:
 
 @dataclass(frozen=True)
 class ClassResult:
-    """The target's own text of one class of prompts: acceptance as served and tokens per round, by draft.
+    """The target's own text of one class of prompts: acceptance probability as served and tokens per round, by draft.
 
     `name` is the prompts' label and mode, such as `math, thinking`.
     """
@@ -99,8 +99,8 @@ class ClassResult:
 
 @dataclass(frozen=True)
 class SliceResult:
-    """The positions of domain `answers` that share a label of a slice (`evaluation.slices`): acceptance as served, by
-    draft; `share` is that of all positions."""
+    """The positions of domain `answers` that share a label of a slice (`evaluation.slices`): acceptance probability as
+    served, by draft; `share` is that of all positions."""
 
     slice: str
     label: str
@@ -169,8 +169,8 @@ class StoredMeasures:
         found = [
             f"The target's weights were not loaded (target.load: false): no rounds were decoded, and its distributions "
             f"are those of {self.source}, {self.entries} likeliest tokens a position and the mass of the rest.",
-            f"These distributions hold at temperature {self.temperature:g}, and so do KL and acceptance; the answers "
-            f"were sampled as served ({served}).",
+            f"These distributions hold at temperature {self.temperature:g}, and so do KL and acceptance probabilities; "
+            f"the answers were sampled as served ({served}).",
             "A store without every token gives bounds: each mean lies between them, the table shows their middle, and "
             "its interval runs from the least's lower end to the largest's upper end. What it cannot bound is not "
             "measured: the KL from draft to target, and any KL of a trimmed draft.",
@@ -182,8 +182,8 @@ class StoredMeasures:
         ]
         if max(widths, default=0.0) > WIDE:
             found.append(
-                f"The bounds of the acceptance are up to {max(widths):.2f} apart: a larger teacher.top_k narrows them "
-                "(for servers, with a larger --max-logprobs)."
+                f"The bounds of the acceptance probability are up to {max(widths):.2f} apart: a larger teacher.top_k "
+                "narrows them (for servers, with a larger --max-logprobs)."
             )
         if self.left_out:
             listed = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
@@ -191,17 +191,17 @@ class StoredMeasures:
         return found
 
 
-WIDE = 0.05  # bounds of an acceptance further apart say little
+WIDE = 0.05  # bounds of an acceptance probability further apart say little
 SAMPLED = "share of the sampled answers' tokens that are the draft's argmax"  # label of StoredMeasures.sampled
 SAMPLED_MEANS = (
-    "It estimates, without bias, the acceptance of the match protocol (the draft's argmax compared with a sampled "
-    "token) at the served sampler."
+    "It estimates, without bias, the acceptance probability of the match protocol (the draft's argmax compared with a "
+    "sampled token) at the served sampler."
 )
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of a target's own text, with the mean acceptance of its tokens."""
+    """A stretch of a target's own text, with the mean acceptance probability of its tokens."""
 
     text: str
     acceptance: Figure
@@ -212,7 +212,7 @@ class PairCosts:
     """Of a pair of GGUF files: their sizes, the target's T(1), T(2), … and the draft's step, in seconds.
 
     `speedup` over plain decoding is predicted, with `length` tokens drafted a round (0: plain decoding is faster) and
-    the acceptance the same at each position.
+    the acceptance probability the same at each position.
     """
 
     target_bytes: int
@@ -232,8 +232,8 @@ class PairCosts:
 class ComparedPair:
     """One of several pairs, on its target's own text.
 
-    `difference` is its acceptance less that of the first pair, paired by prompt; None for the first. `worst` are the
-    stretches that it is accepted least on; `costs` is None where no steps were timed.
+    `difference` is its acceptance probability less that of the first pair, by prompt; None for the first. `worst`
+    are the stretches that it is accepted least on; `costs` is None where no steps were timed.
     """
 
     difference: Interval | None
@@ -274,7 +274,7 @@ class EvaluationReport:
 
     @property
     def acceptance_measure(self) -> str:
-        """The acceptance that fits the sampler: greedy at temperature 0, otherwise that of rejection sampling."""
+        """The acceptance probability that fits the sampler: greedy at temperature 0, else of rejection sampling."""
         served = self.sampler if self.stored is None else self.stored.served
         return "acceptance_sampling" if served.get("temperature") else "acceptance_greedy"
 

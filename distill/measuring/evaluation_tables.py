@@ -28,14 +28,14 @@ from distill.tables import NOTHING, Block, Cell, Columns, Row, Table, Value, bul
 
 PREDICTED = (
     "T(1) is a step of the target over one token, D one of the draft. Speedups are predicted from measured steps, with "
-    "the acceptance of a single position at every drafted one; they leave out what a round costs beside its steps. "
-    "`distill speedup` measures."
+    "the acceptance probability of a single position at every drafted one; they leave out what a round costs beside "
+    "its steps. `distill speedup` measures."
 )
 TRIMMED = "A trimmed draft: KL(target ‖ draft) is between the distributions over the tokens it can propose."
 
 
 def divergence_tables(report: EvaluationReport) -> list[Table]:
-    """Every measure by domain; of a store also its bounds; then acceptance by class and by slice."""
+    """Every measure by domain; of a store also its bounds; then the acceptance probability by class and by slice."""
     tables = [_divergences(domain, drafts, report.command) for domain, drafts in report.domains.items()]
     if report.stored is not None:
         tables += _stored(report.stored, report.command)
@@ -76,7 +76,7 @@ def pair_blocks(report: EvaluationReport) -> list[Block]:
     columns: dict[str, Callable[[str], Cell | Value]] = {
         "pair": lambda name: name,
         "KL, nats": lambda name: Cell(answers[name].forward_kl, ".4f"),
-        "acceptance": lambda name: Cell(answers[name].measure(measure), "%"),
+        "acceptance probability": lambda name: Cell(answers[name].measure(measure), "%"),
         "difference to the first, by prompt": lambda name: Cell(report.pairs[name].difference, "+.4f"),
     }
     if costs:
@@ -96,7 +96,8 @@ def pair_blocks(report: EvaluationReport) -> list[Block]:
         for name, one in report.pairs.items()
         for stretch in one.worst
     ]
-    table = table_of(report.pairs, columns, report.command, "all pairs", PREDICTED if costs else "", best)
+    note = f"Acceptance probability: {_of_acceptance(report)}{f' {PREDICTED}' if costs else ''}"
+    table = table_of(report.pairs, columns, report.command, "all pairs", note, best)
     return [table, "Accepted least:", bullets(worst)]
 
 
@@ -120,7 +121,7 @@ def _of_acceptance(report: EvaluationReport) -> str:
 
 
 def _classes(report: EvaluationReport) -> Table:
-    """Acceptance and tokens per round by class of prompt, without intervals for a class of too few prompts."""
+    """Acceptance probability and tokens per round by class of prompt, intervals where a class has enough prompts."""
     first = report.classes[0]
 
     def figure(one: ClassResult, found: Interval, form: str) -> Cell:
@@ -144,7 +145,7 @@ def _classes(report: EvaluationReport) -> Table:
 
 
 def _slices(report: EvaluationReport) -> Table:
-    """Acceptance by slice of positions."""
+    """Acceptance probability by slice of positions."""
 
     def acceptance(draft: str, one: SliceResult) -> Cell:
         return Cell(one.acceptance[draft], "%")
@@ -163,19 +164,19 @@ def _slices(report: EvaluationReport) -> Table:
 
 
 def position_tables(report: EvaluationReport) -> list[Table]:
-    """Acceptance by drafted position, and what a round gives."""
+    """Conditional acceptance by drafted position, and what a round gives."""
     columns: Columns[tuple[str, PositionAcceptance]] = {
         "draft": lambda one: one[0],
         "position": lambda one: one[1].position,
-        "drafted": lambda one: one[1].drafted,
+        "reached": lambda one: one[1].drafted,
         "accepted": lambda one: one[1].accepted,
-        "rate": lambda one: Cell(one[1].rate, "%"),
+        "conditional acceptance": lambda one: Cell(one[1].rate, "%"),
     }
     rows = [(draft, one) for draft, positions in report.positions.items() for one in positions]
-    note = f"Greedy, up to {report.length} drafted. A token after a rejected one was never reached and is not counted."
+    note = f"Accepted ÷ reached; greedy, up to {report.length} drafted. A token after a rejected one is not reached."
     rounds: list[Row] = [[draft, found] for draft, found in report.tokens_per_round.items()]
     return [
-        table_of(rows, columns, report.command, "acceptance by draft position", note),
+        table_of(rows, columns, report.command, "conditional acceptance by draft position", note),
         *([Table(["draft", "tokens per round"], rounds, report.command, "rounds")] if rounds else []),
     ]
 

@@ -39,7 +39,7 @@ def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[
         "tokens/s": lambda one: one.tokens_per_second,
         "plain tokens/s": lambda one: one.plain_tokens_per_second,
         "tokens per round": lambda one: one.tokens_per_round,
-        "acceptance": lambda one: Cell(one.acceptance, "%"),
+        "acceptance rate": lambda one: Cell(one.acceptance, "%"),
         "speedup": lambda one: Cell(1.0 if one.is_plain else speedup_of(one), "×"),
         "predicted": lambda one: Cell(one.predicted, "×"),
         "same text": lambda one: Cell(one.same_text, bad=bool(one.different)),
@@ -101,7 +101,7 @@ def group_table(groups: Sequence[GroupFigures], name: str, over: str, command: s
         "of": lambda one: one.count,
         "tokens/s": lambda one: one.tokens_per_second,
         "tokens per round": lambda one: one.tokens_per_round,
-        "acceptance": lambda one: Cell(one.acceptance, "%"),
+        "acceptance rate": lambda one: Cell(one.acceptance, "%"),
         "speedup": lambda one: Cell(speedup_of(one), "×"),
     }
     return table_of(groups, columns, command, f"by {name}, {over}")
@@ -115,7 +115,7 @@ def batch_table(batches: Sequence[BatchFigures], command: str) -> Table:
         "tokens/s": lambda one: one.tokens_per_second,
         "plain tokens/s": lambda one: one.plain_tokens_per_second,
         "tokens per round": lambda one: one.tokens_per_round,
-        "acceptance": lambda one: Cell(one.acceptance, "%"),
+        "acceptance rate": lambda one: Cell(one.acceptance, "%"),
         "speedup": lambda one: Cell(one.speedup, "×"),
     }
     return table_of(batches, columns, command, "several texts at once")
@@ -126,7 +126,7 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
     blocks: list[Block] = [*_head(report), measurement_table(report.measurements, report.command, report.best)]
     if any((row.length or row.nodes) and row.predicted is not None for row in report.measurements):
         blocks.append(
-            "Predicted, for fixed lengths and chosen trees: from costs of rounds and acceptance (docs/decoding.md)."
+            "Predicted, for fixed lengths and chosen trees: from costs and conditional acceptance (docs/decoding.md)."
         )
     blocks.append(bullets(report.explanations))
     for part in report.parts:
@@ -257,8 +257,8 @@ def _verdict(best: Measurement, figures: RoundFigures, plain: float, prompts: Ma
     sentences = []
     if best.predicted is not None and not 1 / LARGEST_ERROR < best.speedup / best.predicted < LARGEST_ERROR:
         sentences.append(
-            f"Costs and acceptance predict {best.predicted:.2f}×, which is far from it: another program used the "
-            "machine (`distill doctor` shows the load), or the prompts are too few."
+            f"Costs and conditional acceptance predict {best.predicted:.2f}×, which is far from it: another program "
+            "used the machine (`distill doctor` shows the load), or the prompts are too few."
         )
     if best.speedup_low > 1:
         return sentences
@@ -275,12 +275,12 @@ def _verdict(best: Measurement, figures: RoundFigures, plain: float, prompts: Ma
             f"the draft, {prompts[PLAIN.title] * 1e3:.1f} ms without"
         )
     else:
-        accepted = "" if best.acceptance is None else f" (accepted: {best.acceptance:.0%})"
+        accepted = "" if best.acceptance is None else f" (acceptance rate {best.acceptance:.0%})"
         why = f"a round gives fewer tokens than the plain steps that it costs{accepted}"
     sentences.append(f"It is no faster than plain decoding: {why}.")
     whole = _all_accepted(figures, plain)
     if whole is not None and whole < 1 and not _hardly_drafts(figures):
-        sentences.append(f"With every drafted token accepted it would give {whole:.2f}×: no acceptance is enough.")
+        sentences.append(f"With every drafted token accepted it would give {whole:.2f}×: no draft is good enough.")
     return sentences
 
 

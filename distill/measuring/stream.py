@@ -205,14 +205,14 @@ def _drafter(
 
 
 def _summary(result: Decoded) -> str:
-    """Tokens and speed and, where rounds were made, acceptance."""
+    """Tokens and speed and, where rounds were made, the acceptance rate."""
     summary = f"{len(result.tokens)} tokens, {result.tokens_per_second():.1f} tok/s after the first"
     rounds = result.rounds
     if rounds:
         drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
         rate = f"{accepted / drafted:.1%}" if drafted else "none drafted"
         each = max(len(result.tokens) - 1, 0) / len(rounds)
-        summary += f", {each:.2f} tokens/round, accepted {accepted}/{drafted} ({rate})"
+        summary += f", {each:.2f} tokens/round, acceptance rate {rate} ({accepted}/{drafted})"
     return summary
 
 

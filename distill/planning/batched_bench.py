@@ -87,7 +87,7 @@ def import_curve(path: Path, model: str = "llama-batched-bench") -> CostCurve:
 
 
 def settings(curve: CostCurve, accepted: Sequence[float], draft: float, depth: int) -> list[str]:
-    """llama.cpp settings from the target's curve, acceptance by position (given reached) and the draft's D(1).
+    """llama.cpp settings from the target's curve, conditional acceptance by position and the draft's D(1).
 
     `draft` is in units of T(1). GGML_BATCH_COSTS are T(m) / (m·T(1)) as measured, not smoothed. llama.cpp builds with
     profile-guided lengths (pull request 17034) read the environment variables, every llama-server reads the flags: the

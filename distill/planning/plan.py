@@ -1,4 +1,4 @@
-"""Whether a draft will pay, before there is one: speedups by draft length and acceptance, predicted from costs alone.
+"""Whether a draft will pay, before there is one: speedups by draft length and conditional acceptance, from costs.
 
 A round of n drafted tokens gives E = 1 + Σ_i Π_{j ≤ i} a_j tokens in T(n + 1) + n·D seconds and its overhead (Leviathan
 et al. 2023, eq. 1, with measured times; `PaidCosts.predicted_speedup`). Greedy, n fixed, the acceptance a_j at position
@@ -34,9 +34,8 @@ LAYERS = (
 )
 MODEL = (
     "Predicted, not measured: greedy decoding with n drafted tokens in every round. A round gives 1 + a1 + a1·a2 + … "
-    "tokens, where a1, a2, … are the acceptance at each position, given that it was reached (the last one holds behind "
-    "it). "
-    "It costs T(n + 1) + n·D and its overhead."
+    "tokens, where a1, a2, … are the conditional acceptance at each position (accepted ÷ reached; the last holds "
+    "behind it). It costs T(n + 1) + n·D and its overhead."
 )
 
 
@@ -44,8 +43,8 @@ MODEL = (
 class PlannedLength:
     """n tokens drafted a round: what verifying them costs, the draft's steps and the rest of the round apart from it.
 
-    `break_even` is the acceptance, the same at every position, from which it is faster than plain decoding; None where
-    no acceptance is enough. `upper_bound` is the speedup with every drafted token accepted.
+    `break_even` is the conditional acceptance, the same at every position, from which it is faster than plain
+    decoding; None where none is enough. `upper_bound` is the speedup with every drafted token accepted.
     """
 
     length: int
@@ -56,7 +55,7 @@ class PlannedLength:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Speedups at an acceptance by position, whose last rate holds behind it, for each of the forecast's lengths.
+    """Speedups at conditional acceptances by position, the last of which holds behind it, by the forecast's lengths.
 
     An interval is the lowest and highest of repeated timings, NaN where there was one. `best` is the fastest length, 0
     where plain decoding is faster. `largest_cost` of a draft step still pays, below 0 where not even a free one does;
@@ -153,7 +152,7 @@ class Case:
         return statistics.median(figure(costs) for costs in self.timings)
 
     def needed(self, costs: PaidCosts, length: int, speedup: float = 1.0) -> float:
-        """The acceptance, the same at every position, from which `length` gives this speedup; else infinite."""
+        """The conditional acceptance, the same everywhere, from which `length` gives this speedup; else infinite."""
         if self.speedup(costs, length, [1.0]) < speedup:
             return math.inf
         low, high = 0.0, 1.0
@@ -174,7 +173,7 @@ class Case:
 
 
 def by_position(rates: Sequence[float], length: int) -> list[float]:
-    """Acceptance at `length` positions; the last rate holds for all behind it."""
+    """Conditional acceptance at `length` positions; the last rate holds for all behind it."""
     return [rates[min(position, len(rates) - 1)] for position in range(length)]
 
 
@@ -212,7 +211,7 @@ def _scenario(case: Case, title: str, rates: Sequence[float], cost: float) -> Sc
 
 
 def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenarios: Sequence[Scenario]) -> str:
-    """What acceptance the draft needs, what it gives at most, and why not where that is not above 1."""
+    """What conditional acceptance the draft needs, what it gives at most, and why not where that is not above 1."""
     top = max(lengths, key=lambda one: one.upper_bound)
     free = next(one for one in scenarios if one.title == ALL).largest_cost
     if top.upper_bound <= 1 and free < NOTHING:
@@ -232,13 +231,14 @@ def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenario
     length = min(needed, key=lambda n: needed[n])
     good = f"{GOOD_SPEEDUP}x from {needed[length]:.2f} on ({length} drafted)"
     if math.isinf(needed[length]):
-        good = f"{GOOD_SPEEDUP}x at no acceptance"
+        good = f"{GOOD_SPEEDUP}x at none"
     step = (
         f"A draft step costs {cost:.2f} T(1)." if cost else "A draft that costs nothing is assumed (see --draft-cost)."
     )
     return (
-        f"{step} It pays from an acceptance of {even.break_even:.2f} on ({even.length} "
-        f"drafted), gives {good}, and with every token accepted at most {top.upper_bound:.2f}x ({top.length} drafted)."
+        f"{step} It pays from a conditional acceptance of {even.break_even:.2f} on "
+        f"({even.length} drafted), gives {good}, and with every token accepted at most {top.upper_bound:.2f}x "
+        f"({top.length} drafted)."
     )
 
 
@@ -247,7 +247,7 @@ def describe(case: Case, one: Scenario) -> str:
     verdict = "it pays" if one.best else "it does not pay"
     rates = ", ".join(f"{rate:.2f}" for rate in one.acceptance)
     speed = f"{shown(one.speedups[place])} at best, {case.lengths[place]} drafted"
-    return f"At the acceptance of {one.title} ({rates}) {verdict}: {speed}."
+    return f"At the conditional acceptance of {one.title} ({rates}) {verdict}: {speed}."
 
 
 # ── tables ──
@@ -263,17 +263,19 @@ def plan_blocks(plan: SpeedupPlan) -> list[Block]:
             [same[0].title, *(Cell(max(speed.mean for speed in one.speedups), "×") for one in same)]
             for same in zip(*(one.scenarios for one in plan.forecasts), strict=True)
         ]
-        blocks.append(Table(["acceptance", *(one.title for one in plan.forecasts)], rows, title="best speedups"))
+        blocks.append(
+            Table(["conditional acceptance", *(one.title for one in plan.forecasts)], rows, title="best speedups")
+        )
     if plan.run:
         blocks.append(_run_table(plan.run, plan.run_on))
     return [*blocks, "\n".join(plan.settings)]
 
 
 def _forecast_blocks(one: SpeedupForecast) -> list[Block]:
-    """Speedups by acceptance and drafted tokens, the conditions under which drafting pays, and the verdicts."""
+    """Speedups by conditional acceptance and drafted tokens, when drafting pays, and the verdicts."""
     layers = any(scenario.layers is not None for scenario in one.scenarios)
     columns: Columns[Scenario] = {
-        "acceptance": lambda found: found.title,
+        "conditional acceptance": lambda found: found.title,
         **{f"n = {length.length}": partial(_speedup, place) for place, length in enumerate(one.lengths)},
         "best n": lambda found: found.best or "none",
         "largest D that pays, T(1)": lambda found: found.largest_cost if found.largest_cost >= NOTHING else "none",

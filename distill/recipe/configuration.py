@@ -51,8 +51,8 @@ class Configuration(Section):
         None,
         description="decides how many tokens are drafted; null: fixed. fixed: always `length`; p_min: while the "
         "largest probability is at least p_min; start-continue: one threshold for the first position and one for "
-        "later ones; ratio: by accepted ÷ drafted so far; beta: by the acceptance counted so far; expected-value: by "
-        "measured costs and calibrated probabilities (for a lookup, those counted for each match length)",
+        "later ones; ratio: by accepted ÷ drafted so far; beta: by the conditional acceptance so far; "
+        "expected-value: by measured costs and calibrated probabilities (for a lookup, those of each match length)",
     )
     length: int | None = Field(
         None,
@@ -101,7 +101,7 @@ class Configuration(Section):
     floor: float | None = Field(None, ge=0, le=1, description=f"beta: the threshold; null: {FLOOR}")
     calibration: CalibrationName | None = Field(
         None,
-        description=f"expected-value, tree: maps draft probabilities to acceptance, fitted on validation text. "
+        description=f"expected-value, tree: maps probabilities to conditional acceptance, fitted on validation text. "
         f"features: logistic regression on features of the distribution; context: also on which token followed the "
         f"same tokens before; none: the probability itself; null: {CALIBRATION}",
     )

@@ -140,7 +140,7 @@ class Gguf(Section):
 
 
 class Evaluate(Section):
-    """Divergences and acceptance on the test split."""
+    """Divergences and acceptance probabilities on the test split."""
 
     prompts: int = Field(64, ge=4, description="test prompts to continue and to decode rounds for")
     new_tokens: int = Field(128, ge=8, description="tokens per continuation")

@@ -244,8 +244,8 @@ class Cut(Section):
     trim: Trim | None = Field(None, description="restrict the head to frequent tokens; null: off")
     compare: tuple[ComparedCut, ...] = Field(
         (),
-        description="cuts to price before the one above is made: each is trained briefly, and its acceptance and step "
-        "cost predict its tokens per second, in one table",
+        description="cuts to price before the one above is made: each is trained briefly, and its acceptance "
+        "probability and step cost predict its tokens per second, in one table",
     )
     heal_steps: int = Field(60, ge=0, description="training steps for each cut that is priced, by compare or trim")
     allow_full_size: bool = Field(

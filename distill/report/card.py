@@ -44,7 +44,7 @@ def build_card(results: RunResults) -> str:
         "## How it was made",
         _making(results),
         "## Numbers",
-        "### Acceptance and divergence",
+        "### Acceptance probability and divergence",
         _acceptance(results.evaluation) if results.evaluation else _not_run("eval", results),
         "### Speedup",
         _speedup(results.speedup) if results.speedup else _not_run("speedup", results),

@@ -178,7 +178,7 @@ def _evaluation_limit(evaluation: EvaluationReport) -> str:
         if "after" in sides
     )
     return (
-        f"Divergences and acceptance hold for the texts they were measured on ({counts}) and for this sampler "
+        f"Divergences and acceptance probabilities hold for the texts that were measured ({counts}) and this sampler "
         f"({evaluation.sampler_words})."
     )
 
@@ -300,8 +300,8 @@ def build_page(results: RunResults) -> str:
         *([("cuts", "From donor to draft", sections.cuts(results))] if results.cuts else []),
         ("training", "Training", sections.training(results)),
         *([("sparsity", "Sparsity", sections.sparsity(results))] if results.sparsity else []),
-        ("positions", "Acceptance by position", of("eval", evaluation, sections.positions)),
-        ("divergence", "Divergence and acceptance", of("eval", evaluation, sections.divergence)),
+        ("positions", "Conditional acceptance by position", of("eval", evaluation, sections.positions)),
+        ("divergence", "Divergence and acceptance probability", of("eval", evaluation, sections.divergence)),
         ("cost", "Cost of a step", of("speedup", measured, sections.cost)),
         ("speedup", "Speedup", of("speedup", measured, sections.speedup)),
         ("gguf", "GGUF files and parity", of("export", results.export, sections.gguf)),
@@ -363,7 +363,7 @@ def _use(results: RunResults) -> Html:
 
 
 def _headlines(results: RunResults) -> Html:
-    """The best speedups, those of a GGUF target as it is served first, and the acceptance of every domain, as cards."""
+    """Cards: the best speedups, a GGUF target's as it is served first, and each domain's acceptance probability."""
     measured, evaluation = results.speedup, results.evaluation
     served = "gguf" if results.target.path.endswith(".gguf") else ""
     cards = (
@@ -415,7 +415,7 @@ def _acceptance_card(evaluation: EvaluationReport, domain: str) -> str:
     first, last = (side.measure(measure) if side else None for side in sides)
     after = sides[1]
     return (
-        f'<div class="card"><div class="name">Acceptance, {as_text(domain)}</div>'
+        f'<div class="card"><div class="name">Acceptance probability, {as_text(domain)}</div>'
         f'<div class="figure"><small>{percent(first and first.mean)} →</small> {percent(last and last.mean)}</div>'
         f'<p class="soft">before: {shown(first, "%")}<br>after: {shown(last, "%")}</p>'
         f'<p class="soft">{as_text(MEASURES[measure].partition(", ")[2])}; {number(after and after.tokens)} tokens of '

@@ -61,12 +61,12 @@ def agreement_curve(steps: Sequence[TrainingStep]) -> str:
 
 
 def validation_curve(evaluated: Sequence[Evaluation]) -> str:
-    """Acceptance on validation prompts over steps, by which weights are chosen: decoded, or stored α."""
+    """Acceptance on validation prompts over steps, by which weights are chosen: decoded, or stored."""
     if not evaluated:
         raise DataError("no weights were evaluated while training", "set train.acceptance to have them chosen")
     with _figure("plot-validation", "Acceptance on validation prompts over training steps") as (axes, done):
         stored = any(weights.measure == STORED for weights in evaluated)
-        label = "α on stored distributions" if stored else "accepted of the drafted tokens reached"
+        label = "acceptance probability, stored" if stored else "conditional acceptance, decoded"
         intervals = [
             Interval(one.acceptance, one.acceptance, one.most)
             if stored
@@ -76,8 +76,13 @@ def validation_curve(evaluated: Sequence[Evaluation]) -> str:
         _measured(axes, 0, label, [one.step for one in evaluated], intervals)
         expected = [(one.step, one.expected_acceptance) for one in evaluated if known(one.expected_acceptance)]
         if expected:
-            axes.plot(*zip(*expected, strict=True), color=COLOURS[1], marker=MARKERS[1], label="expected, same texts")
-        axes.set(xlabel="step", ylabel="α, stored" if stored else "acceptance, decoded")
+            axes.plot(
+                *zip(*expected, strict=True),
+                color=COLOURS[1],
+                marker=MARKERS[1],
+                label="acceptance probability, same texts",
+            )
+        axes.set(xlabel="step", ylabel="acceptance")
     return done[0]
 
 
@@ -87,20 +92,20 @@ def block_length(steps: Sequence[TrainingStep]) -> int:
 
 
 def acceptance_by_position(positions: Sequence[PositionAcceptance]) -> str:
-    """Acceptance rate of the 1st, 2nd, … drafted token, with intervals."""
-    with _figure("plot-positions", "Acceptance rate by position in the draft") as (axes, done):
+    """Conditional acceptance of the 1st, 2nd, … drafted token, with intervals."""
+    with _figure("plot-positions", "Conditional acceptance by position in the draft") as (axes, done):
         rows = [row for row in positions if row.drafted and known(row.rate.mean)]
         if rows:
             _measured(axes, 0, "draft", [row.position for row in rows], [row.rate for row in rows])
-        axes.set(xlabel="position in the draft", ylabel="acceptance rate", ylim=(0, 1))
+        axes.set(xlabel="position in the draft", ylabel="conditional acceptance", ylim=(0, 1))
         _whole_ticks(axes)
     return done[0]
 
 
 def acceptance_by_slice(slices: Sequence[SliceResult]) -> str:
-    """Acceptance of the trained draft on each slice of positions, as bars with intervals and counts."""
+    """Acceptance probability of the trained draft on each slice of positions, as bars with intervals and counts."""
     rows = [row for row in slices if "after" in row.acceptance and known(row.acceptance["after"].mean)]
-    with _figure("plot-slices", "Acceptance by slice of positions", 1.0 + 0.24 * len(rows)) as (axes, done):
+    with _figure("plot-slices", "Acceptance probability by slice of positions", 1.0 + 0.24 * len(rows)) as (axes, done):
         names = list(dict.fromkeys(row.slice for row in rows))
         for place, row in enumerate(rows):
             rate, colour = row.acceptance["after"], COLOURS[names.index(row.slice) % len(COLOURS)]
@@ -109,7 +114,7 @@ def acceptance_by_slice(slices: Sequence[SliceResult]) -> str:
             axes.plot([rate.low, rate.high], [place, place], color=INK, linewidth=1)
             axes.annotate(f"{row.tokens:,}", (1.0, place), fontsize=7, ha="right", va="center")
         axes.set_yticks(range(len(rows)), [_label(row.label, TICK) for row in rows], fontsize=7.5)
-        axes.set(xlabel="acceptance; tokens on the right", xlim=(0, 1))
+        axes.set(xlabel="acceptance probability; tokens on the right", xlim=(0, 1))
         axes.invert_yaxis()
     return done[0]
 

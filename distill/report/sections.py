@@ -150,10 +150,10 @@ def training(results: RunResults) -> Html:
     each = "every step" if block == 1 else f"each point the mean of {block} steps"
     stored = any(weights.measure == STORED for weights in evaluated)
     chosen_by = (
-        "α of validation answers on stored distributions; bars show its bounds. No rounds were decoded."
+        "Acceptance probability on stored distributions of validation answers, bars are bounds; no rounds were decoded."
         if stored
-        else "Acceptance on validation prompts: decoded, with bars of 95 % intervals, and expected, on texts that are "
-        "the same for all steps."
+        else "On validation prompts: conditional acceptance of decoded rounds, bars are 95 % intervals, and acceptance "
+        "probability on texts that are the same for all steps."
     )
     drawn = [
         as_plot(partial(plots.loss_curve, steps), f"Loss on training batches, {each}."),
@@ -186,8 +186,8 @@ def _outcome(training: TrainingSummary) -> list[str]:
         figures = (
             f"{best.words}, {REASON}"
             if best.measure == STORED
-            else f"{percent(best.acceptance)} accepted, {number(best.tokens_per_round)} tokens per round on validation "
-            "prompts"
+            else f"conditional acceptance {percent(best.acceptance)}, {number(best.tokens_per_round)} tokens per round "
+            "on validation prompts"
         )
         sentences.append(f"The weights of step {number(best.step)} were taken: {figures}.")
     if training.warning:
@@ -196,12 +196,12 @@ def _outcome(training: TrainingSummary) -> list[str]:
 
 
 def positions(evaluation: EvaluationReport) -> Html:
-    """Acceptance of the trained draft by position."""
+    """Conditional acceptance of the trained draft by position."""
     rows = evaluation.positions.get("after", [])
     if not rows and evaluation.stored is not None:
         return absent(f"No rounds were decoded: {as_text(REASON)}.")
     if not rows:
-        return absent("No acceptance by position was measured (<code>eval --acceptance</code>).")
+        return absent("No conditional acceptance by position was measured (<code>eval --acceptance</code>).")
     drawn = [as_plot(partial(plots.acceptance_by_position, rows), "Of the trained draft; bars are intervals.")]
     tables = position_tables(evaluation)
     if found := evaluation.reliability.get("after"):
@@ -220,7 +220,9 @@ def divergence(evaluation: EvaluationReport) -> Html:
     words = f"Before is the draft as cut from the donor, after is the trained draft; {evaluation.sampler_words}."
     stored = as_list(evaluation.stored.sentences) if evaluation.stored else ""
     tables = as_tables(divergence_tables(evaluation))
-    caption = "Where the trained draft is accepted, on the target's own text; lines are intervals over prompts."
+    caption = (
+        "Where the trained draft is likely to be accepted, on the target's own text; lines are intervals over prompts."
+    )
     plot = partial(plots.acceptance_by_slice, evaluation.slices)
     drawn = as_plots(as_plot(plot, caption)) if evaluation.slices else ""
     return Html(as_paragraph(words) + stored + tables + drawn)

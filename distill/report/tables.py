@@ -254,8 +254,8 @@ def files(export: ExportReport) -> Table:
 
 
 def _figures(results: RunResults) -> dict[str, Cell | Value]:
-    """The figures of one run; of each text domain acceptance, as the run's sampler decides it, and KL; of each pair and
-    backend the fastest way and its speedup."""
+    """The figures of one run; of each text domain acceptance probability, as the run's sampler decides it, and KL; of
+    each pair and backend the fastest way and its speedup."""
     draft, evaluation = results.draft, results.evaluation
     figures: dict[str, Cell | Value] = {
         "target": results.target.path,
@@ -287,7 +287,7 @@ def differences(runs: Sequence[RunResults]) -> list[str]:
     evaluated = [results.evaluation for results in runs if results.evaluation is not None]
     timed = [results.speedup for results in runs if results.speedup is not None]
     told: dict[str, dict[str, set[Any]]] = {
-        "acceptance": {
+        "acceptance probability": {
             "targets": {results.target.path for results in runs},
             "samplers": {one.sampler_words for one in evaluated},
             "test texts": {tuple((k, v["after"].tokens) for k, v in one.domains.items()) for one in evaluated},

@@ -55,8 +55,8 @@ class CheckSettings:
     """What is checked: the prompts, up to `limit` new tokens after each, `repeats` times.
 
     Under a sampler that is not greedy, each repeat of a prompt is a text of its own. `made` are the run's own target
-    and draft, where there is a run; `predicted` is its greedy acceptance at this draft length. Settings are chosen on
-    the validation prompts `choosing`; without any, none are chosen. `template` is the pair's own. `seconds` limit a
+    and draft, where there is a run; `predicted` is its greedy acceptance rate at this draft length. Settings are chosen
+    on the validation prompts `choosing`; without any, none are chosen. `template` is the pair's own. `seconds` limit a
     server's start and a reply.
     """
 
@@ -178,7 +178,7 @@ def _replay(
     files: tuple[Path, Path] | None,
     keep: Keep,
 ) -> Check:
-    """All prompts one at a time on each server: speeds, and the acceptance of the one that drafts.
+    """All prompts one at a time on each server: speeds, and the acceptance rate of the one that drafts.
 
     A draft length that is not known (n_max 0) is read from the counters, which have a place for each drafted token.
     """
@@ -196,7 +196,7 @@ def _replay(
         totals = None
         notes.append(
             "the counters did not rise by what the replies say: several servers answer at this address, or others use "
-            "it, so acceptance by position is not known"
+            "it, so the rounds that accepted each position are not known"
         )
     if not any(text.drafted for text in texts):
         raise ServingError(

@@ -32,7 +32,7 @@ LEAST_FILLED = 0.9  # of n_max drafted in a mean round: below, something ends dr
 
 @dataclass(frozen=True)
 class Option:
-    """An option of llama-server that changes acceptance: its names, its environment variable and its default."""
+    """An option of llama-server that changes the acceptance rate: its names, environment variable and default."""
 
     what: str
     flags: tuple[str, ...]
@@ -49,7 +49,7 @@ OPTIONS = (
             (f"--spec-draft-type-{k}", f"-ct{k}d", f"--cache-type-{k}-draft"),
             f"LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_{k.upper()}",
             "f16",
-            f"leave --spec-draft-type-{k} out: a draft's cache is small, and quantised {part} cost it acceptance",
+            f"leave --spec-draft-type-{k} out: a draft's cache is small, and quantised {part} cost accepted tokens",
         )
         for k, part in CACHED.items()
     ),
@@ -211,7 +211,7 @@ class Reference:
 
 
 def sentences(report: ServeReport, reference: Reference | None) -> list[str]:
-    """About acceptance, differences, the texts and the speed, in order of weight."""
+    """About the acceptance rate, differences, the texts and the speed, in order of weight."""
     found = [_beside(report, report.acceptance[0], reference)]
     if not math.isnan(report.drawn.mean):
         found.append(
@@ -237,7 +237,7 @@ def sentences(report: ServeReport, reference: Reference | None) -> list[str]:
 
 
 def _beside(report: ServeReport, own: ServedAcceptance, reference: Reference | None) -> str:
-    text = f"The server accepts {own.accepted} of {own.drafted} drafted tokens, {_both(own)}"
+    text = f"The server accepts {own.accepted} of {own.drafted} drafted tokens: {_both(own)}"
     if reference is not None:
         text += f"; our decoder with {reference.files} {_both(reference.acceptance)}"
         if reference.short.low > LEAST_LOSS:
@@ -247,12 +247,12 @@ def _beside(report: ServeReport, own: ServedAcceptance, reference: Reference | N
         else:
             text += ": as predicted"
     if not math.isnan(report.predicted):
-        text += f". The run measured {shown(report.predicted, '%')} at this draft length"
+        text += f". The run measured an acceptance rate of {shown(report.predicted, '%')} at this draft length"
     return text + "."
 
 
 def _both(found: ServedAcceptance) -> str:
-    return f"{shown(found.rate, '%')}, {shown(found.tokens_per_round)} tokens per round"
+    return f"acceptance rate {shown(found.rate, '%')}, {shown(found.tokens_per_round)} tokens per round"
 
 
 def _difference(one: Difference) -> str:
@@ -260,7 +260,7 @@ def _difference(one: Difference) -> str:
     if one.explains:
         return f"EXPLAINED: {what}: that costs {shown(one.loss)} tokens per round. To mend it, {one.advice}."
     if math.isnan(one.loss.mean):
-        return f"Not measured: {what}. If acceptance is low, {one.advice}."
+        return f"Not measured: {what}. If the acceptance rate is low, {one.advice}."
     return f"Not a cause: {what}: it costs {shown(one.loss)} tokens per round."
 
 
@@ -278,7 +278,7 @@ def _speed(report: ServeReport) -> str:
 
 
 def serving_blocks(report: ServeReport) -> list[Block]:
-    """The sentences, and tables of acceptance, speed, classes and settings."""
+    """The sentences, and tables of acceptance rates, speed, classes and settings."""
     blocks: list[Block] = [
         f"{report.server}, build {report.build}: `{report.served}`. {_sampled(report)}, {report.prompts} prompts × "
         f"up to {report.new_tokens} tokens, cold caches, servers in turn; intervals resample prompts.",
@@ -290,7 +290,7 @@ def serving_blocks(report: ServeReport) -> list[Block]:
         of_classes: Columns[ServedClass] = {
             "class": lambda one: one.name,
             "prompts": lambda one: one.prompts,
-            "acceptance": lambda one: Cell(one.rate, "%"),
+            "acceptance rate": lambda one: Cell(one.rate, "%"),
             "tokens per round": lambda one: one.tokens_per_round,
             "speedup": lambda one: Cell(one.speedup, "×"),
         }
@@ -342,8 +342,8 @@ def _acceptance(report: ServeReport) -> Table:
     ]
     if known(report.predicted):
         rows.append(["the run's own measurement", None, None, Cell(report.predicted, "%"), None, ""])
-    heads = ["counted by", "accepted", "drafted", "acceptance", "tokens per round"]
-    return Table([*heads, "rounds that accepted position 1, 2, …"], rows, report.command, "acceptance")
+    heads = ["counted by", "accepted", "drafted", "acceptance rate", "tokens per round"]
+    return Table([*heads, "rounds that accepted position 1, 2, …"], rows, report.command, "acceptance rate")
 
 
 def _speeds(report: ServeReport) -> Table:

@@ -81,7 +81,7 @@ class CutReport:
 class PricedCut:
     """A cut with its measurements and the speed predicted from them.
 
-    `kl` in nats; `acceptance` α of rejection sampling at the recipe's sampler, on the validation split;
+    `kl` in nats; `acceptance` the probability Σ min(p, q) at the recipe's sampler, on the validation split;
     `draft_seconds` D; `length` the best γ (0: plain decoding is faster); `tokens_per_second` predicted with it;
     `speedup` over plain.
     """
@@ -115,16 +115,16 @@ class Comparison:
             "cut": lambda one: one.name,
             "parameters": lambda one: one.parameters,
             "KL, nats": lambda one: Cell(one.kl, ".3f"),
-            "acceptance": lambda one: Cell(one.acceptance, "%"),
+            "acceptance probability": lambda one: Cell(one.acceptance, "%"),
             "D, ms": lambda one: Cell(1e3 * one.draft_seconds, "significant"),
             "best γ": lambda one: one.length,
             "predicted tokens/s": lambda one: Cell(one.tokens_per_second, ".1f"),
             "predicted speedup": lambda one: Cell(one.speedup, "×"),
         }
         note = (
-            f"Acceptance on the validation split after {self.heal_steps} training steps. Steps in {self.backend}: D of "
-            f"the draft, T(m) of the target over m tokens ({steps} ms). γ: drafted tokens a round; 0: plain decoding "
-            "is faster."
+            f"Acceptance probability, Σ min(p, q), on the validation split after {self.heal_steps} training steps. "
+            f"Steps in {self.backend}: D of the draft, T(m) of the target over m tokens ({steps} ms). γ: drafted; 0: "
+            "plain decoding is faster."
         )
         return table_of(self.cuts, columns, self.command, title="Cuts compared", note=note)
 

@@ -66,8 +66,8 @@ from distill.training.step import heal, loss_settings, with_rate
 from distill.vocabulary import Vocabulary
 
 # ── The price of a cut: its acceptance after a short training, the cost of its steps here, and the speed of both ──
-# A round drafts γ tokens and verifies them in one step of γ + 1. With acceptance α at every position it gives 1 + α
-# + … + α^γ tokens in T(γ + 1) + γ·D seconds (Leviathan et al. 2023, eq. 1, with measured times): the best γ gives
+# A round drafts γ tokens and verifies them in one step of γ + 1. With acceptance probability a at every position it
+# gives 1 + a + … + a^γ tokens in T(γ + 1) + γ·D seconds (Leviathan et al. 2023, eq. 1, measured): the best γ gives
 # the cut's tokens per second. The figures of each cut are kept in a file, so that a killed comparison resumes.
 # Legend: γ drafted tokens, T(m) seconds of a target step of m tokens, D seconds of a draft step.
 
@@ -118,7 +118,7 @@ def compare_cuts(
             step = _draft_seconds(recipe, model, backend)
             write_result(path, price(choice.name, parameters, kl, accepted, costs, step))
         cuts.append(read_result(path, PricedCut))
-        run.say(f"  {choice.name}: acceptance {cuts[-1].acceptance:.3f}, predicted {cuts[-1].speedup:.2f}x")
+        run.say(f"  {choice.name}: acceptance probability {cuts[-1].acceptance:.3f}, predicted {cuts[-1].speedup:.2f}x")
     comparison = Comparison(backend, recipe.cut.heal_steps, costs, cuts, run.command)
     write_result(folder / "compared.json", comparison)
     run.say(document([comparison.table()]))
@@ -136,8 +136,8 @@ def price_vocabulary(
 ) -> tuple[int, list[dict[str, float]]]:
     """The number of kept tokens with the most predicted tokens per second, and every number tried.
 
-    A copy of the cut model is healed once with its full head; α of a trimmed one is taken as α times the smallest
-    share of a domain's target-written tokens that is kept. Its step is measured with each head, in PyTorch.
+    A copy of the cut model is healed once with its full head; a trimmed one's acceptance probability is that times the
+    smallest share of a domain's target-written tokens that is kept. Its step is measured with each head, in PyTorch.
     """
     healed = copy.deepcopy(model)
     _heal(recipe, healed, open_teacher(run, recipe, next(model.parameters()).device, target))

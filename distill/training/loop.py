@@ -199,7 +199,7 @@ def report_step(work: Training, rate: float, figures: dict[str, Any], clock: Clo
         clock.shown = time.monotonic()
         work.run.say(
             f"  step {step}/{work.steps} loss {figures['loss']:.4f} kl {figures['forward_kl']:.4f} "
-            f"accepted {figures['acceptance']:.3f} "
+            f"acceptance probability {figures['acceptance']:.3f} "
             + (f"zero {figures['zero_share']:.2f} " if "zero_share" in figures else "")
             + f"{pace:.0f} tok/s {memory / 2**30:.2f} GiB, {duration(left)} left"
         )

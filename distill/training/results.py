@@ -10,7 +10,7 @@ from typing import Any
 from distill.files import Figure, Result, from_json, has_form
 
 # How the acceptance of weights was measured: by decoding, or on stored distributions.
-DECODED, STORED = "decoded rounds", "α on stored distributions"
+DECODED, STORED = "decoded rounds", "acceptance probability on stored distributions"
 
 ACCEPTANCE_STAGE = "acceptance"  # of the lines on evaluated weights
 
@@ -35,9 +35,9 @@ class TrainingStep:
 class EvaluatedWeights:
     """Weights whose drafts were measured on validation prompts, as `measure` names: DECODED or STORED.
 
-    Decoded: `acceptance` of the drafted tokens that were reached in so many `rounds`, and `expected_acceptance` on
-    texts that are the same for all weights of a training, which compares them more sharply. Stored: α at so many
-    `positions` of the target's answers, at least `acceptance` and at most `most`, because a store holds the likeliest
+    Decoded: the conditional `acceptance`, accepted ÷ reached, in so many `rounds`, and `expected_acceptance` on
+    texts that are the same for all weights of a training, which compares them more sharply. Stored: Σ min(p, q) at
+    so many `positions` of the target's answers, at least `acceptance` and at most `most`, as a store holds likeliest
     tokens alone.
     """
 
@@ -55,10 +55,13 @@ class EvaluatedWeights:
         """Its figures."""
         if self.measure == STORED:
             return (
-                f"α on stored distributions between {self.acceptance:.3f} and {self.most:.3f} at {self.positions} "
-                "positions of validation answers, nothing decoded"
+                f"acceptance probability on stored distributions between {self.acceptance:.3f} and {self.most:.3f} at "
+                f"{self.positions} positions of validation answers, nothing decoded"
             )
-        return f"{self.acceptance:.3f} accepted, {self.tokens_per_round:.2f} tokens per round on validation prompts"
+        return (
+            f"conditional acceptance {self.acceptance:.3f}, {self.tokens_per_round:.2f} tokens per round on validation "
+            "prompts"
+        )
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,10 @@ class TrainingSummary:
         """What to know where the weights from before the first step were taken; None where training helped."""
         if self.best is None or self.best.step != 0:
             return None
-        on = "validation prompts" if self.best.measure == DECODED else "validation answers (α, stored distributions)"
+        on = "validation prompts" if self.best.measure == DECODED else "validation answers (stored distributions)"
         return (
             f"Training did not help: no weights that it made were accepted more often on {on} than those "
-            f"before its first step, so the draft is the untrained cut (acceptance {self.best.acceptance:.3f})."
+            f"before its first step, so the draft is the untrained cut ({self.best.words})."
         )
 
 

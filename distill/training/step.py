@@ -261,8 +261,8 @@ def check_training(recipe: Recipe) -> list[str]:
         chosen = f"the weights accepted most on validation prompts are taken ({verifying} verification)"
         if not recipe.target.load:
             chosen = (
-                f"the weights of the highest α ({verifying} verification) on stored distributions of validation "
-                f"answers are taken, no rounds are decoded: {REASON}"
+                f"the weights of the highest acceptance probability ({verifying} verification) on stored distributions "
+                f"of validation answers are taken, no rounds are decoded: {REASON}"
             )
     return [*lines, f"train: {chosen}"]
 

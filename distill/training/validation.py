@@ -1,8 +1,8 @@
 """Acceptance on the validation split: drafts are decoded and verified as they will be served, and the best are kept.
 
 Where the target is not loaded, nothing is decoded: at each position of its validation answers, the stored distribution
-and the draft's give the chance that a drafted token is accepted, and α is the mean. Legend: B prompts, γ draft length,
-S positions, c of them at once, V vocabulary.
+and the draft's give the chance that a drafted token is accepted: the acceptance probability. Legend: B prompts, γ draft
+length, S positions, c of them at once, V vocabulary.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def evaluating(work: Training) -> tuple[str, str]:
     assert settings is not None
     if not work.recipe.target.load:
         return (
-            f"while α was measured on validation answers after step {work.state['step']} on {work.accelerator.device}",
+            f"while validation answers were measured after step {work.state['step']} on {work.accelerator.device}",
             f"lower train.chunk (now {work.settings.chunk}); {RESUMES}",
         )
     return _decoding(
@@ -196,7 +196,7 @@ class ServedTarget:
 
 
 def decoded_acceptance(texts: Sequence[Decoded]) -> dict[str, Any]:
-    """Acceptance (accepted of the drafted tokens that were reached) and tokens per round of some decoded texts.
+    """Conditional acceptance (accepted ÷ reached) and tokens per round of some decoded texts.
 
     And of each text how many drafted tokens were accepted and reached, from which intervals follow.
     """
@@ -232,7 +232,7 @@ class StoredAnswers:
 
     @torch.inference_mode()
     def acceptance(self, draft: Any, protocol: Verifying, chunk: int) -> dict[str, Any]:
-        """α of a draft: the mean of the least chances, by which weights are chosen, and that of the largest."""
+        """Acceptance probability of a draft: the mean of the least chances (they choose) and of the largest."""
         least = largest = 0.0
         positions = 0
         for block in range(self.blocks):
@@ -294,7 +294,7 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
     """The acceptance of the present weights on the validation prompts, the same in every process.
 
     Decoded with the target: the first texts, whose distribution is the target's alone, are kept, so that the expected
-    acceptance of all weights is measured on the same ones. Where the target is not loaded: α on its stored
+    acceptance of all weights is measured on the same ones. Where the target is not loaded: its probability on stored
     distributions.
     """
     settings = work.settings.acceptance

@@ -149,8 +149,8 @@ def test_outputs(finished: Path, capsys: Capture, command: str, output: str) -> 
 
 def test_parts_of_eval(finished: Path, capsys: Capture) -> None:
     for option, there, absent in (
-        ("--kl", "acceptance, greedy", "acceptance by draft position"),
-        ("--acceptance", "acceptance by draft position", "acceptance, greedy"),
+        ("--kl", "acceptance probability, greedy", "conditional acceptance by draft position"),
+        ("--acceptance", "conditional acceptance by draft position", "acceptance probability, greedy"),
     ):
         assert tiny.call("eval", "tiny", "--runs", finished.parent, option) == 0
         said = capsys.readouterr().out
@@ -179,7 +179,7 @@ def test_runs_side_by_side(copied: Path, capsys: Capture) -> None:
     assert tiny.call("report", copied, other, "-o", "json") == 0
     rows = json.loads(capsys.readouterr().out)
     found = {row["figure"]: row for row in rows}
-    acceptance = found["acceptance, rejection sampling, answers"]
+    acceptance = found["acceptance probability, rejection sampling, answers"]
     assert [acceptance[name] for name in ("longer", "longer, low", "longer, high")] == [0.625, 0.5, 0.75]
     first = json.loads((copied / "eval.json").read_text())["domains"]["answers"]["after"]["acceptance_sampling"]
     assert acceptance["tiny"] == first["mean"]
@@ -193,7 +193,7 @@ def test_runs_side_by_side(copied: Path, capsys: Capture) -> None:
     (other / "eval.json").write_text(json.dumps(evaluation))
     assert tiny.call("report", "tiny", "longer", "--runs", copied.parent) == 0
     said = capsys.readouterr().out
-    assert "- These runs have different samplers: a difference in acceptance may come from that." in said
+    assert "- These runs have different samplers: a difference in acceptance probability may come from that." in said
 
 
 def test_a_run_without_a_trained_draft_is_not_trained_by_other_commands(

@@ -106,12 +106,18 @@ def test_a_whole_run_without_weights(which: str, request: pytest.FixtureRequest,
         assert line in log
     page, card = (run / "report.html").read_text(), (run / "draft" / "README.md").read_text()
     assert "The stage <code>speedup</code> was not run: the target&#x27;s weights" in page
-    assert "The stage `speedup` was not run: the target's weights" in card and "α on stored distributions" in card
+    assert (
+        "The stage `speedup` was not run: the target's weights" in card
+        and "acceptance probability on stored distributions" in card
+    )
     for text in (page, card):
         assert "These distributions hold at temperature 1" in text and "sampled answers" in text
     assert "No rounds were decoded" in page and "has not run" not in page
     best = read(run, "training.json")["best"]
-    assert best["measure"] == "α on stored distributions" and 0 < best["acceptance"] <= best["most"] <= 1
+    assert (
+        best["measure"] == "acceptance probability on stored distributions"
+        and 0 < best["acceptance"] <= best["most"] <= 1
+    )
     evaluated = [line for line in opened(run)[1].metrics() if line["stage"] == "acceptance"]
     assert [line["step"] for line in evaluated] == [0, 4, 8], "at every `acceptance.every` steps"
     assert best["acceptance"] == max(line["acceptance"] for line in evaluated)
@@ -123,7 +129,7 @@ def test_a_whole_run_without_weights(which: str, request: pytest.FixtureRequest,
     assert tiny.call("eval", run, "-o", "csv") == 0
     rows = capsys.readouterr().out
     assert "sampled answers,share of the sampled answers' tokens that are the draft's argmax," in rows
-    assert '"answers, bounds of the means","acceptance, rejection sampling",' in rows
+    assert '"answers, bounds of the means","acceptance probability, rejection sampling",' in rows
     assert tiny.call("eval", run, "--acceptance") == 0
     shown = capsys.readouterr().out
     assert "share of the sampled answers" in shown and "bounds of the means" not in shown

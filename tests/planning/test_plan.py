@@ -82,7 +82,7 @@ def test_prompts_that_both_models_read_are_paid() -> None:
 
 def test_verdicts() -> None:
     pays = forecast(straight(0.05, 0.1), {"mine": [0.9]})
-    assert "pays from an acceptance of 0.15 on (1 drafted)" in pays.sentences[0]
+    assert "pays from a conditional acceptance of 0.15 on (1 drafted)" in pays.sentences[0]
     assert f"at most {9 / 2.2:.2f}x (8 drafted)" in pays.sentences[0] and "it pays" in pays.sentences[1]
     slow = forecast(straight(0.1, 1.0), {"mine": [0.9]})
     assert "This draft cannot pay" in slow.sentences[0] and "less than 0.90 T(1) could" in slow.sentences[0]

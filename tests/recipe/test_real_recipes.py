@@ -51,7 +51,7 @@ OTHERS = {
 REAL = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem not in OTHERS)
 COMMAND = re.compile(r"distill plan recipes/(\S+) (--hardware .*)")
 GAINS = re.compile(
-    r"([\d.]+) times plain decoding at an acceptance of \.60 \((\d) drafted\), ([\d.]+) at \.75 \((\d)\), "
+    r"([\d.]+) times plain decoding at a conditional acceptance of \.60 \((\d) drafted\), ([\d.]+) at \.75 \((\d)\), "
     r"([\d.]+) at \.90 \((\d)\)\. A draft step costs (\.\d\d) T\(1\), and pays from (\.\d\d) on"
 )
 
