@@ -7,6 +7,7 @@ the version in server_commands.VLLM.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import random
 import secrets
@@ -112,10 +113,18 @@ class Client(ABC):
         response = self.http.get("/metrics")
         return totals_of(response.text, self.prefix) if response.status_code == 200 else None
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self, optional: bool = True) -> list[dict[str, Any]]:
         """The models that it lists."""
-        listed = self.http.object("/v1/models").get("data")
+        listed = self.http.object("/v1/models", optional).get("data")
         return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+
+    @contextmanager
+    def _read(self, path: str, event: dict[str, Any]) -> Iterator[None]:
+        """While the fields of a reply are read: one of another form is shown as the server wrote it."""
+        try:
+            yield
+        except (TypeError, ValueError, AttributeError, KeyError, OverflowError):
+            raise self.http.unreadable(path, json.dumps(event, ensure_ascii=False).encode()) from None
 
 
 def _tokens_and_moments(written: Sequence[Sequence[int]], timing: Timing) -> tuple[list[int], Timing]:
@@ -124,7 +133,9 @@ def _tokens_and_moments(written: Sequence[Sequence[int]], timing: Timing) -> tup
     What follows them at once, such as the counts of tokens, would look like a step that took no time.
     """
     holding = sum(map(bool, written))
-    return [token for tokens in written for token in tokens], timing._replace(times=timing.times[: holding or None])
+    return [int(token) for tokens in written for token in tokens], timing._replace(
+        times=timing.times[: holding or None]
+    )
 
 
 class LlamaClient(Client):
@@ -139,13 +150,13 @@ class LlamaClient(Client):
         events, timing = self.http.stream("/completion", body | {"stream": True})
         last = events[-1]
         timings = last.get("timings")
-        if not isinstance(timings, dict):
+        if timings is None:
             raise ServingError(f"{self.url} gives no timings with its replies", "llama-server of this year does")
-        written = [event.get("tokens", ()) for event in events]
-        tokens, timing = _tokens_and_moments(written, timing)
-        count = int(timings.get("predicted_n", last.get("tokens_predicted", len(tokens))))
-        counts = TextCounts.of(count, int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0)))
-        cached, later_seconds = max(0, int(timings.get("cache_n", 0))), float(timings.get("predicted_ms", 0)) / 1e3
+        with self._read("/completion", last):
+            tokens, timing = _tokens_and_moments([event.get("tokens", ()) for event in events], timing)
+            count = int(timings.get("predicted_n", last.get("tokens_predicted", len(tokens))))
+            counts = TextCounts.of(count, int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0)))
+            cached, later_seconds = max(0, int(timings.get("cache_n", 0))), float(timings.get("predicted_ms", 0)) / 1e3
         return Reply(tokens, counts, count, *timing, cached, later_seconds)
 
     def build(self) -> str:
@@ -178,8 +189,8 @@ class LlamaClient(Client):
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text as the server reads it, control tokens in it as such."""
         found = self.http.post("/tokenize", {"content": text, "add_special": False, "parse_special": True})
-        tokens = found.get("tokens")
-        return [token for token in tokens if isinstance(token, int)] if isinstance(tokens, list) else []
+        with self._read("/tokenize", found):
+            return [int(token) for token in found["tokens"]]
 
     def rendered(self, messages: list[dict[str, str]]) -> str:
         """A conversation through the server's chat template."""
@@ -196,7 +207,7 @@ class VllmClient(Client):
 
     def __init__(self, http: Http, sampler: SamplerSettings = GREEDY, model: str | None = None) -> None:
         super().__init__(http, sampler)
-        names = [model] if model else [str(one["id"]) for one in self.models() if "id" in one]
+        names = [model] if model else [str(one["id"]) for one in self.models(optional=False) if "id" in one]
         if len(names) != 1:
             raise ServingError(
                 f"{self.url} serves {len(names)} models: {', '.join(names)[:200]}", "name one: --model NAME"
@@ -210,12 +221,13 @@ class VllmClient(Client):
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         before = self.totals() if self.alone else None
         events, timing = self.http.stream("/v1/completions", body)
-        choices = [event.get("choices", ()) for event in events]
-        written = [[token for one in several for token in one.get("token_ids") or ()] for several in choices]
-        tokens, timing = _tokens_and_moments(written, timing)
-        usage: dict[str, Any] = next((event["usage"] for event in reversed(events) if event.get("usage")), {})
-        count = int(usage.get("completion_tokens", len(tokens)))
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        with self._read("/v1/completions", events[-1]):
+            choices = [event.get("choices", ()) for event in events]
+            written = [[token for one in several for token in one.get("token_ids") or ()] for several in choices]
+            tokens, timing = _tokens_and_moments(written, timing)
+            usage: dict[str, Any] = next((event["usage"] for event in reversed(events) if event.get("usage")), {})
+            count = int(usage.get("completion_tokens", len(tokens)))
+            cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         counts = TextCounts.of(count)
         if before is not None:
             risen = self._settled(before).since(before)
@@ -225,7 +237,7 @@ class VllmClient(Client):
                     "vLLM's counters are one server's: give the address of one of them, not of a load balancer",
                 )
             counts = TextCounts.of(count, risen.drafted, risen.accepted, risen.rounds)
-        return Reply(tokens, counts, count, *timing, int(cached))
+        return Reply(tokens, counts, count, *timing, cached)
 
     def _settled(self, before: Totals) -> Totals:
         """The counters once they stand still."""
@@ -260,8 +272,10 @@ def kind_of_server(http: Http) -> str:
     for kind, path, name in (("llama-server", "/props", "build_info"), ("vllm", "/version", "version")):
         if name in http.object(path):
             return kind
+    said = http.words(http.get("/props").content)
     raise ServingError(
-        f"{http.url} is neither llama-server nor vLLM, by /props and /version", "name it: --kind, or correct --url"
+        f"{http.url} is neither llama-server nor vLLM, by /props ({said}) and /version",
+        "name it: --kind, or correct --url",
     )
 
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import httpx2
 
-from distill.errors import RecipeError, ServingError
+from distill.errors import RecipeError, ServingError, server_words
 from distill.files import parse_object
 
 CONNECT_SECONDS = 10.0
-SHOWN = 300  # characters of a server's message
 CONNECTIONS = 256
+KEYLESS = (401, 403)  # statuses of a request without the server's key
 
 
 class Timing(NamedTuple):
@@ -66,13 +66,8 @@ class Http:
         with self._explained():
             response = self.client.post(path, json=body)
         if response.status_code != 200:
-            raise self._refused(path, response.status_code, response.content)
-        found = parse_object(response.content)
-        if isinstance(found, str):
-            raise ServingError(
-                f"{self.url}{path} did not reply with a JSON object: {found}", "is this the server's address?"
-            )
-        return found
+            raise self.refused(path, response.status_code, response.content)
+        return self._object(path, response.content)
 
     def stream(self, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], Timing]:
         """The events of a streamed reply.
@@ -84,31 +79,49 @@ class Http:
         started = time.perf_counter()
         with self._explained(), self.client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
-                raise self._refused(path, response.status_code, response.read())
+                raise self.refused(path, response.status_code, response.read())
             for part in response.iter_raw():
                 parts.append(part)
                 times += [time.perf_counter()] * part.count(b"data: ")
         seconds = time.perf_counter() - started
         events = []
-        for line in b"".join(parts).splitlines():
+        whole = b"".join(parts)
+        for line in whole.splitlines():
             name, colon, value = line.partition(b": ")
             if not colon or value.strip() == b"[DONE]" or name not in (b"data", b"error"):
                 continue
-            event = parse_object(value)
-            if isinstance(event, str):
-                raise ServingError(f"{self.url}{path} sent an event that is not a JSON object: {event}", "see its log")
+            event = self._object(path, value)
             if name == b"error" or "error" in event:
-                raise self._refused(path, 200, value)
+                raise self.refused(path, 200, value)
             events.append(event)
         if not events:
-            raise ServingError(f"{self.url}{path} ended a streamed reply without an event", "see the server's log")
+            raise self.unreadable(path, whole)
         return events, Timing(times[0] - started if times else seconds, seconds, started, times)
 
-    def object(self, path: str) -> dict[str, Any]:
-        """The JSON object at a path; empty where there is none."""
+    def object(self, path: str, optional: bool = True) -> dict[str, Any]:
+        """The JSON object at a path; of an optional one empty where there is none. ServingError for a missing key."""
         response = self.get(path)
+        if response.status_code in KEYLESS or (response.status_code != 200 and not optional):
+            raise self.refused(path, response.status_code, response.content)
         found = parse_object(response.content) if response.status_code == 200 else {}
         return {} if isinstance(found, str) else found
+
+    def _object(self, path: str, content: bytes) -> dict[str, Any]:
+        found = parse_object(content)
+        if isinstance(found, str):
+            raise self.unreadable(path, content)
+        return found
+
+    def words(self, content: bytes) -> str:
+        """What the server says in a reply, without its key."""
+        return server_words(content, [self._key])
+
+    def unreadable(self, path: str, content: bytes) -> ServingError:
+        """The fault of a reply whose form is none of llama-server's or vLLM's."""
+        return ServingError(
+            f"{self.url}{path} sent a reply that is neither llama-server's nor vLLM's: {self.words(content)}",
+            "is this the address of llama-server or vLLM (--url), and its --kind?",
+        )
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -139,17 +152,10 @@ class Http:
             f"{self.url} broke the connection under a request", "see the server's log: it may have died"
         )
 
-    def _refused(self, path: str, status: int, content: bytes) -> ServingError:
-        found = parse_object(content)
-        error: Any = None if isinstance(found, str) else found.get("error", found.get("message", found))
-        if isinstance(error, dict):
-            error = error.get("message", error)
-        text = " ".join(str(error or content.decode("utf-8", "replace")).split())
-        if self._key:
-            text = text.replace(self._key, "***")
-        text = text[:SHOWN] or "no message"  # cut last: part of a key is no key to replace
-        hint = "see the server's log"
-        if status in (401, 403):
+    def refused(self, path: str, status: int, content: bytes) -> ServingError:
+        """The fault of a request that the server did not take, in its own words."""
+        text, hint = self.words(content), "see the server's log"
+        if status in KEYLESS:
             hint = "name the environment variable that holds its key: --key NAME"
         elif status == 404:
             hint = "is this the address of llama-server or vLLM (--url), and its --kind?"

@@ -171,7 +171,7 @@ TOLD: dict[str, tuple[Any, ...]] = {
         *(0.2, 0.1, (4.0, 4.0, 4.0), 4.0),
     ),
     "With every drafted token accepted it would give 0.42×: no draft is good enough.": (0.2, 0.1, (4.0, 4.0, 4.0), 4.0),
-    "fewer tokens than the plain steps that it costs (accepted: 20%)": (0.9, 0.8, (1.5, 0.4, 0.1), 1.8),
+    "fewer tokens than the plain steps that it costs (acceptance rate 20%)": (0.9, 0.8, (1.5, 0.4, 0.1), 1.8),
     "the prompt takes 18.0 ms with the draft, 10.0 ms without": (0.95, 0.9, (1.5, 0.4, 0.1), 2.1),
     "not by more than these prompts vary": (1.05, 0.9, (1.5, 0.4, 0.1), 2.2),
 }

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import fake_llama_server
 import pytest
 import tiny
+from loopback import LoopbackHandler, running
 from vllm_serving import VERSION, VllmServing
 
 from distill.data.texts import Prompt
@@ -631,6 +632,61 @@ def test_a_running_vllm() -> None:
 def test_each_fault_of_vllm_is_one_message(serving: VllmServing, message: str) -> None:
     with serving.running(), pytest.raises(ServingError, match=message):
         check_addresses(wanted(seconds=(20.0, 1.0 if serving.fault == "slow" else 20.0)), Addresses(serving.url))
+
+
+class Saying(LoopbackHandler):
+    """A server that says the same to every request: `owner` is the status and the body."""
+
+    def do_GET(self) -> None:
+        self.reply(*self.owner)
+
+    def do_POST(self) -> None:
+        self.body()
+        self.reply(*self.owner)
+
+
+TIMINGS = {"predicted_n": 1, "draft_n": "many"}
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "shown"),
+    [
+        (500, {"error": {"message": "slot is busy", "code": 500}}, r"\(status 500\): slot is busy"),
+        (503, {"detail": "no worker"}, r"\(status 503\): no worker"),
+        (401, {"error": "wrong key: hidden-1"}, r"\(status 401\): wrong key: \*\*\*[\s\S]*--key"),
+        (502, "<html>Bad Gateway</html>", r"\(status 502\): <html>Bad Gateway</html>"),
+        (200, "<html>Welcome, hidden-1</html>", r"neither llama-server's nor vLLM's: <html>Welcome, \*\*\*</html>"),
+        (200, "", r"neither llama-server's nor vLLM's: no message"),
+        (200, "data: [1]\n\n", r"neither llama-server's nor vLLM's: \[1\]"),
+        (200, 'data: {"tokens": [1], "ti', r'neither llama-server\'s nor vLLM\'s: \{"tokens": \[1\], "ti'),
+        (200, f"data: {json.dumps({'timings': TIMINGS})}\n\n", r'vLLM\'s: \{"timings": .*"draft_n": "many"'),
+        (200, 'data: {"timings": [3]}\n\n', r'vLLM\'s: \{"timings": \[3\]\}'),
+        (200, 'data: {"tokens": 7, "timings": {}}\n\n', r'vLLM\'s: \{"tokens": 7'),
+        (500, "x" * 5000, r"\(status 500\): x{300}\n"),
+    ],
+)
+def test_a_wrong_reply_shows_the_servers_own_words(
+    monkeypatch: pytest.MonkeyPatch, status: int, said: Any, shown: str
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", "hidden-1")
+    with running(Saying, (status, said)) as port, pytest.raises(ServingError, match=shown) as caught:
+        LlamaClient(Http(f"http://127.0.0.1:{port}", 20, "SERVER_KEY")).complete([1, 2], 4)
+    assert "hidden-1" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "shown"),
+    [
+        (401, {"error": {"message": "Invalid API Key"}}, r"/props refused a request \(status 401\): Invalid API Key"),
+        (404, {"detail": "Not Found"}, r"neither llama-server nor vLLM, by /props \(Not Found\) and /version"),
+        (200, "<html>a router</html>", r"by /props \(<html>a router</html>\) and /version"),
+    ],
+)
+def test_an_unknown_server_is_shown_with_its_words(status: int, said: Any, shown: str) -> None:
+    with running(Saying, (status, said)) as port, pytest.raises(ServingError, match=shown):
+        kind_of_server(Http(f"http://127.0.0.1:{port}", 20))
+    with running(Saying, (503, {"detail": "loading"})) as port, pytest.raises(ServingError, match=r"503\): loading"):
+        VllmClient(Http(f"http://127.0.0.1:{port}", 20))
 
 
 def test_a_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
