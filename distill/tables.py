@@ -108,6 +108,11 @@ def percent(value: Any) -> str:
     return f"{100 * value:.{digits}f} %"
 
 
+def counted(count: int, noun: str) -> str:
+    """A count with its noun, in the plural but for one."""
+    return f"{number(count)} {noun}{'s' * (count != 1)}"
+
+
 def size(value: Any) -> str:
     """Bytes in decimal units."""
     if not known(value):
@@ -139,7 +144,7 @@ def shown(cell: Cell | Value, form: str = "") -> str:
         return show(cell) if known(cell) else NOTHING
     if not known(cell.mean):
         return NOTHING
-    if not known(cell.low) or not known(cell.high):
+    if not known(cell.low) or not known(cell.high) or cell.low == cell.high:  # of one text, or of texts that are alike
         return show(cell.mean)
     low, high = (show(bound).rstrip(" %×") for bound in (cell.low, cell.high))
     return f"{show(cell.mean)} [{low}, {high}]"
@@ -147,7 +152,7 @@ def shown(cell: Cell | Value, form: str = "") -> str:
 
 def listed(counts: Mapping[str, int]) -> str:
     """Counts by reason, in a row."""
-    return ", ".join(f"{number(count)} {reason}" for reason, count in counts.items())
+    return "; ".join(f"{number(count)} {reason}" for reason, count in counts.items())
 
 
 # ── foreign text ──

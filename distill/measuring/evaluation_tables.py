@@ -24,7 +24,7 @@ from distill.measuring.evaluation_results import (
     StoredMeasures,
     shown_measures,
 )
-from distill.tables import NOTHING, Block, Cell, Columns, Row, Table, Value, bullets, known, number, table_of
+from distill.tables import NOTHING, Block, Cell, Columns, Row, Table, Value, bullets, counted, known, table_of
 
 PREDICTED = (
     "T(1) is a step of the target over one token, D one of the draft. Speedups are predicted from measured steps, with "
@@ -56,7 +56,7 @@ def _divergences(domain: str, drafts: dict[str, Divergences], command: str) -> T
         measured = {draft: found.measure(name) for draft, found in drafts.items()}
         change = [_change(name, *(measured[side] for side in SIDES))] if both else []
         rows.append([MEASURES[name], *(Cell(one, form_of(name)) for one in measured.values()), *change])
-    counts = [f"{number(one.tokens)} tokens, {number(one.prompts)} prompts" for one in drafts.values()]
+    counts = [f"{counted(one.tokens, 'token')}, {counted(one.prompts, 'prompt')}" for one in drafts.values()]
     rows.append(["measured on", *counts, *[""] * both])
     note = TRIMMED if any(draft.trimmed for draft in drafts.values()) else ""
     return Table(["", *drafts, *["change"] * both], rows, command, domain, note)

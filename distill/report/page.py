@@ -25,7 +25,7 @@ from distill.report.sections import (
     not_run,
 )
 from distill.report.tables import RunResults
-from distill.tables import clean, known, number, percent, shown
+from distill.tables import NOTHING, clean, counted, known, number, percent, shown
 from distill.training.results import REMEDY
 
 # ── The look of the report page: one style sheet, no fonts or pictures from elsewhere ──
@@ -414,10 +414,10 @@ def _acceptance_card(evaluation: EvaluationReport, domain: str) -> str:
     sides = [evaluation.domains[domain].get(side) for side in SIDES]
     first, last = (side.measure(measure) if side else None for side in sides)
     after = sides[1]
+    texts = f"{counted(after.tokens, 'token')} of {counted(after.prompts, 'prompt')}" if after else NOTHING
     return (
         f'<div class="card"><div class="name">Acceptance probability, {as_text(domain)}</div>'
         f'<div class="figure"><small>{percent(first and first.mean)} →</small> {percent(last and last.mean)}</div>'
         f'<p class="soft">before: {shown(first, "%")}<br>after: {shown(last, "%")}</p>'
-        f'<p class="soft">{as_text(MEASURES[measure].partition(", ")[2])}; {number(after and after.tokens)} tokens of '
-        f"{number(after and after.prompts)} prompts</p></div>"
+        f'<p class="soft">{as_text(MEASURES[measure].partition(", ")[2])}; {texts}</p></div>'
     )

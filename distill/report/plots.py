@@ -83,6 +83,7 @@ def validation_curve(evaluated: Sequence[Evaluation]) -> str:
                 label="acceptance probability, same texts",
             )
         axes.set(xlabel="step", ylabel="acceptance")
+        _whole_ticks(axes)
     return done[0]
 
 
@@ -97,7 +98,7 @@ def acceptance_by_position(positions: Sequence[PositionAcceptance]) -> str:
         rows = [row for row in positions if row.drafted and known(row.rate.mean)]
         if rows:
             _measured(axes, 0, "draft", [row.position for row in rows], [row.rate for row in rows])
-        axes.set(xlabel="position in the draft", ylabel="conditional acceptance", ylim=(0, 1))
+        axes.set(xlabel="position in the draft", ylabel="conditional acceptance", ylim=(-0.02, 1.02))
         _whole_ticks(axes)
     return done[0]
 
@@ -126,7 +127,7 @@ def reliability(found: Sequence[Reliability]) -> str:
         for index, one in enumerate(found):
             label = f"{RELIABILITIES[one.of]}, error {one.error:.3f}"
             _measured(axes, index, label, [bin.promised for bin in one.bins], [bin.accepted for bin in one.bins])
-        axes.set(xlabel="probability that the draft gives", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
+        axes.set(xlabel="probability that the draft gives", ylabel="accepted", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     return done[0]
 
 
@@ -144,7 +145,7 @@ def cost_curves(part: SpeedupPart, relative: bool = False) -> str:
         if not relative and values and min(values) > 0 and max(values) > 8 * min(values):
             _plain_log_scale(axes)
         else:
-            axes.set_ylim(bottom=0)
+            _from_zero(axes)
         _whole_ticks(axes)
     return done[0]
 
@@ -167,7 +168,7 @@ def speedup_by_length(sweep: Sequence[Measurement], backend: str) -> str:
                 axes.plot(*zip(*predicted, strict=True), label=label, **style)
                 label = None  # once in the legend
         axes.set(xlabel="draft length γ", ylabel="speedup, times plain")
-        axes.set_ylim(bottom=0)
+        _from_zero(axes)
         _whole_ticks(axes)
     return done[0]
 
@@ -188,6 +189,7 @@ def _training_plot(name: str, title: str, unit: str, steps: Sequence[TrainingSte
                     marker="o" if len(blocks) == 1 else None,
                 )
         axes.set(xlabel="step", ylabel=unit)
+        _whole_ticks(axes)
     return done[0]
 
 
@@ -220,6 +222,11 @@ def _whole_ticks(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+
+
+def _from_zero(axes: Axes) -> None:
+    """A scale from 0 with room above: the usual margin is a share of the spread, which may be small."""
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 
 def _plain_log_scale(axes: Axes) -> None:

@@ -183,13 +183,8 @@ def _outcome(training: TrainingSummary) -> list[str]:
     """The weights that were taken."""
     sentences = []
     if best := training.best:
-        figures = (
-            f"{best.words}, {REASON}"
-            if best.measure == STORED
-            else f"conditional acceptance {percent(best.acceptance)}, {number(best.tokens_per_round)} tokens per round "
-            "on validation prompts"
-        )
-        sentences.append(f"The weights of step {number(best.step)} were taken: {figures}.")
+        reason = f", {REASON}" if best.measure == STORED else ""
+        sentences.append(f"The weights of step {number(best.step)} were taken: {best.words}{reason}.")
     if training.warning:
         sentences.append(training.warning)
     return sentences

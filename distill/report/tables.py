@@ -194,7 +194,7 @@ def texts(results: RunResults) -> list[Table]:
     rows: list[Row] = [
         [name, *_counted(asked.get(name)), *_counted(own.get(name))] for name in dict.fromkeys([*asked, *own])
     ]
-    heads = ["train prompts", "prompts", "their tokens", "answers kept", "their tokens"]
+    heads = ["train prompts", "prompts", "tokens of prompts", "answers kept", "tokens of answers"]
     return [table_of(splits, columns, results.command), *([Table(heads, rows, results.command)] if rows else [])]
 
 

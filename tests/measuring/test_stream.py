@@ -243,7 +243,7 @@ def test_trees_are_drawn_by_widths(folders: Path, files: Path, capsys: Capture) 
         for verifier in (None, "distinct"):
             request = asked(temperature=0.7, drafter="tree", widths=(2, 2, 1), verifier=verifier)
             text, told = continued(target, draft, PROMPT, 24, request, capsys)
-            accepted, drafted = map(int, re.findall(r"accepted (\d+)/(\d+)", told)[0])
+            accepted, drafted = map(int, re.findall(r"\((\d+)/(\d+)\)", told)[0])
             rounds = round(23 / float(re.findall(r"([\d.]+) tokens/round", told)[0]))
             assert text.startswith(PROMPT) and "24 tokens" in told
             assert accepted and 2 <= drafted / rounds <= 10

@@ -316,7 +316,7 @@ def test_the_weights_that_were_taken_are_named() -> None:
     words = page_words(
         make_metadata() | {"training": asdict(TrainingSummary(800, 1, parts, EvaluatedWeights(600, 0.5678, 2.75, 200)))}
     )
-    assert "The weights of step 600 were taken: 56.8" in words and "1–800" in words
+    assert "The weights of step 600 were taken: conditional acceptance 0.568" in words and "1–800" in words
 
 
 @pytest.mark.usefixtures("without_pictures")
