@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -154,21 +155,42 @@ def print_blocks(blocks: Sequence[Block], result: Any, output: str) -> None:
 
 
 def read_texts(paths: list[Path]) -> list[str]:
-    """The texts of files and of all UTF-8 files below folders.
+    """The texts of files and of all UTF-8 files below folders; of records, what they hold.
 
-    Raises DataError for a path that does not exist and for a file given by name that is not UTF-8.
+    Says how many were left out, and why. Raises DataError for a path that does not exist and for a file given by name
+    that cannot be read.
     """
-    found = []
+    from distill.data.prompts import KINDS
+    from distill.data.record_files import holds_records
+
+    found: list[str] = []
+    left: Counter[str] = Counter()
     for path in paths:
         require_path(path, "--text")
         if not path.exists():
             raise DataError(f"text {path} does not exist", "correct --text")
         if path.is_file():
-            found.append(read_utf8(path))
+            found += _texts_of(path, path.suffix.lower() in KINDS or holds_records(path), left)
         for file in sorted(path.rglob("*")):
-            with contextlib.suppress(DataError):
-                found += [read_utf8(file)] if file.is_file() else []
+            try:
+                found += _texts_of(file, holds_records(file), left) if file.is_file() else []
+            except DataError as error:
+                left["not UTF-8" if "not UTF-8" in error.what else error.what] += 1
+    for reason, count in left.items():
+        print(f"{count} left out: {reason}", file=sys.stderr)
     return found
+
+
+def _texts_of(path: Path, records: bool, left: Counter[str]) -> list[str]:
+    from distill.data.prompts import sources_of
+    from distill.data.sources import read_documents, without_mark
+    from distill.recipe import Corpus
+
+    if not records:
+        return [without_mark(read_utf8(path), left)]
+    documents, dropped = read_documents(Corpus(sources=sources_of([path], "--text")), ("test",))
+    left.update(dropped)
+    return [document.plain_text for document in documents]
 
 
 def numbers(text: str, option: str, kind: type, example: str = "64,512") -> list[Any]:

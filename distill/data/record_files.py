@@ -169,9 +169,8 @@ def _header(path: Path, cells: list[str], wanted: set[str]) -> list[str]:
         shown = " | ".join(name[:60] for name in names[:6])
         raise DataError(
             f"{path}: the first line {what}: {shown}",
-            "put a line with the columns' names before the rows, such as `prompt,answer`"
-            + (f", or write `field: {names[0]}` into this corpus source" if len(names) == 1 else "")
-            + (", or set `fields` of this corpus source" if len(names) > 1 and not twice else ""),
+            "put a line with the columns' names before the rows, such as `prompt,answer`, or name the columns in a recipe: "
+            + (f"`field: {names[0]}`" if len(names) == 1 else "`fields`"),
         )
     return names
 

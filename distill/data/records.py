@@ -250,8 +250,9 @@ def _message(one: Any, left: Counter[str]) -> dict[str, Any]:
     if role.lower() not in SPEAKERS:
         raise ValueError(f"a message of the unknown role {role[:20]!r}")
     kept = {name: one[name] for name in OF_MESSAGE if _says(one.get(name))}
-    content = _text(one["content"] if "content" in one else one.get("value"), kept)
-    if content is None and not kept.keys() & {"tool_calls", *THINKING}:
+    given = one["content"] if "content" in one else one.get("value")
+    content = _text(given, kept)
+    if content is None and (given is not None or not kept.keys() & {"tool_calls", *THINKING}):
         raise ValueError("a message whose content is not text")
     message = {"role": SPEAKERS[role.lower()], "content": content or "", **kept}
     weight = one.get("weight")

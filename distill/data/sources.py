@@ -140,7 +140,7 @@ def tree_files(source: Source) -> dict[str, Path]:
 MARK = "\ufeff"  # a byte order mark
 
 
-def _without_mark(text: str, dropped: Counter[str]) -> str:
+def without_mark(text: str, dropped: Counter[str]) -> str:
     """The text of a file without the byte order mark at its beginning."""
     if text.startswith(MARK):
         dropped["byte order mark at the beginning of a file"] += 1
@@ -151,7 +151,7 @@ def _tree(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Doc
     """The files of a tree; those of JSON records as what they hold, unless the source says that they are text."""
     for name, path in tree_files(source).items():
         try:
-            text = _without_mark(path.read_text(encoding="utf-8"), dropped)
+            text = without_mark(path.read_text(encoding="utf-8"), dropped)
         except UnicodeDecodeError:
             dropped["not UTF-8"] += 1
             continue
@@ -168,7 +168,7 @@ def _tree(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Doc
 def _texts(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
     """Text files; pieces of long ones are named by content, as records are."""
     for path in source_files(source):
-        text = _without_mark(read_utf8(path), dropped)
+        text = without_mark(read_utf8(path), dropped)
         pieces = [text] if source.form == "prompt" else list(cut_text(text))
         for piece in pieces:
             yield _file(corpus, source, path.name if len(pieces) == 1 else f"{path.name}#{fingerprint(piece)}", piece)

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import fuzz_gguf
+import fuzz_records
 import fuzz_weights
 import yaml
 from fuzz_inputs import Tree, dumped, edited_bytes, fractions, texts, values, weighted
@@ -198,6 +199,20 @@ def read_corpus(world: World, found: bytes) -> Readers:
         lambda: read_documents(Corpus(sources=(Source(kind="jsonl", path=path, split="train"),)), ("train",)),
         lambda: read_documents(Corpus(sources=(Source(kind="text", path=plain, split="train"),)), ("train",)),
     ]
+
+
+def read_data_records(world: World, found: list[Any]) -> Readers:
+    from distill.data.sources import read_documents
+
+    lines = "".join(json.dumps(record) + "\n" for record in found)
+    path = str(world.put("records.jsonl", lines.encode("utf-8", "surrogatepass")))
+
+    def whole() -> None:
+        documents, dropped = read_documents(Corpus(sources=(Source(kind="jsonl", path=path, split="train"),)), ())
+        if wrong := fuzz_records.lost(found, documents, dropped):
+            raise Wrong(f"a silent change: {wrong}; counted: {dict(dropped)}")
+
+    return [whole]
 
 
 def traffic(world: World) -> Strategy:
@@ -1044,6 +1059,7 @@ KINDS = [
     Kind("recipes", 6, recipe_files, read_recipe),
     Kind("overrides", 5, overrides, read_overrides),
     Kind("corpora (jsonl, text)", 14, corpora, read_corpus),
+    Kind("data records", 5, lambda world: fuzz_records.records(), read_data_records),
     Kind("served traffic", 14, traffic, read_traffic),
     Kind("records and results of a run", 8, records, read_record),
     Kind("safetensors", 7, weight_files, read_weights),

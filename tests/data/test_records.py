@@ -13,6 +13,7 @@ import chat_templates
 import pytest
 import tiny
 
+from distill.cli.shared import read_texts
 from distill.data.chat_template import ChatTemplate, next_prompt
 from distill.data.prompts import ChatPrompts, sources_of
 from distill.data.sources import Document, read_documents
@@ -96,6 +97,7 @@ def test_the_messages_of_a_record(given: dict[str, Any], wanted: Any, tmp_path: 
         ({"messages": [Q, A], "chat_template_kwargs": [1]}, "`chat_template_kwargs` that are not an object"),
         ({"messages": [Q, A | {"content": None, "function_call": {"name": "f"}}]}, "a message whose content is not"),
         ({"messages": [Q, A | {"function_call": {"name": "f"}}]}, "a message with a `function_call`"),
+        ({"messages": [Q, A | {"content": 5, "reasoning": "hm"}]}, "a message whose content is not text"),
         ({"prompt": 5}, "a prompt that is not text"),
     ],
 )
@@ -241,6 +243,19 @@ def test_lines_that_are_lists_of_messages_and_one_indented_record(tmp_path: Path
     assert [talk(one)[0][1] for one in read(tmp_path / "lists.jsonl")[0]] == ["ask", "b"]
     (tmp_path / "one.json").write_text(json.dumps([Q, A], indent=1))
     assert [talk(one) for one in read(tmp_path / "one.json")[0]] == [[("user", "ask"), ("assistant", "say")]]
+
+
+def test_texts_of_records_for_a_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"conversations": [Q, A]}], indent=1))
+    (tmp_path / "b.txt").write_text("\ufeffplain")
+    (tmp_path / "c.bin").write_bytes(b"\xff")
+    (tmp_path / "d.json").write_text('{"a": 1}')
+    assert read_texts([tmp_path / "a.json"]) == ["ask\n\nsay"]
+    assert read_texts([tmp_path]) == ["ask\n\nsay", "plain", '{"a": 1}']
+    said = capsys.readouterr().err
+    assert "1 left out: byte order mark at the beginning of a file" in said and "1 left out: not UTF-8" in said
+    with pytest.raises(DataError, match="has no text in field"):
+        read_texts([tmp_path / "d.json"])
 
 
 @pytest.mark.parametrize(
