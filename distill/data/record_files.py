@@ -169,7 +169,7 @@ def _header(path: Path, cells: list[str], wanted: set[str]) -> list[str]:
         shown = " | ".join(name[:60] for name in names[:6])
         raise DataError(
             f"{path}: the first line {what}: {shown}",
-            "put a line with the columns' names before the rows, such as `prompt,answer`, or name the columns in a recipe: "
+            "put a line with the columns' names before the rows, such as `prompt,answer`, or name them in a recipe: "
             + (f"`field: {names[0]}`" if len(names) == 1 else "`fields`"),
         )
     return names
