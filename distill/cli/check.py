@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from distill.cli.shared import FormatOption, local_reference, print_blocks, read_recipe, require_place
+from distill.cli.shared import FormatOption, local_reference, print_blocks, read_recipe, refuse_idle, require_place
 from distill.errors import PairError, RecipeError
 from distill.files import write_text
 from distill.progress import note
@@ -20,6 +20,7 @@ from distill.tables import Table
 
 
 def check(
+    command: typer.Context,
     recipe: Annotated[
         Path | None, typer.Argument(metavar="RECIPE", help="Recipe file; omit it for a standalone pair.")
     ] = None,
@@ -48,6 +49,7 @@ def check(
         return
     if recipe is None:
         raise RecipeError("nothing to check", "`distill check RECIPE`, or `distill check --target A --draft B`")
+    refuse_idle(command, (True, "context", "is for a pair without a recipe, whose context is speedup's and eval's"))
     _check_recipe(recipe, overrides or [], offline)
 
 
@@ -100,6 +102,7 @@ def _coloured(line: str) -> str:
 
 
 def recipes(
+    context: typer.Context,
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="Copy this recipe; without it, list all.")
     ] = None,
@@ -116,6 +119,7 @@ def recipes(
         print_blocks([Table(["recipe", "purpose"], [*shipped_recipes().items()])], None, output)
         note("copy one into this folder: distill recipes NAME")
         return
+    refuse_idle(context, (True, "output", "is for the list: a copy is YAML"))
     names = shipped_recipes()
     if name not in names:
         raise RecipeError(f"there is no recipe `{name}`", f"the recipes are {', '.join(names)}")

@@ -107,6 +107,11 @@ def evaluate(
         unknown = next((value for value in values or () if value not in names), None)
         if unknown is not None:
             raise RecipeError(f"{option} {unknown} is unknown", f"use one of {', '.join(names)}")
+    shared.refuse_idle(
+        context,
+        (by, "kl acceptance", "does nothing beside --by, which shows acceptance by slice alone"),
+        (target and draft, "runs", shared.NO_RUN),
+    )
     typed = bool(target_outtype or outtype or cache_type)
     alone = not typed and len(target or ()) < 2 and len(draft or ()) < 2
     kl, acceptance = (kl, acceptance) if kl or acceptance else (True, alone)

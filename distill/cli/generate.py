@@ -21,6 +21,7 @@ LENGTH = 4  # tokens drafted a round where no option says
 
 @takes_gguf_options("target", "draft")
 def generate(
+    context: typer.Context,
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     run: Annotated[str | None, typer.Option(help="Run name or folder; the newest run if left out.")] = None,
     target: Annotated[
@@ -104,6 +105,13 @@ def generate(
     if run is not None and (target or draft):
         raise RecipeError("--run was given beside --target or --draft", "name a run, or a pair of models")
     configuration = _configuration(given, length, temperature)
+    asked_draft = configuration.asks_the_draft or configuration.other_vocabulary
+    shared.refuse_idle(
+        context,
+        (target or draft, "runs", shared.NO_RUN),
+        (not asked_draft and configuration.drafts, "draft", f"is not asked by drafter {configuration.drafter}"),
+        (not asked_draft, "draft_device", "is for a draft, and none is asked"),
+    )
     constraint = _grammar(regex, json_schema, grammar)
     from distill.gguf.importing import one_engine
 

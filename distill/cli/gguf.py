@@ -28,6 +28,7 @@ USUAL_LENGTH = 4  # drafted where nothing was measured
 
 
 def export_gguf(
+    context: typer.Context,
     model: Annotated[str | None, typer.Argument(metavar="[RUN|MODEL]", help="Run, or Hugging Face folder.")] = None,
     outtype: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(OUTTYPES[:-1])} or {OUTTYPES[-1]}; may be repeated.")
@@ -57,7 +58,9 @@ def export_gguf(
     from distill.export.parity import Source, check_texts, compare, faults_of
     from distill.gguf.writer import export_files
 
+    shared.refuse_idle(context, (not check, "text", "is for the check, which --no-check leaves out"))
     sources, place, run, slower = _find(model, runs)
+    shared.refuse_idle(context, (run is None, "runs", "is the folder of runs, and a model was named"))
     place = folder or place
     outputs = {name: {place / f"{name}-{kind}.gguf": kind for kind in kinds} for name in sources}
     there = [path for paths in outputs.values() for path in paths if path.exists()]

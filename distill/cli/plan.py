@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 @takes_gguf_options("target")
 def profile(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name or GGUF file.")],
     depths: Annotated[str, typer.Option(help="Tokens already in the cache, separated by commas.")] = "64,512",
     max_tokens: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
@@ -46,7 +47,7 @@ def profile(
 
     T(m) is the time of a step of m tokens, in seconds, with a given number of tokens (depth) in the cache.
     """
-    shared.require_dtype_used(dtype, model)
+    shared.refuse_idle(context, (model.endswith(".gguf"), "dtype", shared.TYPES_OF_ITS_OWN))
     pytorch = shared.pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
     place, places = shared.target_settings(model, dtype), shared.numbers(depths, "--depths", int)
     if min(places) < 1:
@@ -112,6 +113,14 @@ if TYPE_CHECKING:
     from distill.planning.cases import PlanRequest
     from distill.planning.plan import Case
 
+# The keys by which a recipe says what options say of models.
+KEYS = {
+    "depth": "speedup.depth",
+    "tokens": "speedup.new_tokens",
+    "dtype": "target.dtype",
+    "threads": "threads",
+    **dict.fromkeys(("draft", "draft_cost", "draft_curve"), "cut.layers"),
+}
 REPEATS = 5  # of a curve's steps
 REPLY_SECONDS = 600.0  # that a server may take for one
 
@@ -183,10 +192,18 @@ def plan(
             "--draft-curve is in seconds of another machine than --hardware", "give --draft-cost or --draft"
         )
     given = _given(acceptance, sister)
-    recipe = _recipe(model, overrides or [], given_otherwise=(draft, draft_cost, draft_curve, gguf, threads, dtype))
-    if recipe is not None and (option := shared.first_given(context, ("depth", "tokens"))) is not None:
-        key = {"--depth": "speedup.depth", "--tokens": "speedup.new_tokens"}[option]
-        raise RecipeError(f"{option} is for models; a recipe has its own", f"override its key: {key}=…")
+    of_recipe = model is not None and model.endswith((".yaml", ".yml"))
+    timed = draft is not None or server is not None or hardware is not None
+    shared.refuse_idle(
+        context,
+        *((of_recipe, name, f"is for models; of a recipe, override its key: {key}=…") for name, key in KEYS.items()),
+        (of_recipe, "gguf", "is for models; a recipe has a section gguf"),
+        (not measure, "threads gguf", "is for what is measured here (--measure)"),
+        (model is None, "dtype threads gguf", "is for a model that is measured here, and a curve stands for it"),
+        (not of_recipe and not timed, "tokens", "is for --draft, --server and --hardware: a curve has no requests"),
+        (model is not None and model.endswith(".gguf"), "dtype", shared.TYPES_OF_ITS_OWN),
+    )
+    recipe = _recipe(model, overrides or [])
     from distill.decoding.costs import load_cost_curve
     from distill.planning.batched_bench import settings as llama_settings
     from distill.planning.cases import PlanRequest, curve_case, estimated_case, stage_hours
@@ -197,7 +214,6 @@ def plan(
         request = replace(PlanRequest.of(recipe), lengths=drafted)
     else:
         if model is not None:
-            shared.require_dtype_used(dtype, model)
             require_used(gguf, model, draft)
         place = shared.target_settings(shared.local_reference(model or "."), dtype)
         small = None if draft is None else shared.local_reference(draft)
@@ -306,12 +322,10 @@ def _given(acceptance: str | None, sister: Path | None) -> dict[str, list[float]
     return found
 
 
-def _recipe(model: str | None, overrides: Sequence[str], given_otherwise: tuple[object, ...]) -> Recipe | None:
-    """The recipe that was named, None where a model was; options of what it decides itself are refused."""
+def _recipe(model: str | None, overrides: Sequence[str]) -> Recipe | None:
+    """The recipe that was named, None where a model was."""
     if model is None or not model.endswith((".yaml", ".yml")):
         if overrides:
             raise RecipeError(f"`{overrides[0]}` overrides a recipe's key, and no recipe was named", "leave it out")
         return None
-    if any(one not in (None, "float32") for one in given_otherwise):
-        raise RecipeError("a recipe names its draft, types and options itself", "override its keys: cut.layers=8")
     return shared.read_recipe(Path(model), overrides)

@@ -17,9 +17,10 @@ from distill.cli.shared import (
     RunsOption,
     find_run,
     print_blocks,
+    refuse_idle,
     require_draft,
 )
-from distill.errors import DistillError, RecipeError, RunError, faults_explained
+from distill.errors import DistillError, RunError, faults_explained
 from distill.files import require_path
 from distill.progress import announce, note, signalled, warn
 from distill.recipe import Recipe, load_recipe
@@ -29,17 +30,21 @@ from distill.tables import Cell, Row, Table
 
 
 def list_runs(
+    context: typer.Context,
     runs: RunsOption = DEFAULT_RUNS,
     output: FormatOption = "md",
     delete: Annotated[str | None, typer.Option(metavar="NAME", help="Delete this run and everything in it.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="With --delete: do not ask.")] = False,
 ) -> None:
     """List the runs with their finished stages, last change and size on disk; or delete one."""
+    refuse_idle(
+        context,
+        (delete is not None, "output", "is for the list, which --delete does not show"),
+        (delete is None, "yes", "answers the question of --delete NAME"),
+    )
     if delete is not None:
         _delete(runs, delete, yes)
         return
-    if yes:
-        raise RecipeError("--yes was given without --delete", "name the run to delete: --delete NAME")
     rows: list[Row] = []
     for config in sorted(runs.glob("*/config.yaml")):
         folder = config.parent
@@ -105,6 +110,7 @@ MEASURED = ("eval", "export", "speedup")
 
 
 def report(
+    context: typer.Context,
     names: Annotated[
         list[str] | None,
         typer.Argument(
@@ -121,6 +127,7 @@ def report(
     if names is not None and len(names) > 1:
         _beside(names, runs, output)
         return
+    refuse_idle(context, (True, "output", "is for several runs: of one, a page is written"))
     recipe, found = find_run(names[0] if names else None, runs)
     require_draft(found)
     if not found.path("draft").is_dir():

@@ -240,7 +240,15 @@ def serve_check(
 
     sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     shared.require_sampler_used(sampler)
-    _refuse_idle(context)
+    shared.refuse_idle(
+        context,
+        (url, "p_min start_seconds", "is for a server that this command starts (--server)"),
+        (url and choose, "choose", "is for a server that this command starts (--server)"),
+        (server, "plain_url kind key model", "is for a server that runs already (--url)"),
+        (target and draft, "outtype", "is of a run's files"),
+        (target and draft and run is None, "runs", shared.NO_RUN),
+        (not prompts, "prompt_tokens", "is for --prompts"),
+    )
     _check_options(context.params | {"run": run}, gguf, further)
     shared.require_place(to)
     counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16")})
@@ -320,21 +328,6 @@ def _kept(to: Path | None, output: str) -> Iterator[list[ServeReport]]:
         if kept:
             _show(replace(kept[-1], notes=[ENDED_EARLY, *kept[-1].notes]), to, output)
         raise
-
-
-def _refuse_idle(context: typer.Context) -> None:
-    """Refuse options that the others leave nothing to do."""
-    given = context.params
-    idle: list[tuple[Any, tuple[str, ...], str]] = [
-        (given["url"], ("p_min", "start_seconds"), "is for a server that this command starts (--server)"),
-        (given["server"], ("plain_url", "kind", "key", "model"), "is for a server that runs already (--url)"),
-        (given["target"] and given["draft"], ("outtype",), "is of a run's files"),
-        (not given["prompts"], ("prompt_tokens",), "is for --prompts"),
-    ]
-    for condition, names, why in idle:
-        option = shared.first_given(context, names) if condition else None
-        if option is not None:
-            raise RecipeError(f"{option} {why}", "leave it out")
 
 
 def _check_options(given: Mapping[str, Any], gguf: Gguf | None, further: Sequence[str]) -> None:

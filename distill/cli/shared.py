@@ -44,6 +44,8 @@ DRAFT_DEVICE_HELP = "PyTorch: the draft's device; the target's if left out."
 PREPACK_HELP = "PyTorch on a CPU: repack linear layers for steps of few tokens; takes their memory again."
 DTYPE_HELP = "Type of folders: float32, bfloat16, float16, or auto: bfloat16 where the device has instructions for it."
 DEFAULT_RUNS = Path("runs")
+TYPES_OF_ITS_OWN = "is for folders; a GGUF file has types of its own"  # why --dtype does nothing
+NO_RUN = "is the folder of runs, and a pair of models is none"  # why --runs does nothing
 Number = TypeVar("Number", int, float, int | None, float | None)
 
 
@@ -228,12 +230,31 @@ def number_option(*names: str, **settings: Any) -> Any:
 
 
 def first_given(context: typer.Context, names: Iterable[str]) -> str | None:
-    """The first of these parameters that the command line gives, as it is spelt there; None where it gives none."""
-    for name in names:
+    """The first of these parameters that the command line gives, as it is spelt there; None where it gives none.
+
+    The name `gguf` stands for all of llama.cpp's options.
+    """
+    asked = {*names}
+    for parameter in context.command.params:
+        name = str(parameter.name)
         source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            return f"--{name.replace('_', '-')}"
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        if name in asked or ("gguf" in asked and name.startswith("gguf_")):
+            return (parameter.secondary_opts if context.params.get(name) is False else parameter.opts)[0]
     return None
+
+
+def refuse_idle(context: typer.Context, *idle: tuple[object, str, str]) -> None:
+    """Raise RecipeError for an option of the command line that would do nothing.
+
+    Each of `idle` has a condition, the names of the parameters that do nothing where it holds, with spaces between
+    them, and why.
+    """
+    for condition, names, why in idle:
+        option = first_given(context, names.split()) if condition else None
+        if option is not None:
+            raise RecipeError(f"{option} {why}", "leave it out")
 
 
 def require_sampler_used(sampler: SamplerSettings) -> None:
@@ -241,12 +262,6 @@ def require_sampler_used(sampler: SamplerSettings) -> None:
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
         if not sampler.temperature and getattr(sampler, name) != off:
             raise RecipeError(f"--{name.replace('_', '-')} does nothing without --temperature", "give both, or neither")
-
-
-def require_dtype_used(dtype: str, target: str) -> None:
-    """Raise RecipeError for a type of folders that was given for a GGUF file."""
-    if target.endswith(".gguf") and dtype != "float32":
-        raise RecipeError(f"--dtype {dtype} is for folders; a GGUF file has types of its own", "leave it out")
 
 
 def local_reference(reference: str) -> str:

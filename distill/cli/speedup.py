@@ -98,6 +98,13 @@ def speedup(
             )
         _of_run(run, runs, again, allow_lossy, threads, gguf, output)
         return
+    fixed = any(shared.numbers(lengths, "--lengths", int, "1,2,4"))
+    shared.refuse_idle(
+        context,
+        (True, "again", "shows a run's own measurement anew, and --prompts and pairs are always measured"),
+        (run is None, "runs", shared.NO_RUN),
+        (not fixed, "drafter verifier", "is for the fixed lengths, and --lengths names none"),
+    )
     own: Recipe | None = None  # of a run, whose settings hold where no option says otherwise
     if run is not None:
         given_type = dtype if shared.first_given(context, ["dtype"]) else None
@@ -122,7 +129,11 @@ def speedup(
     )
     require_used(gguf, big, small)
     shared.require_place(to)
-    shared.require_dtype_used(dtype, big)
+    shared.refuse_idle(
+        context,
+        (big.endswith(".gguf"), "dtype", shared.TYPES_OF_ITS_OWN),
+        (small is None, "draft_device", "is for a draft, and none is loaded"),
+    )
     batches = _batch_sizes(batch, big)
     shared.prepare(threads)
     from distill.decoding.configured import check_configurations

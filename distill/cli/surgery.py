@@ -7,13 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.cli.shared import local_reference, number_option, read_texts
+from distill.cli.shared import local_reference, number_option, read_texts, refuse_idle
 from distill.errors import DataError, RecipeError
 from distill.files import require_new_folder
 from distill.progress import announce, is_verbose
 
 
 def cut(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub name.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     text: Annotated[
@@ -34,6 +35,11 @@ def cut(
     """
     if all(size is None for size in (layers, drop_layers, mlp_width)):
         raise RecipeError("nothing to cut", "give --layers, --drop-layers or --mlp-width")
+    refuse_idle(
+        context,
+        (layers is None, "layer_rule", "says which layers go where --layers says how many"),
+        (layers is None and drop_layers is None, "repair", "is for dropped layers (--layers, --drop-layers)"),
+    )
     if not text:
         raise RecipeError("cuts are scored on text", "give --text FILE or --text FOLDER")
     texts = read_texts(text)

@@ -10,16 +10,18 @@ from typing import Annotated
 
 import typer
 
-from distill.cli.shared import DEFAULT_RUNS, RunsOption, number_option, prepare, read_recipe
+from distill.cli.shared import DEFAULT_RUNS, RunsOption, number_option, prepare, read_recipe, refuse_idle
 from distill.errors import DataError, RecipeError, RunError, faults_explained
 from distill.files import read_result, read_utf8
 from distill.processes import is_main
+from distill.progress import note
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import HELD_OUT
 from distill.run import Run
 
 
 def train(
+    context: typer.Context,
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
     runs: RunsOption = DEFAULT_RUNS,
@@ -64,19 +66,25 @@ def train(
     from distill.pipeline.refresh import finish_refresh, plan_refresh
     from distill.pipeline.refresh import refresh as start_refresh
     from distill.pipeline.running import follow_main, plan_run, require_allowed, run_pipeline
-    from distill.pipeline.stages import find_stage
+    from distill.pipeline.stages import NAMES, find_stage
 
+    refuse_idle(
+        context,
+        (rehearsal, "until redo fresh refresh dry_run must_pay", "cannot be combined with --rehearse, which runs all"),
+        (refresh, "redo fresh dry_run must_pay", "cannot be combined with --refresh, which starts a new run"),
+        (dry_run, "must_pay", "measures, and --dry-run does not"),
+        (fresh, "redo", "does nothing with --fresh: every stage runs"),
+    )
     begun = None if fresh else runs / load_recipe(recipe, overrides or []).name / "config.yaml"
     found = whole = read_recipe(recipe, overrides or [], begun)
     if rehearsal:
-        if fresh or redo or refresh or dry_run or until:
-            others = "--until, --redo, --fresh, --refresh or --dry-run"
-            raise RecipeError(f"--rehearse runs all stages and cannot be combined with {others}", "leave them out")
         from distill.pipeline.rehearsal import shortened
 
         found = shortened(whole, runs)
     for name in [*([until] if until else []), *(redo or [])]:
         find_stage(name)
+        if until and NAMES.index(name) > NAMES.index(until):
+            raise RecipeError(f"--redo {name} does nothing: --until {until} ends before it", "leave one of them out")
     folder = runs / found.name
     if not is_main():  # one of several that `accelerate launch` started
         if not dry_run:
@@ -86,8 +94,6 @@ def train(
     if rehearsal:
         _rehearse(whole, found, Run(folder, found))
         return
-    if refresh and (fresh or redo or dry_run):
-        raise RecipeError("--refresh starts a new run and cannot be combined with --fresh, --redo or --dry-run")
     run = Run(folder, found)
     finish_refresh(folder)  # one that was killed
     parent = plan_refresh(found, run) if refresh else None
@@ -105,8 +111,8 @@ def train(
         require_allowed(plan_run(found, run, until, redo or ()))
     # Before the run folder is touched: a cut that cannot be made must not cost the answers.
     _check(found, run, until)
-    if must_pay is not None and run.done("train") is None:
-        _require_pay(found, must_pay)
+    if must_pay is not None:
+        _require_pay(found, run, must_pay)
     if parent is not None:
         print(f"the old run is now {start_refresh(run, parent)}", file=sys.stderr)
     try:
@@ -152,8 +158,15 @@ def _check(recipe: Recipe, run: Run, until: str | None) -> None:
         print(line, file=sys.stderr)
 
 
-def _require_pay(recipe: Recipe, acceptance: float) -> None:
-    """Print the plan's verdicts; RunError where no backend is predicted to be faster at this conditional acceptance."""
+def _require_pay(recipe: Recipe, run: Run, acceptance: float) -> None:
+    """Print the plan's verdicts; RunError where no backend is predicted to be faster at this conditional
+    acceptance.
+
+    Of a draft that is trained nothing is left to save.
+    """
+    if run.done("train") is not None:
+        note("--must-pay: nothing is planned, as the draft is trained already")
+        return
     from distill.planning.cases import PlanRequest, measured_cases
     from distill.planning.plan import forecast
 

@@ -149,7 +149,7 @@ def test_another_recipe_replaces_it_and_runs_are_left_alone(world: Path, copied:
 
 def test_it_is_refused_with_options_of_a_run(world: Path, tmp_path: Path, capsys: Capture) -> None:
     for option in ("--fresh", "--dry-run", "--refresh", "--until=cut", "--redo=cut"):
-        assert "--rehearse runs all stages" in tiny.refused(
+        assert "cannot be combined with --rehearse" in tiny.refused(
             capsys, "train", world / "recipe.yaml", "--runs", tmp_path, "--rehearse", option
         )
     assert not list(tmp_path.iterdir())
