@@ -14,7 +14,7 @@ from distill.errors import DataError, RecipeError
 from distill.export.results import ExportedFile
 from distill.files import read_utf8, require_new_folder
 from distill.progress import announce, note, warn
-from distill.recipe.measuring import OUTTYPES
+from distill.recipe.measuring import OUTTYPES, UNQUANTISED
 from distill.recipe.recipe import REASON
 from distill.run import Run
 
@@ -58,7 +58,12 @@ def export_gguf(
     from distill.export.parity import Source, check_texts, compare, faults_of
     from distill.gguf.writer import export_files
 
-    shared.refuse_idle(context, (not check, "text", "is for the check, which --no-check leaves out"))
+    exact = not tensor_type and {*kinds} <= {*UNQUANTISED, "q8_0"}
+    shared.refuse_idle(
+        context,
+        (not check, "text", "is for the check, which --no-check leaves out"),
+        (exact, "imatrix", f"changes nothing in {' and '.join(kinds)}: it is for --outtype q4_k_m and the like"),
+    )
     sources, place, run, slower = _find(model, runs)
     shared.refuse_idle(context, (run is None, "runs", "is the folder of runs, and a model was named"))
     place = folder or place

@@ -135,12 +135,14 @@ def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), th
         recipe = recipe.model_copy(update={"threads": threads})
         run = Run(run.folder, recipe)
     prepare(threads or recipe.threads)
-    text = run.path("recipe.yaml").read_text(encoding="utf-8")
+    text, before = run.path("recipe.yaml").read_text(encoding="utf-8"), run.done(stage)
     try:
         run.open(text)
         run_pipeline(recipe, run, until=stage, redo=redo)
     finally:
         run.close()
+    if threads is not None and before is not None and run.done(stage) == before:
+        note(f"--threads: stage {stage} was done before, and this is what it found")
 
 
 def require_place(to: Path | None, where: str = "--to") -> None:

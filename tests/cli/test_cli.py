@@ -450,8 +450,8 @@ def test_a_draft_of_another_vocabulary_as_it_is(world: Path, capsys: Capture) ->
         tiny.build_model(world / "donor", layers=2, vocabulary=350, seeds=range(40, 60))
     pair = ("--target", world / "target", "--draft", world / "donor", "--tokens", 10)
     texts = []
-    for options in (("--drafter", "intersection"), ("--drafter", "string"), ("--drafter", "lookup")):
-        assert tiny.call("generate", "def alpha(", *pair, *options) == (2 if "lookup" in options else 0)
+    for options in (("--drafter", "intersection"), ("--drafter", "string"), ("--drafter", "draft")):
+        assert tiny.call("generate", "def alpha(", *pair, *options) == (2 if "draft" in options else 0)
         seen = capsys.readouterr()
         texts.append(seen.out)
     assert texts[0] == texts[1] and texts[0].startswith("def alpha(")

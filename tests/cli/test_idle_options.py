@@ -15,6 +15,7 @@ from distill.cli.app import app
 Capture = pytest.CaptureFixture[str]
 PLANNED = "acceptance sister lengths output overrides"
 CURVE = f"{PLANNED} draft_cost draft_curve"
+CURVES = "target_curve batched_bench server key served_model"
 DECODED = "top_k top_p min_p repetition_penalty seed verifier drafter widths rule p_min allow_lossy chat stop regex"
 DECODED += " json_schema grammar static compile threads gguf tokens temperature length"
 COUNTED = "n_max temperature top_k top_p min_p draft_sampling count tokens concurrency load repeats reply_seconds to"
@@ -41,14 +42,14 @@ FORMS = [
         "eval --target a --draft b --text c",
         "kl acceptance by outtype target_outtype cache_type temperature prompts threads output gguf",
     ),
-    ("eval --by class", "outtype target_outtype cache_type threads runs output target draft text temperature prompts gguf"),
-    ("plan r.yaml", f"{PLANNED} hardware measure target_curve batched_bench server key served_model"),
-    ("plan a.gguf --draft b.gguf", f"{CURVE} hardware measure depth tokens threads gguf target_curve batched_bench server"
-     " key served_model"),
-    ("plan a --draft-cost 0.1", f"{CURVE} draft hardware measure depth dtype threads gguf target_curve batched_bench"
-     " server key served_model"),
-    ("plan a --no-measure --hardware h.yaml --draft b", f"{CURVE} depth tokens dtype target_curve batched_bench server"
-     " key served_model"),
+    (
+        "eval --by class",
+        "outtype target_outtype cache_type threads runs output target draft text temperature prompts gguf",
+    ),
+    ("plan r.yaml", f"{PLANNED} hardware measure {CURVES}"),
+    ("plan a.gguf --draft b.gguf", f"{CURVE} hardware measure depth tokens threads gguf {CURVES}"),
+    ("plan a --draft-cost 0.1", f"{CURVE} draft hardware measure depth dtype threads gguf {CURVES}"),
+    ("plan a --no-measure --hardware h.yaml --draft b", f"{CURVE} depth tokens dtype {CURVES}"),
     ("plan --target-curve c.json", f"{CURVE} depth batched_bench server draft hardware measure key served_model"),
     ("plan --server http://127.0.0.1:1", f"{CURVE} depth tokens batched_bench target_curve draft hardware measure key"
      " served_model"),
@@ -73,7 +74,8 @@ FORMS = [
     ("recipes demo", ""),
     ("cut a out --mlp-width 64", "text target layers drop_layers"),
     ("cut a out --drop-layers 1", "text target layers mlp_width repair"),
-    ("export-gguf FOLDER --no-check", "outtype folder tensor_type imatrix target overwrite"),
+    ("export-gguf FOLDER --no-check --outtype q4_k_m", "folder tensor_type imatrix target overwrite"),
+    ("export-gguf FOLDER", "outtype folder tensor_type check text target overwrite"),
     ("runs --delete none", "runs yes"),
     ("runs", "runs output delete"),
     ("report none", "runs"),
