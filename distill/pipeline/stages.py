@@ -20,8 +20,6 @@ from distill.recipe.measuring import CHANGES_LOGITS
 from distill.recipe.recipe import left_out
 from distill.run import Run
 
-# ── The stages, in order, with the inputs and outputs of each. running.py decides when a stage runs ──
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -131,7 +129,7 @@ STAGES = (
     Stage(
         "answers",
         "distill.teacher.answers:answers",
-        ("seed", "answers", "sampler", *TYPES),
+        ("seed", "answers", "sampler", "corpus.block", *TYPES),  # a conversation of several turns ends with its block
         (("corpus", "corpus/prompts-train.jsonl"),),
         ("answers",),
         ("target", "writer"),
@@ -466,13 +464,9 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     if measured_cuts and recipe.device != "auto":
         measured_cuts += ("device",)
     turns: tuple[str, ...] = ()
-    split: tuple[str, ...] = (
-        () if recipe.answers.traffic is None else ("corpus.block", "corpus.validation", "corpus.test", "chat")
-    )
+    split = () if recipe.answers.traffic is None else ("corpus.validation", "corpus.test", "chat")
     if any(source.turns > 1 for source in recipe.corpus.asked):  # further turns are written behind the target's answers
-        answers = ("new_tokens", "stop", "repetition_penalty")
-        turns = ("sampler", "corpus.block", *(f"answers.{name}" for name in answers))
-        split = split or ("corpus.block",)
+        turns = ("sampler", "corpus.block", *_keys("answers", "new_tokens stop repetition_penalty keep_truncated"))
     return {
         "questions": written + turns,
         # Served texts hold held-out ones, too, which are kept where the target is not loaded.

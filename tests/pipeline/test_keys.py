@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import question_worlds
+import recipe_reads
 import tiny
 
 from distill.pipeline.stages import Contents, difference, find_stage, key_parts
-from distill.recipe import load_recipe
+from distill.recipe import GgufOptions, PyTorch, load_recipe
 from distill.report.card import gather
 from distill.run import Run
 
@@ -34,7 +36,7 @@ def names(run: Run, stage: str) -> set[str]:
         (
             ["answers.traffic={path: PLACE/log.jsonl}"],
             {
-                "answers": {"corpus.block", "corpus.validation", "corpus.test", "chat", "traffic (content)"},
+                "answers": {"corpus.validation", "corpus.test", "chat", "traffic (content)"},
                 "teacher": set(),
             },
         ),
@@ -112,3 +114,43 @@ def test_figures_of_an_earlier_draft_are_not_those_of_a_new_one(copied: Path, ca
     assert "has files of an earlier draft" in tiny.refused(capsys, *served)
     (copied / "stages" / "train.json").unlink()
     assert {stage for stage in tiny.STAGES if run.outdated(stage)} == stale | {"train"}
+
+
+# What stages read beside their keys, and why their artifacts do not hang on it.
+BY_CONTENT = {"target.model", "cut.donor"}  # the content of the models is part of the key, not their place
+BY_PLACE = {"name", "device", "threads", "target.shard"}  # where a run computes changes rounding alone
+BY_PLACE |= {f"pytorch.{name}" for name in PyTorch.model_fields}
+BY_PLACE |= {f"gguf.{role}.{name}" for role in ("target", "draft") for name in GgufOptions.model_fields}
+BY_STAGES = {"target.load"}  # without it a run has other stages, whose artifacts are inputs
+BY_INPUTS = {  # these change artifacts that the stage reads, and are part of the keys of their stages
+    "questions": {"corpus.sources.kind"},
+    "cut": {"corpus.block", "target.dtype", "target.quantise"},
+    "train": {"target.quantise", "teacher.kind", "teacher.batch"},
+    "eval": {"corpus.block"},
+    "export": {"corpus.sources.kind"},  # for the head of a file: a hub's names, whose change begins another corpus
+    "speedup": {"corpus.block"},
+    "report": {"corpus.sources.kind"},
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "overrides"),
+    [(False, ["--until", "report"]), (True, ["--until", "answers", "corpus.sources.0.turns=2"])],
+)
+def test_every_key_that_a_stage_reads_is_declared(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool, overrides: list[str]
+) -> None:
+    path = question_worlds.build(tmp_path) if asked else world / "recipe.yaml"
+    with recipe_reads.recorded(monkeypatch) as reads:
+        assert tiny.call("train", path, "--runs", tmp_path / "runs", *overrides) == 0
+    assert {"corpus", "answers"} <= {*reads} and "sampler.temperature" in reads["answers"]
+    recipe = load_recipe(path, overrides[2:])
+    for stage, keys in recipe_reads.undeclared(recipe, reads).items():
+        assert keys <= BY_CONTENT | BY_PLACE | BY_STAGES | BY_INPUTS.get(stage, set()), stage
+
+
+def test_a_key_that_is_not_declared_is_seen(world: Path) -> None:
+    recorder = recipe_reads.Recorder(recipe := load_recipe(world / "recipe.yaml"))
+    recorder.read(recipe.answers, "group", 4)
+    recorder.read(recipe.eval, "prompts", 6)
+    assert recipe_reads.undeclared(recipe, {"answers": recorder.found}) == {"answers": {"eval.prompts"}}
