@@ -206,9 +206,10 @@ def plan(
     recipe = _recipe(model, overrides or [])
     from distill.decoding.costs import load_cost_curve
     from distill.planning.batched_bench import settings as llama_settings
-    from distill.planning.cases import PlanRequest, curve_case, estimated_case, stage_hours
+    from distill.planning.cases import PlanRequest, curve_case, estimated_case, planned_config
     from distill.planning.hardware import read_hardware
-    from distill.planning.plan import SpeedupPlan, StageHours, by_position, forecast, plan_blocks
+    from distill.planning.hours import StageEstimate, estimated_hours
+    from distill.planning.plan import SpeedupPlan, by_position, forecast, plan_blocks
 
     if recipe is not None:
         request = replace(PlanRequest.of(recipe), lengths=drafted)
@@ -233,11 +234,12 @@ def plan(
             curve = _stored_curve(target_curve, batched_bench)
         small_curve = None if draft_curve is None else load_cost_curve(draft_curve)
         cases.append(curve_case(curve, small_curve, request, model is not None))
-    run: list[StageHours] = []
+    run: list[StageEstimate] = []
     described = None if hardware is None else read_hardware(hardware)
     if described is not None:
         cases.append(estimated_case(described, request))
-        run = [] if recipe is None else stage_hours(recipe, described)
+        if recipe is not None:
+            run = estimated_hours(recipe, described, request.works(), planned_config(recipe))
     settings: list[str] = []
     if curve is not None and given and curve.backend != "vllm":
         costs = cases[0].timings[0]

@@ -43,7 +43,7 @@ from distill.surgery.checks import check_cut, check_smaller
 from distill.teacher.answers import check_writer
 from distill.teacher.questions import check_questions
 from distill.teacher.stage import check_teacher
-from distill.teacher.store import bytes_per_position, planned_positions
+from distill.teacher.store import planned_bytes
 from distill.training.adapters import require_quantisation
 from distill.training.setup import require_plain_logits, require_processes, require_trackers
 from distill.training.step import check_training
@@ -212,14 +212,7 @@ def _without_weights(reference: str) -> Any:
 
 def check_disk(recipe: Recipe, folder: Path | None = None) -> list[str]:
     """The teacher's distributions fit the disk of the run in `folder`, of which it may hold some, or of this folder."""
-    hidden = load_config(recipe.target.model).get_text_config().hidden_size
-    answers, acceptance, test = recipe.answers, recipe.train.acceptance, recipe.eval
-    positions = planned_positions(recipe)
-    if not recipe.target.load and acceptance is not None:  # the held-out stores at most
-        for count, tokens in ((acceptance.prompts, acceptance.new_tokens), (test.prompts, test.new_tokens)):
-            positions += count * (answers.prompt_tokens + tokens)
-        positions += (recipe.cut.score_blocks + test.file_blocks) * recipe.corpus.block
-    store = positions * bytes_per_position(recipe.teacher, hidden, recipe.target.dtype)
+    store = sum(planned_bytes(recipe).values())
     place, stored = Path.cwd(), 0
     if folder is not None:
         place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())

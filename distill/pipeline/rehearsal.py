@@ -11,55 +11,23 @@ import math
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from distill.data.texts import read_answers
-from distill.data.traffic import SOURCE, first_lines, pin_of
+from distill.data.traffic import first_lines
 from distill.errors import RunError, faults_explained
 from distill.files import read_result, write_atomically, write_result, write_text
 from distill.pipeline.running import forget_begun, run_pipeline
 from distill.pipeline.stages import find_stage
+from distill.planning.hours import Rehearsed, StageEstimate, estimate_table, rehearsed_hours
 from distill.processes import process_count
-from distill.progress import Progress, duration, watched
+from distill.progress import Progress, watched
 from distill.recipe import Recipe, dump_recipe
-from distill.recipe.target import TYPE_BYTES
 from distill.run import Run
 from distill.surgery.sparsity import LEAST_RAMP
-from distill.tables import Cell, Table, Value, bullets, document, size
-from distill.training.results import ACCEPTANCE_STAGE
-
-# ── What a rehearsal measured, stage by stage, and what the whole run is expected to take ──
-
-
-@dataclass(frozen=True)
-class Rehearsed:
-    """One stage: seconds, the part of them in loops whose length the recipe sets, peak memory and disk, as measured.
-
-    `memory_bytes` is the process's peak resident size, `device_bytes` the peak allocated on accelerators (0 without).
-    """
-
-    stage: str
-    seconds: float
-    loop_seconds: float
-    memory_bytes: int
-    device_bytes: int
-    disk_bytes: int
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The same stage in the whole run: seconds from `low` to `high`, peak memory and disk."""
-
-    stage: str
-    low: float
-    high: float
-    memory_bytes: int
-    device_bytes: int
-    disk_bytes: int
+from distill.tables import bullets, document, size
 
 
 @dataclass(frozen=True)
@@ -69,180 +37,8 @@ class Rehearsal:
     recipe: str
     config: str
     stages: list[Rehearsed]
-    expected: list[Expected]
+    expected: list[StageEstimate]
 
-
-# ── From what a rehearsal measured to what the whole run takes: hours from a low to a high bound, memory, disk ──
-# A stage's loops (its Progress lines, a training's steps) grow with the recipe's counts; loading does not. Where a
-# stage has work outside its loops that grows too, the low bound takes it as it was, the high one in proportion.
-
-
-def expect(recipe: Recipe, short: Recipe, run: Run, measured: Sequence[Rehearsed]) -> list[Expected]:
-    """What each measured stage takes in the whole run; the recipe was shortened to `short` and rehearsed in `run`."""
-    return [_expected(stage, recipe, short, run) for stage in measured]
-
-
-def _expected(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Expected:
-    fixed, loop = stage.seconds - stage.loop_seconds, stage.loop_seconds
-    counts = _count(stage.stage, recipe, run), _count(stage.stage, short, run)
-    if stage.stage == "train":
-        low = high = _training(stage, recipe, run)
-    else:
-        low, high = (outside * fixed + inside * loop for outside, inside in _growth(stage.stage, recipe, short, counts))
-    memory, device = stage.memory_bytes, stage.device_bytes
-    rows = {
-        "answers": min(recipe.answers.batch, recipe.answers.prompts) - short.answers.prompts,
-        "eval": min(recipe.answers.batch, recipe.eval.prompts) - short.eval.prompts,
-    }.get(stage.stage, 0)
-    if rows > 0 and not (stage.stage == "answers" and recipe.answers.writer is not None):
-        more = rows * _row_bytes(recipe)
-        memory, device = (memory, device + more) if device else (memory + more, device)
-    if stage.stage == "train":
-        disk = stage.disk_bytes * (1 + recipe.train.keep) // 2
-    else:
-        counted = stage.stage in ("questions", "corpus", "answers", "teacher")
-        growth = _ratio(*counts) if counted else 1.0
-        disk = round(max(1.0, growth) * stage.disk_bytes)
-    return Expected(stage.stage, low, high, memory, device, disk)
-
-
-def _growth(
-    stage: str, recipe: Recipe, short: Recipe, counts: tuple[float, float]
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """By which a stage's seconds outside and inside its loops are multiplied: of the low bound, and of the high one."""
-    more = _ratio(*counts)
-    if stage in ("questions", "answers"):
-        low, high = _written(recipe, *map(int, counts))
-        return (1, low), (1, high)
-    if stage in ("teacher", "test"):
-        return (1, more), (1, more)
-    if stage == "cut":
-        cuts = len(recipe.cut.compare)
-        if not cuts:
-            return (1, 1), (more, more)
-        return (1, cuts), (more, cuts * _ratio(recipe.cut.heal_steps, short.cut.heal_steps))
-    if stage == "eval":
-        largest = max(more, _ratio(recipe.eval.file_blocks, short.eval.file_blocks))
-        return (1, more), (largest, largest)
-    if stage == "speedup":
-        more *= max(1.0, _ratio(recipe.speedup.prompts, short.speedup.prompts))
-        return (1, more), (more, more)
-    return (1, 1), (1, 1)
-
-
-def _count(stage: str, recipe: Recipe, run: Run) -> float:
-    """What a stage's seconds grow with; of those that write texts and distributions, also their disk space."""
-    speedup = recipe.speedup
-    counts: dict[str, Callable[[], float]] = {
-        "questions": lambda: sum(source.questions or 0 for source in recipe.corpus.asked),
-        "corpus": lambda: recipe.corpus.tokens,
-        "answers": lambda: recipe.answers.prompts,
-        "teacher": lambda: _positions(recipe, run),
-        "test": lambda: recipe.eval.prompts,
-        "cut": lambda: recipe.cut.score_blocks,
-        "eval": lambda: recipe.eval.prompts,
-        "speedup": lambda: 1 + len(speedup.lengths) + len(speedup.configurations),
-    }
-    return counts[stage]() if stage in counts else 1.0
-
-
-def _ratio(whole: float, part: float) -> float:
-    return whole / part if part else 1.0
-
-
-def _positions(recipe: Recipe, run: Run) -> float:
-    """Positions that the teacher reads, answers counted at the mean length of those rehearsed in `run`."""
-    total = float(recipe.corpus.tokens)
-    traffic, answers = recipe.answers.traffic, read_answers(run, "train")
-    for served in (False, True):
-        lengths = [len(one.prompt) + len(one.answer) for one in answers if (one.source == SOURCE) == served]
-        count = recipe.answers.prompts
-        if served:
-            count = 0 if traffic is None else pin_of(Path(traffic.path))["lines"]
-        total += count * fmean(lengths) if lengths else 0
-    return total
-
-
-def _written(recipe: Recipe, whole: int, part: int) -> tuple[float, float]:
-    """How many times longer the target writes `whole` texts than `part`, from a low to a high bound."""
-    texts = _ratio(whole, part)
-    if recipe.answers.writer is not None:  # text by text, or as many at once as the servers take
-        return texts * min(part, recipe.answers.writer.concurrency) / recipe.answers.writer.concurrency, texts
-    batch = recipe.answers.batch
-    batches = _ratio(math.ceil(whole / batch), math.ceil(part / batch))
-    # A batch of many prompts takes as long as one of few where the device is not busy, else longer in proportion.
-    return batches, max(texts, batches)
-
-
-def _training(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
-    """Seconds of the whole training: steps, evaluations of weights and checkpoints at the pace of those rehearsed."""
-    lines = [line for line in run.metrics() if "seconds" in line]
-    own: dict[Any, list[float]] = {
-        kind: [float(line["seconds"]) for line in lines if line["stage"] == kind]
-        for kind in ("train", ACCEPTANCE_STAGE, "checkpoint")
-    }
-    trained = recipe.train.steps
-    every = recipe.train.acceptance.every if recipe.train.acceptance is not None else None
-    judged = 1 + math.ceil(trained / every) if every is not None else 0
-    counts = {
-        "train": trained,
-        ACCEPTANCE_STAGE: judged,
-        "checkpoint": math.ceil(trained / recipe.train.save_every),
-    }
-    rest = stage.seconds - sum(sum(seconds) for seconds in own.values())
-    # The first step warms up caches and, with train.compile, compiles.
-    paces = {kind: fmean(found[1:] or found) for kind, found in own.items() if found}
-    return rest + sum(counts[kind] * pace for kind, pace in paces.items())
-
-
-def _row_bytes(recipe: Recipe) -> int:
-    """Bytes of keys, values and fp32 probabilities of one more prompt in a batch of the target."""
-    from distill.engines.torch.hugging_face import load_config
-
-    config = load_config(recipe.target.model).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    tokens = recipe.answers.prompt_tokens + recipe.answers.new_tokens
-    cache = 2 * config.num_hidden_layers * heads * head * TYPE_BYTES[recipe.target.dtype] * tokens
-    return int(cache + 4 * 4 * config.vocab_size)
-
-
-def estimate_table(measured: Sequence[Rehearsed], expected: Sequence[Expected]) -> Table:
-    """What was rehearsed and what the whole run is expected to take."""
-
-    def row(name: str, seconds: float, stages: Sequence[Expected]) -> list[Cell | Value]:
-        low, high = (duration(sum(bounds)) for bounds in zip(*((one.low, one.high) for one in stages), strict=True))
-        return [
-            name,
-            duration(seconds),
-            low if low == high else f"{low} to {high}",
-            Cell(max(one.memory_bytes for one in stages), "size"),
-            *([Cell(max(one.device_bytes for one in stages), "size")] if device else []),
-            Cell(sum(one.disk_bytes for one in stages), "size"),
-        ]
-
-    device = any(stage.device_bytes for stage in expected)
-    heads = ["stage", "rehearsed", "whole run", "peak memory", *(["GPU memory"] if device else []), "disk"]
-    rows = [row(stage.stage, stage.seconds, [whole]) for stage, whole in zip(measured, expected, strict=True)]
-    rows.append(row("all", sum(stage.seconds for stage in measured), expected))
-    return Table(heads, rows, classes=[*[""] * len(measured), "best"])
-
-
-def verdicts(expected: Sequence[Expected], place: Path) -> list[str]:
-    """A line each on memory and disk: whether this machine has what the whole run is expected to take."""
-    import psutil
-
-    disk, free = sum(stage.disk_bytes for stage in expected), shutil.disk_usage(place).free
-    memory, total = max(stage.memory_bytes for stage in expected), psutil.virtual_memory().total
-    lines = []
-    for what, needed, available in (("disk", disk, free), ("memory", memory, total)):
-        fits = "fits" if needed <= available else "warning: does not fit"
-        own = "free here" if what == "disk" else "in this machine"
-        lines.append(f"{what}: {fits}, {size(needed)} to expect, {size(available)} {own}")
-    return lines
-
-
-# ── A rehearsal: every stage with the real models on 4 prompts and 3 steps, which finds failures within minutes ──
 
 PROMPTS, STEPS, LINES = 4, 3, 32
 QUESTIONS, HELD_OUT = 48, 0.25  # of the target's own at least, and the share of them for validation and for test
@@ -343,15 +139,29 @@ def rehearse(recipe: Recipe, short: Recipe, run: Run) -> str:
         def record(stage: str) -> None:
             if stage not in finished:
                 done.append(_measured(run, stage, loops, memory.take()))
-                write_result(path, Rehearsal(recipe.name, config, done, expect(recipe, short, run, done)))
+                write_result(path, Rehearsal(recipe.name, config, done, rehearsed_hours(recipe, short, run, done)))
             loops.clear()
 
         run_pipeline(short, run, show=record)
-    expected = expect(recipe, short, run, done)
+    expected = rehearsed_hours(recipe, short, run, done)
     write_result(path, Rehearsal(recipe.name, config, done, expected))
-    table = document([estimate_table(done, expected), bullets(verdicts(expected, run.folder))])
+    table = document([estimate_table(expected, done), bullets(verdicts(expected, run.folder))])
     write_text(run.path("rehearsal.md"), table)
     return table
+
+
+def verdicts(expected: Sequence[StageEstimate], place: Path) -> list[str]:
+    """A line each on memory and disk: whether this machine has what the whole run is expected to take."""
+    import psutil
+
+    disk, free = sum(stage.disk_bytes for stage in expected), shutil.disk_usage(place).free
+    memory, total = max(stage.memory_bytes for stage in expected), psutil.virtual_memory().total
+    lines = []
+    for what, needed, available in (("disk", disk, free), ("memory", memory, total)):
+        fits = "fits" if needed <= available else "warning: does not fit"
+        own = "free here" if what == "disk" else "in this machine"
+        lines.append(f"{what}: {fits}, {size(needed)} to expect, {size(available)} {own}")
+    return lines
 
 
 def _measured(run: Run, name: str, loops: list[Progress], memory: tuple[int, int]) -> Rehearsed:

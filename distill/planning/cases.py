@@ -22,15 +22,13 @@ from distill.errors import DataError, DistillError, RecipeError
 from distill.folders import copy_tokenizer
 from distill.gguf.writer import export_gguf
 from distill.planning.hardware import Hardware, StepWork, work_of, work_of_config
-from distill.planning.plan import Case, StageHours, step_costs
+from distill.planning.plan import Case, step_costs
 from distill.progress import Progress
 from distill.recipe import Gguf, Recipe, Target
 from distill.recipe.target import TYPE_BYTES
 from distill.surgery.checks import SHAPE, check_cut, planned_sizes
-from distill.teacher.store import bytes_per_position, planned_positions
 
-# ── Layer swapping: a target larger than the device's memory, whose other layers stream over a link in every step
-# ──
+# ── Layer swapping: layers of a target larger than the device's memory stream over a link in every step ──
 # Two buffers hold a streamed layer each: while one is computed, the next is on its way. The weights do not depend
 # on the tokens, so that the first layers of the next step come while the draft works. Many tokens of a step then
 # cost little more than one: their products are done while the link is busy.
@@ -130,8 +128,7 @@ class LayerSwap:
         )
 
 
-# ── Costs for a plan: of a pair that is here, whose draft may be one of a recipe's shape with random weights; of
-# saved ──
+# ── Costs for a plan: of a pair that is here, of saved curves, and of a described machine ──
 
 TIMINGS = 3  # of every round; a plan shows their spread
 TIMED = 48  # new tokens of a text that is timed
@@ -303,72 +300,3 @@ def load_planned(recipe: Recipe, backend: str, scratch: Path) -> LoadedPair:
     target = target_file(recipe, scratch / "target.gguf")
     options = Gguf(target=recipe.gguf_options("target"), draft=recipe.gguf_options("draft"))
     return load_pair(Target(model=str(target)), str(scratch / "draft.gguf"), tokens=recipe.corpus.block, gguf=options)
-
-
-# ── Hours and disk of the run that a recipe plans, on a machine that is described: its four loops of computation ──
-# A forward pass of m tokens takes T(m) as in hardware.py; a training step three of the draft's, one forward and two
-# backward, and the target's head or the whole target where the teacher asks for it. Loading, measuring and writing
-# files are left out; `distill train --rehearse` measures all of it.
-
-USABLE = 0.75  # of the texts that a target writes as questions: SmolLM2's, docs/benchmarks.md#smollm2
-MOMENTS = 12  # bytes a parameter of a checkpoint: float32 weights and two moments; Muon has one
-
-
-def stage_hours(recipe: Recipe, hardware: Hardware) -> list[StageHours]:
-    """Of each loop its tokens, seconds (None where others compute, as the note says) and bytes on disk."""
-    big, small = PlanRequest.of(recipe).works()
-    assert small is not None  # that of the recipe's cut
-    return [
-        *_written(recipe, hardware, big),
-        _teacher(recipe, hardware, big),
-        _training(recipe, hardware, big, small),
-    ]
-
-
-def _written(recipe: Recipe, hardware: Hardware, big: StepWork) -> Iterator[StageHours]:
-    """Questions and answers, every text as long as it may get."""
-    batch, answers = recipe.answers.batch, recipe.answers
-    asked = [(round((source.questions or 0) / USABLE), source.tokens or 0) for source in recipe.corpus.asked]
-    for stage, texts in (("questions", asked), ("answers", [(answers.prompts, answers.new_tokens)])):
-        tokens = sum(count * length for count, length in texts)
-        if not tokens:
-            continue
-        if answers.writer is not None:
-            yield StageHours(stage, tokens, None, 0, "written by the file or servers of answers.writer")
-            continue
-        # The mean depth of a text, of as many texts as are written at once.
-        seconds = sum(
-            math.ceil(count / batch)
-            * length
-            * big.seconds(min(batch, count), min(batch, count) * (answers.prompt_tokens + length // 2), hardware)
-            for count, length in texts
-        )
-        yield StageHours(stage, tokens, seconds, 4 * tokens)
-
-
-def _teacher(recipe: Recipe, hardware: Hardware, big: StepWork) -> StageHours:
-    settings, positions = recipe.teacher, planned_positions(recipe)
-    if settings.kind == "online":
-        return StageHours("teacher", positions, None, 0, "computed in every training step")
-    hidden = load_config(recipe.target.model).get_text_config().hidden_size
-    disk = positions * bytes_per_position(settings, hidden, recipe.target.dtype)
-    if settings.server is not None or settings.gguf is not None:
-        return StageHours("teacher", positions, None, disk, "computed by teacher.gguf or teacher.server")
-    size = settings.batch * recipe.corpus.block
-    return StageHours("teacher", positions, positions / size * big.seconds(size, 0, hardware), disk)
-
-
-def _training(recipe: Recipe, hardware: Hardware, big: StepWork, small: StepWork) -> StageHours:
-    train, config, trim = recipe.train, planned_config(recipe), recipe.cut.trim
-    rows = config.vocab_size if trim is None or trim.size is None else trim.size
-    positions = train.batch * recipe.corpus.block
-    step = 3 * small.seconds(positions, 0, hardware)
-    if recipe.teacher.kind == "online":
-        step += big.seconds(positions, 0, hardware)
-    elif recipe.teacher.kind == "exact":
-        hidden = load_config(recipe.target.model).get_text_config().hidden_size
-        step += 2 * positions * rows * hidden / hardware.compute_tflop_per_s.value / 1e12
-    # A step leaves out the rows that a trimmed head drops, and an input embedding beside a head of its own.
-    left_out = config.vocab_size - rows + (0 if config.tie_word_embeddings else config.vocab_size)
-    disk = (train.keep + 1) * MOMENTS * (small.parameters + left_out * config.hidden_size)  # one is being written
-    return StageHours("train", train.steps * positions, train.steps * step, round(disk))

@@ -19,7 +19,7 @@ from typing import Any
 from distill.decoding.costs import DraftSteps, PaidCosts, tokens_per_round
 from distill.errors import DataError
 from distill.intervals import Interval
-from distill.progress import duration
+from distill.planning.hours import StageEstimate, estimate_table
 from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, shown, table_of
 
 RATES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -86,18 +86,6 @@ class SpeedupForecast:
 
 
 @dataclass(frozen=True)
-class StageHours:
-    """A stage of a planned run: the tokens that it writes, reads or learns from, seconds (None where something else
-    computes, which `note` names), and bytes on disk."""
-
-    stage: str
-    tokens: int
-    seconds: float | None
-    disk_bytes: int
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class SpeedupPlan:
     """All forecasts, each by its own costs, and llama.cpp's settings where a curve and an acceptance were given.
 
@@ -108,7 +96,7 @@ class SpeedupPlan:
     machine: dict[str, Any]
     forecasts: list[SpeedupForecast]
     settings: list[str] = field(default_factory=list)
-    run: list[StageHours] = field(default_factory=list)
+    run: list[StageEstimate] = field(default_factory=list)
     run_on: str = ""
 
 
@@ -267,7 +255,8 @@ def plan_blocks(plan: SpeedupPlan) -> list[Block]:
             Table(["conditional acceptance", *(one.title for one in plan.forecasts)], rows, title="best speedups")
         )
     if plan.run:
-        blocks.append(_run_table(plan.run, plan.run_on))
+        note = "Its loops alone, every text as long as it may get."
+        blocks.append(estimate_table(plan.run, title=f"the run on {plan.run_on}, estimated", note=note))
     return [*blocks, "\n".join(plan.settings)]
 
 
@@ -298,21 +287,3 @@ def _forecast_blocks(one: SpeedupForecast) -> list[Block]:
 
 def _speedup(place: int, found: Scenario) -> Cell:
     return Cell(found.speedups[place], "×")
-
-
-def _run_table(run: Sequence[StageHours], place: str) -> Table:
-    """Tokens, time and disk of each stage and of all."""
-    rows: list[Row] = [
-        [
-            one.stage,
-            one.tokens,
-            "" if one.seconds is None else duration(one.seconds),
-            Cell(one.disk_bytes or None, "size"),
-            one.note,
-        ]
-        for one in run
-    ]
-    seconds, disk = sum(one.seconds or 0 for one in run), sum(one.disk_bytes for one in run)
-    rows.append(["all that is computed here", None, duration(seconds), Cell(disk, "size"), ""])
-    note = "Its loops alone, every text as long as it may get."
-    return Table(["stage", "tokens", "time", "disk", ""], rows, title=f"the run on {place}, estimated", note=note)

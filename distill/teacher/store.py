@@ -27,7 +27,7 @@ from torch import Tensor
 
 from distill.data.packing import Packed, concatenate, hidden_states, pack
 from distill.data.texts import Answer, listed, read_answers
-from distill.engines.torch.hugging_face import load_target, load_tokenizer
+from distill.engines.torch.hugging_face import load_config, load_target, load_tokenizer
 from distill.errors import DataError
 from distill.files import digest, from_json, has_form, read_json, reference_digest
 from distill.recipe import Recipe
@@ -101,10 +101,25 @@ def bytes_per_position(settings: Settings, hidden: int, dtype: str, k: int | Non
     return PACKED_BYTES + (hidden * TYPE_BYTES[settings.dtype or dtype] if settings.kind == "exact" else 0)
 
 
-def planned_positions(recipe: Recipe) -> int:
-    """The positions that the teacher reads for training, every answer as long as it may get."""
-    answers = recipe.answers
-    return recipe.corpus.tokens + answers.prompts * (answers.prompt_tokens + answers.new_tokens)
+def planned_positions(recipe: Recipe) -> dict[str, int]:
+    """The positions of the stores that a run writes, by stage, every answer as long as it may get: for training, and
+    held out where the target is not loaded."""
+    answers, acceptance, test, block = recipe.answers, recipe.train.acceptance, recipe.eval, recipe.corpus.block
+    found = {"teacher": recipe.corpus.tokens + answers.prompts * (answers.prompt_tokens + answers.new_tokens)}
+    if not recipe.target.load and acceptance is not None:
+        for stage, count, tokens, blocks in (
+            ("validation", acceptance.prompts, acceptance.new_tokens, recipe.cut.score_blocks),
+            ("test", test.prompts, test.new_tokens, test.file_blocks),
+        ):
+            found[stage] = count * (answers.prompt_tokens + tokens) + blocks * block
+    return found
+
+
+def planned_bytes(recipe: Recipe) -> dict[str, int]:
+    """What they take on disk."""
+    hidden = load_config(recipe.target.model).get_text_config().hidden_size
+    each = bytes_per_position(recipe.teacher, hidden, recipe.target.dtype)
+    return {stage: positions * each for stage, positions in planned_positions(recipe).items()}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -15,9 +15,10 @@ import tiny
 
 from distill.errors import RunError
 from distill.files import read_result
-from distill.pipeline.rehearsal import RESULT, MemoryWatch, Rehearsal, Rehearsed, expect, rehearse, shortened
+from distill.pipeline.rehearsal import RESULT, MemoryWatch, Rehearsal, rehearse, shortened
 from distill.pipeline.running import forget_begun
 from distill.pipeline.stages import begun_path, find_stage
+from distill.planning.hours import Rehearsed, rehearsed_hours
 from distill.progress import Progress, watched
 from distill.recipe import load_recipe
 from distill.run import Run
@@ -97,7 +98,7 @@ def test_expected_seconds_follow_the_counts(world: Path, rehearsed: tuple[Path, 
     saved = [line["seconds"] for line in lines if line["stage"] == "checkpoint"]
     assert (len(steps), len(judged), len(saved)) == (3, 2, 1)
     stages = [Rehearsed("train", 100.0, 0, 1, 0, 30), Rehearsed("answers", 10.0, 8.0, 1, 0, 5)]
-    train, answers = expect(recipe, short, run, stages)
+    train, answers = rehearsed_hours(recipe, short, run, stages)
     rest = 100 - sum(steps) - sum(judged) - sum(saved)
     expected = rest + 8 * (steps[1] + steps[2]) / 2 + 3 * judged[1] + 4 * saved[0]
     assert train.low == train.high == pytest.approx(expected)
@@ -123,7 +124,7 @@ def test_again_it_only_shows(world: Path, rehearsed: tuple[Path, str], capsys: C
     before = read_result(folder / RESULT, Rehearsal).stages
     assert tiny.call("train", world / "recipe.yaml", "--runs", folder.parent, "--rehearse") == 0
     said = capsys.readouterr()
-    assert said.out.splitlines()[:14] == table.splitlines()[:14] and "distill runs --delete" in said.err
+    assert said.out.splitlines()[:12] == table.splitlines()[:12] and "distill runs --delete" in said.err
     assert read_result(folder / RESULT, Rehearsal).stages == before
 
 

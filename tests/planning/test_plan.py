@@ -27,10 +27,11 @@ from distill.errors import DataError, RecipeError
 from distill.files import write_result
 from distill.intervals import Interval
 from distill.measuring.evaluation_results import EvaluationReport, PositionAcceptance
-from distill.planning.cases import planned_config, stage_hours
+from distill.planning.cases import PlanRequest, planned_config
 from distill.planning.hardware import Hardware, StepWork, read_hardware, work_of, work_of_config
+from distill.planning.hours import StageEstimate, estimated_hours
 from distill.planning.plan import ALL, RATES, Case, SpeedupPlan, by_position, forecast, plan_blocks, step_costs
-from distill.recipe import load_recipe
+from distill.recipe import Recipe, load_recipe
 from distill.tables import document
 
 Capture = pytest.CaptureFixture[str]
@@ -352,27 +353,28 @@ def test_hours_and_disk_of_the_run(world: Path, tmp_path: Path, capsys: Capture)
         return max((4 * parameters + depth * cached) / 100e9, 2 * tokens * parameters / 2e12) + 1e-3
 
     # 12 texts, 2 at a time, 24 tokens each behind 8: 6 batches of 24 steps.
-    assert stages["answers"]["seconds"] == pytest.approx(6 * 24 * forward(big, 2, 2 * (8 + 12)))
+    assert stages["answers"]["low"] == pytest.approx(6 * 24 * forward(big, 2, 2 * (8 + 12)))
     positions, block = 1500 + 12 * (8 + 24), recipe.teacher.batch * 64
     assert stages["teacher"]["tokens"] == positions
-    assert stages["teacher"]["seconds"] == pytest.approx(positions / block * forward(big, block, 0))
+    assert stages["teacher"]["low"] == pytest.approx(positions / block * forward(big, block, 0))
     assert stages["teacher"]["disk_bytes"] > positions * 8 * 6
-    assert stages["train"]["seconds"] == pytest.approx(8 * 3 * forward(small, 4 * 64, 0))
+    assert stages["train"]["low"] == pytest.approx(8 * 3 * forward(small, 4 * 64, 0))
     assert stages["train"]["disk_bytes"] == 3 * 12 * small
     changes = ("teacher.kind=online", "answers.writer={gguf: x.gguf}")
-    other = {one.stage: one for one in stage_hours(load_recipe(world / "recipe.yaml", changes), box(tmp_path))}
-    assert other["answers"].seconds is other["teacher"].seconds is None and "gguf" not in other["teacher"].note
+    other = {one.stage: one for one in hours(load_recipe(world / "recipe.yaml", changes), tmp_path)}
+    assert other["answers"].low is other["teacher"].high is None and "gguf" not in other["teacher"].note
     assert "| answers | 288 |  | – | written by the file or servers" in document(
         plan_blocks(SpeedupPlan("x", {}, [], run=[*other.values()], run_on="a box"))
     )
-    assert other["train"].seconds == pytest.approx(stages["train"]["seconds"] + 8 * forward(big, 4 * 64, 0))
-    exact = stage_hours(load_recipe(world / "recipe.yaml", ["teacher.kind=exact"]), box(tmp_path))[-1]
+    assert other["train"].low == pytest.approx(stages["train"]["low"] + 8 * forward(big, 4 * 64, 0))
+    exact = hours(load_recipe(world / "recipe.yaml", ["teacher.kind=exact"]), tmp_path)[-1]
     rows, hidden = models[0].lm_head.weight.shape
-    assert exact.seconds == pytest.approx(stages["train"]["seconds"] + 8 * 2 * 4 * 64 * rows * hidden / 2e12)
+    assert exact.low == pytest.approx(stages["train"]["low"] + 8 * 2 * 4 * 64 * rows * hidden / 2e12)
 
 
-def box(folder: Path) -> Hardware:
-    return read_hardware(folder / "box.yaml")
+def hours(recipe: Recipe, folder: Path) -> list[StageEstimate]:
+    works = PlanRequest.of(recipe).works()
+    return estimated_hours(recipe, read_hardware(folder / "box.yaml"), works, planned_config(recipe))
 
 
 def test_a_training_that_must_pay(world: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -25,9 +25,10 @@ from distill.data.texts import AskedQuestions, CorpusTexts, QuestionTexts, Reply
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError, RecipeError
 from distill.files import read_json, read_result
-from distill.pipeline.rehearsal import QUESTIONS, Rehearsed, expect, shortened
+from distill.pipeline.rehearsal import QUESTIONS, shortened
 from distill.pipeline.running import plan_run
 from distill.pipeline.stages import STAGES, Contents, find_stage, key_parts
+from distill.planning.hours import Rehearsed, rehearsed_hours
 from distill.recipe import Chat, Recipe, load_recipe, parse_recipe
 from distill.report.sections import texts
 from distill.report.tables import RunResults
@@ -625,12 +626,12 @@ def test_a_rehearsal_asks_fewer(talking: Path, tmp_path: Path) -> None:
     assert short.corpus.asked[0].questions == QUESTIONS and short.corpus.test == short.corpus.validation == 0.25
     measured = Rehearsed("questions", 12.0, 10.0, 10**8, 0, 10**6)
     run = Run(tmp_path / short.name, short)
-    (found,) = expect(recipe, short, run, [measured])
+    (found,) = rehearsed_hours(recipe, short, run, [measured])
     assert found.low == found.high == 2 + 100 * 10 and found.disk_bytes == 100 * 10**6
     served = load_recipe(
         talking / "recipe.yaml", ["answers.writer={gguf: a.gguf, concurrency: 8}", "corpus.sources.0.questions=96"]
     )
-    (found,) = expect(served, shortened(served, tmp_path), run, [measured])
+    (found,) = rehearsed_hours(served, shortened(served, tmp_path), run, [measured])
     assert (found.low, found.high) == (2 + 2 * 10, 2 + 2 * 10)
 
 

@@ -1,0 +1,303 @@
+"""What the stages of a run take: hours, memory and disk, from a machine that is described or from a rehearsal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from distill.data.texts import read_answers
+from distill.data.traffic import SOURCE, pin_of
+from distill.engines.torch.hugging_face import load_config
+from distill.planning.hardware import Hardware, StepWork
+from distill.progress import duration
+from distill.recipe import Recipe
+from distill.recipe.target import TYPE_BYTES
+from distill.run import Run
+from distill.tables import Cell, Columns, Table, table_of
+from distill.teacher.store import planned_bytes, planned_positions
+from distill.training.results import ACCEPTANCE_STAGE
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """A stage of a run that is planned: seconds from `low` to `high` (None where something else computes, which `note`
+    names) and bytes on disk; by a rehearsal also the peaks of memory, else the tokens that it writes, reads or learns
+    from."""
+
+    stage: str
+    low: float | None
+    high: float | None
+    disk_bytes: int
+    memory_bytes: int = 0
+    device_bytes: int = 0
+    tokens: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """One stage: seconds, the part of them in loops whose length the recipe sets, peak memory and disk, as measured.
+
+    `memory_bytes` is the process's peak resident size, `device_bytes` the peak allocated on accelerators (0 without).
+    """
+
+    stage: str
+    seconds: float
+    loop_seconds: float
+    memory_bytes: int
+    device_bytes: int
+    disk_bytes: int
+
+
+def estimate_table(
+    found: Sequence[StageEstimate], rehearsed: Sequence[Rehearsed] = (), *, title: str = "", note: str = ""
+) -> Table:
+    """A row for each stage and one for all, in the columns that some stage has figures for."""
+    before = {one.stage: one.seconds for one in rehearsed}
+    every = StageEstimate(
+        "all",
+        sum(one.low or 0.0 for one in found),
+        sum(one.high or 0.0 for one in found),
+        sum(one.disk_bytes for one in found),
+        max(one.memory_bytes for one in found),
+        max(one.device_bytes for one in found),
+    )
+    columns: Columns[StageEstimate] = {
+        "stage": lambda one: one.stage,
+        "tokens": lambda one: one.tokens,
+        "rehearsed": lambda one: duration(sum(before.values()) if one is every else before[one.stage]),
+        "whole run": _bounds,
+        "peak memory": lambda one: Cell(one.memory_bytes, "size"),
+        "GPU memory": lambda one: Cell(one.device_bytes, "size"),
+        "disk": lambda one: Cell(one.disk_bytes or None, "size"),
+        "": lambda one: one.note,
+    }
+    known = {
+        "tokens": any(one.tokens is not None for one in found),
+        "rehearsed": bool(before),
+        "peak memory": bool(every.memory_bytes),
+        "GPU memory": bool(every.device_bytes),
+        "": any(one.note for one in found),
+    }
+    shown = {name: of for name, of in columns.items() if known.get(name, True)}
+    return table_of([*found, every], shown, title=title, note=note, classes=[*[""] * len(found), "best"])
+
+
+def _bounds(one: StageEstimate) -> str:
+    if one.low is None or one.high is None:
+        return ""
+    low, high = duration(one.low), duration(one.high)
+    return low if low == high else f"{low} to {high}"
+
+
+# ── By a described machine: the four loops of computation ──
+# A forward pass of m tokens takes T(m) as in hardware.py; a training step three of the draft's, one forward and two
+# backward, and the target's head or the whole target where the teacher asks for it. Loading, measuring and writing
+# files are left out; `distill train --rehearse` measures all of it.
+
+USABLE = 0.75  # of the texts that a target writes as questions: SmolLM2's, docs/benchmarks.md#smollm2
+MOMENTS = 12  # bytes a parameter of a checkpoint: float32 weights and two moments; Muon has one
+
+
+def estimated_hours(
+    recipe: Recipe, hardware: Hardware, works: tuple[StepWork, StepWork | None], config: Any
+) -> list[StageEstimate]:
+    """Each loop, from what steps of the target and of the recipe's draft take, and the draft's configuration."""
+    big, small = works
+    assert small is not None  # that of the recipe's cut
+    return [
+        *_written(recipe, hardware, big),
+        *_distributions(recipe, hardware, big),
+        _training(recipe, hardware, big, small, config),
+    ]
+
+
+def _written(recipe: Recipe, hardware: Hardware, big: StepWork) -> Iterator[StageEstimate]:
+    """Questions and answers, every text as long as it may get."""
+    batch, answers = recipe.answers.batch, recipe.answers
+    asked = [(round((source.questions or 0) / USABLE), source.tokens or 0) for source in recipe.corpus.asked]
+    for stage, texts in (("questions", asked), ("answers", [(answers.prompts, answers.new_tokens)])):
+        tokens = sum(count * length for count, length in texts)
+        if not tokens:
+            continue
+        if answers.writer is not None:
+            yield _elsewhere(stage, tokens, 0, "written by the file or servers of answers.writer")
+            continue
+        # The mean depth of a text, of as many texts as are written at once.
+        seconds = sum(
+            math.ceil(count / batch)
+            * length
+            * big.seconds(min(batch, count), min(batch, count) * (answers.prompt_tokens + length // 2), hardware)
+            for count, length in texts
+        )
+        yield StageEstimate(stage, seconds, seconds, 4 * tokens, tokens=tokens)
+
+
+def _distributions(recipe: Recipe, hardware: Hardware, big: StepWork) -> Iterator[StageEstimate]:
+    settings, disk = recipe.teacher, planned_bytes(recipe)
+    for stage, positions in planned_positions(recipe).items():
+        if settings.kind == "online":
+            yield _elsewhere(stage, positions, 0, "computed in every training step")
+        elif settings.server is not None or settings.gguf is not None:
+            yield _elsewhere(stage, positions, disk[stage], "computed by teacher.gguf or teacher.server")
+        else:
+            size = settings.batch * recipe.corpus.block
+            seconds = positions / size * big.seconds(size, 0, hardware)
+            yield StageEstimate(stage, seconds, seconds, disk[stage], tokens=positions)
+
+
+def _elsewhere(stage: str, tokens: int, disk: int, note: str) -> StageEstimate:
+    return StageEstimate(stage, None, None, disk, tokens=tokens, note=note)
+
+
+def _training(recipe: Recipe, hardware: Hardware, big: StepWork, small: StepWork, config: Any) -> StageEstimate:
+    train, trim = recipe.train, recipe.cut.trim
+    rows = config.vocab_size if trim is None or trim.size is None else trim.size
+    positions = train.batch * recipe.corpus.block
+    step = 3 * small.seconds(positions, 0, hardware)
+    if recipe.teacher.kind == "online":
+        step += big.seconds(positions, 0, hardware)
+    elif recipe.teacher.kind == "exact":
+        hidden = load_config(recipe.target.model).get_text_config().hidden_size
+        step += 2 * positions * rows * hidden / hardware.compute_tflop_per_s.value / 1e12
+    # A step leaves out the rows that a trimmed head drops, and an input embedding beside a head of its own.
+    left_out = config.vocab_size - rows + (0 if config.tie_word_embeddings else config.vocab_size)
+    disk = (train.keep + 1) * MOMENTS * (small.parameters + left_out * config.hidden_size)  # one is being written
+    return StageEstimate("train", train.steps * step, train.steps * step, round(disk), tokens=train.steps * positions)
+
+
+# ── By a rehearsal, from what it measured ──
+# A stage's loops (its Progress lines, a training's steps) grow with the recipe's counts; loading does not. Where a
+# stage has work outside its loops that grows too, the low bound takes it as it was, the high one in proportion.
+
+
+def rehearsed_hours(recipe: Recipe, short: Recipe, run: Run, measured: Sequence[Rehearsed]) -> list[StageEstimate]:
+    """What each measured stage takes in the whole run; the recipe was shortened to `short` and rehearsed in `run`."""
+    return [_rehearsed(stage, recipe, short, run) for stage in measured]
+
+
+def _rehearsed(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> StageEstimate:
+    fixed, loop = stage.seconds - stage.loop_seconds, stage.loop_seconds
+    counts = _count(stage.stage, recipe, run), _count(stage.stage, short, run)
+    if stage.stage == "train":
+        low = high = _paced(stage, recipe, run)
+    else:
+        low, high = (outside * fixed + inside * loop for outside, inside in _growth(stage.stage, recipe, short, counts))
+    memory, device = stage.memory_bytes, stage.device_bytes
+    rows = {
+        "answers": min(recipe.answers.batch, recipe.answers.prompts) - short.answers.prompts,
+        "eval": min(recipe.answers.batch, recipe.eval.prompts) - short.eval.prompts,
+    }.get(stage.stage, 0)
+    if rows > 0 and not (stage.stage == "answers" and recipe.answers.writer is not None):
+        more = rows * _row_bytes(recipe)
+        memory, device = (memory, device + more) if device else (memory + more, device)
+    if stage.stage == "train":
+        disk = stage.disk_bytes * (1 + recipe.train.keep) // 2
+    else:
+        counted = stage.stage in ("questions", "corpus", "answers", "teacher")
+        growth = _ratio(*counts) if counted else 1.0
+        disk = round(max(1.0, growth) * stage.disk_bytes)
+    return StageEstimate(stage.stage, low, high, disk, memory, device)
+
+
+def _growth(
+    stage: str, recipe: Recipe, short: Recipe, counts: tuple[float, float]
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """By which a stage's seconds outside and inside its loops are multiplied: of the low bound, and of the high one."""
+    more = _ratio(*counts)
+    if stage in ("questions", "answers"):
+        low, high = _texts(recipe, *map(int, counts))
+        return (1, low), (1, high)
+    if stage in ("teacher", "test"):
+        return (1, more), (1, more)
+    if stage == "cut":
+        cuts = len(recipe.cut.compare)
+        if not cuts:
+            return (1, 1), (more, more)
+        return (1, cuts), (more, cuts * _ratio(recipe.cut.heal_steps, short.cut.heal_steps))
+    if stage == "eval":
+        largest = max(more, _ratio(recipe.eval.file_blocks, short.eval.file_blocks))
+        return (1, more), (largest, largest)
+    if stage == "speedup":
+        more *= max(1.0, _ratio(recipe.speedup.prompts, short.speedup.prompts))
+        return (1, more), (more, more)
+    return (1, 1), (1, 1)
+
+
+def _count(stage: str, recipe: Recipe, run: Run) -> float:
+    """What a stage's seconds grow with; of those that write texts and distributions, also their disk space."""
+    speedup = recipe.speedup
+    counts: dict[str, Callable[[], float]] = {
+        "questions": lambda: sum(source.questions or 0 for source in recipe.corpus.asked),
+        "corpus": lambda: recipe.corpus.tokens,
+        "answers": lambda: recipe.answers.prompts,
+        "teacher": lambda: _positions(recipe, run),
+        "test": lambda: recipe.eval.prompts,
+        "cut": lambda: recipe.cut.score_blocks,
+        "eval": lambda: recipe.eval.prompts,
+        "speedup": lambda: 1 + len(speedup.lengths) + len(speedup.configurations),
+    }
+    return counts[stage]() if stage in counts else 1.0
+
+
+def _ratio(whole: float, part: float) -> float:
+    return whole / part if part else 1.0
+
+
+def _positions(recipe: Recipe, run: Run) -> float:
+    """Positions that the teacher reads, answers counted at the mean length of those rehearsed in `run`."""
+    total = float(recipe.corpus.tokens)
+    traffic, answers = recipe.answers.traffic, read_answers(run, "train")
+    for served in (False, True):
+        lengths = [len(one.prompt) + len(one.answer) for one in answers if (one.source == SOURCE) == served]
+        count = recipe.answers.prompts
+        if served:
+            count = 0 if traffic is None else pin_of(Path(traffic.path))["lines"]
+        total += count * fmean(lengths) if lengths else 0
+    return total
+
+
+def _texts(recipe: Recipe, whole: int, part: int) -> tuple[float, float]:
+    """How many times longer the target writes `whole` texts than `part`, from a low to a high bound."""
+    texts = _ratio(whole, part)
+    if recipe.answers.writer is not None:  # text by text, or as many at once as the servers take
+        return texts * min(part, recipe.answers.writer.concurrency) / recipe.answers.writer.concurrency, texts
+    batch = recipe.answers.batch
+    batches = _ratio(math.ceil(whole / batch), math.ceil(part / batch))
+    # A batch of many prompts takes as long as one of few where the device is not busy, else longer in proportion.
+    return batches, max(texts, batches)
+
+
+def _paced(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
+    """Seconds of the whole training: steps, evaluations of weights and checkpoints at the pace of those rehearsed."""
+    lines = [line for line in run.metrics() if "seconds" in line]
+    own: dict[Any, list[float]] = {
+        kind: [float(line["seconds"]) for line in lines if line["stage"] == kind]
+        for kind in ("train", ACCEPTANCE_STAGE, "checkpoint")
+    }
+    trained = recipe.train.steps
+    every = recipe.train.acceptance.every if recipe.train.acceptance is not None else None
+    judged = 1 + math.ceil(trained / every) if every is not None else 0
+    counts = {
+        "train": trained,
+        ACCEPTANCE_STAGE: judged,
+        "checkpoint": math.ceil(trained / recipe.train.save_every),
+    }
+    rest = stage.seconds - sum(sum(seconds) for seconds in own.values())
+    # The first step warms up caches and, with train.compile, compiles.
+    paces = {kind: fmean(found[1:] or found) for kind, found in own.items() if found}
+    return rest + sum(counts[kind] * pace for kind, pace in paces.items())
+
+
+def _row_bytes(recipe: Recipe) -> int:
+    """Bytes of keys, values and fp32 probabilities of one more prompt in a batch of the target."""
+    config = load_config(recipe.target.model).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tokens = recipe.answers.prompt_tokens + recipe.answers.new_tokens
+    cache = 2 * config.num_hidden_layers * heads * head * TYPE_BYTES[recipe.target.dtype] * tokens
+    return int(cache + 4 * 4 * config.vocab_size)
