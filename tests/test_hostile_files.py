@@ -39,8 +39,8 @@ from distill.surgery.subtokens import check_transplant
 from distill.tables import document
 from distill.teacher.stage import stored_entries
 from distill.teacher.store import read_manifest
+from distill.training.checkpoints import checkpoints, load_checkpoint
 from distill.training.results import training_steps
-from distill.training.setup import checkpoints, load_checkpoint
 from distill.vocabulary import Vocabulary
 from distill.vocabulary.files import added_around, open_tokenizer
 

@@ -10,8 +10,7 @@ from distill.machine import MOST_THREADS
 from distill.recipe.configuration import OTHER_VOCABULARY, PLAIN, Configuration
 from distill.recipe.target import Section
 
-# ── GGUF files: their number formats, and the recipe section on how llama.cpp opens them, under llama.cpp's names
-# ──
+# ── GGUF files: their number formats, and how llama.cpp opens them, under llama.cpp's names ──
 
 # The number formats of the files that `distill` writes: the first ones itself, the others by llama.cpp's quantiser.
 Direct = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"]

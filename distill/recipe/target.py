@@ -17,8 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from distill.errors import RecipeError
 from distill.files import LARGEST
 
-# ── The base class of recipe sections, and the mistakes in one in this project's words: where, what, and the value
-# ──
+# ── The base class of recipe sections ──
 
 
 class Section(BaseModel):
@@ -65,7 +64,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield value
 
 
-# ── mistakes ──
+# ── Mistakes in a section, in this project's words: where, what, and the value ──
 
 SomeSection = typing.TypeVar("SomeSection", bound=Section)
 

@@ -160,12 +160,9 @@ def training(results: RunResults) -> Html:
         as_plot(partial(plots.agreement_curve, steps), f"Agreement on training batches, {each}."),
         as_plot(partial(plots.validation_curve, evaluated), chosen_by),
     ]
-    parts = (
-        "" if summary is None else as_table(draft_tables.parts(summary, results.command)) + as_list(_outcome(summary))
-    )
-    return Html(
-        as_plots(*drawn) + as_paragraph(_pace(steps)) + parts + as_table(draft_tables.ends(steps, results.command))
-    )
+    outcome = "" if summary is None else as_list(_outcome(summary))
+    ends = as_table(draft_tables.ends(steps, results.command))
+    return Html(as_plots(*drawn) + as_paragraph(_pace(steps)) + outcome + ends)
 
 
 def _pace(steps: list[TrainingStep]) -> str:
@@ -180,8 +177,9 @@ def _pace(steps: list[TrainingStep]) -> str:
 
 
 def _outcome(training: TrainingSummary) -> list[str]:
-    """The weights that were taken."""
-    sentences = []
+    """What was trained, and the weights that were taken."""
+    loss = " + ".join(f"{weight:g} {name}" for name, weight in training.loss.items())
+    sentences = [f"{number(training.steps)} steps at a peak rate of {training.rate:g}; loss: {loss}."]
     if best := training.best:
         reason = f", {REASON}" if best.measure == STORED else ""
         sentences.append(f"The weights of step {number(best.step)} were taken: {best.words}{reason}.")

@@ -15,7 +15,7 @@ from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import speedup_of
 from distill.surgery.results import Change, Comparison, SparsityReport
 from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, size, table_of
-from distill.training.results import Evaluation, TrainedPart, TrainingStep, TrainingSummary, trained_tokens
+from distill.training.results import Evaluation, TrainingStep, TrainingSummary, trained_tokens
 
 # ── Everything that a run has measured, gathered for the report page and the model card ──
 
@@ -157,17 +157,6 @@ def sparsity(report: SparsityReport, command: str) -> list[Table]:
         [layer, Cell(share, "%"), Cell(strength, "significant")] for layer, (share, strength) in enumerate(figures)
     ]
     return [Table(["layer", "removed neurons that were exactly zero", "mean λ of the ramp"], rows, command)]
-
-
-def parts(training: TrainingSummary, command: str) -> Table:
-    """The parts of the training."""
-    columns: Columns[TrainedPart] = {
-        "part": lambda one: one.name,
-        "steps": lambda one: f"{one.first + 1}–{one.first + one.steps}",
-        "peak rate": lambda one: Cell(one.rate, "significant"),
-        "loss": lambda one: ", ".join(f"{weight:g} {name}" for name, weight in one.loss.items()),
-    }
-    return table_of(training.parts, columns, command)
 
 
 def ends(steps: list[TrainingStep], command: str) -> Table:

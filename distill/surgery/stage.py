@@ -62,7 +62,8 @@ from distill.surgery.trim import (
 from distill.tables import document
 from distill.teacher.store import TeacherSource, TeacherStore, open_teacher
 from distill.training.adapters import adapted
-from distill.training.step import heal, loss_settings, with_rate
+from distill.training.optimizer import with_rate
+from distill.training.step import heal, loss_settings
 from distill.vocabulary import Vocabulary
 
 # ── The price of a cut: its acceptance after a short training, the cost of its steps here, and the speed of both ──

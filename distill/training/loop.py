@@ -26,17 +26,11 @@ from distill.run import BEGIN, Run
 from distill.surgery.layers import size_of
 from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.training.adapters import merge
-from distill.training.results import EvaluatedWeights, TrainedPart, TrainingSummary
-from distill.training.setup import (
-    Training,
-    load_checkpoint,
-    newest_checkpoint,
-    save_checkpoint,
-    set_up,
-    tracked,
-    warn_missing_classes,
-)
-from distill.training.step import CLIP, STATES, body_share, rate_share, scored_blocks, set_rates, states_weight
+from distill.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
+from distill.training.optimizer import body_share, rate_share, set_rates
+from distill.training.results import EvaluatedWeights, TrainingSummary
+from distill.training.setup import Training, set_up, tracked, warn_missing_classes
+from distill.training.step import CLIP, STATES, scored_blocks, states_weight
 from distill.training.validation import (
     ended,
     evaluate_weights,
@@ -256,7 +250,8 @@ def summary_of(work: Training) -> TrainingSummary:
     return TrainingSummary(
         steps=steps,
         processes=work.accelerator.num_processes,
-        parts=[TrainedPart("align", 0, steps, work.rate, dict(work.loss.losses))],
+        rate=work.rate,
+        loss=dict(work.loss.losses),
         best=None if best is None else from_json(best, EvaluatedWeights, "the last checkpoint"),
     )
 

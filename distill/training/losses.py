@@ -26,8 +26,7 @@ from distill.errors import DataError
 from distill.recipe.training import LossName
 from distill.teacher.distributions import EMPTY, Teacher, TeacherChunk
 
-# ── Losses over the outcomes of a position with closed-form gradients, and gradients of outcomes as those of logits
-# ──
+# ── Losses over the outcomes of a position with closed-form gradients ──
 
 # Formulas in distill/divergences.py under the same names.
 LOSSES: tuple[str, ...] = get_args(LossName)

@@ -74,17 +74,6 @@ class Evaluation(EvaluatedWeights):
     reached: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class TrainedPart:
-    """A part of the training: its first step, how many, its peak rate and its losses with their weights."""
-
-    name: str
-    first: int
-    steps: int
-    rate: float
-    loss: dict[str, float]
-
-
 REMEDY = (  # for `TrainingSummary.warning`
     "train longer (train.steps) on more answers (answers.prompts), try half of train.rate, or judge on more "
     "validation prompts (train.acceptance.prompts, and as many questions or documents)"
@@ -93,11 +82,13 @@ REMEDY = (  # for `TrainingSummary.warning`
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """training.json. `best` is None where no weights were chosen; `parts` is one but in runs of before."""
+    """training.json: how many steps were trained, the peak rate, the losses with their weights, and the weights that
+    were taken; `best` is None where none were chosen."""
 
     steps: int
     processes: int
-    parts: list[TrainedPart]
+    rate: float
+    loss: dict[str, float]
     best: EvaluatedWeights | None
 
     @property

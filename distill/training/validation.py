@@ -34,8 +34,9 @@ from distill.run import Run
 from distill.sampler import Sampler
 from distill.teacher.distributions import TeacherChunk
 from distill.teacher.store import TeacherStore, held_out
+from distill.training.checkpoints import BEST, load_weights, save_weights, step_of_weights
 from distill.training.results import ACCEPTANCE_STAGE, STORED, EvaluatedWeights
-from distill.training.setup import BEST, Training, load_weights, save_weights, step_of_weights
+from distill.training.setup import Training
 from distill.training.step import Verifying, protocol_of
 
 # ── The message when memory runs out: during which work, and which settings to lower ──
@@ -133,8 +134,7 @@ def _smaller_target(recipe: Recipe) -> str:
     return f"{spread}set {smaller}, which makes its answers and distributions again"
 
 
-# ── Acceptance on the validation split: drafts are decoded and verified as they will be served, and the best are
-# kept ──
+# ── Acceptance on the validation split ──
 
 Item = TypeVar("Item")
 VERIFIERS: dict[Verifying, str] = {"sampling": "token", "match": "match", "greedy": "greedy"}
@@ -254,7 +254,7 @@ class StoredAnswers:
         return {"acceptance": least / count, "most": largest / count, "positions": positions, "measure": STORED}
 
 
-# ── of a training in progress ──
+# ── Acceptance of a training in progress ──
 
 
 @contextmanager
@@ -317,7 +317,7 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
     return figures
 
 
-# ── the choice of weights ──
+# ── The choice of weights ──
 
 
 def evaluation_due(work: Training) -> bool:

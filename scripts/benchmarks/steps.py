@@ -27,8 +27,9 @@ from distill.data.packing import Packed, hidden_states
 from distill.machine import machine
 from distill.teacher.distributions import CompactTeacher, Head, Teacher
 from distill.training.losses import LossSettings
+from distill.training.optimizer import parameter_groups
 from distill.training.setup import recompute_activations
-from distill.training.step import Columns, Learner, parameter_groups
+from distill.training.step import Columns, Learner
 
 
 class Shape(NamedTuple):

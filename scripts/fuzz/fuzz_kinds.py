@@ -719,7 +719,7 @@ def learner() -> tuple[Any, Any]:
 
 
 def checkpoint_files(world: World) -> Strategy:
-    from distill.training.setup import save_checkpoint
+    from distill.training.checkpoints import save_checkpoint
 
     run = Run(world.place / "learnt", world.recipe)
     save_checkpoint(run, 2, *learner(), keep=1, state={"best": None, "sparsity": None})
@@ -736,7 +736,7 @@ def checkpoint_files(world: World) -> Strategy:
 
 
 def read_checkpoints(world: World, found: tuple[tuple[str, bytes], bool]) -> Readers:
-    from distill.training.setup import load_checkpoint, newest_checkpoint, save_checkpoint
+    from distill.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 
     (name, data), without = found
     run = Run(world.place / "learnt", world.recipe)

@@ -46,7 +46,7 @@ from distill.report import plots
 from distill.report.tables import RunResults
 from distill.run import Run
 from distill.tables import placeless
-from distill.training.results import EvaluatedWeights, TrainedPart, TrainingStep, TrainingSummary, training_steps
+from distill.training.results import EvaluatedWeights, TrainingStep, TrainingSummary, training_steps
 
 SURROGATE = "[lone surrogate]"  # which JSON cannot hold: put in after reading
 EVIL = (
@@ -312,18 +312,17 @@ def test_every_figure_of_a_pair_names_it() -> None:
 
 @pytest.mark.usefixtures("without_pictures")
 def test_the_weights_that_were_taken_are_named() -> None:
-    parts = [TrainedPart("align", 0, 800, 3e-4, {"jsd": 1.0})]
-    words = page_words(
-        make_metadata() | {"training": asdict(TrainingSummary(800, 1, parts, EvaluatedWeights(600, 0.5678, 2.75, 200)))}
-    )
-    assert "The weights of step 600 were taken: conditional acceptance 0.568" in words and "1–800" in words
+    trained = TrainingSummary(800, 1, 3e-4, {"jsd": 1.0}, EvaluatedWeights(600, 0.5678, 2.75, 200))
+    words = page_words(make_metadata() | {"training": asdict(trained)})
+    assert "800 steps at a peak rate of 0.0003; loss: 1 jsd." in words
+    assert "The weights of step 600 were taken: conditional acceptance 0.568" in words
 
 
 @pytest.mark.usefixtures("without_pictures")
 def test_a_training_that_did_not_help_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the report, on the card, and at the end of the command."""
     best = EvaluatedWeights(0, 0.4, 2.0, 9)
-    untrained = TrainingSummary(9, 1, [], best)
+    untrained = TrainingSummary(9, 1, 1e-3, {"jsd": 1.0}, best)
     (tmp_path / "stages").mkdir()
     record = {"key": "", "inputs": {}, "artifacts": {}, "digest": ""}
     (tmp_path / "stages" / "train.json").write_text(json.dumps(record))

@@ -30,16 +30,8 @@ from distill.recipe import Adapter, Train, load_recipe, parse_section
 from distill.surgery.checks import kept_share
 from distill.surgery.sparsity import GroupLasso, zero_groups
 from distill.training.adapters import attach
-from distill.training.step import (
-    loss_settings,
-    make_optimizer,
-    orthogonalised,
-    peak_rate,
-    protocol_of,
-    rate_share,
-    set_rates,
-    with_rate,
-)
+from distill.training.optimizer import make_optimizer, orthogonalised, peak_rate, rate_share, set_rates, with_rate
+from distill.training.step import loss_settings, protocol_of
 
 MUON = ("train.optimizer=muon", "train.matrix_rate=0.004")
 TEN = (MIXED, "train.steps=10")
@@ -191,8 +183,7 @@ def test_the_rate_follows_what_the_cut_leaves(
     assert tiny.call("check", world / "recipe.yaml", "train.rate=null") == 0
     assert f"at up to {peak_rate(left):g}: " in capsys.readouterr().out
     run = trained(world, ready, tmp_path, "train.rate=null", "train.steps=2", "train.acceptance=null")
-    (part,) = json.loads((run / "training.json").read_text())["parts"]
-    assert part["rate"] == peak_rate(left)
+    assert json.loads((run / "training.json").read_text())["rate"] == peak_rate(left)
 
 
 def test_the_default_loss_is_that_of_the_protocol() -> None:

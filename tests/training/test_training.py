@@ -51,17 +51,10 @@ from distill.recipe import Train, load_recipe, parse_section
 from distill.run import BEGIN, Run
 from distill.sampler import Sampler
 from distill.teacher.distributions import Head
-from distill.training import loop, setup, validation
+from distill.training import checkpoints, loop, validation
+from distill.training.checkpoints import BEST, load_checkpoint, newest_checkpoint, save_checkpoint, step_of_weights
 from distill.training.losses import LossSettings
-from distill.training.setup import (
-    BEST,
-    Training,
-    load_checkpoint,
-    make_accelerator,
-    newest_checkpoint,
-    save_checkpoint,
-    step_of_weights,
-)
+from distill.training.setup import Training, make_accelerator
 from distill.training.step import Columns, Learner, loss_settings
 from distill.training.validation import ServedTarget, decoded_acceptance, served_form
 
@@ -235,7 +228,7 @@ def test_a_training_ends_when_patience_has_run_out(train: Trainer, monkeypatch: 
     assert [line["step"] for line in metrics(run)] == [1, 2, 3]
     summary = json.loads((run / "training.json").read_text())
     assert summary["best"]["step"] == 1
-    assert summary["steps"] == 3 and [part["steps"] for part in summary["parts"]] == [3]
+    assert summary["steps"] == 3
 
 
 def test_a_training_that_begins_again_leaves_no_figures_behind(tmp_path: Path, world: Path) -> None:
@@ -454,13 +447,13 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
     train()
     shutil.rmtree(tmp_path / "tiny" / "draft")
     with monkeypatch.context() as patch:
-        take = setup._set_weights
+        take = checkpoints._set_weights
         turns = iter([take, exhausted])  # the checkpoint's weights, then the best ones
         for name, instead, doing in (
             ("_set_moments", exhausted, "loaded"),
             ("_set_weights", lambda *args: next(turns)(*args), "written"),
         ):
-            patch.setattr(setup, name, instead)
+            patch.setattr(checkpoints, name, instead)
             train(status=2)
             words = capsys.readouterr().err
             assert f"memory ran out while the draft was {doing}" in words

@@ -1,0 +1,181 @@
+"""Checkpoints of a training: written by the main process, the same for any number of processes.
+
+A step's random numbers are a pure function of seed and step, so weights, optimizer and a few counters are enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distill.errors import DataError, DistillError
+from distill.files import file_digest, read_json, write_folder, write_json
+from distill.processes import barrier
+from distill.run import Run
+
+BEST = "best"  # the chosen weights
+DIGESTS = "digests.json"  # checksums of the other files of a folder
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The folders step-NNNNNN in the order of their steps, which have more digits from a million on."""
+    folders = [path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{6,12}", path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The last checkpoint whose state.json, written last, is there."""
+    complete = [path for path in checkpoints(folder) if (path / "state.json").exists()]
+    return complete[-1] if complete else None
+
+
+def plain(learner: torch.nn.Module) -> torch.nn.Module:
+    """The learner without the wrapper of several processes, so that its parameters have their plain names."""
+    inner: Any = learner.module if isinstance(learner, torch.nn.parallel.DistributedDataParallel) else learner
+    return inner
+
+
+def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that learn, under their plain names: all, or beside a frozen base those of the adapters."""
+    return {name: parameter for name, parameter in plain(learner).named_parameters() if parameter.requires_grad}
+
+
+def _save_model(learner: torch.nn.Module, folder: Path) -> None:
+    weights = {name: parameter.detach().cpu() for name, parameter in _learning(learner).items()}
+    torch.save(weights, folder / "model.pt")
+
+
+@torch.no_grad()
+def _set_weights(learner: torch.nn.Module, weights: dict[str, Any]) -> None:
+    """Take the weights that `_save_model` wrote; raises ValueError where they do not fit."""
+    learning = _learning(learner)
+    if sorted(weights) != sorted(learning):
+        raise ValueError("it holds other parameters")
+    for name, parameter in learning.items():
+        if weights[name].shape != parameter.shape:
+            raise ValueError(f"{name} is {[*weights[name].shape]}, not {[*parameter.shape]}")
+        parameter.copy_(weights[name])
+
+
+def _moments(learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """The optimizer's state by the names of parameters. Those that have not learnt yet (train.embedding_steps) have
+    none."""
+    names = {id(parameter): name for name, parameter in _learning(learner).items()}
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    state = {
+        names[id(p)]: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
+        for p, own in optimizer.state.items()
+    }
+    return {"state": state, "param_groups": groups}
+
+
+def _set_moments(learner: torch.nn.Module, optimizer: Any, moments: dict[str, Any]) -> None:
+    """Take the state that `_moments` gave; raises a ValueError or an error of torch's where it does not fit."""
+    names = {id(parameter): name for name, parameter in _learning(learner).items()}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]  # torch counts by this order
+    saved = [name for group in moments["param_groups"] for name in group["params"]]
+    if sorted(saved) != sorted(order):
+        raise ValueError("its optimizer held other parameters")
+    state = {order.index(name): own for name, own in moments["state"].items()}
+    own_groups = optimizer.state_dict()["param_groups"]
+    groups = [{**kept, "params": own["params"]} for kept, own in zip(moments["param_groups"], own_groups, strict=True)]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _write_digests(folder: Path) -> None:
+    """Write the checksums of a folder's tensor files to digests.json."""
+    write_json(folder / DIGESTS, {file.name: file_digest(file) for file in sorted(folder.glob("*.pt"))})
+
+
+def _check_digests(folder: Path) -> None:
+    """Raise ValueError for a file that differs from the checksum in digests.json."""
+    for name, expected in (read_json(folder / DIGESTS, {...: str}) if (folder / DIGESTS).exists() else {}).items():
+        if Path(name).name != name or not (folder / name).is_file() or file_digest(folder / name) != expected:
+            raise ValueError(f"{name} has not the checksum that was recorded when it was written")
+
+
+def save_checkpoint(
+    run: Run, step: int, learner: torch.nn.Module, optimizer: Any, keep: int, state: dict[str, Any]
+) -> None:
+    """Write checkpoints/step-NNNNNN with `state` and delete all but the newest `keep`; for the main process."""
+    folder = run.path("checkpoints")
+
+    def write(temporary: Path) -> None:
+        _save_model(learner, temporary)
+        torch.save(_moments(learner, optimizer), temporary / "optimizer.pt")
+        _write_digests(temporary)
+        write_json(temporary / "state.json", {**state, "step": step})
+
+    write_folder(folder / f"step-{step:06d}", write)
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    return content
+
+
+def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Restore weights and optimizer; the saved state with `step`. Raises DataError for damaged files."""
+    with _damage_explained(f"checkpoint {path} is damaged", f"delete {path} to go on from the one before"):
+        _check_digests(path)
+        weights, moments = _load(path / "model.pt"), _load(path / "optimizer.pt")
+        _set_weights(learner, weights)
+        _set_moments(learner, optimizer, moments)
+    state: dict[str, Any] = read_json(path / "state.json", {"step": int})
+    return state
+
+
+@contextlib.contextmanager
+def _damage_explained(what: str, hint: str) -> Iterator[None]:
+    """Turn torch's errors for a damaged file, which are of many kinds, into a DataError."""
+    try:
+        yield
+    except DistillError:
+        raise
+    except Exception as error:
+        raise DataError(f"{what}: {_first_line(error)}", hint) from error
+
+
+def _first_line(error: Exception) -> str:
+    """An exception's first line, if it is one of those with which torch speaks to users."""
+    first = next(iter(str(error).splitlines()), ":")
+    spoken = isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(error, UnicodeError)
+    if spoken and not first.endswith(":"):
+        return first
+    return f"it does not hold what this version writes ({type(error).__name__})"
+
+
+def save_weights(run: Run, name: str, learner: torch.nn.Module, main: bool, step: int) -> None:
+    """Keep the present weights, those after `step`, as checkpoints/`name`, in the `main` process; every process must
+    call it."""
+
+    def write(temporary: Path) -> None:
+        _save_model(learner, temporary)
+        _write_digests(temporary)
+        write_json(temporary / "state.json", {"step": step})
+
+    if main:
+        write_folder(run.path("checkpoints", name), write)
+    barrier()  # before any process reads them
+
+
+def step_of_weights(run: Run, name: str) -> int | None:
+    """The step after which the weights in checkpoints/`name` were kept; None where there are none."""
+    path = run.path("checkpoints", name, "state.json")
+    return int(read_json(path, {"step": int})["step"]) if path.exists() else None
+
+
+def load_weights(run: Run, name: str, learner: torch.nn.Module) -> None:
+    """Take the weights of checkpoints/`name`; raises DataError when the file is missing or damaged."""
+    path = run.path("checkpoints", name, "model.pt")
+    with _damage_explained(f"{path} is missing or damaged", "run `distill train RECIPE --redo train`"):
+        _check_digests(path.parent)
+        _set_weights(learner, _load(path))
