@@ -101,7 +101,7 @@ def preflight(
         found.skipped += [f"model {model}" for model in remote]
         found.skipped.append("pair rules, sizes and the cut, which need those models' configurations")
         return found
-    for check in (check_stages, check_pair, check_weights_of_models, check_draft, check_static):
+    for check in (check_stages, check_pair, check_weights_of_models, check_static):
         found.lines += check(recipe)
     if inputs:
         found.lines += check_traffic(recipe) + check_questions(recipe) + check_chat(recipe, documents)
@@ -142,8 +142,8 @@ def check_device(recipe: Recipe) -> list[str]:
 
 
 def check_stages(recipe: Recipe) -> list[str]:
-    """The settings of cut, training and speedup are possible with these models, and the draft costs less than its
-    target or is allowed to cost as much."""
+    """The settings of cut, training and speedup are possible with these models, the draft costs less than its target or
+    is allowed to cost as much, and the losses take its logits."""
     target = load_config(recipe.target.model)
     if recipe.target.load and not hasattr(target, "vocab_size"):
         raise RecipeError(
@@ -161,8 +161,10 @@ def check_stages(recipe: Recipe) -> list[str]:
     lines = check_cut(recipe) + check_training(recipe)
     lines += map(Caution, check_configurations(recipe.speedup, recipe.sampler))  # what it names is lossy
     check_trees(recipe, recipe.donor_model)
+    donor = load_config(recipe.donor_model)
     if not recipe.cut.allow_full_size:
-        check_smaller(recipe, target, load_config(recipe.donor_model))
+        check_smaller(recipe, target, donor)
+    require_plain_logits(donor)
     return lines
 
 
@@ -188,12 +190,6 @@ def check_weights_of_models(recipe: Recipe) -> list[str]:
     if context is not None and recipe.corpus.block > context:
         raise RecipeError(f"corpus.block is {recipe.corpus.block}, the target's context {context}")
     return lines
-
-
-def check_draft(recipe: Recipe) -> list[str]:
-    """The losses take the draft's logits."""
-    require_plain_logits(load_config(recipe.donor_model))
-    return []
 
 
 def check_static(recipe: Recipe) -> list[str]:

@@ -202,6 +202,15 @@ class Trim(Section):
     )
     mass: float = Field(0.995, gt=0, le=1, description="share of the target's written tokens to cover in every domain")
 
+    @model_validator(mode="after")
+    def _only_what_decides_is_given(self) -> Trim:
+        default = type(self).model_fields["mass"].default
+        if self.size is not None and (self.by, self.mass) != ("mass", default):
+            raise ValueError("size is the number of tokens: leave by and mass out")
+        if self.by == "price" and self.mass != default:
+            raise ValueError("by price reads no mass: leave it out")
+        return self
+
 
 class ComparedCut(Section):
     """One of the cuts that are priced; null: all."""
@@ -257,4 +266,9 @@ class Cut(Section):
     def _layers_are_given_once(self) -> Cut:
         if self.drop_layers is not None and self.layers is not None:
             raise ValueError("drop_layers names the layers; leave layers out")
+        counted = self.layers is not None or any(one.layers is not None for one in self.compare)
+        if self.layer_rule != "auto" and not counted:
+            raise ValueError("layer_rule says which layers go where layers says how many: give layers, or leave it out")
+        if not self.layer_repair and not counted and self.drop_layers is None:
+            raise ValueError("layer_repair is for dropped layers, and none are dropped: leave it out")
         return self

@@ -92,11 +92,6 @@ def test_a_date_is_text(recipe: Path) -> None:
     assert load_recipe(recipe, ["name=2026-02-03"]).name == "2026-02-03"
 
 
-def test_a_recipe_that_is_not_utf8_names_the_line(recipe: Path) -> None:
-    recipe.write_bytes(SMALLEST.encode() + b"device: \xff\n")
-    assert "is not UTF-8, in line 4" in mistake(recipe)
-
-
 # ── overrides and paths ──
 
 

@@ -142,6 +142,11 @@ def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
         ("corpus.block=100", "does not fit corpus.block = 100"),
         ("name=../elsewhere", "name: "),
         ("corpus.sources=[]", "corpus.sources: "),
+        ("cut.trim={size: 4000, mass: 0.9}", "size is the number of tokens: leave by and mass out"),
+        ("cut.trim={by: price, mass: 0.9}", "by price reads no mass"),
+        ("cut.layer_rule=greedy", "layer_rule says which layers go"),
+        ("cut={drop_layers: '3', layer_rule: greedy}", "layer_rule says which layers go"),
+        ("cut={mlp_width: 64, layer_repair: false}", "layer_repair is for dropped layers"),
     ],
 )
 def test_bad_override(small: Path, override: str, said: str) -> None:
@@ -196,7 +201,7 @@ def test_duplicate_key_names_both_lines(tmp_path: Path, addition: str, lines: tu
         (b"", "is empty"),
         (b"- a\n- b\n", "a recipe is a mapping, got list"),
         (b"name: [", "is not YAML"),
-        (b"name: \xff\xfe", "is not UTF-8, in line 1"),
+        (b"name: a\ndevice: \xff\xfe", "is not UTF-8, in line 2"),
     ],
 )
 def test_not_a_recipe(tmp_path: Path, content: bytes, said: str) -> None:
