@@ -330,8 +330,16 @@ def file_digests(reference: str) -> dict[str, str] | None:
     path = Path(reference)
     if not path.exists():
         return None
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    return digests_of({file.relative_to(path).as_posix() if file != path else "": file for file in files})
+    if path.is_dir():
+        return digests_of({p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*")) if p.is_file()})
+    return digests_of({"" if part == path else part.name: part for part in split_parts(path) if part.is_file()})
+
+
+def split_parts(path: Path) -> list[Path]:
+    """All parts of a GGUF file that is split, by llama-gguf-split's names (NAME-00001-of-00003.gguf); else the file."""
+    found = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
+    numbers = range(1, int(found[2]) + 1) if found else ()
+    return [path.with_name(f"{found[1]}-{number:05}-of-{found[2]}.gguf") for number in numbers if found] or [path]
 
 
 def digests_of(files: Mapping[str, Path]) -> dict[str, str]:

@@ -57,6 +57,8 @@ def _check_standalone(target: str, draft: str, context: int | None, offline: boo
     from distill.engines.pairs import compare_pair
     from distill.engines.torch.hugging_face import check_weights, local_snapshot
     from distill.engines.torch.hugging_face import offline as without_network
+    from distill.gguf.head import open_head
+    from distill.gguf.library import describe_build, require_loadable
 
     names = local_reference(target), local_reference(draft)
     with without_network() if offline else contextlib.nullcontext():
@@ -65,15 +67,15 @@ def _check_standalone(target: str, draft: str, context: int | None, offline: boo
             print(f"not checked: model {name} (--offline)")
         if absent:
             return
+        files = [name for name in names if name.endswith(".gguf")]
+        for name in files:
+            require_loadable(open_head(Path(name)))
         pair = compare_pair(*names, context)
         print("\n".join(pair.lines()))
-        if any(name.endswith(".gguf") for name in names):
-            from distill.gguf.library import describe_build
-
+        if files:
             print(describe_build())
-        for name in dict.fromkeys(names):
-            if not name.endswith(".gguf"):
-                print(check_weights(name))
+        if len(files) < len(names):  # two files decode in llama.cpp; one beside a folder is imported
+            print("\n".join(map(check_weights, dict.fromkeys(names))))
     if pair.distill is not None:
         raise PairError(f"{draft} cannot draft for {target}: {pair.distill}", pair.remedies.get("distill", ""))
 

@@ -38,7 +38,7 @@ def export_gguf(
         list[str] | None, typer.Option(help="PATTERN=TYPE, such as token_embd=q4_0: another type for some tensors.")
     ] = None,
     imatrix: Annotated[
-        Path | None, typer.Option(help="Importance matrix from llama-imatrix (GGUF), or a text to measure one on.")
+        Path | None, typer.Option(help="The model's importance matrix from llama-imatrix, or a text to measure one on.")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Check on this text instead of built-in ones.")] = None,
     target: Annotated[
@@ -216,4 +216,4 @@ def import_gguf(
         f"{len(found.tensors)} tensors, {found.bytes / 1e6:.0f} MB in {config['dtype']}{kinds}"
     )
     template = "a chat template" if found.tokenizer.templates else "no chat template"
-    print(f"tokenizer: {len(ids)} tokens, {template}, an answer ends with {ends}")
+    print(f"tokenizer: {len(ids)} tokens, {template}, an answer ends with {ends}{found.retyped}")

@@ -270,8 +270,8 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
     origin_of = origins(recipe, run)
     for name, folder_of_model in sources.items():
         if name == "target" and own is not None:
-            tensors = len(open_head(own).shapes)
-            reports = [WrittenFile(own, file_type(own), own.stat().st_size, tensors, 0)]
+            head = open_head(own)
+            reports = [WrittenFile(own, file_type(own), head.bytes, len(head.shapes), 0)]
         else:
             outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}
             reports = export_files(folder_of_model, outputs, origin_of[name])

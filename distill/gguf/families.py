@@ -6,6 +6,7 @@ written with H hidden, Q all query heads, K all key heads, D one head, F the MLP
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -127,6 +128,7 @@ LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
 )
 # Keys below the architecture's name of what config.json has too.
 YARN_KEYS = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # which llama.cpp takes, whatever a file of these families says
 GRANITE_SCALES = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
@@ -280,6 +282,7 @@ def read_shape(folder: Path) -> Shape:
         head_size = hidden // heads
     context = values.number("max_position_embeddings")
     window, notes = _window(values, kind, context, layers)
+    notes += _unread_by_llama(rope, family.architecture)
     shape = Shape(
         architecture=family.architecture,
         family=family,
@@ -321,6 +324,24 @@ def _rope(config: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     if rope["rope_type"] == "su":  # an older name
         rope["rope_type"] = "longrope"
     return rope, local
+
+
+def yarn_attention(factor: float) -> float:
+    """What attention is multiplied by in yarn, where config.json does not say."""
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _unread_by_llama(rope: Mapping[str, Any], architecture: str) -> tuple[str, ...]:
+    """Notes on settings of yarn that a file holds and llama.cpp does not read."""
+    factor = rope.get("factor")
+    if rope["rope_type"] != "yarn" or not isinstance(factor, int | float):
+        return ()
+    usual = YARN_BETAS | {"attention_factor": yarn_attention(factor)}
+    return tuple(
+        f"llama.cpp reads no {key} of yarn for {architecture}: it computes with {value:.4g} instead of {rope[key]}"
+        for key, value in usual.items()
+        if isinstance(rope.get(key), int | float) and not math.isclose(rope[key], value, rel_tol=1e-6)
+    )
 
 
 def _rotated(values: _Config, kind: str, rope: Mapping[str, Any], head_size: int) -> int:

@@ -16,7 +16,8 @@ import distill
 from distill.errors import DataError
 from distill.folders import Floats
 from distill.gguf.families import CORRECT, GRANITE_SCALES, LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS, YARN_KEYS, Shape
-from distill.gguf.head import ARRAY, STRING, token_key, write_head
+from distill.gguf.head import ARRAY, STRING, write_head
+from distill.gguf.tokens import token_key
 from distill.vocabulary.vocabulary import SPACE
 
 if TYPE_CHECKING:
@@ -176,9 +177,13 @@ def _add_rope_scaling(writer: Any, shape: Shape) -> None:
         original = _original_context(shape)
         writer.add_rope_scaling_orig_ctx_len(original)
         if kind == "longrope":
-            scale = shape.context / original
-            factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
-            writer.add_rope_scaling_attn_factors(factor)
+            writer.add_rope_scaling_attn_factors(longrope_attention(shape.context, original))
+
+
+def longrope_attention(context: int, original: int) -> float:
+    """What transformers multiplies attention by, where config.json does not say, in a longrope of `context` positions
+    over `original` ones."""
+    return math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original else 1.0
 
 
 def _original_context(shape: Shape) -> int:

@@ -5,17 +5,18 @@ Format: ggml's docs/gguf.md, versions 2 and 3.
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from distill.errors import DataError
-from distill.vocabulary.encoding import LLAMA3_NAMES
+from distill.files import split_parts
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 # By gguf.GGUFValueType.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-NO_TOKEN = 2**32 - 1  # in a key that names a token
 EXPORT_AGAIN = "convert the model again, or give its Hugging Face folder"
 
 
@@ -77,9 +77,9 @@ class FileHead:
     """Metadata and the list of tensors. The methods read single values, check their form and raise DataError.
 
     gguf.GGUFReader makes arrays of every string, seconds for a real vocabulary, and can read on past the end of a
-    damaged file. `values` are numbers, bytes, or lists of either, by key. `shapes`, `kinds` and `offsets` are of the
-    tensors by name: lengths with the fastest first, the number of a gguf.GGMLQuantizationType, and the first byte
-    behind `start`, where the tensors' data begins.
+    damaged file. `values` are numbers, bytes, or lists of either, by key. By name of a tensor: `shapes`, lengths with
+    the fastest first; `kinds`, ggml's number of its type; `places`, the file and the first byte of its data; `sizes`,
+    the bytes of its data. `bytes` is the size of all files.
     """
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
@@ -94,20 +94,33 @@ class FileHead:
         self.values: dict[str, Any] = {cursor.name(): cursor.value() for _ in range(keys)}
         self.shapes: dict[str, list[int]] = {}
         self.kinds: dict[str, int] = {}
-        self.offsets: dict[str, int] = {}
-        end = 0
+        offsets: dict[str, int] = {}
         for _ in range(tensors):
             name = cursor.name()
-            shape = self.shapes[name] = list(cursor.numbers("Q", cursor.number("I")))
-            kind = self.kinds[name] = cursor.number("I")
-            offset = self.offsets[name] = cursor.number("Q")
-            end = max(end, offset + tensor_bytes(shape, kind))
+            if name in offsets:
+                raise ValueError(f"it holds two tensors {name}")
+            self.shapes[name] = list(cursor.numbers("Q", cursor.number("I")))
+            self.kinds[name] = cursor.number("I")
+            offsets[name] = cursor.number("Q")
         align = self.values.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
             raise ValueError(f"general.alignment is {align!r}")
-        self.start = cursor.at + -cursor.at % align
-        if tensors and self.start + end > len(data):
-            raise ValueError(f"it ends after {len(data)} bytes where it needs {self.start + end}")
+        start, self.bytes = cursor.at + -cursor.at % align, len(data)
+        self.places = {name: (path, start + offset) for name, offset in offsets.items()}
+        self.sizes: dict[str, int] = {}
+        following = dict(itertools.pairwise([*sorted({*offsets.values()}), len(data) - start]))
+        for name, offset in offsets.items():
+            kind = known_type(self.kinds[name])
+            # Of a type whose blocks are not known here: all before the next tensor, with the padding.
+            size = following[offset] - offset if kind is None else tensor_bytes(self.shapes[name], kind)
+            if size < 0 or start + offset + size > len(data):
+                raise ValueError(f"it ends after {len(data)} bytes where it needs {start + offset + max(size, 0)}")
+            self.sizes[name] = size
+
+    @property
+    def tables(self) -> tuple[dict[str, Any], ...]:
+        """What is kept of each tensor."""
+        return self.shapes, self.kinds, self.places, self.sizes
 
     @property
     def architecture(self) -> str:
@@ -202,19 +215,100 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def tensor_bytes(shape: Sequence[int], kind: int) -> int:
-    """Bytes of a tensor's data; 0 for types that the gguf package does not know yet."""
+def tensor_bytes(shape: Sequence[int], kind: GGMLQuantizationType) -> int:
+    """Bytes of a tensor's data."""
     import gguf
 
-    try:
-        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
-    except (ValueError, KeyError):
-        return 0
+    block, size = gguf.GGML_QUANT_SIZES[kind]
     return int(math.prod(shape) // block * size)
 
 
+def known_type(number: int) -> GGMLQuantizationType | None:
+    """The type of ggml with this number; None for one that the gguf package does not know."""
+    import gguf
+
+    try:
+        return gguf.GGMLQuantizationType(number)
+    except ValueError:
+        return None
+
+
+# By number, as in ggml.h: types that llama.cpp removed or added since the gguf package, and ik_llama.cpp's own.
+OTHER_TYPES = {
+    **{31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8", 42: "q2_0"},
+    **{
+        36: "i2_s",
+        97: "q8_0_x4",
+        98: "q8_1_x4",
+        99: "q8_2_x4",
+        133: "q6_0",
+        134: "iq1_bn",
+        135: "iq2_bn",
+        136: "q8_k64",
+    },
+    **{137 + index: f"iq{bits}_k" for index, bits in enumerate((2, 3, 4, 5, 6))},
+    **{142: "iq2_tn", 143: "iq1_tn", 144: "iq4_ks", 145: "iq2_ks", 146: "iq4_kss", 147: "q8_k16", 148: "q8_k32"},
+    **{149: "q8_kr8", 150: "q8_k128", 151: "q8_kv", 152: "iq5_ks", 153: "iq2_kt", 154: "iq3_kt", 155: "iq4_kt"},
+    **{156: "iq3_ks", 157: "iq2_kl", 158: "iq1_kt", 202: "q4_0_r8", 206: "q5_0_r4", 208: "q8_0_r8", 210: "q2_k_r4"},
+    **{211: "q3_k_r4", 212: "q4_k_r4", 213: "q5_k_r4", 214: "q6_k_r4", 216: "iq2_xxs_r4", 217: "iq2_xs_r4"},
+    **{218: "iq3_xxs_r4", 219: "iq1_s_r4", 220: "iq4_nl_r4", 221: "iq3_s_r4", 222: "iq2_s_r4", 223: "iq4_xs_r8"},
+    **{229: "iq1_m_r4", 230: "bf16_r16", 233: "q6_0_r4", 335: "iq2_bn_r4", 337: "iq2_k_r4", 338: "iq3_k_r4"},
+    **{339: "iq4_k_r4", 340: "iq5_k_r4", 344: "iq4_ks_r4", 352: "iq5_ks_r4", 353: "mxfp4_r8", 397: "q8_k_r16"},
+    **{398: "q8_kv_r8", 399: "q8_k_r8"},
+}
+
+
+def type_name(number: int) -> str:
+    """A type's name, such as q4_k, or its number where none is known."""
+    kind = known_type(number)
+    return kind.name.lower() if kind is not None else OTHER_TYPES.get(number, f"type {number}")
+
+
 def open_head(path: Path) -> FileHead:
-    """The head of a GGUF file; raises DataError where the file is missing, damaged or cut short."""
+    """The head of a GGUF file; of the first part of a split one, with the tensors of all parts.
+
+    Raises DataError where the file is missing, damaged or cut short, or its parts do not make up a model.
+    """
+    head = _open_one(path)
+    count = head.values.get("split.count", 0)
+    if not isinstance(count, int) or count < 2:
+        return head
+    parts = split_parts(path)
+    if len(parts) != count:
+        head.refuse(f"it is one of {count} parts of a model, which its name does not say", _names(count))
+    _require_number(head, parts.index(path), count)
+    if path != parts[0]:
+        head.refuse(f"it is part {parts.index(path) + 1} of {count} of a model", f"give the first one, {parts[0]}")
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        head.refuse(f"{len(missing)} of its {count} parts are missing, first {missing[0]}", "put all into one folder")
+    for index, part in enumerate(parts[1:], 1):
+        more = _open_one(part)
+        _require_number(more, index, count)
+        doubled = more.shapes.keys() & head.shapes.keys()
+        if doubled:
+            more.refuse(f"an earlier part holds {min(doubled)} too", "copy the parts again, all from one model")
+        for table, added in zip(head.tables, more.tables, strict=True):
+            table.update(added)
+        head.bytes += more.bytes
+    total = head.values.get("split.tensors.count", len(head.shapes))
+    if total != len(head.shapes):
+        head.refuse(f"its parts hold {len(head.shapes)} tensors where it counts {total}", "copy the parts again")
+    return head
+
+
+def _names(count: int) -> str:
+    return f"the name of each part ends with its number, as NAME-00001-of-{count:05}.gguf"
+
+
+def _require_number(head: FileHead, index: int, count: int) -> None:
+    own = head.values.get("split.no"), head.values.get("split.count")
+    if own != (index, count):
+        by_head = f"by its head {own[0]!r:.20} (split.no, from 0) of {own[1]!r:.20}"
+        head.refuse(f"by its name it is part {index + 1} of {count}, {by_head}", _names(count))
+
+
+def _open_one(path: Path) -> FileHead:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return FileHead(path, data)
@@ -240,58 +334,3 @@ def write_head(path: Path, writer: Any, rows: Sequence[TensorRow]) -> None:
         raise DataError(f"config.json or the tokenizer's files hold a value that GGUF cannot hold: {error}") from None
     finally:
         writer.close()
-
-
-# ── Kinds and roles of tokens, and llama.cpp's defaults where a file names none (llama-vocab.cpp) ──
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # gguf.TokenType, and SentencePiece's own numbers
-# Roles whose word in tokenizer.ggml.WORD_token_id is another.
-WORDS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
-TURN_ENDS = ("eot", "eom")  # further ids that end a turn or a message, under their own words
-
-
-def token_key(role: str) -> str:
-    """The key of a GGUF file that names the token of a role."""
-    return f"tokenizer.ggml.{WORDS.get(role, role)}_token_id"
-
-
-class Defaults(NamedTuple):
-    """The bos and eos of a kind of vocabulary, and whether llama.cpp adds them to a text."""
-
-    kind: str
-    bos: int | None
-    eos: int | None
-    add_bos: bool
-    add_eos: bool
-
-
-# By tokenizer.ggml.model; llama.cpp's llama_vocab_type has one value per kind.
-DEFAULTS = {
-    "gpt2": Defaults("BPE", 11, 11, False, False),
-    "gemma4": Defaults("BPE", None, None, True, False),
-    "whitespace": Defaults("BPE", 11, 11, False, False),
-    "llama": Defaults("SPM", 1, 2, True, False),
-    "bert": Defaults("WPM", 101, None, True, False),
-    "t5": Defaults("UGM", None, 1, False, True),
-    "rwkv": Defaults("RWKV", None, None, False, False),
-    "plamo2": Defaults("PLAMO2", 1, 2, False, False),
-}
-# Pre-tokenizers of BPE, by tokenizer.ggml.pre, that change those defaults.
-PRE_ADDS_BOS = {*LLAMA3_NAMES, "tekken", "chameleon", "gemma4"}
-PRE_WITHOUT_BOS = {"chatglm-bpe", "glm4", "glm5"}
-ALWAYS_ADDS_BOS = "gemma4"  # whatever the file says
-
-
-def stated_ends(head: FileHead) -> Defaults:
-    """llama.cpp's defaults for a file's vocabulary, with what the file says of added tokens in their place.
-
-    Some pre-tokenizers of BPE change the defaults. The file's own bos and eos are not read here.
-    """
-    model, pre = head.text("tokenizer.ggml.model") or "", head.text("tokenizer.ggml.pre")
-    defaults = DEFAULTS[model]
-    if defaults.kind == "BPE" and pre in PRE_ADDS_BOS:
-        defaults = defaults._replace(add_bos=True)
-    if defaults.kind == "BPE" and pre in PRE_WITHOUT_BOS:
-        defaults = defaults._replace(bos=None)
-    add_bos = head.flag("tokenizer.ggml.add_bos_token", defaults.add_bos) or ALWAYS_ADDS_BOS in (model, pre)
-    return defaults._replace(add_bos=add_bos, add_eos=head.flag("tokenizer.ggml.add_eos_token", defaults.add_eos))

@@ -17,32 +17,47 @@ from distill.gguf.families import (
     LLAMA3_FACTORS,
     LONG_FACTORS,
     SHORT_FACTORS,
-    YARN_KEYS,
+    YARN_BETAS,
     Family,
     Sizes,
+    yarn_attention,
 )
-from distill.gguf.fields import DEFAULT_THETA, llama3_divisors
-from distill.gguf.head import (
+from distill.gguf.fields import DEFAULT_THETA, llama3_divisors, longrope_attention
+from distill.gguf.head import FileHead, shortest
+from distill.gguf.tokens import (
+    BYTE,
     CONTROL,
+    FILL_ROLES,
     NO_TOKEN,
     NORMAL,
     TURN_ENDS,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
-    FileHead,
-    shortest,
     stated_ends,
     token_key,
+    types_and_ends,
 )
 from distill.vocabulary.encoding import IGNORE_MERGES, PRE_STEPS, pre_tokenizer_of
-from distill.vocabulary.vocabulary import MARKERS, NAMED_ROLES, SPACE
+from distill.vocabulary.vocabulary import NAMED_ROLES, SPACE
 
 # ── config.json from the metadata of a GGUF file: the inverse of fields.py ──
 
 # model_type by llama.cpp's architecture: the first family that is written as it (mistral is written as llama).
 MODEL_TYPES = {family.architecture: kind for kind, family in reversed(list(FAMILIES.items()))}
 WITHOUT_HEAD_SIZE = ("phi3", "granite")  # hidden size over heads, in transformers too
+FOLDER = "give the Hugging Face folder of this model"
+READ_ROPE_KEYS = (
+    *("freq_base", "freq_base_swa", "dimension_count", "scale_linear"),
+    *(f"scaling.{key}" for key in ("type", "factor", "attn_factor", "original_context_length", "finetuned")),
+)
+# Below rope.scaling., with the values that change nothing.
+UNREAD_YARN: dict[str, tuple[float, ...]] = {
+    "yarn_ext_factor": (1.0, -1.0),
+    "yarn_attn_factor": (1.0,),
+    "yarn_log_multiplier": (0.0,),
+    **{f"{start}{name}": (value,) for name, value in YARN_BETAS.items() for start in ("", "yarn_")},
+}
 LLAMA3_CONTEXT = 8192  # original context of every Llama 3; any other gives the same factors with other low and high
 
 
@@ -56,11 +71,6 @@ def family_of(head: FileHead) -> tuple[str, Family]:
         )
     if head.own("expert_count"):
         head.refuse(f"a mixture of {head.own('expert_count')} experts cannot be imported", "give its folder")
-    if head.values.get("split.count", 0) not in (0, 1):
-        head.refuse(
-            f"it is one of {head.values['split.count']} parts of a model",
-            "join the parts first: llama-gguf-split --merge FIRST_PART OUT.gguf",
-        )
     return kind, FAMILIES[kind]
 
 
@@ -125,37 +135,65 @@ def _rope(
     head: FileHead, family: Family, config: Mapping[str, Any], size: int, factors: Mapping[str, Floats]
 ) -> dict[str, Any]:
     """The parameters of the rotary embedding."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": head.real("rope.freq_base", DEFAULT_THETA)}
-    stated = head.text(f"{head.architecture}.rope.scaling.type")
-    scaled = next((key for key in ("rope.scaling.factor", "rope.scale_linear") if head.own(key)), None)
-    factor = 1.0 if scaled is None else head.real(scaled)
-    original = _original_context(head)
-    if stated in ("linear", "yarn") or (stated is None and factor != 1):
-        rope |= {"rope_type": stated or "linear", "factor": factor}
-    if rope["rope_type"] == "yarn":
-        rope["original_max_position_embeddings"] = original or config["max_position_embeddings"]
-        for name, key in YARN_KEYS.items():
-            for place in (f"rope.scaling.yarn_{key}", f"rope.scaling.{key}"):
-                if head.own(place) is not None:
-                    rope[name] = head.real(place)
-                    break
-    if LLAMA3_FACTORS in factors:
-        rope |= _llama3(head, factors[LLAMA3_FACTORS], rope["rope_theta"], size, original or LLAMA3_CONTEXT)
-    if LONG_FACTORS in factors:
-        rope["rope_type"] = "longrope"
+    theta, stated = head.real("rope.freq_base", DEFAULT_THETA), head.text(f"{head.architecture}.rope.scaling.type")
+    # llama.cpp divides all frequencies by the factor, whatever the kind but `none`, and those of two kinds by tensors.
+    scaled = next((key for key in ("rope.scaling.factor", "rope.scale_linear") if head.own(key) is not None), "")
+    factor = head.real(scaled) if stated != "none" and scaled and head.own(scaled) else 1.0
+    attention = head.real("rope.scaling.attn_factor", 1.0)
+    kind = "yarn" if stated == "yarn" else "default" if factor == 1 else "linear"
+    tensor = next((name for name in (LLAMA3_FACTORS, LONG_FACTORS) if name in factors), None)
+    if tensor is not None:
+        if kind != "default":
+            head.refuse(f"it scales the rotary embedding twice, by {tensor} and by rope scaling {kind!r}", FOLDER)
+        kind = "llama3" if tensor == LLAMA3_FACTORS else "longrope"
+    elif stated == "longrope":
+        head.refuse(f"its rope scaling is longrope, and it has no {LONG_FACTORS}")
+    if kind not in family.ropes:
+        head.refuse(f"rope scaling {kind!r} on {head.architecture} cannot be imported", FOLDER)
+    if attention != 1 and kind not in ("yarn", "longrope"):
+        head.refuse(f"rope.scaling.attn_factor {attention} on rope scaling {kind!r} cannot be imported", FOLDER)
+    _refuse_unread(head, kind, factor)
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": theta}
+    original, usual = _original_context(head), 1.0
+    if kind == "llama3":
+        rope |= _llama3(head, factors[LLAMA3_FACTORS], theta, size, original or LLAMA3_CONTEXT)
+    if kind in ("linear", "yarn"):
+        rope["factor"] = factor
+    if kind == "longrope":
         for key, name in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS)):
             if name not in factors:
                 head.refuse(f"it has no {name}")
             rope[key] = [shortest(value) for value in factors[name]]
-        rope["original_max_position_embeddings"] = original or config["max_position_embeddings"]
-    if rope["rope_type"] not in family.ropes:
-        head.refuse(f"rope scaling {rope['rope_type']!r} on {head.architecture} cannot be imported")
+    if kind in ("yarn", "longrope"):
+        context = config["max_position_embeddings"]
+        rope["original_max_position_embeddings"] = original = original or context
+        usual = longrope_attention(context, original) if kind == "longrope" else 1.0
+        # llama.cpp's yarn has a factor of its own besides; transformers' longrope has one that llama.cpp's lacks.
+        if not math.isclose(attention, usual, rel_tol=1e-6):
+            rope["attention_factor"] = shortest(attention * (yarn_attention(factor) if kind == "yarn" else 1))
     rotated = head.count("rope.dimension_count", size)
     if rotated != size:
         if head.architecture != "phi3":
             head.refuse(f"a rotary embedding of {rotated} of {size} dimensions on {head.architecture}")
         rope["partial_rotary_factor"] = rotated / size
     return rope
+
+
+def _refuse_unread(head: FileHead, kind: str, factor: float) -> None:
+    """Raise DataError for a rotary embedding with settings that llama.cpp does not read for these architectures, and
+    transformers may: nobody could say which one the model was trained with."""
+    neutral: dict[str, tuple[float, ...]] = dict.fromkeys(READ_ROPE_KEYS, ())
+    neutral |= {f"scaling.{key}": values for key, values in UNREAD_YARN.items()}
+    neutral["scaling.yarn_attn_factor"] += (yarn_attention(factor),)
+    if head.architecture != "gemma3":
+        neutral["freq_base_swa"] = (head.real("rope.freq_base", DEFAULT_THETA),)
+    start = f"{head.architecture}.rope."
+    for key in (name.removeprefix(start) for name in head.values if name.startswith(start)):
+        value, allowed = head.own(f"rope.{key}"), neutral.get(key, (0.0,))
+        if not allowed or (key in neutral and kind != "yarn" and "yarn" in key):
+            continue
+        if not isinstance(value, int | float) or not any(math.isclose(value, one, rel_tol=1e-6) for one in allowed):
+            head.refuse(f"{start}{key} is {value!r:.40}, which llama.cpp does not read and transformers may", FOLDER)
 
 
 def _original_context(head: FileHead) -> int | None:
@@ -245,6 +283,7 @@ class ImportedTokenizer:
     """The content of tokenizer.json and of tokenizer_config.json, and what config.json says of the vocabulary.
 
     `ids`: role to id. `ends`: the ids that end an answer. `templates`: chat templates by name, the main one `default`.
+    `retyped`: tokens whose type llama.cpp changes by their names.
     """
 
     content: dict[str, Any]
@@ -253,6 +292,7 @@ class ImportedTokenizer:
     ends: list[int]
     templates: dict[str, str]
     tokens: list[str]
+    retyped: list[str]
 
 
 def read_tokenizer(head: FileHead) -> ImportedTokenizer:
@@ -260,7 +300,7 @@ def read_tokenizer(head: FileHead) -> ImportedTokenizer:
     kind = head.text("tokenizer.ggml.model") or head.refuse("it holds no tokenizer")
     if kind not in KINDS:
         head.refuse(f"its tokenizer is of the kind {kind!r}", f"known: {', '.join(KINDS)}; give the model's folder")
-    tokens = head.texts("tokenizer.ggml.tokens")
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(head.texts("tokenizer.ggml.tokens"))]
     types = head.numbers("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     scores = head.numbers("tokenizer.ggml.scores") or [0.0] * len(tokens)
     if not tokens or len(types) != len(tokens) or len(scores) != len(tokens):
@@ -268,15 +308,17 @@ def read_tokenizer(head: FileHead) -> ImportedTokenizer:
     real = [types[index] != UNUSED or token != f"[PAD{index}]" for index, token in enumerate(tokens)]
     if len({token for index, token in enumerate(tokens) if real[index]}) < sum(real):
         head.refuse("two of its tokens are the same text", "no tokenizer of transformers can hold such a vocabulary")
-    ids, ends = _ids(head, tokens, types)
+    ids = _ids(head, len(tokens))
+    stated, (types, ends) = types, types_and_ends(tokens, types, ids)
     listed = [(token, index) for index, token in enumerate(tokens) if real[index]]
-    added = {CONTROL, USER_DEFINED} if kind == "gpt2" else {CONTROL, USER_DEFINED, UNKNOWN}
+    added = {token: index for token, index in listed if types[index] in (CONTROL, USER_DEFINED, UNKNOWN)}
+    strips = _stripping(head, added)
     parts = _byte_level(head, listed) if kind == "gpt2" else _spaced(head, listed, types, scores, ids)
     content = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(token, index, types[index]) for token, index in listed if types[index] in added],
+        "added_tokens": [_added(token, index, types[index], token in strips) for token, index in added.items()],
         **parts,
         "post_processor": _text_ends(head, tokens, ids),
     }
@@ -284,37 +326,39 @@ def read_tokenizer(head: FileHead) -> ImportedTokenizer:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": head.count("context_length"),
-        **{f"{role}_token": tokens[number] for role, number in ids.items()},
+        **{f"{role}_token": tokens[number] for role, number in ids.items() if role in NAMED_ROLES},
     }
-    return ImportedTokenizer(content, settings, ids, ends, _templates(head), tokens)
+    retyped = [token for token, index in listed if types[index] != stated[index]]
+    return ImportedTokenizer(content, settings, ids, ends, _templates(head), tokens, retyped)
 
 
-def _added(token: str, index: int, kind: int) -> dict[str, Any]:
-    special = kind != USER_DEFINED
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": index, "content": token, **flags, "special": special}
+def _added(token: str, index: int, kind: int, strips: bool) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": strips, "normalized": False}
+    return {"id": index, "content": token, **flags, "special": kind != USER_DEFINED}
 
 
-def _ids(head: FileHead, tokens: list[str], types: list[Any]) -> tuple[dict[str, int], list[int]]:
-    """Ids by role, and those that end an answer: eos, and the end of a turn where the chat template writes it."""
+def _ids(head: FileHead, tokens: int) -> dict[str, int]:
+    """The ids that the file names, by role; eos by llama.cpp's default where it names none."""
     ids: dict[str, int] = {}
-    for role in (*NAMED_ROLES, *TURN_ENDS):
+    for role in (*NAMED_ROLES, *TURN_ENDS, *FILL_ROLES):
         number = head.values.get(token_key(role))
         if number is None or number == NO_TOKEN:
             continue
-        if not isinstance(number, int) or not 0 <= number < len(tokens):
-            head.refuse(f"{token_key(role)} is {number!r}, and it has {len(tokens)} tokens")
+        if not isinstance(number, int) or not 0 <= number < tokens:
+            head.refuse(f"{token_key(role)} is {number!r}, and it has {tokens} tokens")
         ids[role] = number
     if "eos" not in ids:
         default = stated_ends(head).eos
-        if default is None or default >= len(tokens):
+        if default is None or default >= tokens:
             head.refuse("it names no token that ends a text (tokenizer.ggml.eos_token_id)")
         ids["eos"] = default
-    template = head.text("tokenizer.chat_template") or ""
-    numbers = {token: index for index, token in enumerate(tokens) if types[index] == CONTROL}
-    turns = [numbers[marker] for marker in MARKERS["turn_end"] if marker in numbers and marker in template]
-    ends = [ids["eos"], *(ids[end] for end in TURN_ENDS if end in ids), *turns]
-    return {role: number for role, number in ids.items() if role in NAMED_ROLES}, list(dict.fromkeys(ends))
+    return ids
+
+
+def _stripping(head: FileHead, added: Mapping[str, int]) -> set[str]:
+    """The tokens that take the spaces behind them away, in models that llama.cpp knows by their name."""
+    name = (head.text("general.name") or "").lower()
+    return added.keys() - {"<unk>", "<s>", "<|endoftext|>"} if "phi-3" in name or "phi3" in name else set()
 
 
 def _byte_level(head: FileHead, listed: list[tuple[str, int]]) -> dict[str, Any]:
@@ -344,7 +388,7 @@ def _spaced(
     head: FileHead, listed: list[tuple[str, int]], types: list[Any], scores: list[Any], ids: Mapping[str, int]
 ) -> dict[str, Any]:
     """SentencePiece BPE: llama.cpp merges the pair whose token has the highest score, tokenizers the first listed."""
-    merged = {token: index for token, index in listed if types[index] in (NORMAL, USER_DEFINED)}
+    merged = {token: index for token, index in listed if types[index] not in (CONTROL, UNKNOWN, BYTE)}
     pairs = []
     for token, index in merged.items():
         for cut in range(1, len(token)):

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.errors import DataError, RunError
-from distill.files import write_atomically, write_folder, write_json, write_text
+from distill.files import split_parts, write_atomically, write_folder, write_json, write_text
 from distill.folders import ITEM_BYTES, Floats, from_floats, pin_tokenizer, to_floats, write_header
 from distill.gguf.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS
-from distill.gguf.head import FileHead, open_head
+from distill.gguf.head import FileHead, known_type, open_head, type_name
 from distill.gguf.imported import ImportedTokenizer, configuration, read_tokenizer, sizes_of
 from distill.gguf.library import require_loadable
 from distill.gguf.tensors import PART_VALUES, ValuesProgress
@@ -44,7 +44,7 @@ DTYPES: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float1
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of a file: its type, its first byte, its shape [rows, …] as Hugging Face writes it.
+    """A tensor: its file, its type, its first byte, its shape [rows, …] as Hugging Face writes it.
 
     `heads`: rows of so many heads are reordered; 0: none are. `shift` was added to the values by the exporter.
     """
@@ -114,8 +114,9 @@ def sources(head: FileHead, config: Mapping[str, Any]) -> dict[str, Source]:
         shape = tuple(reversed(head.shapes[name]))
         if shape != expected[own]:
             head.refuse(f"{name} is {list(shape)}, by the metadata it is {list(expected[own])}", "copy the file again")
-        kind, start = _kind(head, name, shape[-1]), head.start + head.offsets[name]
-        tensors[own] = Source(head.path, name, kind, start, shape, sizes.reordered_heads(own), sizes.norm_shift(own))
+        path, start = head.places[name]
+        heads, shift = sizes.reordered_heads(own), sizes.norm_shift(own)
+        tensors[own] = Source(path, name, _kind(head, name, shape[-1]), start, shape, heads, shift)
     missing = [name for name in expected if name not in tensors]
     if missing:
         head.refuse(f"{len(missing)} tensors are missing, the first is {missing[0]} by its Hugging Face name")
@@ -130,13 +131,10 @@ def _place(name: str) -> tuple[int, int]:
 def _kind(head: FileHead, name: str, width: int) -> GGMLQuantizationType:
     import gguf
 
-    number = head.kinds[name]
-    try:
-        kind = gguf.GGMLQuantizationType(number)
-    except ValueError:
-        head.refuse(f"{name} has the type {number}, which the gguf package does not know", "pip install -U gguf")
-    if kind.name not in DTYPES and kind not in gguf.quants._type_traits:
-        head.refuse(f"{name} is {kind.name}, which the gguf package cannot dequantise", "quantise it to another type")
+    kind = known_type(head.kinds[name])
+    if kind is None or (kind.name not in DTYPES and kind not in gguf.quants._type_traits):
+        what = f"{name} is {type_name(head.kinds[name])}, which the gguf package cannot dequantise"
+        head.refuse(what, "quantise the model to another type, such as q8_0")
     block = gguf.GGML_QUANT_SIZES[kind][0]
     if width % block:
         head.refuse(
@@ -151,7 +149,8 @@ def rotary_factors(head: FileHead) -> dict[str, Floats]:
     for name in ROTARY:
         if name in head.shapes:
             width = head.shapes[name][0]
-            source = Source(head.path, name, _kind(head, name, width), head.start + head.offsets[name], (width,))
+            path, start = head.places[name]
+            source = Source(path, name, _kind(head, name, width), start, (width,))
             tensors[name] = next(source.parts())[0]
     return tensors
 
@@ -197,7 +196,7 @@ def write_weights(place: Path, tensors: Mapping[str, Source], types: Mapping[str
 # ── The folder: one that the user names, or one in the cache ──
 
 WEIGHTS = "model.safetensors"
-FORMAT = 1  # of the folders in the cache
+FORMAT = 2  # of the folders in the cache
 
 
 def is_gguf(reference: str) -> bool:
@@ -215,7 +214,7 @@ def file_type(path: Path) -> str:
         return name.removeprefix("MOSTLY_").removeprefix("ALL_").lower()
     except (KeyError, ValueError):
         kinds = Counter(head.kinds[name] for name, shape in head.shapes.items() if len(shape) > 1)
-        return gguf.GGMLQuantizationType(kinds.most_common(1)[0][0]).name.lower() if kinds else "unknown"
+        return type_name(kinds.most_common(1)[0][0]) if kinds else "unknown"
 
 
 def one_engine(target: str, draft: str) -> tuple[str, str]:
@@ -248,6 +247,13 @@ class Import:
     def quantised(self) -> list[str]:
         """The types of the file's tensors that are no floats, by name."""
         return sorted({source.kind.name for source in self.tensors.values()} - set(DTYPES))
+
+    @property
+    def retyped(self) -> str:
+        """What llama.cpp reads otherwise than the file says, to be put behind a line; empty where there is nothing."""
+        tokens = self.tokenizer.retyped
+        shown = ", ".join(tokens[:3]) + (" and others" if len(tokens) > 3 else "")
+        return f"; special by name, as in llama.cpp, against the file's types: {shown}" if tokens else ""
 
 
 def read_import(path: Path, dtype: Dtype | None = None) -> Import:
@@ -317,10 +323,13 @@ def _name_of(path: Path) -> str:
     """The folder's name: that of the file, and a digest of what tells it from another file of that name."""
     try:
         with path.open("rb") as file:
-            head, state = file.read(2**16), os.fstat(file.fileno())
+            head = file.read(2**16)
+        states = [part.stat() for part in split_parts(path)]
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", "give a GGUF file or a model folder") from None
-    parts = [str(path.resolve()), state.st_size, state.st_mtime_ns, FORMAT, hashlib.sha256(head).hexdigest()]
+        where = error.filename or path
+        raise DataError(f"{where} cannot be read: {error.strerror}", "give a GGUF file or a model folder") from None
+    stated = [(state.st_size, state.st_mtime_ns) for state in states]
+    parts = [str(path.resolve()), stated, FORMAT, hashlib.sha256(head).hexdigest()]
     return f"{path.stem[:60]}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
@@ -364,4 +373,4 @@ def check_import(reference: str) -> str:
     """A line that a GGUF file can be imported; raises what `read_import` raises. No weights are read."""
     imported = read_import(Path(reference))
     kinds = f", {', '.join(imported.quantised)} dequantised" if imported.quantised else ""
-    return f"weights of {reference}: {len(imported.tensors)} tensors fit its metadata{kinds}"
+    return f"weights of {reference}: {len(imported.tensors)} tensors fit its metadata{kinds}{imported.retyped}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import math
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.errors import DataError, RecipeError
-from distill.gguf.head import NO_TOKEN, FileHead, open_head
+from distill.gguf.head import FileHead, known_type, open_head, type_name
+from distill.gguf.tokens import NO_TOKEN
 from distill.machine import COMPILE_LLAMA, WITHOUT_AMX, install_extra, thread_count
 from distill.progress import is_verbose
 from distill.recipe import GgufOptions
@@ -224,6 +226,7 @@ def cache_type(name: str) -> Any:
 
 MAX_LAYERS, MAX_EXPERTS = 512, 512  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS
 MAX_ROWS = 2**22  # tokens; the rows of many lists
+ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 ROTATES_ALL = ("llama", "qwen2", "qwen3")  # every dimension of a head is rotated, and keys are as wide as values
 AGAIN = "export or copy the file again"
 
@@ -315,7 +318,11 @@ class GgufFile:
 
 
 def require_loadable(head: FileHead) -> None:
-    """Raise DataError, with the key, for a file on which llama.cpp would end the process."""
+    """Raise DataError, with the key or the type, for a file that llama.cpp would not load, or end the process on."""
+    _require_types(head)
+    scaling = head.text(f"{head.architecture}.rope.scaling.type")
+    if scaling not in (None, *ROPE_SCALINGS):
+        head.refuse_value("rope.scaling.type", f"be one of {', '.join(ROPE_SCALINGS)}")
     head.size("block_count", 1, MAX_LAYERS)
     head.size("embedding_length", 1, 2**20)
     head.size("feed_forward_length", 1, 2**24)
@@ -335,6 +342,25 @@ def require_loadable(head: FileHead) -> None:
         if heads and groups:
             _check_widths(head, heads * size, groups * size)
     _check_vocabulary(head)
+
+
+def _require_types(head: FileHead) -> None:
+    unknown = [name for name, number in head.kinds.items() if not _has_type(number)]
+    if unknown:
+        names = ", ".join(dict.fromkeys(type_name(head.kinds[name]) for name in unknown))
+        head.refuse(
+            f"nothing here can load {names} ({len(unknown)} of {len(head.kinds)} tensors, first {unknown[0]})",
+            "quantise the model to types of llama.cpp, such as q4_k_m; those of ik_llama.cpp load there alone",
+        )
+
+
+@cache
+def _has_type(number: int) -> bool:
+    """Whether llama.cpp has a type; where it is not installed, whether the gguf package has it."""
+    with contextlib.suppress(DataError):
+        count = library().llama_model_quantize_default_params().token_embedding_type  # unset: the number of types
+        return number < count and importlib.import_module("llama_cpp._ggml").libggml.ggml_blck_size(number) > 0
+    return known_type(number) is not None
 
 
 def _check_widths(head: FileHead, queries: int, keys: int) -> None:

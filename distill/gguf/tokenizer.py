@@ -18,7 +18,7 @@ from distill.errors import DataError
 from distill.files import read_utf8
 from distill.folders import read_config
 from distill.gguf.fields import GgufTokenizer, same_ids
-from distill.gguf.head import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from distill.gguf.tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from distill.vocabulary.encoding import IGNORE_MERGES, STEPS
 from distill.vocabulary.files import added_around, merge_pairs, open_tokenizer, tokenizer_content, tokenizer_settings
 from distill.vocabulary.vocabulary import NAMED_ROLES, SPACE, named_id

@@ -26,6 +26,7 @@ from distill.decoding.rules import Rules
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import LoadedPair, growing_decoder
 from distill.errors import DataError
+from distill.gguf.head import open_head
 from distill.intervals import paired_ratio_interval, ratio_interval
 from distill.measuring.evaluation_results import (
     ClassResult,
@@ -238,7 +239,7 @@ def _step_costs(
         step = measure_steps(pair.draft, [1], depth, REPEATS, size)[1][0]
         speeds = predicted_speedups(seconds, step, [accepted[name]] * LONGEST)
         length = speeds.index(max(speeds))
-        sizes = target.path.stat().st_size, pair.draft.path.stat().st_size
+        sizes = open_head(target.path).bytes, open_head(pair.draft.path).bytes
         found[name] = PairCosts(*sizes, seconds, step, length, speeds[length])
     return found
 

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from distill.engines.torch.hugging_face import load_config
 from distill.errors import DataError, RecipeError
 from distill.files import read_utf8
-from distill.gguf.head import open_head, tensor_bytes
+from distill.gguf.head import open_head
 from distill.gguf.importing import is_gguf
 from distill.recipe import parse_section
 from distill.recipe.load import read_yaml
@@ -123,7 +123,7 @@ def work_of(reference: str, weight_bytes: float) -> StepWork:
     if not is_gguf(reference):
         return work_of_config(load_config(reference), weight_bytes)
     head = open_head(Path(reference))
-    sizes = [(name, math.prod(one), tensor_bytes(one, head.kinds[name])) for name, one in head.shapes.items()]
+    sizes = [(name, math.prod(one), head.sizes[name]) for name, one in head.shapes.items()]
     heads = head.count("attention.head_count")
     keys = head.count("attention.key_length", max(1, head.count("embedding_length") // heads))
     # A latent attention of one cached head holds keys and values in the same numbers (files of llama.cpp since 2025).

@@ -23,6 +23,8 @@ from distill.engines.torch.hugging_face import encode, end_ids, load_target, pic
 from distill.engines.torch.model import BatchedTorchModel
 from distill.errors import DataError, EndpointError, PairError
 from distill.files import has_form
+from distill.gguf.head import open_head
+from distill.gguf.library import require_loadable
 from distill.recipe import Recipe
 from distill.sampler import Sampler
 from distill.teacher.endpoint import Endpoint, Refused, Unanswered, delay_seconds
@@ -37,6 +39,7 @@ def require_gguf(target: str, path: str, setting: str) -> VocabularyMetadata:
     """
     if not Path(path).is_file():
         raise DataError(f"{setting}: there is no file {path}", "export the target with distill export-gguf")
+    require_loadable(open_head(Path(path)))
     pair = compare_pair(target, path)
     if pair.distill is not None:
         raise PairError(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import tiny
 from test_export import SIZES, build, held_out_texts, needs_llama, train_tokenizer
@@ -110,20 +113,69 @@ def test_kl_of_the_demo_target_falls_as_bits_rise(tmp_path: Path) -> None:
         assert values == sorted(values, reverse=True), (family, found)
 
 
-@needs_llama
-def test_type_of_single_tensors_and_importance(wide: Path, tmp_path: Path) -> None:
-    import gguf
-    import numpy as np
+PARTS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+MATRIX = {f"blk.{layer}.{part}.weight": np.linspace(1, 500, 256) for layer in range(2) for part in PARTS}
 
-    writer = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "imatrix")
-    for layer in range(2):
-        for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
-            writer.add_tensor(f"blk.{layer}.{part}.weight.in_sum2", np.linspace(1, 500, 256, dtype=np.float32)[None])
-            writer.add_tensor(f"blk.{layer}.{part}.weight.counts", np.full((1, 1), 10, dtype=np.float32))
+
+def write_imatrix(path: Path, sums: dict[str, Any], calls: int = 10) -> None:
+    """A matrix of the sums over so many calls, in the form of llama-imatrix that the file's name says."""
+    if path.suffix == ".dat":
+        entries = [
+            struct.pack("<i", len(name.encode()))
+            + name.encode()
+            + struct.pack("<ii", calls, len(values))
+            + values.astype("<f4").tobytes()
+            for name, values in sums.items()
+        ]
+        path.write_bytes(struct.pack("<i", len(sums)) + b"".join(entries) + struct.pack("<ii", 4, 5) + b"a.txt")
+        return
+    writer = gguf.GGUFWriter(path, "imatrix")
+    for name, values in sums.items():
+        writer.add_tensor(f"{name}.in_sum2", np.float32(values)[None])
+        writer.add_tensor(f"{name}.counts", np.full((1, 1), calls, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize("form", ["gguf", "dat"])
+def test_an_importance_matrix_is_the_models_own(
+    form: str, wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Read in both forms of llama-imatrix by value; refused where llama.cpp would ignore it, or a part of it."""
+    path = tmp_path / f"imatrix.{form}"
+    write_imatrix(path, MATRIX | {"output.weight": np.full(256, 20.0)})
+    found = importance_of(path, wide)
+    assert found.keys() == {*MATRIX, "output.weight"} and set(found["output.weight"]) == {2}
+    assert all((found[name] == np.float32(MATRIX[name]) / np.float32(10)).all() for name in MATRIX)
+    one = "blk.1.ffn_down.weight"
+    for matrix, calls, message in (
+        (
+            {name: values for name, values in MATRIX.items() if name != one},
+            10,
+            f"nothing for 1 of its tensors, first {one}",
+        ),
+        (MATRIX | {"blk.2.attn_q.weight": MATRIX[one]}, 10, "for 1 tensors that it lacks, first blk.2.attn_q.weight"),
+        ({"blk.0.ssm_in.weight": MATRIX[one]}, 10, "nothing for 14 .* and is for 1 tensors"),
+        (MATRIX | {one: MATRIX[one][:192]}, 10, f"{one} has 192 columns, here 256"),
+        (MATRIX | {one: -MATRIX[one]}, 10, f"{one} holds values that are no mean squares"),
+        (MATRIX | {one: MATRIX[one] * np.nan}, 10, f"{one} holds values that are no mean squares"),
+        ({}, 10, "importance matrix"),
+    ):
+        write_imatrix(path, matrix, calls)
+        with pytest.raises(DataError, match=message):
+            importance_of(path, wide)
+    write_imatrix(path, MATRIX)
+    path.write_bytes(path.read_bytes()[:-3000])
+    arguments = ("export-gguf", wide, "--to", tmp_path / "out", "--outtype", "q2_k", "--imatrix", path)
+    assert tiny.call(*arguments) == 2
+    assert "imatrix" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@needs_llama
+def test_type_of_single_tensors_and_importance(wide: Path, tmp_path: Path) -> None:
+    write_imatrix(tmp_path / "imatrix.gguf", MATRIX)
     importance = importance_of(tmp_path / "imatrix.gguf", wide)
     assert importance["blk.0.attn_q.weight"][-1] == 50
     files = {}

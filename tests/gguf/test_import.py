@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import struct
 import sys
 from collections.abc import Iterable
@@ -317,19 +318,25 @@ def test_a_file_cut_short_leaves_no_folder(tmp_path: Path, cache: Path, tokenize
     assert not cache.exists() or not list(cache.rglob("config.json"))
 
 
-def recipe_of_a_file(world: Path, folder: Path) -> Path:
-    """The world's recipe with its target as the GGUF file served.gguf in this folder."""
+def recipe_of_a_file(world: Path, folder: Path, model: str = "served.gguf") -> Path:
+    """The world's recipe with its target as the GGUF file served.gguf in this folder, or as `model` beside it."""
     export_gguf(world / "target", folder / "served.gguf", "f32")
     values = tiny.recipe_values(world)
     for source in values["corpus"]["sources"]:
         source["path"] = str(world / source["path"])
-    values["target"]["model"] = "./served.gguf"
+    values["target"]["model"] = f"./{model}"
     return tiny.write_recipe(folder / "recipe.yaml", values)
 
 
 @needs_llama
-def test_a_run_of_a_file(world: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_a_file(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe whose target is a GGUF file makes the draft that its folder makes, and times the file itself."""
+    folder = Path(shutil.copytree(world / "target", tmp_path / "folder"))
+    recipe = recipe_of_a_file(world, tmp_path, "folder")
+    ends = read_import(tmp_path / "served.gguf").tokenizer.ends  # the folder's own, and those that llama.cpp knows
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with tiny.one_thread():
+        assert tiny.call("train", recipe, "--runs", tmp_path / "of-folder", "--until", "train") == 0
     recipe = recipe_of_a_file(world, tmp_path)
     assert tiny.call("check", recipe) == 0
     assert "tensors fit its metadata" in capsys.readouterr().out
@@ -337,7 +344,8 @@ def test_a_run_of_a_file(world: Path, finished: Path, tmp_path: Path, capsys: py
         assert tiny.call("train", recipe, "--runs", tmp_path / "runs") == 0
     printed = capsys.readouterr()
     run = tmp_path / "runs" / "tiny"
-    assert tiny.digest(run / "draft" / "model.safetensors") == tiny.digest(finished / "draft" / "model.safetensors")
+    drafts = [place / "draft" / "model.safetensors" for place in (run, tmp_path / "of-folder" / "tiny")]
+    assert tiny.digest(drafts[0]) == tiny.digest(drafts[1])
     files = json.loads((run / "gguf" / "export.json").read_text())["files"]
     assert [(Path(file["path"]).name, file["outtype"]) for file in files] == [
         ("draft-f16.gguf", "f16"),
@@ -438,7 +446,10 @@ def test_tokenizer_of_a_real_file(tmp_path: Path) -> None:
     texts = [*PROBE, *HARD_TEXTS, *questions(), "<|im_start|>user\n12345<|im_end|>"]
     check_ids(read_back(path), path, (text for text in texts if not set(text.encode()) & lacking))
     found = read_import(path)
-    assert found.quantised == ["Q4_1", "Q8_0"] and found.tokenizer.ends == [2]
+    with contextlib.closing(GgufFile(path, vocabulary_only=True)) as file:
+        ends = [end for end in range(file.head_rows) if file.library.llama_vocab_is_eog(file.vocabulary, end)]
+    assert found.quantised == ["Q4_1", "Q8_0"]
+    assert found.tokenizer.ends[0] == 2 and sorted(found.tokenizer.ends) == ends
     tokenizer = hugging_face.load_tokenizer(str(path))
     asked = [{"role": "user", "content": "Hi"}]
     assert "trained by Hugging Face<|im_end|>" in tokenizer.apply_chat_template(asked, tokenize=False)

@@ -1,0 +1,317 @@
+"""GGUF files as others write them: token types, rotary embeddings, parts of a split file, types of other programs.
+
+llama.cpp itself, on the files that are written here, says what is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from test_export import build, needs_llama, some_ids, train_tokenizer
+from test_import import cache, check_ids, write_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from distill.engines.llama_cpp.model import GgufModel
+from distill.errors import DataError
+from distill.files import reference_digest, split_parts
+from distill.gguf.fields import GgufTokenizer
+from distill.gguf.head import open_head
+from distill.gguf.imported import read_tokenizer
+from distill.gguf.importing import file_type, folder_of, read_import, write_import
+from distill.gguf.library import GgufFile
+from distill.gguf.tokens import END_NAMES, FILL_NAMES, NO_END, SHOWN_NAMES
+from distill.gguf.writer import export_gguf
+from distill.planning.hardware import work_of
+
+assert cache  # each test has a cache of its own
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(size=512)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> dict[str, Path]:
+    """Families of models as GGUF files."""
+    place, found = tmp_path_factory.mktemp("files"), {}
+    for name in ("qwen2-tied", "llama", "phi3-long", "llama-3-rope", "gemma3"):
+        build(name, place / name / "model", tokenizer)
+        found[name] = export_gguf(place / name / "model", place / f"{name}.gguf", "f32").path
+    return found
+
+
+def rewritten(source: Path, out: Path, values: Mapping[str, Any], **options: Any) -> Path:
+    """A copy by the gguf package with other values of some keys; `options` are of gguf.GGUFWriter."""
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+    reader = GGUFReader(source)
+    writer = GGUFWriter(out, reader.fields["general.architecture"].contents(), **options)
+    for key, field in reader.fields.items():
+        if key not in values and not key.startswith("GGUF.") and key != "general.architecture":
+            of_items = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type=of_items)
+    for key, value in values.items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add(key, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+# ── Tokens: types and ends are llama.cpp's, whatever the file says ──
+
+COMBINED = [
+    *(("<|return|>", "<|call|>", "<|end|>"), ("<|calls|>", "<|flush|>", "<|end|>"), ("<|call|>", "<|end|>")),
+    *(("</s>", "<|tool_response>"), ("<|im_start|>", "<|im_end|>", "<|endoftext|>"), ("<start_of_turn>", "<eom>")),
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+]
+
+
+def vocabulary(kind: str, names: Sequence[str], token_type: int) -> GgufTokenizer:
+    """Letters, then these names, all of one type."""
+    spaced = kind == "llama"
+    others = [f"<0x{byte:02X}>" for byte in range(256)] if spaced else [*map(chr, range(33, 97)), "Ġ", "{", "|", "}"]
+    tokens = ["<e>", *map(chr, range(97, 123)), *names, "ab", *others]
+    types = [3, *[1] * 26, *[token_type] * len(names), 1, *[6 if spaced else 1] * len(others)]
+    scores = [0.0] * len(tokens) if spaced else None
+    merges = [] if spaced else ["a b"]
+    return GgufTokenizer(kind, "default" if spaced else "qwen2", tokens, types, scores, merges, {"eos": 0})
+
+
+@needs_llama
+@pytest.mark.parametrize(("kind", "token_type"), [*itertools.product(("gpt2", "llama"), range(7))])
+def test_types_ends_and_ids_are_those_of_llama_cpp(kind: str, token_type: int, tmp_path: Path) -> None:
+    each = {*END_NAMES, *SHOWN_NAMES, *NO_END, "<|im_start|>", "<other>", *itertools.chain(*FILL_NAMES.values())}
+    for names in [*((name,) for name in sorted(each)), *COMBINED] if token_type in (1, 4) else COMBINED:
+        own = write_tokenizer(tmp_path / "v.gguf", vocabulary(kind, names, token_type))
+        found = read_tokenizer(open_head(tmp_path / "v.gguf"))
+        with contextlib.closing(GgufFile(tmp_path / "v.gguf", vocabulary_only=True)) as file:
+            llama = file.library
+            ends = [one for one in range(file.head_rows) if llama.llama_vocab_is_eog(file.vocabulary, one)]
+            control = [
+                bool(llama.llama_vocab_get_attr(file.vocabulary, token) & llama.LLAMA_TOKEN_ATTR_CONTROL)
+                for token in range(file.head_rows)
+            ]
+        assert sorted(found.ends) == ends and found.ends[0] == 0, names
+        special = {token["content"]: token["special"] for token in found.content["added_tokens"]}
+        if token_type in (1, 3, 4):
+            assert [special.get(token, False) for token in found.tokens] == control, names
+        check_ids(own, tmp_path / "v.gguf", ["a", "".join(f"x{name}ab" for name in names), f"{names[0]}{names[-1]}"])
+
+
+@needs_llama
+def test_a_key_that_names_a_token_comes_before_its_name(tmp_path: Path) -> None:
+    names = ("<PRE>", "<|fim_prefix|>", "<PAD>", "zz", "<turn>")
+    exported = vocabulary("gpt2", names, 1)
+    keys = {"fim_pre": 28, "fim_pad": 30, "eot": 31}
+    own = write_tokenizer(tmp_path / "v.gguf", GgufTokenizer(**{**vars(exported), "ids": {**exported.ids, **keys}}))
+    assert read_tokenizer(open_head(tmp_path / "v.gguf")).ends == [0, 30, 31]
+    check_ids(own, tmp_path / "v.gguf", ["a<PRE>b<|fim_prefix|>", "<PAD>zz<turn>"])
+
+
+@needs_llama
+def test_phi_3_takes_spaces_behind_its_markers_away(tmp_path: Path) -> None:
+    """llama.cpp knows the model by its name."""
+    exported = vocabulary("llama", ("<|user|>", "<|end|>", "<s>", "</s>", "<unk>", "<|endoftext|>", "▁"), 3)
+    own = write_tokenizer(tmp_path / "v.gguf", exported)
+    named = rewritten(
+        tmp_path / "v.gguf", tmp_path / "n.gguf", {"general.name": "Phi-3 mini", "llama.context_length": 9}
+    )
+    texts = ["<|user|>  a b<|end|> \n c", "<s> a</s> a<|endoftext|> b"]
+    found = read_tokenizer(open_head(named))
+    check_ids(own, tmp_path / "v.gguf", texts)
+    check_ids(type(own).from_str(json.dumps(found.content)), named, texts)
+
+
+def test_a_changed_type_is_said(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    types = open_head(files["llama"]).numbers("tokenizer.ggml.token_type")
+    data = np.array(types, dtype="<i4").tobytes()
+    content = files["llama"].read_bytes()
+    assert content.count(data) == 1
+    (tmp_path / "m.gguf").write_bytes(content.replace(data, np.minimum(types, 1).astype("<i4").tobytes()))
+    assert tiny.call("import-gguf", tmp_path / "m.gguf", tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    assert "an answer ends with <|endoftext|>, <|im_end|>" in printed
+    assert "special by name, as in llama.cpp, against the file's types: <|endoftext|>, <|im_end|>" in printed
+
+
+# ── Rotary embeddings: computed as llama.cpp computes them, or refused by name ──
+
+YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+LINEAR = {"type": "linear", "factor": 4.0}
+ROPES: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen2-tied", YARN, ""),
+    ("qwen2-tied", YARN | {"attn_factor": 1.3}, ""),
+    ("qwen2-tied", YARN | {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_ext_factor": -1.0}, ""),
+    (
+        "qwen2-tied",
+        YARN | {"yarn_beta_fast": 8.0},
+        "qwen2.rope.scaling.yarn_beta_fast is 8.0, which llama.cpp does not",
+    ),
+    ("qwen2-tied", YARN | {"beta_slow": 2.0}, "beta_slow is 2.0"),
+    ("qwen2-tied", YARN | {"yarn_attn_factor": 1.5}, "yarn_attn_factor is 1.5"),
+    ("qwen2-tied", YARN | {"yarn_log_multiplier": 0.1}, "yarn_log_multiplier is 0.1"),
+    ("qwen2-tied", {"alpha": 4.0}, "alpha is 4.0"),
+    ("qwen2-tied", LINEAR, ""),
+    ("qwen2-tied", {"factor": 4.0}, ""),
+    ("qwen2-tied", LINEAR | {"factor": 0.0}, ""),
+    ("qwen2-tied", LINEAR | {"type": "none"}, ""),
+    ("qwen2-tied", LINEAR | {"attn_factor": 1.3}, "attn_factor 1.3 on rope scaling 'linear'"),
+    ("qwen2-tied", {"attn_factor": 1.3}, "attn_factor 1.3 on rope scaling 'default'"),
+    ("qwen2-tied", LINEAR | {"type": "longrope"}, "is longrope, and it has no rope_factors_long"),
+    ("qwen2-tied", LINEAR | {"type": "dynamic"}, "scaling.type is b'dynamic', must be one of none, linear"),
+    ("llama", YARN, "'yarn' on llama cannot be imported"),
+    ("llama-3-rope", {}, ""),
+    ("llama-3-rope", LINEAR, "twice, by rope_freqs.weight and by rope scaling 'linear'"),
+    ("llama-3-rope", {"attn_factor": 1.3}, "attn_factor 1.3 on rope scaling 'llama3'"),
+    ("phi3-long", {}, ""),
+    ("phi3-long", {"attn_factor": 1.3}, ""),
+    ("phi3-long", {"attn_factor": 1.0}, ""),
+    ("phi3-long", YARN, "twice, by rope_factors_long.weight"),
+    ("gemma3", LINEAR, ""),
+]
+
+
+@needs_llama
+@pytest.mark.parametrize(("name", "values", "message"), ROPES)
+def test_rotary_embedding(
+    name: str, values: dict[str, Any], message: str, files: dict[str, Path], tmp_path: Path
+) -> None:
+    architecture = open_head(files[name]).architecture
+    values = {f"{architecture}.rope.scaling.{key}": value for key, value in values.items()}
+    path = rewritten(files[name], tmp_path / "m.gguf", values | {"general.name": "m"})
+    if message:
+        with pytest.raises(DataError, match=message):
+            read_import(path)
+        return
+    write_import(read_import(path), tmp_path / "back")
+    with GgufModel(path, context=256, threads=1) as model:
+        ids = some_ids(model.vocabulary_size, 120)
+        theirs = model.extend(ids).full().log_softmax(-1)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "back")(torch.tensor([ids])).logits[0]
+    own = logits[:, : theirs.shape[1]].log_softmax(-1)
+    assert (theirs.exp() * (theirs - own)).sum(-1).max() < 1e-3
+
+
+def test_yarn_that_llama_cpp_does_not_read_is_told_on_export(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    for more, notes in (({}, 0), ({"beta_fast": 8, "attention_factor": 1.2}, 2), ({"beta_slow": 1}, 0)):
+        build("qwen2-tied", tmp_path / "m", tokenizer, rope_parameters=rope | more)
+        told = export_gguf(tmp_path / "m", tmp_path / "m.gguf", "f32").notes
+        assert len(told) == notes and all("of yarn for qwen2: it computes with" in note for note in told)
+
+
+# ── Split files ──
+
+
+@pytest.fixture(params=[False, True], ids=["tensors in all", "metadata alone in the first"])
+def parts(request: pytest.FixtureRequest, files: dict[str, Path], tmp_path: Path) -> list[Path]:
+    """The llama split by the gguf package."""
+    options = {"split_max_tensors": 8, "small_first_shard": request.param}
+    (tmp_path / "p").mkdir()
+    rewritten(files["llama"], tmp_path / "p" / "m.gguf", {}, **options)
+    found = sorted((tmp_path / "p").iterdir())
+    assert len(found) == (4 if request.param else 3) and found == split_parts(found[0])
+    return found
+
+
+@needs_llama
+def test_a_split_file_is_the_whole_model(
+    parts: list[Path], files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, first = files["llama"], parts[0]
+    assert open_head(first).sizes == open_head(whole).sizes
+    assert open_head(first).bytes == sum(part.stat().st_size for part in parts)
+    assert file_type(first) == file_type(whole) and work_of(str(first), 2) == work_of(str(whole), 2)
+    imports = [folder_of(str(path)) for path in (whole, first)]
+    assert len({tiny.digest(folder / "model.safetensors") for folder in imports}) == 1
+    assert (imports[0] / "tokenizer.json").read_bytes() == (imports[1] / "tokenizer.json").read_bytes()
+    logits = []
+    for path in (whole, first):
+        with GgufModel(path, context=64, threads=1) as model:
+            logits.append(model.extend([1, 2, 3]).full())
+    assert torch.equal(*logits)
+    assert tiny.call("check", "--target", first, "--draft", whole) == 0
+    assert tiny.call("import-gguf", first, tmp_path / "out") == 0
+    # Content and cache know a change in any part.
+    before, folder = reference_digest(str(first)), folder_of(str(first))
+    data = bytearray(parts[-1].read_bytes())
+    data[-1] ^= 1
+    parts[-1].write_bytes(data)
+    assert reference_digest(str(first)) != before and folder_of(str(first), weights=False) != folder
+
+
+def test_parts_that_do_not_make_up_a_model(parts: list[Path], files: dict[str, Path], tmp_path: Path) -> None:
+    first, second, third, *_ = parts
+    count = len(parts)
+
+    def refused(message: str, path: Path = first) -> None:
+        with pytest.raises(DataError, match=message):
+            open_head(path)
+
+    refused(f"it is part 2 of {count} of a model\n  give the first one, .*-00001-of-", second)
+    shutil.copy(first, tmp_path / "alone.gguf")
+    refused(f"one of {count} parts of a model, which its name does not say", tmp_path / "alone.gguf")
+    kept = {part: part.read_bytes() for part in parts}
+    second.unlink()
+    refused(f"1 of its {count} parts are missing, first {second.name}")
+    second.write_bytes(kept[third])
+    refused(f"{second.name}: by its name it is part 2 of {count}, by its head 2 ")
+    third.write_bytes(kept[second])
+    refused(f"{second.name}: by its name it is part 2 of {count}, by its head 2 ")
+    first.write_bytes(kept[second])
+    refused("by its name it is part 1 ")
+    for part, data in kept.items():
+        part.write_bytes(data)
+    doubled = kept[third].replace(b"split.no" + bytes((2, 0, 0, 0, 2, 0)), b"split.no" + bytes((2, 0, 0, 0, 1, 0)))
+    parts[-1].write_bytes(kept[parts[-1]][:-99])
+    refused(f"{parts[-1].name} cannot be read as GGUF: it ends after")
+    parts[-1].write_bytes(kept[parts[-1]])
+    assert doubled != kept[third]
+    second.write_bytes(doubled)
+    refused(f"{third.name}: an earlier part holds blk")
+    second.write_bytes(kept[second])
+    assert len(open_head(first).shapes) == len(open_head(files["llama"]).shapes)
+
+
+# ── Types that nothing here knows ──
+
+
+@pytest.mark.parametrize(("number", "name"), [(139, "iq4_k"), (31, "q4_0_4_4"), (339, "iq4_k_r4"), (7777, "type 7777")])
+def test_a_type_that_nothing_here_loads(
+    number: int, name: str, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, title = files["qwen2-tied"].read_bytes(), b"blk.1.ffn_up.weight"
+    place = content.index(title) + len(title) + 4 + 2 * 8  # behind the number of dimensions and both lengths
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content[:place] + number.to_bytes(4, "little") + content[place + 4 :])
+    message = f"nothing here can load {name} (1 of 26 tensors, first blk.1.ffn_up.weight)"
+    for arguments in (
+        ("check", "--target", path, "--draft", files["qwen2-tied"]),
+        ("check", "--target", path, "--draft", files["qwen2-tied"].with_suffix("") / "model"),
+        ("import-gguf", path, tmp_path / "out"),
+        ("speedup", "--target", path, "--draft", files["qwen2-tied"], "--prompts", __file__),
+    ):
+        assert tiny.call(*arguments) == 2, arguments
+        printed = capsys.readouterr()
+        assert message in printed.err and "fits" not in printed.out
+    assert open_head(path).sizes == open_head(files["qwen2-tied"]).sizes  # by the places of the tensors
+    assert file_type(path) == "f32"
