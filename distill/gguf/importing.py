@@ -324,10 +324,9 @@ def _name_of(path: Path) -> str:
     try:
         with path.open("rb") as file:
             head = file.read(2**16)
-        states = [part.stat() for part in split_parts(path)]
+        states = [part.stat() for part in split_parts(path) if part.exists()]
     except OSError as error:
-        where = error.filename or path
-        raise DataError(f"{where} cannot be read: {error.strerror}", "give a GGUF file or a model folder") from None
+        raise DataError(f"{path} cannot be read: {error.strerror}", "give a GGUF file or a model folder") from None
     stated = [(state.st_size, state.st_mtime_ns) for state in states]
     parts = [str(path.resolve()), stated, FORMAT, hashlib.sha256(head).hexdigest()]
     return f"{path.stem[:60]}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"

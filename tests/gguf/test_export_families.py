@@ -167,6 +167,8 @@ def test_an_importance_matrix_is_the_models_own(
         with pytest.raises(DataError, match=message):
             importance_of(path, wide)
     write_imatrix(path, MATRIX)
+    assert tiny.call("export-gguf", wide, "--to", tmp_path / "out", "--imatrix", path) == 2
+    assert "--imatrix changes nothing in f16 and q8_0" in capsys.readouterr().err
     path.write_bytes(path.read_bytes()[:-3000])
     arguments = ("export-gguf", wide, "--to", tmp_path / "out", "--outtype", "q2_k", "--imatrix", path)
     assert tiny.call(*arguments) == 2

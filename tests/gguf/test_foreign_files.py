@@ -273,6 +273,8 @@ def test_parts_that_do_not_make_up_a_model(parts: list[Path], files: dict[str, P
     kept = {part: part.read_bytes() for part in parts}
     second.unlink()
     refused(f"1 of its {count} parts are missing, first {second.name}")
+    with pytest.raises(DataError, match="parts are missing"):
+        folder_of(str(first))
     second.write_bytes(kept[third])
     refused(f"{second.name}: by its name it is part 2 of {count}, by its head 2 ")
     third.write_bytes(kept[second])
