@@ -1,6 +1,6 @@
 """Puts recipes/ and data/ into wheels, as distill/shipped/recipes and distill/shipped/data; see pyproject.toml, too.
 
-They stay at the root of a checkout, where an editable installation reads them (distill/recipe/shipped.py).
+They stay at the root of a checkout, where an editable installation reads them (distill/cli/check.py).
 """
 
 import shutil

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from distill.recipe.shipped import smollm2_file
+from distill.cli.check import smollm2_file
 
 if __name__ == "__main__":
     path = smollm2_file()

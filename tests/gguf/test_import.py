@@ -30,6 +30,7 @@ from test_gguf_reference import TOKENIZERS, needs_tokenizers, script
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from distill.cli.check import smollm2_file
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import load_pair
 from distill.engines.torch import hugging_face
@@ -44,7 +45,6 @@ from distill.gguf.tokenizer import read_tokenizer as read_exported
 from distill.gguf.writer import export_gguf
 from distill.recipe import Target, load_recipe
 from distill.recipe.measuring import DIRECT, OUTTYPES
-from distill.recipe.shipped import smollm2_file
 from distill.vocabulary.encoding import PRE_STEPS
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -253,6 +253,19 @@ def test_what_a_killed_removal_left_is_not_taken_for_work(world: Path, copied: P
     assert tiny.contents(copied / "answers") == whole
 
 
+def test_a_shard_that_was_cut_off_is_made_again_before_its_stage_ends(
+    world: Path, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, record = tiny.contents(copied / "teacher"), copied / "stages" / "teacher.json"
+    (copied / "stages" / "teacher.begun.json").write_text(json.dumps(json.loads(record.read_text())["inputs"]))
+    record.unlink()
+    shard = max((copied / "teacher").glob("shard-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-9])
+    assert train(world, copied, "--until", "teacher") == 0
+    assert f"{shard} is damaged" in capsys.readouterr().err
+    assert tiny.contents(copied / "teacher") == whole
+
+
 def test_checkpoints_are_kept_as_asked(world: Path, copied: Path, tmp_path: Path) -> None:
     def found() -> set[str]:
         return {path.name for path in (copied / "checkpoints").iterdir()}

@@ -266,7 +266,7 @@ def test_cut_step_and_export_at_small_width(name: str, tmp_path: Path) -> None:
     written = load_recipe(path)
     configurations = {hub: small(hub) for hub in (written.target.model, written.donor_model)}
     found, overrides = folders(path, tmp_path, configurations)
-    rule = ["cut.layer_rule=influence"] if load_recipe(path).cut.layers is not None else []
+    rule = ["cut.layer_rule=influence"] if written.cut.layers is not None else []
     recipe = load_recipe(path, [*overrides, *rule, "train.batch=4", "train.rate=1e-3"])
     donor = configurations[written.donor_model]
     random_model(donor, 1).save_pretrained(found["donor"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from distill.recipe.shipped import smollm2_file
+from distill.cli.check import smollm2_file
 
 PYTHON = f"""#!/bin/bash
 if [[ "$1" == -c ]]; then exit "${{NO_LLAMA:-0}}"; fi
