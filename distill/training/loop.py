@@ -244,6 +244,7 @@ def write_draft(work: Training) -> list[Path]:
 
 
 def summary_of(work: Training) -> TrainingSummary:
+    """What training.json says of a training that is over."""
     # Under a sparsity penalty the last weights stay, however earlier ones were accepted.
     best = work.state["best"] if work.penalty is None else None
     steps = work.state["ended"] or work.steps  # patience may end it early

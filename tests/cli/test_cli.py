@@ -279,7 +279,6 @@ EMPTY = ["--runs", "EMPTY"]
         (["report", "nothing", *EMPTY], "there is no run at "),
         (["generate", "a", *EMPTY], "there are no runs in "),
         (["generate", "", "--run", "RUN"], "the prompt is empty"),
-        (["runs", "--yes"], "--delete NAME"),
         (["eval", *PAIR], "--text"),
         (["eval", "--target", "TARGET"], "--draft"),
         (["eval", "--target", "./nowhere", "--draft", "DRAFT", "--text", "RECIPE"], "nowhere"),
@@ -287,13 +286,8 @@ EMPTY = ["--runs", "EMPTY"]
         (["generate", "x", "--run", "RUN", "--target", "TARGET"], "--run was given beside --target or --draft"),
         (["generate", "x", "--run", "RUN", "--top-k", "4"], "--top-k does nothing without --temperature"),
         (["generate", "x", "--run", "RUN", "--drafter", "tree", "--length", "0"], "--length 0 drafts nothing"),
-        (["plan", "RECIPE", "--depth", "64"], "override its key: speedup.depth"),
-        (["plan", "RECIPE", "--tokens", "64"], "override its key: speedup.new_tokens"),
         (["plan", "TARGET", "--draft-curve", "x.json", "--hardware", "y.yaml"], "--draft-curve is in seconds of"),
         (["profile", "TARGET", "--depths", "0,8"], "a step follows at least one token"),
-        (["serve-check", "RUN", "--url", "http://127.0.0.1:1", "--p-min", "0.5"], "--p-min is for a server that this"),
-        (["serve-check", "RUN", "--server", "x", "--key", "K"], "--key is"),
-        (["serve-check", "RUN", "--server", "x", "--prompt-tokens", "9"], "--prompt-tokens is"),
     ],
 )
 def test_a_wrong_command_is_one_message(

@@ -497,11 +497,6 @@ def test_what_cannot_be_measured_is_one_error(options: list[str], words: str, pl
     assert words.replace("{}", str(place)) in error and "Traceback" not in error
 
 
-def test_options_of_pairs_are_refused_for_a_run(capsys: Capture) -> None:
-    assert tiny.call("speedup", "my-run", "--lengths", "2") == 2
-    assert "--lengths was given without prompts" in capsys.readouterr().err
-
-
 def test_the_pair_of_a_run_on_other_prompts(place: Path, finished: Path, world: Path, capsys: Capture) -> None:
     """A run with prompts is its target and draft by name: the same prompts, texts and counts."""
     more = [*QUICK, "--prompts", place / "plain.txt", "--lengths", "2", "-o", "json"]

@@ -148,14 +148,6 @@ def test_another_recipe_replaces_it_and_runs_are_left_alone(world: Path, copied:
     assert code == 0 and not (folder / "old.txt").exists()
 
 
-def test_it_is_refused_with_options_of_a_run(world: Path, tmp_path: Path, capsys: Capture) -> None:
-    for option in ("--fresh", "--dry-run", "--refresh", "--until=cut", "--redo=cut"):
-        assert "cannot be combined with --rehearse" in tiny.refused(
-            capsys, "train", world / "recipe.yaml", "--runs", tmp_path, "--rehearse", option
-        )
-    assert not list(tmp_path.iterdir())
-
-
 def test_every_section_is_shortened(world: Path, tmp_path: Path) -> None:
     """Lengths of texts, blocks and the training's batch stay: memory depends on them."""
     traffic = tmp_path / "log.jsonl"

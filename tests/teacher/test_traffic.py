@@ -247,8 +247,6 @@ def test_a_third_generation(
         (("cut.layers=1",), "--refresh makes no cuts"),
         (("train.sparsity={method: group, mlp_width: 32}",), "--refresh makes no cuts"),
         (("name=other",), "no finished draft"),
-        (("--fresh",), "cannot be combined with --refresh, which starts a new run"),
-        (("--redo", "train"), "cannot be combined with --refresh, which starts a new run"),
     ],
 )
 def test_refusals(
