@@ -13,6 +13,7 @@ import torch
 from table_model import TableModel
 from torch import Tensor
 
+from distill.engines.model import Ints
 from distill.engines.torch.model import TorchLogits
 from distill.engines.torch.static import StaticTorchModel
 
@@ -42,11 +43,7 @@ class StaticTable(StaticTorchModel):
         return logits[:, -keep:] if isinstance(keep, int) and keep else logits
 
     def extend(
-        self,
-        tokens: Sequence[int],
-        counts: Sequence[int] | None = None,
-        parents: Sequence[int] | None = None,
-        want: Sequence[int] | None = None,
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> TorchLogits:
         counts, left, logits = counts or [len(tokens)], list(tokens), []
         for row, count in enumerate(counts):

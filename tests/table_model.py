@@ -10,17 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
-from distill.engines.model import ROOT, PendingTree, check_call, check_lengths
+from distill.engines.model import ROOT, Ints, PendingTree, check_call, check_lengths
 from distill.engines.torch.model import TorchLogits
-
-LARGEST = 1 << 25  # entries of a table: 256 MiB
 
 
 class TableModel:
     """One sequence whose next token's logits are a fixed random function of the last k tokens (fewer at the start).
 
     `sharpness` is the logits' standard deviation. `table` [(V + 1)^k, V] is indexed by `place`.
-    ValueError for k < 1 or a table of more than LARGEST entries.
     """
 
     rows = 1
@@ -29,10 +26,6 @@ class TableModel:
     def __init__(
         self, vocabulary: int, seed: int = 0, memory: int = 2, sharpness: float = 2.0, capacity: int = 4096
     ) -> None:
-        if memory < 1:
-            raise ValueError(f"memory must be at least 1, got {memory}")
-        if vocabulary * (vocabulary + 1) ** memory > LARGEST:
-            raise ValueError(f"a table of {vocabulary} tokens after {memory} is too large: take fewer of either")
         self.vocabulary_size, self.memory, self.capacity = vocabulary, memory, capacity
         generator = torch.Generator().manual_seed(seed)
         size = ((vocabulary + 1) ** memory, vocabulary)
@@ -60,11 +53,7 @@ class TableModel:
         return [len(self._context)]
 
     def extend(
-        self,
-        tokens: Sequence[int],
-        counts: Sequence[int] | None = None,
-        parents: Sequence[int] | None = None,
-        want: Sequence[int] | None = None,
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> TorchLogits:
         """Commit a chain, or hang nodes into the tree below `parents`; logits after the tokens in `want` (all if None).
 

@@ -21,7 +21,7 @@ from distill.decoding.drafters import NOTHING, Drafter, ModelDrafter, distributi
 from distill.decoding.lengths import Fixed, LengthRule, Proposal
 from distill.decoding.verify import Random, draw_token
 from distill.engines.loaded import GROWING, torch_decoder
-from distill.engines.model import AroundModel, Logits, Model, check_lengths
+from distill.engines.model import AroundModel, Ints, Logits, Model, check_lengths
 from distill.engines.torch.hugging_face import load_model, pick_device, text_folder
 from distill.engines.torch.model import TorchLogits
 from distill.errors import PairError
@@ -263,11 +263,7 @@ class SharedModel(AroundModel):
         return [len(self._tokens)]
 
     def extend(
-        self,
-        tokens: Sequence[int],
-        counts: Sequence[int] | None = None,
-        parents: Sequence[int] | None = None,
-        want: Sequence[int] | None = None,
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> Logits:
         """Logits [1, V] after the last of these ids, of a context that the draft can write (`DraftReader.room`)."""
         assert parents is None and want is not None and list(want) == [len(tokens) - 1], "chains and last logits only"

@@ -6,12 +6,11 @@ Legend: m tokens of a step.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from distill.engines.model import AroundModel, Logits, Model
+from distill.engines.model import AroundModel, Ints, Logits, Model
 from distill.engines.torch.model import TorchLogits
 from distill.engines.torch.static import StaticTorchModel
 
@@ -33,11 +32,7 @@ class WatchedModel(AroundModel):
         self.steps = steps
 
     def extend(
-        self,
-        tokens: Sequence[int],
-        counts: Sequence[int] | None = None,
-        parents: Sequence[int] | None = None,
-        want: Sequence[int] | None = None,
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> Logits:
         """See `Model`."""
         # What watching takes is the model's time rather than the round's own: between steps it would show more.
@@ -69,11 +64,7 @@ class WatchedStaticModel(StaticTorchModel):
         return logits
 
     def extend(
-        self,
-        tokens: Sequence[int],
-        counts: Sequence[int] | None = None,
-        parents: Sequence[int] | None = None,
-        want: Sequence[int] | None = None,
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> TorchLogits:
         """See `Model`; a chain is taken by `step`, a tree is not."""
         started, depth = time.perf_counter(), self.lengths[0]

@@ -33,7 +33,7 @@ from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, M
 from distill.decoding.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.on_device import DeviceDraft, Drafted, RowRound, rounds_on_device
 from distill.decoding.rules import Rules
-from distill.engines.torch.model import TorchModel, count
+from distill.engines.torch.model import BatchedTorchModel, TorchModel, count
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
 from distill.sampler import Sampler
@@ -226,10 +226,12 @@ def test_the_first_row_of_a_batch_follows_the_targets_distribution() -> None:
 # The output's distribution, by sampling from a model.
 
 
-def least_p(model: Any, draft: Any, verifier: str, prompt: list[int], samples: int, argmax: bool) -> float:
+def least_p(
+    model: Any, draft: Any, verifier: str, prompt: list[int], samples: int, argmax: bool, make: Any = StaticTorchModel
+) -> float:
     """The p-value of Pearson's χ² of the first three tokens after a prompt, against the model's own distribution."""
     size, rows, seen = model.config.vocab_size, 64, torch.zeros(model.config.vocab_size**3)
-    pair_of_rows = StaticTorchModel(model, rows=rows), StaticTorchModel(draft, rows=rows)
+    pair_of_rows = make(model, rows=rows), make(draft, rows=rows)
     rules = Rules(Sampler(), verifier)
     for start in range(0, samples, rows):
         texts = decode_batch(*pair_of_rows, [prompt] * rows, 4, rules, 2, streams(rows, start), argmax)
@@ -262,6 +264,13 @@ def test_sampled_texts_follow_the_models_distribution(
 
     monkeypatch.setattr(device_round.DeviceRounds, "_numbers", shared)
     assert least_p(model, draft, verifier, [1, 2, 3], 1920, argmax) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verifier", "argmax"), [("token", False), ("block", False), ("match", True)])
+def test_texts_that_the_host_samples_follow_the_models_distribution(verifier: str, argmax: bool) -> None:
+    model, draft = (toy("llama", vocabulary=5, seed=seed, initializer_range=0.15) for seed in (4, 9))
+    assert least_p(model, draft, verifier, [1, 2, 3], 1920, argmax, BatchedTorchModel) > 1e-3
 
 
 # Rows.

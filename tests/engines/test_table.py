@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from table_model import TableModel
 from test_tree_cache import Mirror, check_refusals
 
-from distill.engines.model import Logits, Model
+from distill.engines.model import Model
 
 torch.set_num_threads(1)
 
@@ -26,31 +26,10 @@ def by_hand(model: TableModel, context: Sequence[int]) -> list[float]:
     return model.table[index].tolist()
 
 
-def test_is_a_model() -> None:
-    model: Model = TableModel(5, capacity=10)
-    logits: Logits = model.extend([1, 2, 3])
-    assert (len(logits), model.lengths, model.rows, model.capacity, model.vocabulary_size) == (3, [3], 1, 10, 5)
-    full = logits.full()
-    assert full.shape == (3, 5) and full.dtype == torch.float64
-    assert logits.argmax() == full.argmax(-1).tolist()
-    full.zero_()
-    assert bool((logits.full() != 0).all())  # a copy
-    model.close()
-    assert model.lengths == [0]
-
-
-def test_same_seed_same_model_and_sharpness_scales() -> None:
-    model = TableModel(4, seed=3)
-    assert torch.equal(TableModel(4, seed=3).table, model.table) and model.table.shape == (25, 4)
-    assert not torch.equal(TableModel(4, seed=4).table, model.table)
-    assert torch.equal(TableModel(4, seed=3, sharpness=1).table * 2, model.table)
-    draft = model.near(0.5, seed=9)
-    assert 0.3 < float((draft.table - model.table).std()) < 0.7
-    assert torch.equal(model.near(0, seed=9).table, model.table)
-    with pytest.raises(ValueError, match="too large"):
-        TableModel(1000, memory=3)
-    with pytest.raises(ValueError, match="at least 1"):
-        TableModel(3, memory=0)
+def test_a_draft_is_near_its_target() -> None:
+    model: Model = TableModel(4, seed=3)
+    assert isinstance(model, TableModel) and torch.equal(TableModel(4, seed=3).table, model.table)
+    assert 0.3 < float((model.near(0.5, seed=9).table - model.table).std()) < 0.7
 
 
 def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
