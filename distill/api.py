@@ -105,13 +105,15 @@ def decode(
     sampler: Sampler | None = None,
     seed: int = 0,
     stop: Sequence[str] = (),
+    table: str | Path | None = None,
 ) -> Decoded:
     """Continue a prompt, a text or token ids, by at most `tokens`; `pair.text(found.tokens)` is the text.
 
     `configuration` (None: four tokens of the draft a round; plain decoding for a pair without a draft) is one of
     docs/recipes.md, as an object or a mapping; `sampler` None is greedy. The text is the target's own whatever drafts:
     a configuration that would change its distribution raises DataError, as do a prompt that is empty or fills the
-    context, and trees of a size that only a run chooses.
+    context, and trees of a size that only a run chooses. `table` (a file, or a run that has one) holds n-grams of the
+    target for drafter table.
     """
     sampler = sampler or Sampler(temperature=0)
     if configuration is None:
@@ -133,8 +135,9 @@ def decode(
             f"a prompt of {len(ids)} tokens in a context of {pair.target.capacity}", "give at least one, and fewer"
         )
     room = min(tokens, pair.target.capacity - len(ids))
+    request = Request(configuration, sampler, seed, stop, table=None if table is None else Path(table))
     result = Decoded()
-    for _ in begin(pair, None, Request(configuration, sampler, seed, stop), ids, room).rounds(result):
+    for _ in begin(pair, None, request, ids, room).rounds(result):
         pass
     return result
 

@@ -51,9 +51,13 @@ def generate(
         str | None,
         typer.Option(
             help="draft (the default), lookup (n-gram lookup in the text), lookup+draft, tree (of the best tokens, or "
-            "drawn: --widths), lookup+tree, none; for a draft of another vocabulary: intersection (the tokens both "
-            "share) or string (its text)."
+            "drawn: --widths), lookup+tree, table (of n-grams of the target's texts), none; for a draft of another "
+            "vocabulary: intersection (the tokens both share) or string (its text)."
         ),
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(help="--drafter table: a run, or a file, with n-grams of the target; the run's own if left out."),
     ] = None,
     widths: Annotated[
         str | None, typer.Option(help="--drafter tree: drawn, with this many children a node: 3,2,1.")
@@ -111,6 +115,7 @@ def generate(
         (target or draft, "runs", shared.NO_RUN),
         (not asked_draft and configuration.drafts, "draft", f"is not asked by drafter {configuration.drafter}"),
         (not asked_draft, "draft_device", "is for a draft, and none is asked"),
+        (not configuration.counts_ngrams, "table", "is for --drafter table"),
     )
     constraint = _grammar(regex, json_schema, grammar)
     from distill.gguf.importing import one_engine
@@ -127,6 +132,8 @@ def generate(
         if length is None and not any(given[name] for name in ("drafter", "rule", "widths")):
             configuration = _configuration(given, _fastest(found), temperature)
         device, threads, settings, asked = recipe.device, threads or recipe.threads, recipe.pytorch, recipe.chat
+        if configuration.counts_ngrams and table is None and found.path("table").is_dir():
+            table = found.folder
         big, model = one_engine(recipe.target.model, str(found.path("draft").resolve()))
         place = recipe.target.model_copy(update={"model": big})
     require_used(gguf, place.model, model if configuration.asks_the_draft else None)
@@ -140,7 +147,14 @@ def generate(
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
     measured = {} if found is None or configuration.rule != "expected-value" else _measured(found)
     request = Request(
-        configuration, sampler, seed, tuple(stop or ()), lossy=allow_lossy, grammar=constraint, **measured
+        configuration,
+        sampler,
+        seed,
+        tuple(stop or ()),
+        lossy=allow_lossy,
+        grammar=constraint,
+        table=table,
+        **measured,
     )
     message = None
     if chat is not False and text:

@@ -79,6 +79,10 @@ def speedup(
     draft_device: Annotated[str | None, pair_option(help=shared.DRAFT_DEVICE_HELP)] = None,
     prepack: Annotated[bool | None, pair_option(help=shared.PREPACK_HELP)] = None,
     seed: Annotated[int, pair_number(min=0, help="Seed of all draws.")] = 0,
+    table: Annotated[
+        Path | None,
+        pair_option(help="For drafter table: a run, or a file, with n-grams of the target; a run's own if left out."),
+    ] = None,
     to: Annotated[
         Path | None, pair_option(help="Also write everything that was measured to this file, as JSON.")
     ] = None,
@@ -133,8 +137,12 @@ def speedup(
         context,
         (big.endswith(".gguf"), "dtype", shared.TYPES_OF_ITS_OWN),
         (small is None, "draft_device", "is for a draft, and none is loaded"),
+        (not any(one.counts_ngrams for one in every), "table", "is for configurations of drafter table"),
     )
     batches = _batch_sizes(batch, big)
+    if table is None and run is not None:
+        _, found = shared.find_run(run, runs)
+        table = found.folder if found.path("table").is_dir() else None
     shared.prepare(threads)
     from distill.decoding.configured import check_configurations
     from distill.measuring.compare import PairSettings
@@ -166,6 +174,7 @@ def speedup(
         prompt_tokens=prompt_tokens,
         chat=None if own is None else own.chat,
         batches=batches,
+        table=table,
         command=command_line(sys.argv),
     )
     if to is not None:

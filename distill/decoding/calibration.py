@@ -81,9 +81,12 @@ TERMS: dict[str, Callable[[int, Features], float]] = {
     "differs": lambda position, f: float(f.match < 0),
     "agreed_length": lambda position, f: max(f.match, 0) / 6,
     "differed_length": lambda position, f: max(-f.match, 0) / 6,
+    "known": lambda position, f: f.match / 4,
+    "log_count": lambda position, f: math.log1p(f.count),
 }
 FEATURE_TERMS = ("margin", "logit_top", "entropy", "first", "log_position")  # of the distribution and its position
 CONTEXT_TERMS = ("agrees", "differs", "agreed_length", "differed_length")  # of the best token, from the text before it
+TABLE_TERMS = ("logit_top", "margin", "known", "log_count")  # of a guess by counts of n-grams
 FITTED = {"features": FEATURE_TERMS, "context": FEATURE_TERMS + CONTEXT_TERMS}  # by a configuration's `calibration`
 
 

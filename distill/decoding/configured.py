@@ -5,6 +5,7 @@ Legend: γ or n drafted tokens of a round.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from distill.decoding.calibration import Calibration, ExpectedValue
 from distill.decoding.costs import StepCosts
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, LookupPrice, ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule, ProbabilityFloor
+from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader, other_vocabulary_drafter
+from distill.decoding.table import TABLE, TableDrafter
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import Random, refusal
 from distill.engines.model import Model
@@ -22,6 +25,7 @@ from distill.errors import DataError, RecipeError
 from distill.recipe import Configuration, Recipe, SamplerSettings, Speedup
 from distill.sampler import Sampler
 
+LOOKED_UP = 2  # tokens of a match in the text that is followed before a table is asked
 NO_COSTS = StepCosts((1.0, 1.0), 0.0, 0.0)
 CHAINS_ONLY = "draft chains: another drafter than tree"
 Tree = int | Shape  # what is chosen of a tree before it decodes: how many nodes, or its shape
@@ -62,16 +66,30 @@ def make_drafter(
     costs: StepCosts = NO_COSTS,
     calibrations: Mapping[str, Calibration] | None = None,
     tree: Tree | None = None,
+    table: NGramTable | None = None,
+    max_leaves: int = sys.maxsize,
 ) -> Drafter:
     """The drafter that a configuration names, as at the start of a session; under `match` a draft gives its best token.
 
     A draft of another vocabulary is given as its `DraftReader`. `tree` is the one that was chosen for a configuration
-    that leaves it open. ValueError for a tree under a repetition penalty.
+    that leaves it open. A table of n-grams (None: those of the text alone) makes trees of at most the target's
+    `max_leaves`, chains where it takes none. ValueError for a tree under a repetition penalty.
     """
     calibrations = calibrations or {}
     if configuration.other_vocabulary:
         assert isinstance(draft, DraftReader)
         return other_vocabulary_drafter(configuration, draft, sampler, random)
+    if configuration.counts_ngrams:
+        price = LookupPrice(costs) if configuration.rule == "expected-value" else None
+        counted = TableDrafter(
+            table,
+            configuration.most_nodes,
+            configuration.max_length,
+            calibration=calibrations.get(TABLE),
+            price=price,
+            max_leaves=max(max_leaves, 1),
+        )
+        return FallbackDrafter(LookupDrafter(configuration.max_length, LOOKED_UP, price), counted)
     if configuration.drafter.startswith("lookup"):
         price = LookupPrice(costs) if configuration.rule == "expected-value" else None
         if configuration.drafter == "lookup":

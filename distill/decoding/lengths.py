@@ -30,13 +30,15 @@ class Features:
 
     `top` and `second` are the two largest probabilities, `entropy` is in nats. `match` is the length of the longest
     n-gram before the position that occurred earlier in the text: positive where the best token followed it there,
-    negative where another one did, 0 where none occurred or nobody searched (`NGramIndex.match`).
+    negative where another one did, 0 where none occurred or nobody searched (`NGramIndex.match`). Of a table of n-grams
+    it is the length of the longest context that was counted, and `count` how many counts follow that.
     """
 
     top: float
     second: float
     entropy: float
     match: int = 0
+    count: float = 0.0
 
 
 def features_of(distribution: Tensor) -> Features:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,9 @@ from distill.data.packing import Packed
 from distill.data.texts import read_prompts
 from distill.decoding.calibration import (
     FITTED,
+    TABLE_TERMS,
     Calibration,
+    Recorded,
     Recorder,
     expected_calibration_error,
     fit_calibration,
@@ -28,10 +30,12 @@ from distill.decoding.calibration import (
 )
 from distill.decoding.configured import Tree, configured_sampler, lossy_reason, make_drafter
 from distill.decoding.costs import StepCosts
-from distill.decoding.decode import Decoded, decode, decode_text, room_for
+from distill.decoding.decode import Decoded, decode, decode_text, plain, room_for
 from distill.decoding.drafters import Drafter, ModelDrafter, distribution_sampler
 from distill.decoding.lengths import ROOT, Proposal, best_tokens
+from distill.decoding.ngrams import NGramTable
 from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.table import TABLE, guesses
 from distill.decoding.trees import RankTally, Shape, TreeDrafter, choose_shape, expected_accepted
 from distill.engines.loaded import LoadedPair, load_pair
 from distill.engines.model import Model
@@ -115,21 +119,26 @@ def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
     return [*asked, *(ids for _, ids in pieces)][:count]
 
 
-def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = None) -> dict[str, Any]:
+def calibrate(
+    own: Sequence[Recorder],
+    command: str,
+    ranks: RankTally | None = None,
+    counted: Sequence[Sequence[Recorded]] | None = None,
+) -> dict[str, Any]:
     """What calibration.json holds: every calibration fitted on all rounds, and how it does on text new to it.
 
     `log_loss` (nats) and `calibration_error` are of fits on the even prompts, scored on the odd ones; those of
     `uncalibrated`, the draft's own probability, stand beside them. `unfitted` gives the reason where the rounds do not
-    allow a fit, for instance without both outcomes among them. `ranks` go in as they are.
+    allow a fit, for instance without both outcomes among them. `ranks` go in as they are. `counted` are the guesses of
+    a table of n-grams at the same texts, which get a calibration of their own.
     """
-    rounds = [[*recorder.rounds] for recorder in own]
-    everything, even, odd = ([one for prompt in some for one in prompt] for some in (rounds, rounds[::2], rounds[1::2]))
-    judged = sum(len(one.judged()) for one in everything)
+    of_draft: Sequence[Sequence[Recorded]] = [recorder.rounds for recorder in own]
+    judged = sum(len(one.judged()) for one in chain.from_iterable(of_draft))
     table: dict[str, Any] = {"format": FORMAT, "command": command, "split": "validation", "prompts": len(own)}
-    table |= {"rounds": len(everything), "judged": judged, "fits": {}, "unfitted": {}}
+    table |= {"rounds": sum(map(len, of_draft)), "judged": judged, "fits": {}, "unfitted": {}}
 
-    def scored(calibration: Calibration) -> dict[str, float]:
-        probabilities, accepted = predicted(calibration, odd)
+    def scored(calibration: Calibration, rounds: Sequence[Sequence[Recorded]]) -> dict[str, float]:
+        probabilities, accepted = predicted(calibration, [*chain.from_iterable(rounds[1::2])])
         if not probabilities:
             raise DataError("no judged position in the odd-numbered texts, which score a fit", "give more prompts")
         return {
@@ -137,14 +146,17 @@ def calibrate(own: Sequence[Recorder], command: str, ranks: RankTally | None = N
             "calibration_error": expected_calibration_error(probabilities, accepted),
         }
 
-    for name, terms in FITTED.items():
+    fits = [(name, terms, of_draft) for name, terms in FITTED.items() if own]
+    fits += [] if counted is None else [(TABLE, TABLE_TERMS, counted)]
+    for name, terms, rounds in fits:
         try:
-            fit = Fit("Logistic", fit_calibration(everything, terms))
-            table["fits"][name] = asdict(fit) | scored(fit_calibration(even, terms))
+            fit = Fit("Logistic", fit_calibration([*chain.from_iterable(rounds)], terms))
+            half = [*chain.from_iterable(rounds[::2])]
+            table["fits"][name] = asdict(fit) | scored(fit_calibration(half, terms), rounds)
         except DataError as error:
             table["unfitted"][name] = error.what
-    if table["fits"]:
-        table["uncalibrated"] = scored(Calibration())
+    if table["fits"].keys() & FITTED.keys():
+        table["uncalibrated"] = scored(Calibration(), of_draft)
     if ranks is not None:
         table["ranks"] = asdict(ranks)
     return table
@@ -169,14 +181,29 @@ class Calibrated:
 
 
 def calibrate_pair(
-    pair: LoadedPair, prompts: Sequence[Sequence[int]], new_tokens: int, command: str, split: str
+    pair: LoadedPair,
+    prompts: Sequence[Sequence[int]],
+    settings: PairSettings,
+    command: str,
+    split: str,
+    table: NGramTable | None,
 ) -> Calibrated:
-    """Decode the prompts, of this `split`, greedily, and fit every calibration on their rounds."""
-    rules = Rules(GREEDY, "greedy", pair.ends)
-    recorded = record_rounds(pair.target, pair.draft, prompts, new_tokens, rules)
-    table = calibrate(recorded, command, tally_ranks(pair.draft, prompts, recorded, rules))
-    texts = [([*prompt], recorder.tokens) for prompt, recorder in zip(prompts, recorded, strict=True)]
-    return Calibrated(table | {"split": split}, texts)
+    """Decode the prompts, of this `split`, greedily, and fit the calibrations of draft and table on their rounds."""
+    rules, new_tokens = Rules(GREEDY, "greedy", pair.ends), settings.speedup.new_tokens
+    if settings.draft is None:
+        recorded, ranks = [], None
+        written = [
+            plain(pair.target, prompt, room_for(pair.target, pair.target, len(prompt), new_tokens), rules=rules).tokens
+            for prompt in prompts
+        ]
+    else:
+        recorded = record_rounds(pair.target, pair.draft, prompts, new_tokens, rules)
+        written, ranks = [one.tokens for one in recorded], tally_ranks(pair.draft, prompts, recorded, rules)
+    texts = [([*prompt], new) for prompt, new in zip(prompts, written, strict=True)]
+    counted = None
+    if any(one.counts_ngrams for one in settings.configurations):
+        counted = [guesses(table, prompt, new) for prompt, new in texts]
+    return Calibrated(calibrate(recorded, command, ranks, counted) | {"split": split, "prompts": len(texts)}, texts)
 
 
 def need_calibration(configurations: Sequence[Configuration]) -> bool:
@@ -184,7 +211,7 @@ def need_calibration(configurations: Sequence[Configuration]) -> bool:
     return any(one.needs_calibration or one.needs_tree_choice for one in configurations)
 
 
-def calibrate_run(recipe: Recipe, run: Run) -> Calibrated | None:
+def calibrate_run(recipe: Recipe, run: Run, pair_settings: PairSettings, table: NGramTable | None) -> Calibrated | None:
     """The run's speedup/calibration.json and validation.json, made on validation text if they are not there yet.
 
     None where no configuration reads them.
@@ -196,15 +223,17 @@ def calibrate_run(recipe: Recipe, run: Run) -> Calibrated | None:
     if not path.exists():
         prompts = validation_prompts(run, recipe.answers.prompt_tokens, settings.calibration_prompts)
         with load_pair(recipe.target, str(run.path("draft")), device=recipe.device, pytorch=recipe.pytorch) as pair:
-            made = calibrate_pair(pair, prompts, settings.new_tokens, run.command, "validation")
+            made = calibrate_pair(pair, prompts, pair_settings, run.command, "validation", table)
         save_texts(texts, made.texts)
         write_json(path, made.table)
     calibrated = Calibrated(read_json(path, FORM), load_texts(texts), str(path))
-    table = calibrated.table
-    scores = ", ".join(f"{name} {fit['log_loss']:.3f}" for name, fit in table["fits"].items())
-    line = f"log loss {table['uncalibrated']['log_loss']:.3f} uncalibrated, {scores}" if scores else "no calibration"
-    line += "".join(f"; {name} not fitted: {reason}" for name, reason in table["unfitted"].items())
-    run.say(f"  draft probabilities, {table['rounds']} rounds of {table['prompts']} validation texts: {line}")
+    found = calibrated.table
+    scores = {name: f"{fit['log_loss']:.3f}" for name, fit in found["fits"].items()}
+    if "uncalibrated" in found:
+        scores = {"uncalibrated": f"{found['uncalibrated']['log_loss']:.3f}", **scores}
+    line = "log loss " + ", ".join(f"{name} {loss}" for name, loss in scores.items()) if scores else "no calibration"
+    line += "".join(f"; {name} not fitted: {reason}" for name, reason in found["unfitted"].items())
+    run.say(f"  probabilities on {found['prompts']} validation texts, {found['rounds']} rounds of the draft: {line}")
     return calibrated
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -20,6 +21,7 @@ from distill.decoding.configured import NO_COSTS, Tree, configured_sampler, loss
 from distill.decoding.costs import StepCosts, measure_steps
 from distill.decoding.decode import Decoded, Round, decode_text, plain, room_for
 from distill.decoding.drafters import Drafter
+from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.rules import Rules
 from distill.decoding.verify import refusal
@@ -71,17 +73,20 @@ class PairSettings:
     @property
     def largest_tree(self) -> int:
         """The most nodes of a tree that may be verified; 0 without trees."""
-        trees = [one for one in self.others if one.branches]
-        return max((one.drawn_nodes or one.nodes or self.speedup.max_tokens - 1 for one in trees), default=0)
+        trees = [one.drawn_nodes or one.nodes or self.speedup.max_tokens - 1 for one in self.others if one.branches]
+        return max([*trees, *(one.most_nodes for one in self.others if one.counts_ngrams)], default=0)
 
 
 @dataclass(frozen=True)
 class Calibrations:
-    """What configurations read that is measured beforehand: costs, calibrations by name, chosen trees by title."""
+    """What configurations read that is measured beforehand: costs, calibrations by name, chosen trees by title;
+    the table of n-grams, and how far the target's trees may branch."""
 
     costs: StepCosts = NO_COSTS
     by_name: Mapping[str, Calibration] = field(default_factory=dict)
     trees: Mapping[str, Tree] = field(default_factory=dict)
+    table: NGramTable | None = None
+    max_leaves: int = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,18 @@ def prepare(
     if not configuration.drafts:
         return TimedConfiguration(configuration, rules, None)
     tree = fitted.trees.get(configuration.title)
-    make = partial(make_drafter, configuration, draft, sampler, draws, fitted.costs, fitted.by_name, tree)
+    make = partial(
+        make_drafter,
+        configuration,
+        draft,
+        sampler,
+        draws,
+        fitted.costs,
+        fitted.by_name,
+        tree,
+        fitted.table,
+        fitted.max_leaves,
+    )
     if configuration.other_vocabulary:
         return TimedConfiguration(configuration, rules, make, refusal(rules.verifier, make().kind, sampler.temperature))
     return TimedConfiguration(configuration, rules, make, lossy_reason(configuration, sampler))
@@ -439,6 +455,6 @@ def _all_accepted(rounds: Sequence[Round], steps: int, drafter: DrafterName) -> 
     """Mean tokens of a round in which everything is accepted: of a tree, a node of each level, a draft step each."""
     if not rounds:
         return 1.0
-    if drafter == "lookup+tree":
+    if drafter in ("lookup+tree", "table"):
         return None
     return 1 + (steps if drafter == "tree" else sum(r.drafted for r in rounds)) / len(rounds)

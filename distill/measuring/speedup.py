@@ -11,6 +11,7 @@ from pathlib import Path
 from distill.data.prompts import UserPrompts, read_user_prompts, sources_of
 from distill.data.texts import read_prompts
 from distill.decoding.configured import check_configurations
+from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import read_with
 from distill.decoding.round_costs import PROMPTS
 from distill.engines.llama_cpp.model import MOST_LEAVES
@@ -31,6 +32,7 @@ from distill.recipe.measuring import fixed_length
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import document
+from distill.teacher.table import open_table
 
 # ── Stage `speedup`: plain against speculative decoding of the run's target and draft, by each backend ──
 
@@ -40,7 +42,9 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     settings = recipe.speedup
     for line in check_configurations(settings, recipe.sampler):
         run.say(f"  {line}")
-    calibrated = calibrate_run(recipe, run)
+    counted = any(one.counts_ngrams for one in settings.configurations)
+    table = open_table(run.folder, recipe.target.model) if counted else None
+    calibrated = calibrate_run(recipe, run, _settings(recipe, run, "pytorch"), table)
     parts = []
     for backend in settings.backends:
         path = run.path("speedup", f"{backend}.json")
@@ -50,7 +54,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
             label, own = _label(recipe, backend), _settings(recipe, run, backend)
             with _load(recipe, own, backend) as pair:
                 run.say(f"  {label.pair}, {backend}")
-                write_result(path, _measure(recipe, run, pair, label, own, calibrated))
+                write_result(path, _measure(recipe, run, pair, label, own, calibrated, table))
         parts.append(read_result(path, SpeedupPart))
         gc.collect()
     report = SpeedupReport(
@@ -75,6 +79,7 @@ def _measure(
     label: PairMeasured,
     settings: PairSettings,
     calibrated: Calibrated | None,
+    table: NGramTable | None,
 ) -> SpeedupPart:
     """All measurements of the pair by one backend, on test prompts; their explanations are said, too."""
     prompts = [prompt.ids for prompt in read_prompts(run, "test")][: recipe.speedup.prompts]
@@ -83,7 +88,7 @@ def _measure(
         run.say("    there is no validation text: costs are timed on the test prompts, which does not change them")
     evaluated = _evaluated_rounds(run, prompts, recipe.speedup.new_tokens)
     written = load_tokenizer(recipe.target.model).decode
-    given = PairTexts(prompts, spare or prompts, calibrated, evaluated, written=written)
+    given = PairTexts(prompts, spare or prompts, calibrated, evaluated, written=written, table=table)
     part = measure_pair(settings, pair, label, given)
     explanations = [f"{label.pair}, {label.backend}: {sentence}" for sentence in part.explanations]
     for sentence in explanations:
@@ -165,12 +170,14 @@ def measure_any_pair(
     prompt_tokens: int,
     chat: Chat | None = None,
     batches: Sequence[int] = (),
+    table: Path | None = None,
     command: str = "",
 ) -> SpeedupReport:
     """Read the prompts in files, load both models and measure them.
 
-    `names` are target and draft as they were given. Plain text is cut into prompts of `prompt_tokens`. Raises
-    RecipeError or DataError for prompts, contexts and configurations that do not go together.
+    `table` holds n-grams of the target, or is a run that has some. `names` are target and draft as they were given.
+    Plain text is cut into prompts of `prompt_tokens`. Raises RecipeError or DataError for prompts, contexts and
+    configurations that do not go together.
     """
     configurations, new_tokens = settings.configurations, settings.speedup.new_tokens
     other_vocabulary = any(one.other_vocabulary for one in configurations)
@@ -180,6 +187,8 @@ def measure_any_pair(
     if batches and max(batches) > len(prompts.measured):
         raise RecipeError(f"--batch {max(batches)} needs as many prompts, and there are {len(prompts.measured)}")
     measured, spare = [prompt.ids for prompt in prompts.measured], [prompt.ids for prompt in prompts.others]
+    asked = any(one.counts_ngrams for one in configurations)
+    counted = open_table(table, settings.target.model) if asked and table is not None else None
     longest_step = max(settings.speedup.max_tokens, *(one.max_length + 1 for one in configurations))
     with load_pair(
         settings.target,
@@ -199,8 +208,8 @@ def measure_any_pair(
             reader = read_with(settings.target, settings.draft, place, pair.target.vocabulary_size, pair.pytorch)
         calibrated = None
         if need_calibration(configurations):
-            calibrated = calibrate_pair(pair, spare, new_tokens, command, "prompts of the same files")
-        given = PairTexts(measured, spare or measured, calibrated, classes=prompts.classes())
+            calibrated = calibrate_pair(pair, spare, settings, command, "prompts of the same files", counted)
+        given = PairTexts(measured, spare or measured, calibrated, classes=prompts.classes(), table=counted)
         part = measure_pair(settings, pair, PairMeasured("draft + target", pair.backend), given, reader, batches)
         return SpeedupReport(
             command=command,

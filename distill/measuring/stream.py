@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from distill.decoding.calibration import Calibration
@@ -28,6 +29,7 @@ from distill.gguf.importing import is_gguf
 from distill.progress import note
 from distill.recipe import Configuration, Gguf, PyTorch, Target
 from distill.sampler import Sampler
+from distill.teacher.table import open_table
 
 COST_REPEATS = 3  # of every length, before the first token: a second on a small pair, a minute on one of 1 s a token
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
@@ -39,7 +41,7 @@ class Request:
 
     `costs` (None: measured beforehand) and `fitted` are for the expected-value rule. `lossy` allows a configuration
     that changes the target's distribution; the summary then says so. `grammar` is its kind and text, see
-    `grammar.constraint`.
+    `grammar.constraint`. `table` holds n-grams of the target (a file, or a run that has one), for drafter table.
     """
 
     configuration: Configuration
@@ -50,6 +52,7 @@ class Request:
     fitted: Mapping[str, Calibration] = field(default_factory=dict)
     lossy: bool = False
     grammar: tuple[str, str] | None = None
+    table: Path | None = None
 
 
 def stream(
@@ -81,6 +84,7 @@ def stream(
     room = _room(ids, limit, context_of(target.model))
     loaded = draft if configuration.asks_the_draft else None
     nodes = configuration.drawn_nodes or configuration.nodes or 0
+    nodes = configuration.most_nodes if configuration.counts_ngrams else nodes
     options: dict[str, Any] = {"device": device, "nodes": nodes, "threads": threads, "pytorch": pytorch}
     with load_pair(target, loaded, tokens=len(ids) + room, gguf=gguf or Gguf(), **options) as pair:
         if loaded is not None and pair.draft.capacity < len(ids) + room:
@@ -194,13 +198,23 @@ def _drafter(
         return make_drafter(configuration, reader, rules.sampler, rules.random)
     costs = request.costs or NO_COSTS
     if configuration.rule == "expected-value" and request.costs is None:
-        longest = configuration.max_length
+        longest = configuration.longest_round
         if longest not in pair.costs:
             paid = measure_paid(pair.target, pair.draft, [ids], range(1, longest + 1), COST_REPEATS)
             pair.costs[longest] = paid.step_costs()
         costs = pair.costs[longest]
     asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)
-    drafter = make_drafter(configuration, asked, rules.sampler, rules.random, costs, request.fitted)
+    table = None if request.table is None else open_table(request.table, pair.reference)
+    drafter = make_drafter(
+        configuration,
+        asked,
+        rules.sampler,
+        rules.random,
+        costs,
+        request.fitted,
+        table=table,
+        max_leaves=pair.target.max_leaves,
+    )
     return drafter if grammar is None else Forced(drafter, grammar)
 
 

@@ -20,6 +20,7 @@ from distill.decoding.calibration import Calibration
 from distill.decoding.configured import NO_COSTS, make_rule, require_trees
 from distill.decoding.costs import PaidCosts, accepted_by_position, shorter_rounds
 from distill.decoding.decode import Decoded
+from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.round_costs import RoundCostMeter, measure_paid, prompts_as_long
 from distill.decoding.rules import Characters, Rules
@@ -84,7 +85,7 @@ class PairTexts:
     Costs are timed behind `spare` prompts. `calibrated` is None where no configuration reads it. `evaluated` are rounds
     (drafted, accepted) of each prompt, in order, whose acceptance predicts speedups; None: that of the texts
     themselves. `classes` are those of the prompts, where they are to be told apart. `written` gives the text of a
-    prompt, where samples are wanted.
+    prompt, where samples are wanted. `table` holds n-grams of the target's other texts, where there are any.
     """
 
     prompts: list[list[int]]
@@ -93,6 +94,7 @@ class PairTexts:
     evaluated: list[list[tuple[int, int]]] | None = None
     classes: Sequence[str] = ()
     written: Callable[[list[int]], str] | None = None
+    table: NGramTable | None = None
 
 
 def measure_pair(
@@ -112,7 +114,7 @@ def measure_pair(
         require_trees(pair.target, pair.draft)
     prompts, new_tokens = given.prompts, settings.speedup.new_tokens
     spare = prompts_as_long(given.spare, [len(prompt) for prompt in prompts])
-    paid, fitted, choices = _fit(settings, pair, given.calibrated, spare)
+    paid, fitted, choices = _fit(settings, pair, given.calibrated, spare, given.table)
     small: Model = pair.draft if reader is None else reader.model
     watch = Watch()
     target, draft = watch.models(pair.target, small)
@@ -179,7 +181,11 @@ def measure_pair(
 
 
 def _fit(
-    settings: PairSettings, pair: LoadedPair, calibrated: Calibrated | None, spare: Sequence[Sequence[int]]
+    settings: PairSettings,
+    pair: LoadedPair,
+    calibrated: Calibrated | None,
+    spare: Sequence[Sequence[int]],
+    table: NGramTable | None,
 ) -> tuple[PaidCosts | None, Calibrations, dict[str, ChosenTree]]:
     """What configurations read that no measured prompt may decide: costs of rounds, calibrations, trees by title.
 
@@ -187,7 +193,7 @@ def _fit(
     """
     configurations, counts = settings.configurations, settings.speedup
     chooses = any(one.needs_tree_choice for one in configurations)
-    priced = [one.max_length for one in configurations if one.needs_costs]
+    priced = [one.longest_round for one in configurations if one.needs_costs]
     paid, costs = None, NO_COSTS
     if priced:
         longest = max(*(one.max_length for one in settings.sweep), *priced, counts.max_tokens - 1 if chooses else 1)
@@ -203,11 +209,8 @@ def _fit(
         target, draft, texts = pair.target, pair.draft, calibrated.texts
         found = choose_trees(settings, target, draft, texts, pair.ends, costs, calibrations, rates)
         choices = {choice.configuration: choice for choice in found}
-    return (
-        paid,
-        Calibrations(costs, calibrations, {title: tree_of(choice) for title, choice in choices.items()}),
-        choices,
-    )
+    trees = {title: tree_of(choice) for title, choice in choices.items()}
+    return paid, Calibrations(costs, calibrations, trees, table, pair.target.max_leaves), choices
 
 
 def _prepared(
@@ -234,6 +237,7 @@ def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, Chose
     for one in others:
         if one.sampler == "greedy":
             tree = one.drawn_nodes or one.nodes or (choices[one.title].nodes if one.title in choices else 0)
+            tree = one.most_nodes if one.counts_ngrams else tree
             sizes |= {tree} if one.drafter == "tree" else {tree, one.max_length}
     return sorted(sizes - {0})
 

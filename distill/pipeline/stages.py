@@ -149,6 +149,7 @@ STAGES = (
         ignores=TEACHER_CONNECTION,
         together=True,
     ),
+    Stage("table", "distill.teacher.table:table", (), (("answers", "answers/train-*"),), ("table",), ("target",)),
     _held_out(
         "validation",
         "hold_out_validation",
@@ -222,6 +223,7 @@ STAGES = (
             ("corpus", "corpus/prompts-test.jsonl"),
             ("answers", "answers/prompts-test.jsonl"),
             ("eval", "rounds.parquet"),
+            ("table", "table/*"),
         ),
         ("speedup", "speedup.json", "speedup.md"),
         ("target",),

@@ -13,7 +13,9 @@ from pydantic import Field, model_validator
 
 from distill.recipe.target import Section
 
-DrafterName = Literal["none", "draft", "lookup", "lookup+draft", "tree", "lookup+tree", "intersection", "string"]
+DrafterName = Literal[
+    "none", "draft", "lookup", "lookup+draft", "tree", "lookup+tree", "table", "intersection", "string"
+]
 RuleName = Literal["fixed", "p_min", "start-continue", "ratio", "beta", "expected-value"]
 CalibrationName = Literal["none", "features", "context"]
 VerifierName = Literal["greedy", "match", "token", "block", "distinct"]
@@ -28,12 +30,13 @@ RULES: dict[str, tuple[str, ...]] = {
     "expected-value": ("calibration",),
 }
 TREES = ("tree", "lookup+tree")
-DETERMINISTIC = ("lookup", *TREES, "string")  # drafters whose tokens come without a distribution of their own
+DETERMINISTIC = ("lookup", *TREES, "table", "string")  # drafters whose tokens come without a distribution of their own
 OTHER_VOCABULARY = ("intersection", "string")  # drafters for a draft whose tokens are not the target's
 # What a setting that is left out means, where something reads it.
 LENGTH, P_MIN, START, MORE, FLOOR = 8, 0.5, 0.5, 0.7, 0.3
 CALIBRATION: CalibrationName = "features"
 DEPTH = 1
+NODES = 15  # of a table's tree
 SHAPE = "best-first"
 
 
@@ -44,7 +47,9 @@ class Configuration(Section):
         "draft",
         description="draft: the draft model; lookup: the tokens that followed the longest earlier match in the text; "
         "lookup+draft: the draft model if the lookup finds nothing; tree: a tree of the draft model's likeliest "
-        "tokens; lookup+tree: a tree if the lookup finds nothing; none: plain decoding. For a draft with another "
+        "tokens; lookup+tree: a tree if the lookup finds nothing; table: a match of 2 tokens or more in the text, else "
+        "a tree of the likeliest tokens by counts of the target's train answers and of the text so far; none: plain "
+        "decoding. For a draft with another "
         "vocabulary (`distill generate`): intersection: through the tokens both share; string: through its text",
     )
     rule: RuleName | None = Field(
@@ -68,7 +73,7 @@ class Configuration(Section):
         ge=1,
         le=63,
         description="tree: tokens verified per round; null: the number, below `speedup.max_tokens`, that is fastest on "
-        "validation text by measured costs and calibrated probabilities",
+        f"validation text by measured costs and calibrated probabilities. table: at most so many; null: {NODES}",
     )
     shape: Literal["best-first", "static"] | None = Field(
         None,
@@ -119,7 +124,7 @@ class Configuration(Section):
 
     @model_validator(mode="after")
     def _only_settings_that_are_read(self) -> Configuration:
-        priced = self.rule == "expected-value" and self.drafter in ("lookup", "lookup+tree")
+        priced = self.rule == "expected-value" and self.drafter in ("lookup", "lookup+tree", "table")
         if self.rule not in (None, "fixed") and self.drafter not in ("draft", "lookup+draft") and not priced:
             raise ValueError(f"rule {self.rule} asks a draft position by position; drafter {self.drafter} has none")
         read = self._read()
@@ -144,6 +149,8 @@ class Configuration(Section):
             return always | {"rule", "length", "depth", "nodes", "calibration"}
         if self.drafter == "lookup":
             return always | {"length", "rule"}
+        if self.drafter == "table":
+            return always | {"length", "rule", "nodes"}
         if self.drafter in ("draft", "lookup+draft"):
             always |= {"n_min"} | ({"draft_top_k"} if self._draws else set())
         if self.drafter != "tree":
@@ -209,9 +216,26 @@ class Configuration(Section):
     @property
     def needs_calibration(self) -> bool:
         """Whether it needs a calibration that is fitted first."""
+        if self.counts_ngrams:
+            return self.rule == "expected-value"
         grown = self.branches and not self.ranked and self.widths is None
         draft = self.rule == "expected-value" and self.drafter in ("draft", "lookup+draft")
         return (draft or grown) and self.calibrated_by != "none"
+
+    @property
+    def counts_ngrams(self) -> bool:
+        """Whether it drafts from a table of n-grams."""
+        return self.drafter == "table"
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of a table's tree at most, the default spelled out."""
+        return NODES if self.nodes is None else self.nodes
+
+    @property
+    def longest_round(self) -> int:
+        """Tokens verified in a round at most, but for the one before them, as far as they are priced."""
+        return max(self.most_nodes, self.max_length) if self.counts_ngrams else self.max_length
 
     @property
     def ranked(self) -> bool:
@@ -246,6 +270,9 @@ class Configuration(Section):
             parts = [f"drawn tree {'×'.join(map(str, self.widths))}"]
         elif self.ranked:
             parts = [f"static {tree}", f"depth ≤ {self.max_length}"]
+        elif self.counts_ngrams:
+            priced = ["expected value"] if self.rule == "expected-value" else []
+            parts = ["table", *priced, f"≤ {self.most_nodes}", f"depth ≤ {self.max_length}"]
         elif self.drafter == "tree":
             parts = [tree, f"depth ≤ {self.max_length}", self.calibrated_by]
         elif self.drafter == "lookup+tree":

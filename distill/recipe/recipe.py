@@ -17,6 +17,7 @@ from distill.recipe.training import Cut, Train
 REASON = "the target's weights are not loaded (target.load: false)"
 QUESTIONS = "questions"  # the stage in which the target writes questions
 TIMED = "speedup"  # the stage that times the target
+COUNTED = "table"  # the stage that counts n-grams of the answers
 HELD_OUT = ("validation", "test")  # stages that take the place of the target where it would be run on held-out texts
 
 
@@ -118,6 +119,8 @@ class Recipe(Section):
 def left_out(recipe: Recipe) -> dict[str, str]:
     """The stages that a recipe's run does not have, each with the reason."""
     unasked = {} if recipe.corpus.asked else {QUESTIONS: "its corpus has no source of kind target"}
+    if not recipe.target.load or not any(one.counts_ngrams for one in recipe.speedup.configurations):
+        unasked[COUNTED] = "no configuration that it measures drafts from a table of n-grams"
     if recipe.target.load:
         return unasked | dict.fromkeys(HELD_OUT, "its target is loaded and runs on held-out texts itself")
     return unasked | not_run(recipe)

@@ -30,7 +30,9 @@ from distill.decoding.configured import make_drafter
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import ROOT, Fixed, LengthRule, Proposal
+from distill.decoding.ngrams import NGramTable, count_ngrams
 from distill.decoding.rules import Rules
+from distill.decoding.table import TableDrafter
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import TREES, NodeVerdict, Random, _remainder, node_token, refusal
 from distill.recipe import Configuration
@@ -198,6 +200,7 @@ def test_lookup_and_lookup_before_a_draft(verifier: str, sampler: Sampler) -> No
 
 # Trees.
 
+COUNTED = NGramTable(count_ngrams([[i * i * factor % 7 % 4 for i in range(30)] for factor in range(1, 5)]), {})
 SEVEN = Shape((-1, -1, 0, 0, 1, 2, 2))
 
 
@@ -209,6 +212,7 @@ BEST: dict[str, Make] = {
     "best-first": tree(7, branching=3, depth=3),
     "best-first, calibrated": tree(7, branching=3, depth=4, calibration=Calibration(-0.5, (0.4,), ("margin",))),
     "static": tree(7, shape=SEVEN, best=True),
+    "table": lambda *_: TableDrafter(COUNTED, 7, 3),
 }
 FORKS: dict[str, tuple[int, Make]] = {
     "fork of draws": (3, tree(2, shape=Shape((-1, -1)))),
@@ -227,6 +231,8 @@ FORKS: dict[str, tuple[int, Make]] = {
         ("static", "match", Sampler(1.2, min_p=0.1)),
         ("static", "token", Sampler()),
         ("best-first", "distinct", Sampler(1.3, top_p=0.9)),
+        ("table", "match", Sampler(0.9, top_p=0.95)),
+        ("table", "token", Sampler()),
         ("best-first", "greedy", Sampler()),
         *[
             pytest.param(name, verifier, Sampler(0.0), marks=[pytest.mark.slow] * bool((a + b) % 3))

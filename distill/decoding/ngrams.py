@@ -1,0 +1,260 @@
+"""Counts of the tokens that follow n-grams: in the target's own texts (a table, one file), and in the text so far.
+
+Both are mixed by Witten–Bell back-off: after a context that N counts follow in U different tokens, a token has the
+share c / (N + U) of its own count c and U / (N + U) of what the context without its first token gives it. Legend: k
+tokens of a context, G different n-grams of one length, N counts, U different tokens after a context.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from distill.errors import DataError
+from distill.files import write_atomically
+from distill.folders import read_header
+
+ORDER = 4  # tokens of the longest context
+FORMAT = "1"
+KEPT = 16  # likeliest tokens of a context that are looked at
+OWN_WEIGHT = 16.0  # counts of the table that one of the text so far is worth
+SINGLES_UP_TO = 40_000_000  # n-grams of a table; a larger one loses those of three tokens and more that occur once
+CACHED = 200_000  # contexts whose likeliest tokens are kept in memory
+AGAIN = "make it again (in a run: `--redo table`)"
+
+Ints = NDArray[numpy.int64]
+
+
+class Following(NamedTuple):
+    """What follows a context: all counts, how many different tokens, and the counts of the likeliest."""
+
+    total: float
+    different: int
+    best: dict[int, float]
+
+
+NOTHING = Following(0.0, 0, {})
+
+
+@dataclass(frozen=True)
+class Level:
+    """The n-grams of one length, sorted: children of an n-gram of the level before stand together, by token."""
+
+    tokens: NDArray[numpy.int32]  # [G], the last token of each
+    counts: NDArray[numpy.float32]  # [G]
+    first: NDArray[numpy.int64]  # [G + 1] of the children of each in the next level; of the last level, empty
+
+
+class NGramTable:
+    """How often each token followed each context of up to ORDER tokens, from a file that is mapped, not read.
+
+    A place in a text is a list: the number of the n-gram that its last 1, 2, … tokens are in their level, up to the
+    first that the table does not have.
+    """
+
+    def __init__(self, levels: Sequence[Level], about: dict[str, str]) -> None:
+        self.levels, self.about = levels, about
+        self._known: dict[tuple[int, int], Following] = {}
+
+    @classmethod
+    def open(cls, path: Path, tokenizer: str) -> NGramTable:
+        """A table that `write_table` wrote in the vocabulary of this digest; DataError for every other file."""
+        from safetensors import SafetensorError, safe_open
+
+        tensors = read_header(path)
+        try:
+            with safe_open(str(path), framework="numpy") as file:
+                about: dict[str, str] = file.metadata() or {}
+        except SafetensorError as error:
+            raise DataError(f"{path} is damaged: {error}", AGAIN) from None
+        names = {f"{part}.{size}" for size in range(1, ORDER + 2) for part in ("tokens", "counts")}
+        names |= {f"first.{size}" for size in range(1, ORDER + 1)}
+        if about.get("ngrams") != FORMAT or set(tensors) != names:
+            raise DataError(f"{path} is not a table of n-grams of format {FORMAT}", AGAIN)
+        if about.get("tokenizer") != tokenizer:
+            raise DataError(
+                f"{path} was counted in another vocabulary, that of {about.get('target', 'an unknown target')}: "
+                f"{str(about.get('tokenizer'))[:12]}, this target's is {tokenizer[:12]}",
+                "make a table of this target's own texts",
+            )
+
+        def mapped(name: str, kind: Any) -> Any:
+            tensor = tensors[name]
+            if tensor.numel == 0:
+                return numpy.zeros(0, kind)
+            return numpy.memmap(path, kind, "r", tensor.start, (tensor.numel,))
+
+        levels = []
+        for size in range(1, ORDER + 2):
+            first = mapped(f"first.{size}", "<i8") if size <= ORDER else numpy.zeros(0, numpy.int64)
+            levels.append(Level(mapped(f"tokens.{size}", "<i4"), mapped(f"counts.{size}", "<f4"), first))
+        return cls(levels, about)
+
+    def child(self, size: int, ngram: int, token: int) -> int:
+        """The number of the n-gram of `size` + 1 tokens that continues one of `size` with `token`; −1 for none."""
+        start, end = (int(self.levels[size - 1].first[ngram + i]) for i in (0, 1)) if size else (0, self._size(0))
+        tokens = self.levels[size].tokens
+        place = start + int(tokens[start:end].searchsorted(token))
+        return place if place < end and tokens[place] == token else -1
+
+    def _size(self, level: int) -> int:
+        return len(self.levels[level].tokens)
+
+    def after(self, place: Sequence[int], token: int) -> list[int]:
+        """The place behind `token` in a text that was at `place`."""
+        new: list[int] = []
+        for size, ngram in enumerate([0, *place[: ORDER - 1]]):
+            found = self.child(size, ngram, token)
+            if found < 0:
+                break
+            new.append(found)
+        return new
+
+    def place(self, context: Sequence[int]) -> list[int]:
+        """The place at the end of a text."""
+        place: list[int] = []
+        for token in context[-ORDER:]:
+            place = self.after(place, token)
+        return place
+
+    def following(self, size: int, ngram: int) -> Following:
+        """What follows an n-gram of `size` tokens."""
+        known = self._known.get((size, ngram))
+        if known is None:
+            start, end = int(self.levels[size - 1].first[ngram]), int(self.levels[size - 1].first[ngram + 1])
+            tokens, counts = self.levels[size].tokens[start:end], self.levels[size].counts[start:end]
+            best = range(end - start) if end - start <= KEPT else numpy.argpartition(-counts, KEPT - 1)[:KEPT]
+            total = float(counts.sum(dtype=numpy.float64))
+            known = Following(total, end - start, {int(tokens[i]): float(counts[i]) for i in best})
+            if len(self._known) >= CACHED:
+                self._known.clear()
+            self._known[size, ngram] = known
+        return known
+
+
+def count_ngrams(texts: Iterable[Sequence[int]], singles_up_to: int = SINGLES_UP_TO) -> list[Level]:
+    """The n-grams of 1 to ORDER + 1 tokens within each of the texts (token ids).
+
+    With more than `singles_up_to` n-grams, those of three and more tokens that occur once are left out.
+    """
+    arrays = [numpy.asarray(text, numpy.int64) for text in texts]
+    lengths = numpy.array([len(text) for text in arrays], numpy.int64)
+    tokens = numpy.concatenate([*arrays, numpy.zeros(0, numpy.int64)])
+    left = numpy.concatenate([*(numpy.arange(n, 0, -1) for n in lengths), numpy.zeros(0, numpy.int64)])  # to its end
+    keys: list[tuple[Ints, Ints, Ints]] = []  # of each level: parents, last tokens, counts, all [G]
+    starts = numpy.arange(len(tokens))
+    ngrams = numpy.zeros(len(tokens), numpy.int64)  # the n-gram that starts there, by its number in its level
+    for size in range(1, ORDER + 2):
+        fits = left[starts] >= size
+        starts, ngrams = starts[fits], ngrams[fits]
+        found, ngrams, counts = numpy.unique(
+            (ngrams << 32) | tokens[starts + size - 1], return_inverse=True, return_counts=True
+        )
+        keys.append((found >> 32, found & 0xFFFFFFFF, counts))
+    if sum(len(counts) for *_, counts in keys) > singles_up_to:
+        keys = _without_singles(keys)
+    levels = []
+    for size, (_, last, counts) in enumerate(keys, start=1):
+        first = numpy.zeros(0, numpy.int64)
+        if size <= ORDER:
+            first = numpy.searchsorted(keys[size][0], numpy.arange(len(last) + 1)).astype(numpy.int64)
+        levels.append(Level(last.astype(numpy.int32), counts.astype(numpy.float32), first))
+    return levels
+
+
+def _without_singles(keys: list[tuple[Ints, Ints, Ints]]) -> list[tuple[Ints, Ints, Ints]]:
+    """The levels without n-grams of three and more tokens that occur once; what continues one occurs once, too."""
+    kept, renumbered = keys[:2], numpy.arange(len(keys[1][2]))
+    for parents, last, counts in keys[2:]:
+        stay = counts > 1
+        kept.append((renumbered[parents[stay]], last[stay], counts[stay]))
+        renumbered = numpy.cumsum(stay) - 1
+    return kept
+
+
+def write_table(path: Path, levels: Sequence[Level], about: dict[str, str]) -> None:
+    """Write counts as one safetensors file; `about` says what was counted."""
+    from safetensors.numpy import save_file
+
+    arrays: dict[str, Any] = {}
+    for size, level in enumerate(levels, start=1):
+        arrays |= {f"tokens.{size}": level.tokens, f"counts.{size}": level.counts}
+        if size <= ORDER:
+            arrays[f"first.{size}"] = level.first
+    write_atomically(path, lambda temporary: save_file(arrays, str(temporary), {"ngrams": FORMAT, **about}))
+
+
+class OwnCounts:
+    """Counts of the text so far, which only grows."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the text."""
+        self._read = 0
+        self._after: dict[tuple[int, ...], dict[int, int]] = {}
+
+    def read(self, text: Sequence[int]) -> None:
+        """Count what `text` has beyond the part read before."""
+        for end in range(max(self._read, 1), len(text)):
+            token = text[end]
+            for size in range(1, min(ORDER, end) + 1):
+                counts = self._after.setdefault(tuple(text[end - size : end]), {})
+                counts[token] = counts.get(token, 0) + 1
+        self._read = len(text)
+
+    def following(self, context: tuple[int, ...]) -> dict[int, int]:
+        """How often each token followed this context."""
+        return self._after.get(context, {})
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The likeliest next tokens with their chances, best first; how many tokens of context were known, and how many
+    counts follow the longest of them."""
+
+    tokens: list[int]
+    chances: list[float]
+    known: int
+    count: float
+
+
+class Mixture:
+    """The next token by a table (None: there is none) and by the text so far, which counts `own_weight` times."""
+
+    def __init__(self, table: NGramTable | None, own_weight: float = OWN_WEIGHT) -> None:
+        self.table, self.own, self.own_weight = table, OwnCounts(), own_weight
+
+    def begin(self) -> None:
+        """Forget the text so far."""
+        self.own.begin()
+
+    def guess(self, tail: Sequence[int], place: Sequence[int], count: int) -> Guess:
+        """The `count` likeliest tokens after the last tokens `tail` of a text, at their `place` in the table."""
+        chances: dict[int, float] = {}
+        known, counted = 0, 0.0
+        for size in range(1, min(ORDER, len(tail)) + 1):
+            own = self.own.following(tuple(tail[-size:]))
+            table = NOTHING
+            if self.table is not None and size <= len(place):
+                table = self.table.following(size, place[size - 1])
+            if not own and not table.total:
+                break
+            total = table.total + self.own_weight * sum(own.values())
+            scale = total + table.different + sum(token not in table.best for token in own)
+            rest = (scale - total) / scale
+            chances = {token: rest * chance for token, chance in chances.items()}
+            for token, c in table.best.items():
+                chances[token] = chances.get(token, 0.0) + c / scale
+            for token, c in own.items():
+                chances[token] = chances.get(token, 0.0) + self.own_weight * c / scale
+            known, counted = size, total
+        best = heapq.nsmallest(count, chances.items(), key=lambda pair: (-pair[1], pair[0]))
+        return Guess([token for token, _ in best], [chance for _, chance in best], known, counted)

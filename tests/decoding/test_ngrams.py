@@ -1,0 +1,218 @@
+"""A table of n-grams: its counts, its file, the mixture with the text so far, and the trees drafted from both.
+
+That texts drafted from it follow the target's distribution: test_exact_decoding.py."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from distill.decoding.calibration import TABLE_TERMS, fit_calibration
+from distill.decoding.costs import StepCosts
+from distill.decoding.drafters import LookupPrice
+from distill.decoding.lengths import ROOT
+from distill.decoding.ngrams import ORDER, OWN_WEIGHT, Mixture, NGramTable, count_ngrams, write_table
+from distill.decoding.table import TableDrafter, features_of_guess, guesses
+from distill.errors import DataError
+
+V = 6
+WEIGHT = int(OWN_WEIGHT)
+
+
+def some_texts(seed: int, count: int, longest: int = 40) -> list[list[int]]:
+    draws = random.Random(seed)
+    weights = [2**-i for i in range(V)]
+    return [draws.choices(range(V), weights, k=draws.randint(0, longest)) for _ in range(count)]
+
+
+TEXTS = some_texts(0, 30)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> NGramTable:
+    path = tmp_path_factory.mktemp("table") / "ngrams.safetensors"
+    write_table(path, count_ngrams(TEXTS), {"tokenizer": "ours"})
+    return NGramTable.open(path, "ours")
+
+
+def windows(texts: Sequence[Sequence[int]], size: int) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(text[i : i + size]) for text in texts for i in range(len(text) - size + 1))
+
+
+def counts_after(texts: Sequence[Sequence[int]], context: tuple[int, ...]) -> dict[int, int]:
+    size = len(context)
+    return dict(Counter(t[i + size] for t in texts for i in range(len(t) - size) if tuple(t[i : i + size]) == context))
+
+
+def test_counts_are_those_of_the_texts(table: NGramTable) -> None:
+    """Each context of each text, against counting the windows; none crosses from one text to the next."""
+    for size in range(1, ORDER + 1):
+        for context in itertools.product(range(V), repeat=size):
+            place, expected = table.place(context), counts_after(TEXTS, context)
+            seen = context in windows(TEXTS, size)
+            assert (len(place) == size) == seen
+            if seen:
+                following = table.following(size, place[-1])
+                assert following.best == expected
+                assert (following.total, following.different) == (sum(expected.values()), len(expected))
+
+
+def test_a_large_table_loses_what_occurs_once() -> None:
+    """From three tokens on; everything that occurs twice stays, with its children in order."""
+    levels = count_ngrams(TEXTS, singles_up_to=0)
+    table = NGramTable(levels, {})
+    for size in range(1, ORDER + 2):
+        assert len(levels[size - 1].tokens) == sum(n > 1 or size < 3 for n in windows(TEXTS, size).values())
+    for size in range(1, ORDER + 1):
+        for context, n in windows(TEXTS, size).items():
+            if n > 1 or size < 3:
+                expected = {t: c for t, c in counts_after(TEXTS, context).items() if c > 1 or size < 2}
+                assert table.following(size, table.place(context)[-1]).best == expected
+
+
+def chance(own: Sequence[int], context: tuple[int, ...], token: int) -> Fraction:
+    """Witten–Bell by its definition, exactly: the counts of the texts, and WEIGHT times those of the text so far."""
+    if not context:
+        return Fraction(0)
+    table, text = counts_after(TEXTS, context), counts_after([own], context)
+    counts = {t: table.get(t, 0) + WEIGHT * text.get(t, 0) for t in {*table, *text}}
+    shorter = chance(own, context[1:], token)
+    if not counts:
+        return shorter
+    total, different = sum(counts.values()), len(counts)
+    return Fraction(counts.get(token, 0) + different * shorter, total + different)
+
+
+def test_the_mixture_is_witten_bell(table: NGramTable) -> None:
+    mixture, own = Mixture(table), some_texts(1, 1, 200)[0]
+    assert len(own) > 20
+    mixture.own.read(own[:7])
+    mixture.own.read(own)
+    for context in itertools.product(range(V), repeat=ORDER):
+        guess = mixture.guess(context, table.place(context), V)
+        expected = {token: chance(own, context, token) for token in range(V)}
+        best = sorted((t for t in expected if expected[t]), key=lambda t: (-expected[t], t))
+        assert [round(c, 12) for c in guess.chances] == [round(float(expected[t]), 12) for t in best]
+        assert len(guess.tokens) == len(best) and sum(guess.chances) < 1
+    mixture.begin()
+    assert Mixture(None).guess((1, 2), [], V).tokens == []
+
+
+def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*(() if parent == ROOT else paths[parent]), token))
+    return paths
+
+
+def all_values(table: NGramTable, context: list[int], depth: int) -> dict[tuple[int, ...], float]:
+    """The chance of every path of up to `depth` tokens after a context."""
+    mixture = Mixture(table)
+    mixture.own.read(context)
+    values: dict[tuple[int, ...], float] = {(): 1.0}
+    for level in range(depth):
+        for path in [path for path in values if len(path) == level]:
+            whole = [*context, *path]
+            guess = mixture.guess(whole[-ORDER:], table.place(whole), V)
+            values |= {(*path, t): values[path] * c for t, c in zip(guess.tokens, guess.chances, strict=True)}
+    del values[()]
+    return values
+
+
+def test_the_tree_has_the_likeliest_paths(table: NGramTable) -> None:
+    """Against all paths; an end token has no children; a chain of the likeliest where a model takes no trees."""
+    for context in ([0, 1, 0], [2, 0, 0, 1, 3], some_texts(5, 1)[0]):
+        values = all_values(table, context, 4)
+        drafter = TableDrafter(table, 9, 4)
+        drafter.begin(context)
+        made = drafter.propose(context, 8, ())
+        paths = paths_of(made.tokens, made.parents)
+        assert len(set(paths)) == 9 and drafter.tree
+        best = sorted(values.values(), reverse=True)[:9]
+        assert sorted((values[path] for path in paths), reverse=True) == pytest.approx(best, abs=1e-12)
+        assert all(len(path) <= 2 for path in paths_of(*_made(drafter.propose(context, 2, ()))))
+        ended = paths_of(*_made(drafter.propose(context, 8, {made.tokens[0]})))
+        assert (made.tokens[0],) in ended and not any(made.tokens[0] in path[:-1] for path in ended)
+        chain = TableDrafter(table, 9, 4, max_leaves=1)
+        chain.begin(context)
+        assert chain.propose(context, 8, ()).is_chain and not chain.tree
+        assert len(chain.propose(context, 3, ()).tokens) <= 3
+
+
+def _made(proposal: object) -> tuple[list[int], list[int]]:
+    return proposal.tokens, proposal.parents  # type: ignore[attr-defined]
+
+
+def test_a_price_drafts_what_is_worth_verifying(table: NGramTable) -> None:
+    """The number of nodes of greatest E − λ·T(n + 1), against all numbers, under flat, steep and uneven costs."""
+    context = [2, 0, 0, 1, 3, 0]
+    nodes = TableDrafter(table, 12, 4)
+    nodes.begin(context)
+    made = nodes.propose(context, 8, ())
+    values = all_values(table, context, 4)
+    each = [values[path] for path in paths_of(made.tokens, made.parents)]
+    flat, steep = [1 + 0.02 * m for m in range(14)], [1 + 0.5 * m for m in range(14)]
+    uneven = [1 + 0.3 * (m // 4) for m in range(14)]
+    chosen = set()
+    for target, rate in itertools.product((flat, steep, uneven), (0.3, 1.0, 1.6)):
+        price = LookupPrice(StepCosts(tuple(target), 0.0, 0.0))
+        price._tokens, price._seconds = rate, 1.0
+        worth = [1 + sum(each[:n]) - rate * target[n] for n in range(13)]
+        drafter = TableDrafter(table, 12, 4, price=price)
+        drafter.begin(context)
+        count = len(drafter.propose(context, 8, ()).tokens)
+        assert worth[count] == pytest.approx(max(worth), abs=1e-12)
+        chosen.add(count)
+        price.rival = math.inf
+        assert drafter.propose(context, 8, ()).tokens == []
+    assert {0, 12} <= chosen
+
+
+def test_one_token_again_and_again(table: NGramTable) -> None:
+    """A text of a single token makes a chain of it, not a wide tree."""
+    drafter = TableDrafter(None, 8, 8)
+    drafter.begin([3] * 50)
+    assert drafter.propose([3] * 50, 8, ()).tokens == [3] * 8
+    drafter.begin([])
+    assert drafter.propose([3], 8, ()).tokens == []  # nothing is known yet
+
+
+def test_calibrated_on_other_texts(table: NGramTable) -> None:
+    """The mean of the calibrated chances is the share of best tokens that were right, as maximum likelihood demands."""
+    texts = [(text[:2], text[2:]) for text in some_texts(7, 40) if len(text) > 4]
+    rounds = [one for text in texts for one in guesses(table, *text)]
+    fitted = fit_calibration(rounds, TABLE_TERMS)
+    right, total = 0, 0.0
+    mixture = Mixture(table)
+    for prompt, new in texts:
+        whole = [*prompt, *new]
+        mixture.begin()
+        for end in range(len(prompt), len(whole)):
+            mixture.own.read(whole[:end])
+            guess = mixture.guess(whole[max(end - ORDER, 0) : end], table.place(whole[:end]), 2)
+            right += guess.tokens[0] == whole[end]
+            total += fitted.accept(0, features_of_guess(guess))
+    assert total == pytest.approx(right, rel=1e-3) and right > 20
+
+
+def test_files_that_are_no_table_of_this_target(tmp_path: Path) -> None:
+    path = tmp_path / "ngrams.safetensors"
+    write_table(path, count_ngrams(TEXTS), {"tokenizer": "ours", "target": "small-model"})
+    with pytest.raises(DataError, match="another vocabulary, that of small-model: ours, this target's is theirs"):
+        NGramTable.open(path, "theirs")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    with pytest.raises(DataError, match="cut short"):
+        NGramTable.open(path, "ours")
+    write_table(path, count_ngrams(TEXTS)[:-1], {"tokenizer": "ours"})
+    with pytest.raises(DataError, match="not a table of n-grams"):
+        NGramTable.open(path, "ours")
+    write_table(path, count_ngrams([]), {"tokenizer": "ours"})
+    assert NGramTable.open(path, "ours").place([1, 2]) == []

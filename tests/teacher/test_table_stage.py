@@ -1,0 +1,93 @@
+"""Stage `table`: what a run counts, decodes with and reports, and the commands that read its table.
+
+The counts themselves, the mixture and the trees: tests/decoding/test_ngrams.py."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from distill.decoding.ngrams import ORDER, NGramTable
+from distill.teacher.table import FILE, tokenizer_digest
+
+PRICED = "{drafter: table, rule: expected-value, nodes: 4, length: 4}"
+
+
+@pytest.fixture(scope="module")
+def counted(world: Path, finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The finished run, with a table and a speedup of drafting from it."""
+    import shutil
+
+    runs = tmp_path_factory.mktemp("counted")
+    shutil.copytree(finished, runs / "tiny")
+    wanted = f"speedup.configurations=[{PRICED}]"
+    assert tiny.call("train", world / "recipe.yaml", "--runs", runs, wanted, "speedup.lengths=[1]") == 0
+    return runs / "tiny"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in sorted(path.parent.glob(path.name)) for line in file.read_text().splitlines()]
+
+
+def ngrams(texts: list[list[int]], size: int) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(text[i : i + size]) for text in texts for i in range(len(text) - size + 1))
+
+
+def test_a_run_counts_its_train_answers_and_nothing_else(counted: Path, world: Path) -> None:
+    """Every n-gram of the table with its count, against the answers' files: none of a held-out text."""
+    table = NGramTable.open(counted.joinpath(*FILE), tokenizer_digest(str(world / "target")))
+    answers = [one for one in lines(counted / "answers" / "train-*.jsonl") if not one["looping"] and not one["dropped"]]
+    texts = [[*one["prompt"][-ORDER:], *one["answer"]] for one in answers]
+    assert len(texts) >= 4 and table.about["texts"] == str(len(texts))
+    for size in range(1, ORDER + 2):
+        level = table.levels[size - 1]
+        assert len(level.tokens) == len(ngrams(texts, size)) and level.counts.sum() == sum(ngrams(texts, size).values())
+    for ngram, count in ngrams(texts, ORDER + 1).items():
+        assert table.following(ORDER, table.place(ngram[:-1])[-1]).best[ngram[-1]] == count
+
+
+def test_its_speedup_is_measured_with_the_targets_own_texts(counted: Path) -> None:
+    report = json.loads((counted / "speedup.json").read_text())
+    rows = [row for part in report["parts"] for row in part["measurements"] if row["drafter"] == "table"]
+    assert [row["backend"] for row in rows] == ["pytorch", "gguf"]
+    for row in rows:
+        assert row["configuration"] == "table, expected value, ≤ 4, depth ≤ 4" and row["tokens_per_round"] >= 1
+        assert row["different"] == 0 and row["identical"] + row["excused"] == 4
+    fits = json.loads((counted / "speedup" / "calibration.json").read_text())
+    assert "table" in {*fits["fits"], *fits["unfitted"]}
+    assert "table, expected value" in (counted / "report.html").read_text()
+
+
+def test_commands_draft_from_a_runs_table(
+    counted: Path, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, prompt = str(world / "target"), "def alpha("
+
+    def text(*options: object) -> str:
+        capsys.readouterr()
+        assert tiny.call("generate", prompt, "--tokens", 12, *options) == 0
+        return capsys.readouterr().out
+
+    run = ("--run", counted.name, "--runs", counted.parent)
+    plain = text(*run, "--length", 0)
+    assert text(*run, "--drafter", "table") == plain == text("--target", target, "--drafter", "table")
+    assert text("--target", target, "--drafter", "table", "--table", counted) == plain
+    assert "--table is for --drafter table" in tiny.refused(capsys, "generate", prompt, *run, "--table", counted)
+    pair = ("speedup", "--target", target, "--prompts", world / "corpus", "--count", 2, "--tokens", 8, "--lengths", 0)
+    read = ("--configuration", "{drafter: table, nodes: 3}", "--table")
+    assert tiny.call(*pair, *read, counted, "-o", "json") == 0
+    assert json.loads(capsys.readouterr().out)["parts"][0]["measurements"][1]["drafter"] == "table"
+    tiny.build_model(tmp_path / "other", vocabulary=300)
+    refusal = tiny.refused(capsys, "speedup", "--target", tmp_path / "other", *pair[3:], *read, counted)
+    assert "another vocabulary" in refusal and str(world / "target") in refusal
+    broken = tmp_path / "ngrams.safetensors"
+    broken.write_bytes(counted.joinpath(*FILE).read_bytes()[:-3])
+    assert "cut short" in tiny.refused(capsys, *pair, *read, broken)
+    assert "is for configurations of drafter table" in tiny.refused(
+        capsys, *pair, "--configuration", "{drafter: lookup}", "--table", counted
+    )
