@@ -20,8 +20,6 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from distill.errors import DataError, RecipeError, explain_write_fault, faults_explained, system_error
 
-# ── Atomic writes, JSON, and digests of files and values. No torch here ──
-
 STALE = 600  # seconds in which a living process writes something
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import shutil
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.files import LARGEST, copy_file, has_form, kind_of, parse_json, read_object, write_json, write_text
-from distill.progress import warn
+from distill.progress import warn_once
 from distill.vocabulary.files import tokenizer_settings
 
 HINT = "correct config.json, or copy the folder again"
@@ -254,13 +253,6 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-@functools.cache
-def _warn_unread(folder: Path, read: str, unread: tuple[str, ...]) -> None:
-    """Once in a process."""
-    more = f" and {len(unread) - 3} more files" if len(unread) > 3 else ""
-    warn(f"warning: the weights of {folder} are {read}; not read: {', '.join(unread[:3])}{more}")
-
-
 def _weight_map(folder: Path) -> dict[str, str]:
     """The file of each tensor by model.safetensors.index.json; empty without one."""
     index = folder / INDEX
@@ -285,7 +277,8 @@ def present_files(folder: Path) -> list[Path]:
         others = {path for kind in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(kind)}
         if unread := sorted(path.name for path in others - set(files)):
             read = files[0].name if len(files) == 1 else f"the {len(files)} files of {INDEX}"
-            _warn_unread(folder, read, tuple(unread))
+            more = f" and {len(unread) - 3} more files" if len(unread) > 3 else ""
+            warn_once(f"warning: the weights of {folder} are {read}; not read: {', '.join(unread[:3])}{more}")
         return files
     shards = sorted(path.name for path in folder.glob("model-*.safetensors"))
     if missing != [SINGLE]:

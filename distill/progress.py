@@ -6,6 +6,7 @@ Progress can be left out, warnings and errors never are.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import signal
@@ -132,6 +133,9 @@ def note(line: str) -> None:
 def warn(line: str) -> None:
     """Print a warning to stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+warn_once = functools.cache(warn)  # in a process
 
 
 class Caution(str):

@@ -1,8 +1,8 @@
-"""Kept layers that make up for the dropped ones behind them.
+"""Layers and MLP width of a model, cut, with the repair of kept layers and the KL of each cut to the target.
 
-A layer adds the outputs of its attention and of its MLP, W a, to the stream. Where the layers behind it are gone, W
-(down_proj) is refitted by ridge regression, so that the stream comes near to the uncut model's where the next kept
-layer reads it. Legend: L layers, n blocks, S positions, T tokens, H hidden, F neurons, W [H, F], a [F].
+A layer adds the outputs of its attention and of its MLP, W a, to the stream. Where the layers behind a kept one are
+gone, its W (down_proj) is refitted by ridge regression, so that the stream comes near to the uncut model's where the
+next kept layer reads it. Legend: L layers, n blocks, S positions, T tokens, H hidden, F neurons, W [H, F], a [F].
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ from distill.surgery.layers import (
 from distill.surgery.results import Change
 from distill.teacher.distributions import TeacherChunk, logit_form
 from distill.teacher.store import TeacherStore, compress, held_out
-
-# ── Kept layers that make up for the dropped ones behind them ──
 
 States = list[list[Tensor]]  # of each kept layer, of each batch of blocks, [n, S, H]
 

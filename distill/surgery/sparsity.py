@@ -1,5 +1,4 @@
-"""Group lasso while fine-tuning: MLP neurons shrink to exactly zero and are cut out (λ follows the schedule in
-`ramp`).
+"""L1 while fine-tuning: MLP neurons (group lasso) or single weights shrink to exactly zero and then stay zero.
 
 Legend: L layers, F neurons of an MLP, H hidden, |g| elements of a group.
 """
@@ -17,7 +16,7 @@ from torch import Tensor
 from distill.errors import RecipeError
 from distill.surgery.layers import decoder_layers, keep_neurons
 
-# ── L1 while fine-tuning: MLP neurons (group lasso) or single weights shrink to exactly zero and then stay zero ──
+# ── The phases of a training and the schedule of λ ──
 # A run has three phases: dense (the first `start` of the steps), ramp (a proximal step after every optimizer step),
 # debias (λ = 0, zeros stay zero, the rest learns on). The proximal step is decoupled from the gradient as weight
 # decay is in AdamW, so its threshold is rate·λ·√|g|, in units of what Adam moves a group in a step.
@@ -26,7 +25,6 @@ from distill.surgery.layers import decoder_layers, keep_neurons
 # undisturbed, d falls to zero in a straight line; where the loss holds neurons back, d stays above that line and λ
 # rises until d is zero. λ depends on the weights and the step alone, so a resume changes nothing, and no learning
 # rate is too small. Every layer reaches its count in the last step of the ramp, or earlier.
-# `group_lasso` and `unstructured` take these steps. Legend: |g| elements of a group.
 
 LEAST_RAMP = 10  # proximal steps; fewer would be pruning in one go
 ROUNDING_MARGIN = 1 + 1e-6  # on λ, so that rounding does not leave the last group alive
@@ -58,12 +56,8 @@ class Penalty(ABC):
             raise RecipeError(
                 f"sparsity: start is {start}; with a ramp of {ramp} it leaves no room", f"ask for 0 to {1 - ramp:g}"
             )
+        require_ramp(steps, 0, ramp)
         self.ramp = round(ramp * steps)  # steps
-        if self.ramp < LEAST_RAMP:
-            raise RecipeError(
-                f"sparsity: {steps} steps are too few: a ramp of {ramp} needs {LEAST_RAMP} proximal steps",
-                f"train for at least {math.ceil(LEAST_RAMP / ramp)} steps, or ramp over a larger share of them",
-            )
         self.dense = min(round(start * steps), steps - self.ramp)  # steps
         self.step = 0
         self.frozen = False
@@ -112,7 +106,7 @@ class Penalty(ABC):
         """Put back to zero what the optimizer's moments have moved, although its gradient is zero."""
 
 
-# ── Group lasso while fine-tuning: MLP neurons shrink to exactly zero and are cut out (λ follows the schedule in ──
+# ── Group lasso: MLP neurons shrink to exactly zero and are cut out ──
 
 
 def group_parts(layer: Any) -> list[Tensor]:
@@ -282,9 +276,7 @@ class GroupLasso(Penalty):
         }
 
 
-# ── L1 on single weights while fine-tuning: they shrink to exactly zero and stay there (λ follows the schedule in
-# ──
-# `ramp`).
+# ── L1 on single weights ──
 
 
 class UnstructuredL1(Penalty):
@@ -347,7 +339,8 @@ class UnstructuredL1(Penalty):
     def details(self) -> dict[str, Any]:
         """For the record of changes: the zero share reached, its spread over the layers and tensors, the mean λ of the
         ramp."""
-        by_layer = weight_shares_by_layer(self.matrices)
+        by_tensor = sparsity_by_tensor(self.matrices)
+        by_layer = [share for name, share in by_tensor.items() if name.count(".") == 1]
         mean = sum(by_layer) / len(by_layer)
         deviation = math.sqrt(sum((share - mean) ** 2 for share in by_layer) / len(by_layer))
         return {
@@ -357,7 +350,7 @@ class UnstructuredL1(Penalty):
             "variation_over_layers": deviation / mean if mean else 0.0,
             "lambda": self.pressed / min(max(1, self.step - self.dense), self.ramp),
             "by_layer": by_layer,
-            "by_tensor": sparsity_by_tensor(self.matrices),
+            "by_tensor": by_tensor,
         }
 
 
@@ -372,14 +365,11 @@ def block_matrices(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def sparsity_by_tensor(matrices: dict[str, torch.nn.Parameter]) -> dict[str, float]:
-    """Zero share of each layer (`layers.0` and so on) and of each matrix, from `block_matrices`."""
-    layers = {f"layers.{index}": share for index, share in enumerate(weight_shares_by_layer(matrices))}
-    return layers | {name: float((weight == 0).sum()) / weight.numel() for name, weight in matrices.items()}
-
-
-def weight_shares_by_layer(matrices: dict[str, torch.nn.Parameter]) -> list[float]:
-    """Zero share of each layer's weights together [L], from `block_matrices`, which holds them in order."""
+    """Zero share of each layer (`layers.0` and so on), in order, and of each matrix, from `block_matrices`."""
     layers: dict[str, list[Tensor]] = {}
     for name, weight in matrices.items():
-        layers.setdefault(name.split(".")[1], []).append(weight == 0)
-    return [sum(int(zeros.sum()) for zeros in own) / sum(zeros.numel() for zeros in own) for own in layers.values()]
+        layers.setdefault(".".join(name.split(".")[:2]), []).append(weight == 0)
+    shares = {
+        name: sum(int(zeros.sum()) for zeros in own) / sum(map(Tensor.numel, own)) for name, own in layers.items()
+    }
+    return shares | {name: float((weight == 0).sum()) / weight.numel() for name, weight in matrices.items()}

@@ -231,7 +231,7 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     if recipe.target.load:
         target = load_target(recipe.target, device)
         vocabulary = real_tokens(target.config, load_tokenizer(recipe.target.model))
-        distributions = TargetDistributions.measure(target, scored_blocks(recipe, run, answers), vocabulary)
+        distributions = TargetDistributions.measure(target, comparison_blocks(recipe, run, answers), vocabulary)
     else:
         distributions = TargetDistributions.stored(recipe, run)
         run.say(f"  KL to the stored distributions of {len(distributions.blocks)} validation blocks, {REASON}")
@@ -390,7 +390,7 @@ def compared_answers(answers: list[Answer]) -> int:
     return max(1, len(answers) // 2)
 
 
-def scored_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
+def comparison_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
     """The text on which cuts are compared: that of the validation split, or the target's last answers where the corpus
     has questions alone. DataError where there is neither."""
     text = Packed.load(run.path("corpus", "text-validation.safetensors"))

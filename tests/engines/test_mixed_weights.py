@@ -235,6 +235,18 @@ def test_other_weights_in_the_folder_are_named(world: Path, folder: Path, capsys
     assert said.count("not read") == 1
 
 
+def test_a_model_of_the_hub_is_read_from_its_snapshot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **more: str(folder))
+    cpu, stored = torch.device("cpu"), load_file(folder / SINGLE)
+    model = load_model("someone/small", "float32", cpu)
+    assert torch.equal(model.state_dict()[EMBEDDING], stored[EMBEDDING])
+    assert model.config.name_or_path == "someone/small"
+    single_beside_index(folder)
+    for reader in (lambda: load_model("someone/small", "float32", cpu), lambda: check_weights("someone/small")):
+        with pytest.raises(DataError, match=f"{SINGLE} beside {INDEX}"):
+            reader()
+
+
 @pytest.mark.parametrize(
     ("new", "old", "theta"),
     [

@@ -72,14 +72,11 @@ def test_models_that_are_not_whole_are_refused(folder: Path, fault: str, capfd: 
     assert "UNEXPECTED" not in capfd.readouterr().err, "transformers' own report"
 
 
-def test_whole_models_pass(world: Path, folder: Path) -> None:
-    """Tied heads are legitimately missing."""
+def test_whole_models_pass(world: Path) -> None:
+    """Tied heads are legitimately missing; test_mixed_weights.py has those that are stored."""
     assert "all 38 have the names and shapes" in check_weights(str(world / "target"))
     assert "lm_head.weight" not in load_file(world / "target" / "model.safetensors")
-    before = load_model(str(world / "target"), "float32", CPU).state_dict()
-    change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": before["lm_head.weight"].clone()}))
-    assert "names and shapes" in check_weights(str(folder))
-    load_model(str(folder), "float32", CPU)
+    load_model(str(world / "target"), "float32", CPU)
 
 
 def test_names_without_the_prefix_of_the_model(folder: Path) -> None:

@@ -21,7 +21,7 @@ from distill.files import read_result
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.surgery.results import Comparison
-from distill.surgery.stage import score_blocks, scored_blocks
+from distill.surgery.stage import comparison_blocks, score_blocks
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_without_validation_text_cuts_are_compared_on_other_answers(begun: Path,
     run = Run(tmp_path / "tiny", load_recipe(world / "recipe.yaml"))
     path = run.path("corpus", "text-validation.safetensors")
     text = Packed.load(path)
-    assert len(text) and torch.equal(scored_blocks(run.recipe, run, []).ids, text.take(slice(0, 16)).ids)
+    assert len(text) and torch.equal(comparison_blocks(run.recipe, run, []).ids, text.take(slice(0, 16)).ids)
     text.take(slice(0, 0)).save(path)
     answers = [one for one in read_answers(run, "train") if not drop_reason(one)]
 
@@ -195,10 +195,10 @@ def test_without_validation_text_cuts_are_compared_on_other_answers(begun: Path,
 
     for count in (2, 5, len(answers)):
         few = answers[:count]
-        fitted, compared = (read_by(of(run.recipe, run, few)) for of in (score_blocks, scored_blocks))
+        fitted, compared = (read_by(of(run.recipe, run, few)) for of in (score_blocks, comparison_blocks))
         assert fitted and compared and not fitted & compared and max(fitted) < min(compared)
     few = answers[:1]
-    assert read_by(score_blocks(run.recipe, run, few)) == read_by(scored_blocks(run.recipe, run, few)) == {0}
+    assert read_by(score_blocks(run.recipe, run, few)) == read_by(comparison_blocks(run.recipe, run, few)) == {0}
 
 
 @pytest.mark.parametrize(

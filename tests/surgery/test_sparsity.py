@@ -330,7 +330,7 @@ def test_refusals() -> None:
             GroupLasso(model, width, 100)
     with pytest.raises(RecipeError, match=r"ask for 0 to 0\.8"):
         GroupLasso(model, WIDTH, 100, start=0.9)
-    with pytest.raises(RecipeError, match=r"30 steps are too few.*\n.*at least 50 steps"):
+    with pytest.raises(RecipeError, match=r"train.steps is 30.*\n.*at least 50 steps"):
         GroupLasso(model, WIDTH, 30)
     GroupLasso(toy("qwen2", intermediate_size=WIDE), WIDTH, 50)  # the least it names is enough
     assert torch.equal(logits(model), before)  # refused before anything changes

@@ -180,6 +180,8 @@ def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
             place, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     require_whole(place, model, info)
+    if not is_path(reference):
+        model.config._name_or_path = reference  # for messages
     return model
 
 

@@ -6,15 +6,13 @@ transformers fills a tensor that it does not find, or finds in another shape, wi
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
 from distill.folders import COMPUTED
-from distill.progress import is_verbose
+from distill.progress import is_verbose, warn_once
 
 VALUES_PER_BYTE = 16  # more than any quantised type stores
 SHOWN = 3  # tensors named in a message
@@ -92,7 +90,7 @@ def require_whole(reference: str, model: Any, info: dict[str, Any]) -> None:
     if fault is not None:
         raise DataError(f"{reference}: {fault}", AGAIN)
     if extra:
-        _warn(f"warning: {reference} holds {_count(extra)} for which a {kind} has no place; not used")
+        warn_once(f"warning: {reference} holds {_count(extra)} for which a {kind} has no place; not used")
 
 
 def _count(names: list[str]) -> str:
@@ -116,12 +114,6 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    """Print a warning once in a process."""
-    print(text, file=sys.stderr)
 
 
 def is_quantised(config: Any) -> bool:
