@@ -9,7 +9,9 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -377,8 +379,13 @@ def hours(recipe: Recipe, folder: Path) -> list[StageEstimate]:
     return estimated_hours(recipe, read_hardware(folder / "box.yaml"), works, planned_config(recipe))
 
 
-def test_a_training_that_must_pay(world: Path, tmp_path: Path, capsys: Capture) -> None:
-    """A round costs more than a plain step: where nothing is accepted it cannot pay."""
+def test_a_training_that_must_pay(
+    world: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round costs more than a plain step: where nothing is accepted it cannot pay. A second is a reading of the clock."""
+    clock = SimpleNamespace(perf_counter=count().__next__)
+    for module in ("costs", "decode", "drafters", "round_costs"):
+        monkeypatch.setattr(f"distill.decoding.{module}.time", clock)
     asked = (world / "recipe.yaml", "--runs", tmp_path / "runs", "speedup.backends=[pytorch]", "--must-pay", 0)
     assert tiny.call("train", *asked) == 2
     said = capsys.readouterr().err
