@@ -42,49 +42,32 @@ def evaluate(
     ] = False,
     by: Annotated[
         list[str] | None,
-        typer.Option(
-            "--by",
-            help="Show only acceptance probabilities by this slice of positions or class of prompts; may be repeated.",
-        ),
+        typer.Option(help="Only acceptance probabilities by this slice of positions or class of prompts; repeatable."),
     ] = None,
     outtype: Annotated[
         list[str] | None,
         typer.Option(
-            "--outtype",
             metavar="TYPE",
             help="Compare GGUF types instead: the draft as f16, q8_0, q4_0 …; acceptance probability, KL, size, "
             "milliseconds and predicted tokens per second. May be repeated.",
         ),
     ] = None,
     target_outtype: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--target-outtype",
-            metavar="TYPE",
-            help="Types of the target; a GGUF file stays as it is.",
-        ),
+        list[str] | None, typer.Option(metavar="TYPE", help="Types of the target; a GGUF file stays as it is.")
     ] = None,
     cache_type: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cache-type",
-            metavar="TYPE",
-            help="Types of the draft's cache; f16 if left out.",
-        ),
+        list[str] | None, typer.Option(metavar="TYPE", help="Types of the draft's cache; f16 if left out.")
     ] = None,
     target: Annotated[
         list[str] | None,
         typer.Option(
-            "--target",
             help="Standalone pair: target as Hugging Face folder, hub name or GGUF file. Several: does the draft serve "
             "each of them as well?",
         ),
     ] = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option(
-            "--draft", help="Standalone pair: draft, of the same kind as the target. Several are compared by prompt."
-        ),
+        typer.Option(help="Standalone pair: draft, of the same kind as the target. Several are compared by prompt."),
     ] = None,
     text: shared.TextOption = None,
     temperature: Annotated[

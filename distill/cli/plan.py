@@ -25,6 +25,8 @@ from distill.tables import Cell, Row, Table
 
 if TYPE_CHECKING:
     from distill.decoding.costs import CostCurve
+    from distill.planning.cases import PlanRequest
+    from distill.planning.plan import Case
 
 
 @takes_gguf_options("target")
@@ -107,11 +109,6 @@ def measured_curve(
 
 
 # ── `distill plan`: whether a draft will pay, how much and why not, from costs alone, before hours are spent ──
-
-if TYPE_CHECKING:
-    from distill.decoding.costs import CostCurve
-    from distill.planning.cases import PlanRequest
-    from distill.planning.plan import Case
 
 # The keys by which a recipe says what options say of models.
 KEYS = {

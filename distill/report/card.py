@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ from distill.report.page import PLACES, build_page, limits, uses
 from distill.report.tables import Parent, RunResults
 from distill.run import Run, now
 from distill.surgery.results import Comparison, CutReport, SparsityReport
-from distill.tables import Table, clean, markdown, number, placeless, significant, size
+from distill.tables import Table, bullets, clean, markdown, number, placeless, significant, size
 from distill.training.results import STORED, TrainingSummary, evaluated_weights, trained_tokens, training_steps
 
 # ── The model card of a draft: the README.md in its folder, Markdown under YAML front matter ──
@@ -53,7 +52,7 @@ def build_card(results: RunResults) -> str:
         "## How to use it",
         _usage(results),
         "## Limits",
-        bullets(limits(results)),
+        bullets(map(words, limits(results))),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -118,7 +117,7 @@ def _acceptance(evaluation: EvaluationReport) -> str:
     sampler = words(evaluation.sampler_words)
     parts = [f"Before is the draft as cut, after is this draft; brackets hold intervals; sampler: {sampler}."]
     if evaluation.stored is not None:
-        parts.append(bullets(evaluation.stored.sentences))
+        parts.append(bullets(map(words, evaluation.stored.sentences)))
     tables = divergence_tables(evaluation)
     tables += [reliability_table(evaluation)] if evaluation.reliability else []
     return "\n\n".join([*parts, *map(table, tables)])
@@ -144,14 +143,10 @@ def _usage(results: RunResults) -> str:
 # ── Markdown that foreign text cannot break out of ──
 
 
-def flat(text: object) -> str:
-    """Text on one line, without HTML."""
-    return " ".join(clean(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
 def words(text: object) -> str:
-    """Foreign text as plain Markdown words on one line, with all markup escaped."""
-    return re.sub(r"([\\`*_\[\]#|~$])", r"\\\1", flat(text))
+    """Foreign text as plain Markdown words on one line, with all markup escaped, HTML's too."""
+    text = " ".join(clean(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]#|~$])", r"\\\1", text)
 
 
 def code(text: object) -> str:
@@ -166,11 +161,6 @@ def block(language: str, text: str) -> str:
     """A code block whose fence is longer than any run of backticks inside."""
     fence = "`" * max(3, 1 + _longest_fence(text))
     return f"{fence}{language}\n{text}\n{fence}"
-
-
-def bullets(sentences: Iterable[str]) -> str:
-    """A list of sentences."""
-    return "\n".join(f"- {words(sentence)}" for sentence in sentences)
 
 
 def table(table: Table) -> str:

@@ -382,7 +382,7 @@ def hours(recipe: Recipe, folder: Path) -> list[StageEstimate]:
 def test_a_training_that_must_pay(
     world: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round costs more than a plain step: where nothing is accepted it cannot pay. A second is a reading of the clock."""
+    """A round costs more than a plain step: where nothing is accepted it cannot pay. Seconds are readings."""
     clock = SimpleNamespace(perf_counter=count().__next__)
     for module in ("costs", "decode", "drafters", "round_costs"):
         monkeypatch.setattr(f"distill.decoding.{module}.time", clock)
