@@ -159,7 +159,7 @@ def test_parts_of_eval(finished: Path, capsys: Capture) -> None:
 
 def test_speedup_shows_the_table(finished: Path, capsys: Capture) -> None:
     assert tiny.call("speedup", finished) == 0
-    said = capsys.readouterr().out
+    said = capsys.readouterr().out.replace("**", "")  # whichever row is the fastest
     for words in (
         "draft + target | pytorch | plain",
         "draft + target | gguf | draft, γ = 3",

@@ -250,7 +250,7 @@ def test_trees_are_drawn_by_widths(folders: Path, files: Path, capsys: Capture) 
         # A draft that is its target is accepted whole, in every draw.
         request = asked(temperature=0.7, drafter="tree", widths=(1, 1, 1))
         told = continued(target, target, PROMPT, 21, request, capsys)[1]
-        assert "4.00 tokens/round" in told and "(100.0%)" in told
+        assert "4.00 tokens/round, acceptance rate 100.0%" in told
     pair = (folders / "target", folders / "draft", PROMPT, 9)
     with pytest.raises(DataError, match="a greedy sampler draws nothing"):
         continued(*pair, asked(drafter="tree", widths=(2, 2, 1)), capsys)
