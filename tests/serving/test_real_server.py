@@ -130,7 +130,7 @@ def test_the_cost_curve_of_a_server(settings: LlamaServer, monkeypatch: pytest.M
         monkeypatch.setattr(client, "complete", noted)
         curve = served_curve(client, 64, 32, 5)
     (steps,) = curve.seconds
-    # Three times two for each of one, two and three at once. What their moments say of a step is tested on simulated servers.
+    # Three times two for each of one, two and three at once; what their moments say is tested on simulated servers.
     assert len(replies) == 3 * 2 * (1 + 2 + 3) and all(reply.count == 32 for reply in replies)
     assert len(steps) == 3 and min(steps) > 0 and "it has 3 slots" in curve.note and curve.depths == (80,)
     with opened(settings, (60.0, 120.0)) as client, pytest.raises(ServingError, match="drafts, so that"):
