@@ -39,6 +39,7 @@ OF_QUESTION = {
     *(*REPEATED, "history", "documents", "tools", "functions", "choices", "options"),
     *("image", "images", "video", "videos", "audio", "audios"),
 }
+LEARNT = ("train", "training")  # of a message: whether it is learnt from, as weight 0 and 1
 TEXT_PARTS = ("text", "input_text", "output_text")  # kinds of a message's parts
 NAMING = ("id", "idx", "index", "uuid")  # fields that name a record and say nothing about it, like those in _id
 MOST_FIELDS = 20  # that are named; hostile records have a new one each
@@ -258,11 +259,11 @@ def _message(one: Any, left: Counter[str]) -> dict[str, Any]:
     weight = one.get("weight")
     if weight is not None and weight not in (0, 1):
         raise ValueError("a message whose `weight` is neither 0 nor 1")
-    if weight == 0 and message["role"] == "assistant":
+    if message["role"] == "assistant" and (weight == 0 or any(one.get(name) is False for name in LEARNT)):
         message["weight"] = 0
     if one.get("function_call"):
         raise ValueError("a message with a `function_call`: write it as `tool_calls`")
-    read = {"role", "from", "weight", "content" if "content" in one else "value", *OF_MESSAGE}
+    read = {"role", "from", "weight", *LEARNT, "content" if "content" in one else "value", *OF_MESSAGE}
     count_fields(unread_fields(one, read), "messages", left)
     return message
 

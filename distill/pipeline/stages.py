@@ -124,6 +124,7 @@ STAGES = (
         (("questions", "questions/target*.jsonl"),),
         ("corpus",),
         ("target", "sources"),
+        version=2,
         passing=("eval.", "speedup.", "cut.score_blocks", "train."),
     ),
     Stage(

@@ -1,9 +1,8 @@
-"""Conversations: read from every form of record, rendered by the target's template, with the answer alone scored."""
+"""Conversations, rendered by the target's template, with the answer alone scored."""
 
 from __future__ import annotations
 
 import copy
-import csv
 import json
 from collections import Counter
 from pathlib import Path
@@ -18,14 +17,13 @@ from transformers import AutoTokenizer
 from distill.data.chat_template import ChatTemplate, next_prompt
 from distill.data.corpus import pack_given
 from distill.data.prompts import ChatPrompts, cut_prompts
-from distill.data.records import form_of, read_conversation
-from distill.data.sources import Document, read_documents
+from distill.data.sources import Document
 from distill.data.texts import drop_reason, read_answers, read_prompts
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError, RecipeError
 from distill.files import read_result
 from distill.measuring.evaluation_results import EvaluationReport
-from distill.recipe import Chat, Corpus, Source, load_recipe
+from distill.recipe import Chat, load_recipe
 from distill.run import Run
 
 SHARED = tiny.ROOT.parent / "shared"
@@ -61,105 +59,6 @@ def dressed(plain: Any, style: str, marked: bool = False) -> Any:
 
 def talk(style: str) -> list[dict[str, Any]]:
     return TALK[1:] if style == "gemma" else TALK  # whose template refuses a system prompt
-
-
-# ── records ──
-
-
-@pytest.mark.parametrize(
-    ("record", "form", "roles"),
-    [
-        ({"messages": TALK}, "messages", ["system", "user", "assistant", "user", "assistant"]),
-        (
-            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
-            "conversations",
-            ["system", "user", "assistant"],
-        ),
-        ({"question_id": 1, "category": "math", "turns": ["a", "b"]}, "turns", ["user", "user"]),
-        ({"instruction": "a", "output": "b"}, "prompt", ["user", "assistant"]),
-        (
-            {"prompt": [QUESTION], "completion": [{"role": "assistant", "content": "b"}]},
-            "prompt",
-            ["user", "assistant"],
-        ),
-        ({"prompt": "a"}, "prompt", ["user"]),
-        ({"messages": json.dumps([QUESTION])}, "messages", ["user"]),
-        ({"text": "a", "prompt": "b"}, "text", []),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "messages", ["user"]),
-        ({"messages": [QUESTION, {"role": "tool", "content": "r"}]}, "messages", ["user"]),
-    ],
-)
-def test_forms(record: dict[str, Any], form: str | None, roles: list[str]) -> None:
-    source = Source(kind="jsonl", path="x")
-    assert form_of(record, source) == form
-    if roles:
-        found, _ = read_conversation(record, str(form), source, Counter())
-        assert [one["role"] for one in found] == roles, found
-
-
-@pytest.mark.parametrize(
-    ("messages", "reason"),
-    [
-        ([{"role": "system", "content": "s"}], "no user's turn"),
-        ([{"role": "assistant", "content": "b"}, QUESTION], "an answer before the first question"),
-        ([{"role": "user", "content": "  "}], "an empty question"),
-        ([{"role": "narrator", "content": "x"}], "a message of the unknown role 'narrator'"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "a message whose content is not text"),
-        (["a"], "a message that is not a mapping"),
-        ("[", "messages that are not a list"),
-        (7, "messages that are not a list"),
-    ],
-)
-def test_what_cannot_be_asked(messages: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"^{reason}$"):
-        read_conversation({"messages": messages}, "messages", Source(kind="jsonl", path="x"), Counter())
-
-
-def test_files_of_every_kind(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [{"ask": f"question {n}", "say": f"answer {n}"} for n in range(4)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "b.jsonl").write_text(json.dumps({"ask": "question 9", "say": "x"}) + "\n")
-    with open(tmp_path / "a.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, ["ask", "say"])
-        writer.writeheader()
-        writer.writerows([*rows, {"ask": 'two\nlines, "quoted"', "say": "y" * 200_000}])
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    fields = {"prompt": "ask", "answer": "say"}
-
-    def read(kind: Any, name: str) -> list[Document]:
-        source = Source(kind=kind, path=str(tmp_path / name), fields=fields, split="train")
-        return read_documents(Corpus(sources=(source,)), needed=())[0]
-
-    one = read("jsonl", "a.jsonl")
-    assert [document.messages for document in one] == [
-        ({"role": "user", "content": row["ask"]}, {"role": "assistant", "content": row["say"]}) for row in rows
-    ]
-    assert [d.messages for d in read("parquet", "a.parquet")] == [d.messages for d in one]
-    table = read("csv", "a.csv")
-    assert [d.messages for d in table[:4]] == [d.messages for d in one]
-    assert table[4].messages is not None and table[4].messages[0]["content"] == 'two\nlines, "quoted"'
-    assert len(read("jsonl", "*.jsonl")) == 5
-    asked = Source(kind="jsonl", path=str(tmp_path / "a.jsonl"), fields=fields, given=False, split="train")
-    found = read_documents(Corpus(sources=(asked,)), needed=())[0]
-    assert [d.messages for d in found] == [({"role": "user", "content": row["ask"]},) for row in rows]
-    with pytest.raises(DataError, match="matches no file"):
-        read("jsonl", "none*.jsonl")
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(DataError, match="not a readable parquet file"):
-        read("parquet", "bad.parquet")
-
-
-def test_equal_questions_are_one_and_stay_in_their_split(tmp_path: Path) -> None:
-    """Splits and names hang on the questions: another answer to the same question is in the same split."""
-    path = tmp_path / "log.jsonl"
-    rows = [{"prompt": f"question {n}", "response": f"answer {a}"} for n in range(50) for a in range(2)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"messages": []}\n')
-    corpus = Corpus(sources=(Source(kind="jsonl", path=str(path)),), validation=0.3, test=0.3)
-    found, dropped = read_documents(corpus)
-    assert len(found) == 50 and dropped == {"duplicate": 50, "no user's turn": 1}
 
 
 # ── templates ──

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import json
 import os
 from collections import Counter
@@ -68,6 +69,13 @@ def talk(document: Document) -> list[tuple[str, str]]:
         ({"messages": [Q, A], "prompt": "ask"}, [("user", "ask"), ("assistant", "say")]),
         ({"conversation": [Q, A]}, [("user", "ask"), ("assistant", "say")]),
         ({"messages": json.dumps([Q, A])}, [("user", "ask"), ("assistant", "say")]),
+        ({"messages": [Q | {"content": [{"type": "text", "text": "a"}, {"text": "b"}]}]}, [("user", "ab")]),
+        ({"question_id": 1, "category": "math", "turns": ["a", "b"]}, [("user", "a"), ("user", "b")]),
+        ({"prompt": [Q], "completion": [A]}, [("user", "ask"), ("assistant", "say")]),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
+            [("system", "s"), ("user", "a"), ("assistant", "b")],
+        ),
     ],
 )
 def test_the_messages_of_a_record(given: dict[str, Any], wanted: Any, tmp_path: Path) -> None:
@@ -82,6 +90,13 @@ def test_the_messages_of_a_record(given: dict[str, Any], wanted: Any, tmp_path: 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
+        ({"messages": [{"role": "system", "content": "s"}]}, "no user's turn"),
+        ({"messages": [A, Q]}, "an answer before the first question"),
+        ({"messages": [Q | {"content": "  "}]}, "an empty question"),
+        ({"messages": [Q | {"role": "narrator"}]}, "a message of the unknown role 'narrator'"),
+        ({"messages": [Q | {"content": [{"type": "image"}]}]}, "a message whose content is not text"),
+        ({"messages": ["a"]}, "a message that is not a mapping"),
+        ({"messages": "["}, "messages that are not a list"),
         ({"question": "who", "choices": ["a", "b"], "answer": "a"}, "a field `choices` beside the prompt"),
         ({"instruction": "answer", "question": "who"}, "a field `question` beside the prompt"),
         ({"prompt": "what is it", "image": "x.png"}, "a field `image` beside the prompt"),
@@ -207,7 +222,7 @@ def test_a_template_without_tools_takes_no_record_that_has_them(plain: Any, tmp_
 
 def test_an_answer_of_weight_0_is_not_learnt(plain: Any, tmp_path: Path) -> None:
     chat = chat_of(plain, "llama-3")
-    messages = [Q, A | {"weight": 0}, Q, A | {"content": "more", "weight": 1}]
+    messages = [Q, A | {"weight": 0}, Q, A | {"train": False}, Q, A | {"content": "more", "weight": 1}]
     (document,), dropped = record(tmp_path, {"messages": messages})
     found = [chat.template.tokenizer.decode(answer) for _, answer in chat.given(document)]
     assert found == ["more<|eot_id|>"] and not dropped
@@ -216,6 +231,47 @@ def test_an_answer_of_weight_0_is_not_learnt(plain: Any, tmp_path: Path) -> None
 
 
 # ── files ──
+
+
+def test_files_of_every_kind(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"ask": f"question {n}", "say": f"answer {n}"} for n in range(4)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"ask": "question 9", "say": "x"}) + "\n")
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["ask", "say"])
+        writer.writeheader()
+        writer.writerows([*rows, {"ask": 'two\nlines, "quoted"', "say": "y" * 200_000}])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    fields = {"prompt": "ask", "answer": "say"}
+
+    def of(kind: Any, name: str, **more: Any) -> list[Any]:
+        return [one.messages for one in read(tmp_path / name, kind=kind, fields=fields, **more)[0]]
+
+    one = of("jsonl", "a.jsonl")
+    asked = [({"role": "user", "content": row["ask"]},) for row in rows]
+    assert one == [(*q, {"role": "assistant", "content": row["say"]}) for q, row in zip(asked, rows, strict=True)]
+    assert of("parquet", "a.parquet") == one
+    table = of("csv", "a.csv")
+    assert table[:4] == one and table[4][0]["content"] == 'two\nlines, "quoted"'
+    assert len(of("jsonl", "*.jsonl")) == 5 and of("jsonl", "a.jsonl", given=False) == asked
+    with pytest.raises(DataError, match="matches no file"):
+        of("jsonl", "none*.jsonl")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        of("parquet", "bad.parquet")
+
+
+def test_equal_questions_are_one_and_stay_in_their_split(tmp_path: Path) -> None:
+    """Splits and names hang on the questions: another answer to the same question is in the same split."""
+    path = tmp_path / "log.jsonl"
+    rows = [{"prompt": f"question {n}", "response": f"answer {a}"} for n in range(50) for a in range(2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"messages": []}\n')
+    corpus = Corpus(sources=(Source(kind="jsonl", path=str(path)),), validation=0.3, test=0.3)
+    found, dropped = read_documents(corpus)
+    assert len(found) == 50 and dropped == {"duplicate": 50, "no user's turn": 1}
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.txt", "folder/a.json"])
