@@ -339,7 +339,7 @@ def test_generate_and_profile_pass_the_options_on(
         (("--tensor-split", "1,x"), "--tensor-split 1,x: expected numbers separated by commas"),
         (("--cache-type-v", "q8_0"), "target: cache_type_v q8_0 needs flash attention"),
         (("--cache-type-k", "f8"), "there is no cache_type_k 'f8'"),
-        (("--drafter", "lookup", "--ubatch-size-draft", 8), "no draft is loaded"),
+        (("--drafter", "lookup", "--ubatch-size-draft", 8), "--draft is not asked by drafter lookup"),
     ],
 )
 def test_generate_refuses(
