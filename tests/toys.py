@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,12 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from distill.decoding.decode import Decoded, decode_text
+from distill.decoding.drafters import ModelDrafter
+from distill.decoding.lengths import Fixed
+from distill.decoding.rules import GREEDY, Rules
+from distill.engines.model import Model
 
 KINDS = ("qwen2", "qwen3", "llama", "mistral")
 CLASSES = {
@@ -158,3 +164,15 @@ class Scripted:
     def rollback(self, lengths: Sequence[int]) -> None:
         assert 0 <= lengths[0] <= len(self.context)
         del self.context[lengths[0] :]
+
+
+def speculative(
+    target: Model, draft: Model, prompt: Sequence[int], limit: int, length: int, ends: Collection[int] = ()
+) -> Decoded:
+    """Greedy speculative decoding from cold caches with up to `length` drafted tokens a round.
+
+    The tokens are those of `plain`, except where the target's two best logits lie within the rounding difference
+    between batches of one and of several tokens.
+    """
+    rules = Rules(ends=ends)
+    return decode_text(target, ModelDrafter(draft, Fixed(length), GREEDY, rules.random), prompt, limit, rules)

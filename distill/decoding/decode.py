@@ -15,9 +15,9 @@ from torch import Tensor
 
 from distill.decoding.constrained import Constrained
 from distill.decoding.drafters import NOTHING, ONLY, Drafter, ModelDrafter
-from distill.decoding.lengths import ROOT, Fixed, LengthRule, Proposal
+from distill.decoding.lengths import ROOT, LengthRule, Proposal
 from distill.decoding.on_device import RowRound, round_of_text, rounds_of_text, rounds_on_device
-from distill.decoding.rules import GREEDY, Rules, require_lossless
+from distill.decoding.rules import Rules, require_lossless
 from distill.decoding.verify import CHAINS, TREES, draw_chain, draw_token, verify_greedy, walk, walk_greedy
 from distill.engines.model import Logits, Model
 
@@ -265,15 +265,3 @@ def decode_text(
     for _ in decode(target, drafter, prompt, limit, rules, result, lossy):
         pass
     return result
-
-
-def speculative(
-    target: Model, draft: Model, prompt: Sequence[int], limit: int, length: int, ends: Collection[int] = ()
-) -> Decoded:
-    """Greedy speculative decoding from cold caches with up to `length` drafted tokens a round.
-
-    The tokens are those of `plain`, except where the target's two best logits lie within the rounding difference
-    between batches of one and of several tokens.
-    """
-    rules = Rules(ends=ends)
-    return decode_text(target, ModelDrafter(draft, Fixed(length), GREEDY, rules.random), prompt, limit, rules)

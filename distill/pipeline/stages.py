@@ -27,7 +27,7 @@ class Stage:
 
     name: as in the recipe's sections and on the command line.
     function: `module:name`.
-    settings: dotted recipe keys that are part of the key (keys.conditional_settings adds those of some recipes).
+    settings: dotted recipe keys that are part of the key (`conditional_settings` adds those of some recipes).
     inputs: (stage, pattern of artifact names) whose digests are part of the key.
     writes: files and folders of the run directory.
     models: `target`, `donor`, `writer` and `gguf` (GGUF files of answers and teacher) and `sources`, whose contents are
@@ -449,8 +449,8 @@ def _source_digest(source: Source, contents: Contents) -> Any:
 def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     """By stage, the settings that are part of its key for some recipes only.
 
-    Options with their defaults name nothing, so that keys are those of runs that had no such options. Of llama.cpp's
-    options, those that change rounding alone are in the keys of stages that measure seconds, and in no others.
+    An option with its default is in no key. Of llama.cpp's options, those that change rounding alone are in the keys of
+    stages that measure seconds, and in no others.
     """
     writer, trim = recipe.answers.writer, recipe.cut.trim
     pair = tuple(f"gguf.{role}.{name}" for role in ("target", "draft") for name in getattr(recipe.gguf, role).given())

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_export import needs_llama
-from toys import KINDS, Scripted, blurred, random_prompts, save_toy, toy, toy_tokenizer
+from toys import KINDS, Scripted, blurred, random_prompts, save_toy, speculative, toy, toy_tokenizer
 
 from distill.data.texts import first_difference
-from distill.decoding.decode import Decoded, decode, plain, room_for, speculative
+from distill.decoding.decode import Decoded, decode, plain, room_for
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import LengthRule
 from distill.decoding.rules import Rules, stop_before

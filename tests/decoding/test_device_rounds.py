@@ -23,12 +23,12 @@ from test_exact_decoding import EXACT, PROMPT, SEEN, TEXT, Seen, chains, output_
 from test_rounds import RECIPE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from toys import KINDS, blurred, random_prompts, toy
+from toys import KINDS, blurred, random_prompts, speculative, toy
 
 from distill.decoding import on_device as device_round
 from distill.decoding import verify
 from distill.decoding.batch import decode_batch, plain_batch
-from distill.decoding.decode import Decoded, decode, decode_text, plain, speculative
+from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.on_device import DeviceDraft, Drafted, RowRound, rounds_on_device

@@ -12,10 +12,11 @@ import pytest
 import torch
 from scipy.optimize import isotonic_regression
 from table_model import TableModel
+from toys import speculative
 
 from distill.decoding.calibration import ExpectedValue
 from distill.decoding.costs import accepted_by_position, measure_steps, rising, shorter_rounds
-from distill.decoding.decode import decode_text, plain, speculative
+from distill.decoding.decode import decode_text, plain
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed, LengthRule
 from distill.decoding.round_costs import RoundCostMeter, measure_paid, prompts_as_long

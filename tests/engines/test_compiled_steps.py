@@ -13,9 +13,9 @@ import pytest
 import torch
 from test_device_rounds import DRAFTS, MODELS, least_p
 from test_tree_cache import Mirror, close, prefill
-from toys import blurred, random_prompts, toy
+from toys import blurred, random_prompts, speculative, toy
 
-from distill.decoding.decode import Decoded, decode, plain, speculative
+from distill.decoding.decode import Decoded, decode, plain
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed
 from distill.decoding.rules import Rules

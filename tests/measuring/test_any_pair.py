@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 import tiny
 from table_model import TableModel
-from toys import toy
+from toys import speculative, toy
 
 from distill.data.prompts import read_user_prompts, sources_of
-from distill.decoding.decode import Decoded, Round, speculative
+from distill.decoding.decode import Decoded, Round
 from distill.decoding.rules import Rules
 from distill.engines.model import ROOT
 from distill.engines.torch.hugging_face import load_tokenizer

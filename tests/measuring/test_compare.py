@@ -15,10 +15,10 @@ from table_model import TableModel
 from test_configurations import settings_with
 from test_cost import counting
 from test_measure import rounds_of
-from toys import Scripted, random_prompts, toy
+from toys import Scripted, random_prompts, speculative, toy
 
 from distill.data.texts import first_difference
-from distill.decoding.decode import Decoded, Round, plain, speculative
+from distill.decoding.decode import Decoded, Round, plain
 from distill.decoding.rules import Rules
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.intervals import speed_ratio

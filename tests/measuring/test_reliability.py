@@ -7,10 +7,9 @@ from random import Random
 
 import pytest
 from table_model import TableModel
-from toys import random_prompts
+from toys import random_prompts, speculative
 
 from distill.decoding.calibration import Recorded
-from distill.decoding.decode import speculative
 from distill.decoding.lengths import Features
 from distill.measuring.acceptance import reliability
 from distill.measuring.evaluation_results import Reliability

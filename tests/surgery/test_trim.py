@@ -11,12 +11,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from toys import random_prompts, save_toy, toy, toy_tokenizer
+from toys import random_prompts, save_toy, speculative, toy, toy_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill import divergences
 from distill.data.texts import Answer
-from distill.decoding.decode import plain, speculative
+from distill.decoding.decode import plain
 from distill.engines.torch.hugging_face import load_model, read_kept, trim_head, write_kept
 from distill.engines.torch.model import TorchModel
 from distill.errors import DataError, RecipeError
