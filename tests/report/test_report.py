@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -45,7 +46,8 @@ from distill.report import page as pages
 from distill.report import plots
 from distill.report.tables import RunResults
 from distill.run import Run
-from distill.tables import placeless
+from distill.tables import counted, placeless
+from distill.tables import shown as in_words
 from distill.training.results import EvaluatedWeights, TrainingStep, TrainingSummary, training_steps
 
 SURROGATE = "[lone surrogate]"  # which JSON cannot hold: put in after reading
@@ -569,6 +571,23 @@ def test_a_file_of_another_form_is_refused() -> None:
     del results["speedup"]["parts"][0]["measurements"][0]["verifier"]
     with pytest.raises(DataError, match=r"measurements\.0\.verifier"):
         as_results(results)
+
+
+def test_a_figure_of_one_text_has_no_bounds() -> None:
+    found = [Interval(0.334, 0.334, 0.334), Interval(0.334, 0.25, 0.5), Interval(0.334, math.nan, math.nan)]
+    assert [in_words(one, "%") for one in found] == ["33.4 %", "33.4 % [25.0, 50.0]", "33.4 %"]
+    assert [counted(count, "prompt") for count in (0, 1, 2043)] == ["0 prompts", "1 prompt", "2,043 prompts"]
+
+
+def test_curves_have_room_above_and_steps_are_whole() -> None:
+    """A curve whose values lie close together is not drawn along the edge, and no step is 2.5."""
+    results = as_results(make_metadata())
+    assert results.speedup is not None
+    part = replace(results.speedup.parts[0], steps=StepFigures(64, {1: 0.01, 2: 0.0101}, {}))
+    heights = [float(y) for y in re.findall(r'<use xlink:href="#[^"]*" x="[^"]*" y="([^"]*)"', plots.cost_curves(part))]
+    assert heights and min(heights) > 10
+    labels = re.findall(r"<text[^>]*>([^<]+)</text>", plots.loss_curve(results.steps[:20]))
+    assert all(label.isdigit() for label in labels[: labels.index("step")])
 
 
 @pytest.mark.parametrize(
