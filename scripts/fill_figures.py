@@ -81,6 +81,7 @@ def _speedups(report: SpeedupReport) -> str:
 WITH_TREES = {
     "tree": "the draft's likeliest tokens, verified together",
     "lookup+tree": "repeated text looked up, else the draft's likeliest tokens, verified together",
+    "table": "repeated text looked up, else the likeliest tokens by n-grams of other answers, no draft",
 }
 
 
