@@ -315,6 +315,17 @@ class SpeedupReport:
         return [one for one in greedy if not one.is_plain]
 
     @property
+    def fastest_way(self) -> Measurement:
+        """What makes the target's greedy text with the most tokens a second, plain decoding included."""
+        return max((*self.rivals, *self.plain), key=lambda one: one.tokens_per_second)
+
+    @property
+    def plain(self) -> list[Measurement]:
+        """Plain greedy decoding of each part, the fastest first."""
+        plain = (one for one in self.measurements if one.is_plain and one.sampler is None)
+        return sorted(plain, key=lambda one: -one.tokens_per_second)
+
+    @property
     def explanations(self) -> list[str]:
         """Of all parts, in order."""
         return [sentence for part in self.parts for sentence in part.explanations]

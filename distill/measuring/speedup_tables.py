@@ -17,8 +17,9 @@ from distill.measuring.speedup_results import (
     StepFigures,
 )
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
-from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, listed, table_of
+from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, listed, shown, table_of
 
+ENGINES = {"gguf": "llama.cpp", "pytorch": "PyTorch"}  # by backend
 INTERLEAVED = (
     "distinct prompts, interleaved, cold caches; times include the prompt. Speedup over this decoder's own plain run "
     "of the same sampler, intervals by prompt."
@@ -121,9 +122,37 @@ def batch_table(batches: Sequence[BatchFigures], command: str) -> Table:
     return table_of(batches, columns, command, "several texts at once")
 
 
+def verdict(report: SpeedupReport) -> list[str]:
+    """The fastest way to the target's greedy text over all engines that were measured, in tokens per second, and every
+    engine whose best is slower than plain decoding in another one; empty where nothing was measured to compare."""
+    if not report.rivals or not report.plain:
+        return []
+    best, (plain, *_) = report.fastest_way, report.plain
+    way = f"{best.tokens_per_second:.1f} tokens/s, `{best.configuration}` in {ENGINES[best.backend]}"
+    own = f"{shown(speedup_of(best), '×')} plain decoding there"
+    if best.is_plain:
+        own = "nothing that drafts is faster"
+    elif plain.key != best.key:
+        ratio = best.tokens_per_second / plain.tokens_per_second
+        own += f", {ratio:.2f}× the fastest plain decoding measured ({plain.tokens_per_second:.1f}, {plain.pair}, "
+        own += f"{ENGINES[plain.backend]}; one engine after the other)"
+    lines = [f"Fastest here: {way}: {own}."]
+    for one in report.best:
+        if one.key != plain.key and one.speedup > 1 and one.tokens_per_second < plain.tokens_per_second:
+            lines.append(
+                f"The {one.speedup:.2f}× of `{one.configuration}` ({one.pair}, {ENGINES[one.backend]}) is "
+                f"{one.tokens_per_second:.1f} tokens/s, slower than plain decoding in {ENGINES[plain.backend]}."
+            )
+    return lines
+
+
 def speedup_blocks(report: SpeedupReport) -> list[Block]:
     """Everything that was measured of a run, also its speedup.md, or of any pair."""
-    blocks: list[Block] = [*_head(report), measurement_table(report.measurements, report.command, report.best)]
+    blocks: list[Block] = [
+        *verdict(report),
+        *_head(report),
+        measurement_table(report.measurements, report.command, report.best),
+    ]
     if any((row.length or row.nodes) and row.predicted is not None for row in report.measurements):
         blocks.append(
             "Predicted, for fixed lengths and chosen trees: from costs and conditional acceptance (docs/decoding.md)."

@@ -11,7 +11,7 @@ from typing import TypeVar
 from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, transformers, vllm
 from distill.measuring.evaluation_results import MEASURES, SIDES, EvaluationReport
 from distill.measuring.speedup_results import FASTER, SLOWER, UNCLEAR, Measurement, SpeedupReport
-from distill.measuring.speedup_tables import speedup_of
+from distill.measuring.speedup_tables import speedup_of, verdict
 from distill.report import sections, tables
 from distill.report.sections import (
     Html,
@@ -378,6 +378,7 @@ def _headlines(results: RunResults) -> Html:
     drawn = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
     return Html(
         as_paragraph(_draft(results))
+        + "".join(map(as_paragraph, verdict(measured) if measured else []))
         + drawn
         + as_list([f"{warning} What to do: {REMEDY}."] if warning else [])
         + as_list(measured.explanations if measured else [])

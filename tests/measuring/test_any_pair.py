@@ -26,8 +26,8 @@ from distill.errors import DataError
 from distill.files import read_result
 from distill.measuring.compare import TimedConfiguration, TimedText, by_class, by_depth, round_figures
 from distill.measuring.speedup import need_other_prompts
-from distill.measuring.speedup_results import Measurement, RoundFigures, SpeedupReport, StepFigures
-from distill.measuring.speedup_tables import explain
+from distill.measuring.speedup_results import Measurement, RoundFigures, SpeedupPart, SpeedupReport, StepFigures
+from distill.measuring.speedup_tables import explain, verdict
 from distill.measuring.watch import Step, Watch
 from distill.recipe import Chat, Configuration, Corpus
 from distill.recipe.configuration import PLAIN
@@ -201,6 +201,36 @@ def test_a_speed_far_from_its_prediction_is_doubted() -> None:
     for predicted, doubted in ((0.69, True), (1.0, False), (1.23, False), (1.6, True), (None, False)):
         sentences = told(1.23, 0.61, (1.5, 0.4, 0.1), 2.2, predicted=predicted)
         assert ("another program used the machine" in sentences) is doubted
+
+
+def test_the_fastest_way_over_all_engines_comes_first() -> None:
+    """In tokens per second; a gain over a slow engine's plain decoding is called what it is."""
+    lookup = Configuration(drafter="lookup", length=4)
+
+    def part(backend: str, plain: float, speedup: float) -> SpeedupPart:
+        rows = [measured(PLAIN, 1, 1, None), measured(lookup, speedup, speedup - 0.1, 0.2)]
+        rates = (plain, plain * speedup)
+        own = [
+            replace(row, pair="pair", backend=backend, tokens_per_second=rate, plain_tokens_per_second=plain)
+            for row, rate in zip(rows, rates, strict=True)
+        ]
+        return SpeedupPart("pair", backend, own, None, 0.0, None, ALONE)
+
+    def said(*parts: SpeedupPart) -> list[str]:
+        return verdict(SpeedupReport("command", {}, 8, 16, {}, [*parts]))
+
+    title = lookup.title
+    assert said(part("pytorch", 30, 1.4), part("gguf", 65, 1.1)) == [
+        f"Fastest here: 71.5 tokens/s, `{title}` in llama.cpp: 1.10× [1.00, 1.20] plain decoding there.",
+        f"The 1.40× of `{title}` (pair, PyTorch) is 42.0 tokens/s, slower than plain decoding in llama.cpp.",
+    ]
+    assert said(part("pytorch", 30, 1.4), part("gguf", 40, 0.9)) == [
+        f"Fastest here: 42.0 tokens/s, `{title}` in PyTorch: 1.40× [1.30, 1.50] plain decoding there, 1.05× the "
+        "fastest plain decoding measured (40.0, pair, llama.cpp; one engine after the other)."
+    ]
+    assert said(part("gguf", 40, 0.9)) == [
+        "Fastest here: 40.0 tokens/s, `plain` in llama.cpp: nothing that drafts is faster."
+    ]
 
 
 def test_every_step_of_both_models_is_noted() -> None:
