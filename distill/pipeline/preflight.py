@@ -10,7 +10,6 @@ import importlib.util
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -196,14 +195,10 @@ def check_static(recipe: Recipe) -> list[str]:
     """Target and donor can decode with a static cache where the recipe asks for one."""
     if recipe.pytorch.static and "pytorch" in recipe.speedup.backends:
         for reference in dict.fromkeys([recipe.target.model, recipe.donor_model]):
-            require_static(_without_weights(reference), reference)
+            with torch.device("meta"):  # layers and attention without weights
+                model = AutoModelForCausalLM.from_config(load_config(reference))
+            require_static(model, reference)
     return []
-
-
-def _without_weights(reference: str) -> Any:
-    """A model's layers and attention, without its weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_config(reference))
 
 
 def check_disk(recipe: Recipe, folder: Path | None = None) -> list[str]:
