@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import h11
 
@@ -135,6 +135,7 @@ def main() -> None:
 MAX_BYTES = 16 * 2**20  # of a request or reply that is recorded
 MAX_HEADER_BYTES = 2**16
 BROKEN = "broken off"
+COMPLETE = {h11.DONE, h11.MUST_CLOSE, h11.CLOSED}  # states of a side that has sent its whole message
 OPT_OUT = b"x-distill-record"  # the header of a request that is not to be recorded; any value but yes
 
 
@@ -169,11 +170,15 @@ class Watcher:
         self, take: Callable[[Exchange], None], leave_out: Callable[[str], None], sampled: Callable[[], bool]
     ) -> None:
         self._take, self._leave_out, self._sampled = take, leave_out, sampled
-        # Each event that one of them reads, the other one "sends", so that both know where the exchange is.
-        self._requests = h11.Connection(h11.SERVER, MAX_HEADER_BYTES)
-        self._replies = h11.Connection(h11.CLIENT, MAX_HEADER_BYTES)
         self._exchange: Exchange | None = None
         self._lost = False
+        self._await_request()
+
+    def _await_request(self) -> None:
+        # Each event that one of them reads, the other one "sends", so that both know where the exchange is. New ones for
+        # each exchange: h11 takes HTTP/1.0 and `Connection: close` for the last, whatever client and server agree on.
+        self._requests = h11.Connection(h11.SERVER, MAX_HEADER_BYTES)
+        self._replies = h11.Connection(h11.CLIENT, MAX_HEADER_BYTES)
 
     @property
     def busy(self) -> bool:
@@ -182,11 +187,11 @@ class Watcher:
 
     def sent(self, data: bytes) -> None:
         """Look at bytes of the client; none: it sends no more."""
-        self._feed(self._requests, self._replies, data)
+        self._feed("_requests", data)
 
     def replied(self, data: bytes) -> None:
         """Look at bytes of the server; none: it sends no more."""
-        self._feed(self._replies, self._requests, data)
+        self._feed("_replies", data)
 
     def close(self) -> None:
         """The connection has ended."""
@@ -200,12 +205,17 @@ class Watcher:
             self._leave_out(reason)
         self._lost, self._exchange = True, None
 
-    def _feed(self, side: h11.Connection, other: h11.Connection, data: bytes) -> None:
-        if self._lost:
-            return
+    def _feed(self, name: str, data: bytes) -> None:
         try:
-            side.receive_data(data)
-            self._read(side, other)
+            while not self._lost:
+                side = getattr(self, name)
+                side.receive_data(data)
+                self._read(side, self._replies if side is self._requests else self._requests)
+                if getattr(self, name) is side:
+                    return
+                data = side.trailing_data[0]  # behind the exchange that has ended
+                if not data:
+                    return
         except h11.ProtocolError:
             self._lose("HTTP that h11 does not read" if data else BROKEN)
         except Exception as error:  # a fault of ours must not end a reply
@@ -221,11 +231,11 @@ class Watcher:
                     switched = side.their_state is h11.SWITCHED_PROTOCOL
                     self._lose("another protocol" if switched else "requests before the reply")
                 return
-            other.send_with_data_passthrough(event)  # type: ignore[arg-type]  # an event, as the rest has returned
+            other.send_with_data_passthrough(_sendable(event))
             self._note(side, event)
-            if side.states == {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE}:
-                side.start_next_cycle()
-                other.start_next_cycle()
+            if isinstance(event, h11.EndOfMessage) and set(side.states.values()) <= COMPLETE:
+                self._await_request()
+                return
 
     def _note(self, side: h11.Connection, event: object) -> None:
         if isinstance(event, h11.Request):
@@ -243,7 +253,7 @@ class Watcher:
             exchange.add(exchange.request if side is self._requests else exchange.reply, bytes(event.data))
         elif isinstance(event, h11.EndOfMessage) and side is self._replies:
             self._exchange = None
-            if not exchange.fault and side.our_state not in (h11.DONE, h11.MUST_CLOSE):
+            if not exchange.fault and side.our_state not in COMPLETE:
                 exchange.fault = BROKEN  # the server did not wait for the whole request
             if exchange.fault:
                 self._leave_out(exchange.fault)
@@ -259,6 +269,17 @@ class Watcher:
         asked = dict(request.headers).get(OPT_OUT, b"yes").strip().lower()
         fault = "not to be recorded" if asked != b"yes" else "" if self._sampled() else "not sampled"
         return Exchange(kind, fault)
+
+
+def _sendable(event: Any) -> Any:
+    """The event as h11 sends it: it reads HTTP/1.0, and sends HTTP/1.1 alone, whose requests name a host."""
+    if getattr(event, "http_version", b"1.1") == b"1.1":
+        return event
+    headers = event.headers.raw_items()
+    if isinstance(event, h11.Request):
+        headers += [] if b"host" in dict(event.headers) else [(b"host", b"x")]
+        return h11.Request(method=event.method, headers=headers, target=event.target)
+    return type(event)(status_code=event.status_code, headers=headers, reason=event.reason)
 
 
 # ── The proxy ──

@@ -42,6 +42,10 @@ def reply(body: bytes = WHOLE, status: str = "200 OK", *headers: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
+def as_1_0(raw: bytes) -> bytes:
+    return raw.replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+
+
 async def read_request(reader: asyncio.StreamReader) -> bytes:
     head = await reader.readuntil(b"\r\n\r\n")
     length = next((line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), b":0")
@@ -164,6 +168,57 @@ async def test_every_byte_passes_as_it_is(tmp_path: Path) -> None:
                 assert await found.ask(sent) == direct == raw
                 assert seen[-2:] == [sent, sent]
     assert found.proxy.counts["kept"] == 1 and found.left_out()["HTTP that h11 does not read"] >= len(REPLIES)
+
+
+CLOSE, STAY = "Connection: close", "Connection: keep-alive"
+NO_LENGTH = b"HTTP/1.%d 200 OK\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("half_closed", [False, True])
+@pytest.mark.parametrize(
+    ("sent", "raw"),
+    [
+        (request("/v1/chat/completions", BODY, CLOSE), reply(WHOLE, "200 OK", CLOSE)),
+        (request("/v1/chat/completions", BODY, CLOSE), NO_LENGTH % 1 + WHOLE),
+        (request(), STREAMED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + chunk(WHOLE) + chunk(b"")),
+        (as_1_0(request("/v1/chat/completions", BODY, CLOSE)), reply(WHOLE, "200 OK", CLOSE)),
+        (as_1_0(request().replace(b"Host: x\r\n", b"")), as_1_0(reply())),
+        (as_1_0(request()), NO_LENGTH % 0 + WHOLE),
+        (as_1_0(request()), NO_LENGTH % 1 + b"".join(EVENTS)),
+        (request(), NO_LENGTH % 0 + b"".join(EVENTS)),
+    ],
+)
+@in_a_loop
+async def test_the_last_exchange_of_a_connection_is_kept(
+    tmp_path: Path, sent: bytes, raw: bytes, half_closed: bool
+) -> None:
+    """Of HTTP/1.0, as nginx speaks it to its upstream, and with `Connection: close`; the end of a reply is its close."""
+    async with served(tmp_path, replying(raw, [])) as found, asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        writer.write(sent)
+        if half_closed:
+            writer.write_eof()
+        assert await reader.read() == raw
+        writer.close()
+    assert [line["messages"] for line in found.lines()] == [HELLO] and found.left_out() == {}
+
+
+@in_a_loop
+async def test_connections_of_http_1_0_that_stay_open(tmp_path: Path) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                await read_request(reader)
+                writer.write(as_1_0(reply(WHOLE, "200 OK", STAY)))
+        writer.close()
+
+    async with served(tmp_path, handle) as found, asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        for _ in range(3):
+            writer.write(as_1_0(request("/v1/chat/completions", BODY, STAY)))
+            await reader.readuntil(WHOLE)
+        writer.close()
+    assert [line["messages"] for line in found.lines()] == [HELLO] * 3 and found.left_out() == {}
 
 
 @in_a_loop
