@@ -6,19 +6,30 @@ from the prompt, as it was generated. Templates that drop earlier thinking there
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
+from distill.data.messages import CLOSING, OPENING, THINKING, THOUGHT, normal
 from distill.engines.torch.hugging_face import encode
 from distill.errors import DataError, RecipeError
 from distill.recipe import Chat
 
 Message = Mapping[str, Any]
-OPENING, CLOSING = "<think>", "</think>"
+# What opens a thinking in the prompts of a family, and what closes it.
+THOUGHTS = {
+    OPENING: CLOSING,
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "◁think▷": "◁/think▷",
+}
 MARKS = "MARKER of a message", "Other marker"  # in place of a user's message, to find what is written around it
 WORDS = "How", "What", "a", "1", "\u00e9", "\u4f60", "-", '"'  # beginnings of messages
 
@@ -73,15 +84,24 @@ class ChatTemplate:
 
         Raises ValueError, with the template's own reason, for messages that it refuses.
         """
+        own = [normal(message) for message in messages]
+        for one in own:  # under each name: a template reads one of them
+            one.update(dict.fromkeys(THINKING[:3], one[THOUGHT]) if THOUGHT in one else {})
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=generate,
-                **{"tools": list(self.settings.tools) or None, **self.arguments(thinking)},
-            )
+            return self._applied(own, thinking, generate)
         except Exception as error:  # templates are foreign programs and raise any exception
+            if any("tool_calls" in one for one in own):  # some, such as DeepSeek's, write arguments that are text
+                with contextlib.suppress(Exception):
+                    return self._applied(list(map(_with_text_arguments, own)), thinking, generate)
             raise ValueError(f"the target's chat template refuses it ({' '.join(str(error).split())[:200]})") from error
+
+    def _applied(self, messages: list[dict[str, Any]], thinking: bool | None, generate: bool) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=generate,
+            **{"tools": list(self.settings.tools) or None, **self.arguments(thinking)},
+        )
         return text
 
     def prompt(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
@@ -149,34 +169,91 @@ class ChatTemplate:
         eos = self.tokenizer.eos_token_id
         return [] if eos is None else [eos]
 
-    def answered(self, messages: Sequence[Message], thinking: bool | None = None) -> tuple[list[int], list[int]]:
-        """Token ids of the prompt before the last message, the assistant's, and of that answer, its end included.
+    def answered(
+        self, messages: Sequence[Message], thinking: bool | None = None, ended: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of the prompt before the last message, the assistant's, and of that answer, its end included
+        where the target `ended` it.
 
         Raises ValueError where the template does not say how the answer was written.
         """
         *before, last = messages
-        prompt = self.text(before, thinking)
-        answer = self._written(prompt, before, last, thinking)
-        return encode(self.tokenizer, prompt), encode(self.tokenizer, answer) + self.end
+        last, prompt = normal(last), self.text(before, thinking)
+        opening = next((one for one in THOUGHTS if prompt.rstrip().endswith(one)), "")
+        if last.get("tool_calls") and not ended:
+            raise ValueError("a tool call that was cut short")
+        if opening and THOUGHT not in last:
+            last["content"] = _without_opening(last["content"], opening)
+            if THOUGHTS[opening] not in last["content"]:
+                raise ValueError(f"an answer that never closes the {opening} that its prompt ends with")
+        within, closing, behind = last["content"].partition(CLOSING)
+        if closing and not opening and THOUGHT not in last and OPENING not in within:
+            last |= {
+                THOUGHT: within.strip("\n"),
+                "content": behind.lstrip("\n"),
+            }  # its server's template had opened the thinking
+        end = self.end if ended else []
+        if last.get("tool_calls"):
+            answer, as_usual = self._written(prompt, before, last, thinking)
+            if not as_usual and encode(self.tokenizer, answer)[-1] in self.special:
+                end = []  # a family that ends a call by a token of its own, which is there
+        elif THOUGHT not in last:
+            answer = last["content"]
+        else:
+            answer = self._with_thinking(prompt, opening, before, last, thinking)
+            if not ended and not last["content"].strip():
+                thought = last[THOUGHT].strip()
+                answer = answer[: answer.index(thought) + len(thought)]
+        return encode(self.tokenizer, prompt), encode(self.tokenizer, answer) + end
 
-    def _written(self, prompt: str, before: Sequence[Message], last: Message, thinking: bool | None) -> str:
-        """The text of an answer after its prompt, without its end."""
-        content = str(last["content"])
-        opened = prompt.rstrip().endswith(OPENING)
-        if not last.get("tool_calls") and not last.get("reasoning_content"):
-            # The prompt may begin the thinking that the content repeats.
-            beginning = content.lstrip()
-            if opened and beginning.startswith(OPENING):
-                return beginning.removeprefix(OPENING).lstrip("\n")
-            return content
-        if not last.get("tool_calls") and opened:
-            return f"{str(last['reasoning_content']).strip()}\n{CLOSING}\n\n{content}"
+    def _with_thinking(
+        self, prompt: str, opening: str, before: Sequence[Message], last: Message, thinking: bool | None
+    ) -> str:
+        """The text of an answer with its thinking, as the template writes it; as the target does where it drops it."""
+        try:
+            return self._written(prompt, before, last, thinking)[0]
+        except ValueError:
+            own = str(last[THOUGHT]).strip(), str(last["content"])
+            if opening:
+                gap = "\n" if prompt.endswith("\n") else ""
+                return f"{own[0]}{gap}{THOUGHTS[opening]}{2 * gap}{own[1]}"
+            if CLOSING in str(self.tokenizer.chat_template) and not prompt.rstrip().endswith(CLOSING):
+                return f"{OPENING}\n{own[0]}\n{CLOSING}\n\n{own[1]}"
+            raise
+
+    def _written(
+        self, prompt: str, before: Sequence[Message], last: Message, thinking: bool | None
+    ) -> tuple[str, bool]:
+        """The text of an answer after its prompt as the template writes it, without its end, and whether it had one."""
         whole = self.text([*before, last], thinking, generate=False)
         if not whole.startswith(prompt):
             raise ValueError("the template writes this answer otherwise than it begins one")
         end = self.tokenizer.decode(self.end) if self.end else ""
         written = whole[len(prompt) :]
-        return written.rpartition(end)[0] if end and end in written else written
+        parts = [("thinking", last.get(THOUGHT, "")), ("text", last["content"])]
+        parts += [("tool calls", call.get("function", call)["name"]) for call in last.get("tool_calls", ())]
+        rest = written
+        for what, part in parts:
+            if part.strip() not in rest:
+                raise ValueError(f"the target's chat template does not write the {what} of an answer")
+            rest = rest.replace(part.strip(), "", 1)
+        return (written.rpartition(end)[0], True) if end and end in written else (written.rstrip("\n"), False)
+
+
+def _without_opening(content: str, opening: str) -> str:
+    """An answer that repeats what its prompt opened, without that."""
+    beginning = content.lstrip()
+    return beginning.removeprefix(opening).lstrip("\n") if beginning.startswith(opening) else content
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its tool calls as JSON text."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        inner = call.get("function", call)
+        inner = {**inner, "arguments": json.dumps(inner["arguments"], ensure_ascii=False)}
+        calls.append({**call, "function": inner} if "function" in call else inner)
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def messages_after(chat: Mapping[str, Any], answers: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """From the bodies of a request and its reply to lines that `answers.traffic` reads: one line for each answer.
 
-What a line could not hold without loss is left out, with the reason: an answer that is more than its text (tool calls,
-reasoning that the server has parsed out), a prompt that is more than text or messages (tools, images, token ids).
+What a line could not hold without loss is left out, with the reason: a prompt that is more than text or messages
+(images, token ids), a tool call that the request forced. Thinking that the server parsed out has one name in a line,
+whatever the server calls it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from distill.files import parse_object
+from distill.data.messages import THINKING, normal
+from distill.files import has_form, parse_object
 
 CHAT, TEXT = "chat", "text"  # messages, as of /v1/chat/completions; a prompt, as of /v1/completions and /completion
 MARK = "[redacted]"
-OF_MESSAGE = ("role", "content", "name", "reasoning_content")  # what a template reads of a message
-# What holds no text of a person: the names of a line's own fields, and the values that two of them usually have.
-NAMES = frozenset(("prompt", "messages", "answer", "finish_reason", "model", "chat_template_kwargs", *OF_MESSAGE))
+OF_MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", *THINKING)  # what a template reads of a message
+OF_LINE = ("prompt", "messages", "answer", "finish_reason", "model", "chat_template_kwargs", "tools")
+OF_TOOLS = ("id", "type", "function", "arguments", "description", "parameters", "properties", "required")
+# What holds no text of a person: the names of a line's own fields, and the values that some of them usually have.
+NAMES = frozenset((*OF_LINE, *OF_MESSAGE, *OF_TOOLS))
 USUAL = {
     "role": ("system", "developer", "user", "assistant", "tool"),
-    "finish_reason": ("stop", "length", "stop_string"),
+    "type": ("function", "object", "string", "number", "integer", "boolean", "array"),
+    "finish_reason": ("stop", "length", "stop_string", "tool_calls"),
 }
 LLAMA_ENDS = {"eos": "stop", "limit": "length", "word": "stop_string", None: None, "none": None}
 
@@ -44,7 +49,10 @@ def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str,
         yield "a request or reply of another form"
         return
     for choice in choices:
-        yield _fault(choice) or _with_answer(line, asked, choice)
+        try:
+            yield _fault(choice) or _with_answer(line, asked, choice)
+        except ValueError as reason:
+            yield str(reason)
 
 
 def redacted(value: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
@@ -88,22 +96,23 @@ def _prompt(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(asked: dict[str, Any]) -> dict[str, Any]:
-    if asked.get("tools") or asked.get("functions") or any(one.get("tool_calls") for one in asked["messages"]):
-        raise LeftOut("tools")
-    messages = [{name: one[name] for name in OF_MESSAGE if name in one} for one in asked["messages"]]
     if asked.get("chat_template") or asked.get("documents"):
         raise LeftOut("a chat template or documents of the request")
+    tools = asked.get("tools")
+    if asked.get("functions") or (tools and asked.get("tool_choice") not in (None, "auto")):
+        raise LeftOut("functions, or a tool call that is forced or forbidden")
+    if tools and not has_form(tools, [{}]):
+        raise LeftOut("tools that are not a list of objects")
+    try:
+        messages = [normal({name: one[name] for name in OF_MESSAGE if name in one}) for one in asked["messages"]]
+    except ValueError as error:
+        raise LeftOut(str(error)) from None
     if not messages or messages[-1]["role"] == "assistant":
         raise LeftOut("no question at the end of the messages")
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, list) and len(content) == 1 and content[0].get("type") == "text":
-            content = content[0]["text"]
-        if not isinstance(content, str) or not isinstance(message["role"], str):
-            raise LeftOut("a message that is not text, or has several parts")
-        message["content"] = content
-    arguments = asked.get("chat_template_kwargs")
-    return {"messages": messages, **({"chat_template_kwargs": dict(arguments)} if arguments else {})}
+    line: dict[str, Any] = {"messages": messages}
+    if arguments := asked.get("chat_template_kwargs"):
+        line["chat_template_kwargs"] = dict(arguments)
+    return line | ({"tools": tools} if tools else {})
 
 
 def _events(reply: bytes) -> Iterator[dict[str, Any]]:
@@ -130,12 +139,16 @@ def _choices(kind: str, events: Iterator[dict[str, Any]]) -> list[dict[str, Any]
         if end == "stop":
             own["stop_reason"] = None  # an end token: stop strings have a type of their own
         for piece in event.get("choices", [own]):
-            one = found.setdefault(piece.get("index", 0), {"texts": [], "end": None, "fault": "", "model": ""})
+            new: dict[str, Any] = {"texts": [], "more": {}, "calls": {}, "end": None, "fault": "", "model": ""}
+            one = found.setdefault(piece.get("index", 0), new)
             part = piece if kind != CHAT else piece.get("message") or piece.get("delta") or {}
-            if part.get("tool_calls") or part.get("function_call"):
-                one["fault"] = "tool calls"
-            elif part.get("reasoning_content") or part.get("reasoning"):
-                one["fault"] = one["fault"] or "reasoning that the server parsed"
+            if part.get("function_call"):
+                one["fault"] = "a function_call"
+            for name in THINKING if kind == CHAT else ():
+                if value := part.get(name):
+                    one["more"][name] = one["more"][name] + value if name in one["more"] else value
+            for place, call in enumerate(part.get("tool_calls") or () if kind == CHAT else ()):
+                _add_call(one["calls"].setdefault(call.get("index", place), {}), call)
             one["texts"].append(part.get("text" if kind != CHAT else "content") or "")
             one["end"] = piece.get("finish_reason") or one["end"]
             one["ended_by"] = piece.get("stop_reason", "unknown")  # vLLM: the stop string, None for an end token
@@ -147,14 +160,29 @@ def _choices(kind: str, events: Iterator[dict[str, Any]]) -> list[dict[str, Any]
     return [found[index] for index in sorted(found)]
 
 
+def _add_call(whole: dict[str, Any], piece: dict[str, Any]) -> None:
+    """Add a piece of a tool call: its arguments come as text in pieces, the rest once."""
+    function = whole.setdefault("function", {})
+    whole |= {name: value for name, value in piece.items() if name not in ("index", "function") and value is not None}
+    for name, value in (piece.get("function") or {}).items():
+        joined = name == "arguments" and isinstance(value, str)
+        function[name] = (
+            function.get(name, "") + value if joined else value if value is not None else function.get(name)
+        )
+
+
 def _fault(choice: dict[str, Any]) -> str:
     if choice["fault"]:
         return str(choice["fault"])
     if choice["end"] is None:
         return "broken off"
-    if choice["end"] not in ("stop", "length", "stop_string"):
-        return "another finish reason than stop and length"
-    return "" if choice["text"] else "an empty answer"
+    if choice["end"] not in USUAL["finish_reason"]:
+        return "another finish reason than stop, length and tool_calls"
+    if choice["calls"]:
+        return "a tool call that was cut short" if choice["end"] == "length" else ""
+    if not choice["text"] and (choice["end"] != "length" or not choice["more"]):
+        return "an empty answer"
+    return ""
 
 
 def _with_answer(line: dict[str, Any], asked: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +192,7 @@ def _with_answer(line: dict[str, Any], asked: dict[str, Any], choice: dict[str, 
         end = "stop_string"
     last = {"finish_reason": end, **({"model": choice["model"]} if choice["model"] else {})}
     if "messages" in line:
-        answer = {"role": "assistant", "content": choice["text"]}
+        calls = {"tool_calls": [choice["calls"][place] for place in sorted(choice["calls"])]} if choice["calls"] else {}
+        answer = normal({"role": "assistant", "content": choice["text"], **choice["more"], **calls})
         return line | {"messages": [*line["messages"], answer], **last}
     return line | {"answer": choice["text"], **last}

@@ -12,9 +12,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from distill.data.chat_template import CLOSING, ChatTemplate
+from distill.data.chat_template import ChatTemplate
+from distill.data.messages import CLOSING, THINKING
 from distill.data.record_files import holds_records
-from distill.data.records import LISTS, PROMPTS, THINKING
+from distill.data.records import LISTS, PROMPTS
 from distill.data.sources import Document, read_documents
 from distill.data.texts import Prompt
 from distill.engines.torch.hugging_face import encode, load_tokenizer

@@ -175,8 +175,8 @@ class Watcher:
         self._await_request()
 
     def _await_request(self) -> None:
-        # Each event that one of them reads, the other one "sends", so that both know where the exchange is. New ones for
-        # each exchange: h11 takes HTTP/1.0 and `Connection: close` for the last, whatever client and server agree on.
+        # Each event that one of them reads, the other one "sends", so that both know where the exchange is. New ones
+        # for each exchange: h11 takes HTTP/1.0 for the last of a connection, whatever client and server agree on.
         self._requests = h11.Connection(h11.SERVER, MAX_HEADER_BYTES)
         self._replies = h11.Connection(h11.CLIENT, MAX_HEADER_BYTES)
 

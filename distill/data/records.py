@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
+from distill.data.messages import THINKING
 from distill.files import has_form
 from distill.recipe import Source
 
@@ -31,7 +32,6 @@ PROMPTS = ("prompt", "instruction", "question", "query", "input")
 CONTEXTS = ("input", "context", "passage")  # texts that a prompt is about
 ANSWERS = ("answer", "completion", "response", "output")
 SYSTEMS = ("system", "system_prompt")
-THINKING = ("reasoning_content", "reasoning", "thinking", "reasoning_details")  # one thing; the template reads one name
 OF_MESSAGE = (*THINKING, "tool_calls", "tool_call_id", "name")  # kept for the template
 REPEATED = {*PROMPTS, *CONTEXTS, *SYSTEMS}  # often hold a part of the messages again
 # A question is another one without these.

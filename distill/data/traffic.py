@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distill.data.messages import THINKING, THOUGHT, normal
 from distill.data.sources import split_of
 from distill.data.texts import Answer, Prompt, is_looping, write_lines
 from distill.errors import DataError
@@ -33,12 +34,13 @@ MOST_LINES = 1000  # that a check reads
 
 @dataclass(frozen=True)
 class Line:
-    """One served answer: its line number (of a folder, counted through its files), the prompt as text or messages,
-    whether the target ended it itself, and the arguments that its request gave the chat template."""
+    """One served answer: its line number (of a folder, counted through its files), prompt and answer as text or as
+    messages, whether the target ended it itself, and the arguments that its request gave the chat template, `tools`
+    among them."""
 
     number: int
     prompt: str | list[dict[str, Any]]
-    answer: str
+    answer: str | dict[str, Any]
     ended: bool
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -161,25 +163,32 @@ def parse_line(raw: bytes, number: int) -> Line | str:
     record: Any = parse_object(raw)
     if isinstance(record, str):
         return record
-    ended = record.get("finish_reason") in (None, "stop")
-    if "messages" in record:
-        messages = record["messages"]
-        if not has_form(messages, [{"role": str, "content": str}]) or len(messages) < 2:
-            return (
-                "`messages` must be a list of at least a question and an answer, with `role` and `content`, both text"
-            )
-        if messages[-1]["role"] != "assistant":
-            return f"the last message is the {messages[-1]['role']}'s, not the assistant's"
-        prompt, answer = messages[:-1], messages[-1]["content"]
-    else:
+    ended = record.get("finish_reason") in (None, "stop", "tool_calls")
+    if extra := next((name for name in THINKING if record.get(name)), None):
+        return f"a field `{extra}` that is not a message's: put it into the assistant's message"
+    if "messages" not in record:
         prompt, answer = record.get("prompt"), record.get("answer")
         for name, value in (("prompt", prompt), ("answer", answer)):
             if not isinstance(value, str):
                 return f"no text in field `{name}` (it has: {names_of(record)})"
-    if not prompt or not answer:
-        return "an empty prompt" if not prompt else "an empty answer"
-    arguments = record.get("chat_template_kwargs")
-    return Line(number, prompt, answer, ended, arguments if isinstance(arguments, dict) else {})
+        if not prompt or not answer:
+            return "an empty prompt" if not prompt else "an empty answer"
+        return Line(number, prompt, answer, ended)
+    if not has_form(record["messages"], [{}]) or len(record["messages"]) < 2:
+        return "`messages` must be a list of at least a question and an answer"
+    try:
+        *asked, last = map(normal, record["messages"])
+    except ValueError as error:
+        return str(error)
+    if last["role"] != "assistant":
+        return f"the last message is the {last['role']}'s, not the assistant's"
+    if not last["content"] and not last.get("tool_calls") and (ended or THOUGHT not in last):
+        return "an empty answer"
+    arguments = record.get("chat_template_kwargs") or {}
+    offered = {name: record[name] for name in ("tools", "documents") if record.get(name)}
+    if not isinstance(arguments, dict) or not has_form([*offered.values()], [[{}]]):
+        return "`chat_template_kwargs` must be an object, `tools` and `documents` lists of objects"
+    return Line(number, asked, last, ended, arguments | offered)
 
 
 def encode_line(line: Line, tokenizer: Any, chat: Chat) -> tuple[list[int], list[int]]:
@@ -187,16 +196,16 @@ def encode_line(line: Line, tokenizer: Any, chat: Chat) -> tuple[list[int], list
     from distill.data.chat_template import ChatTemplate
     from distill.engines.torch.hugging_face import encode
 
-    if isinstance(line.prompt, str):
+    if isinstance(line.prompt, str) or isinstance(line.answer, str):
         end = tokenizer.eos_token_id
-        ids, ends = encode(tokenizer, line.prompt), [] if end is None else [end]
+        ids, answer = encode(tokenizer, str(line.prompt)), encode(tokenizer, str(line.answer))
+        answer += [end] if line.ended and end is not None else []
     elif not tokenizer.chat_template:
         raise ValueError("messages, but the target's tokenizer has no chat template")
     else:
         known = {name: value for name, value in line.arguments.items() if name in str(tokenizer.chat_template)}
-        template = ChatTemplate(tokenizer, chat.model_copy(update={"arguments": {**chat.arguments, **known}}))
-        ids, ends = template.prompt(line.prompt), template.end
-    answer = encode(tokenizer, line.answer) + (ends if line.ended else [])
+        template = ChatTemplate(tokenizer, chat).with_arguments(known)
+        ids, answer = template.answered([*line.prompt, line.answer], ended=line.ended)
     if not ids or not answer:
         raise ValueError("it gives no token")
     return ids, answer

@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from distill.data.messages import CLOSING, OPENING, THOUGHT, normal
 from distill.data.texts import Reply, Request, decoded, listed
 from distill.decoding.batch import continue_prompts, refill
 from distill.decoding.rules import Stop, stop_before, token_bytes
@@ -146,7 +147,6 @@ LARGEST_SEED = 2**31
 STOPPED = ("stop", "tool_calls")
 REJOIN = "a chat reply that cannot be rejoined to the target's own text"
 OTHER_PROMPT = "the server read other tokens than the prompt's"
-THINK, THOUGHT = "<think>", "</think>"  # as in Qwen3 and DeepSeek-R1
 # Before and after the thinking, and before the content: servers keep them, or strip them.
 LINE_BREAKS = ("", "", ""), ("\n", "\n", "\n\n"), ("", "\n", "\n\n"), ("\n", "\n", "\n"), ("", "", "\n\n")
 CALL, CALLED = "<tool_call>", "</tool_call>"  # Hermes, Qwen
@@ -408,33 +408,21 @@ def texts_of(message: dict[str, Any], prompt: str) -> Iterator[str]:
     only where it has as many tokens as the server says that it generated.
     `prompt` is the rendered prompt: where it opens the thinking itself, the text does not.
     """
-    content = message.get("content") or ""
-    thinking = message.get("reasoning_content") or message.get("reasoning") or ""
-    calls = [_call(call) for call in message.get("tool_calls") or []]
-    if not all(isinstance(part, str) for part in (content, thinking, *calls)):
+    try:
+        message = normal({"role": "assistant", "content": "", **message})
+    except ValueError:
         return
-    called = "\n".join(f"{CALL}\n{call}\n{CALLED}" for call in calls if call is not None)
+    content, thinking = message["content"], message.get(THOUGHT)
+    functions = [call.get("function", call) for call in message.get("tool_calls", ())]
+    calls = [json.dumps({name: one[name] for name in ("name", "arguments")}, ensure_ascii=False) for one in functions]
+    called = "\n".join(f"{CALL}\n{call}\n{CALLED}" for call in calls)
     if called:
         content = f"{content.rstrip()}\n{called}" if content.strip() else called
     if not thinking:
         if content:
             yield content
         return
-    opened = THINK in prompt and prompt.rstrip().endswith(THINK)
+    opened = prompt.rstrip().endswith(OPENING)
     for begin, end, rest in LINE_BREAKS:
-        before = "" if opened else f"{THINK}{begin}"
-        yield f"{before}{thinking}{end}{THOUGHT}{rest if content else ''}{content}"
-
-
-def _call(call: Any) -> str | None:
-    """The JSON of a tool call as Hermes-style templates write it; None for one of another form."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return None
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return None
-    return json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+        before = "" if opened else f"{OPENING}{begin}"
+        yield f"{before}{thinking}{end}{CLOSING}{rest if content else ''}{content}"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from distill.data.exchanges import CHAT, TEXT, read_exchange, redacted
+from distill.data.messages import THINKING
 from distill.data.traffic import Line, parse_line
 
 USER = {"role": "user", "content": "2 + 2?"}
@@ -64,8 +65,68 @@ def test_several_choices_are_lines_of_their_own() -> None:
     pieces = [delta("a"), delta("b", index=1), delta("a", "stop"), delta("b", "length", index=1)]
     expected = [answer("aa", model="m"), answer("bb", "length", model="m")]
     assert found(CHAT, ASKED | {"n": 2}, stream(*pieces)) == expected
-    tool = [delta("a", "stop"), delta(None, "tool_calls", index=1, tool_calls=[{"index": 0}])]
-    assert found(CHAT, ASKED | {"n": 2}, stream(*tool)) == [answer("a", model="m"), "tool calls"]
+    bad = [delta("a", "stop"), delta("b", "content_filter", index=1)]
+    reason = "another finish reason than stop, length and tool_calls"
+    assert found(CHAT, ASKED | {"n": 2}, stream(*bad)) == [answer("a", model="m"), reason]
+
+
+DETAILS = [{"type": "reasoning.text", "text": "Two and "}, {"type": "reasoning.text", "text": "two."}]
+
+
+@pytest.mark.parametrize(
+    ("whole", "pieces"),
+    [
+        *(({name: "Two and two."}, [{name: "Two and "}, {name: "two."}]) for name in THINKING[:3]),
+        ({"reasoning_details": DETAILS}, [{"reasoning_details": [one]} for one in DETAILS]),
+        (  # vLLM and OpenRouter give one text under two names
+            {"reasoning": "Two and two.", "reasoning_details": DETAILS},
+            [{"reasoning": one["text"], "reasoning_content": one["text"]} for one in DETAILS],
+        ),
+    ],
+)
+def test_thinking_has_one_name(whole: dict[str, Any], pieces: list[dict[str, Any]]) -> None:
+    thought = [USER, {"role": "assistant", "content": "4", "reasoning_content": "Two and two."}]
+    expected = [{"messages": thought, "finish_reason": "stop"}]
+    assert found(CHAT, ASKED, chat(**whole)) == expected
+    streamed = stream(*(delta(None, **piece) for piece in pieces), delta("4", "stop"))
+    assert found(CHAT, ASKED, streamed) == [expected[0] | {"model": "m"}]
+    (short,) = found(CHAT, ASKED, chat("", "length", **whole))  # cut short while it was thinking
+    read = parse_line(json.dumps(short).encode(), 1)
+    assert isinstance(read, Line) and not read.ended and isinstance(read.answer, dict)
+    assert (read.answer["content"], read.answer["reasoning_content"]) == ("", "Two and two.")
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}]
+
+
+def test_tool_calls_are_kept_with_their_tools() -> None:
+    """The arguments are an object in a line, whether they came whole, in pieces or as one: redaction leaves JSON."""
+    calls = [
+        {"id": f"c{n}", "type": "function", "function": {"name": "add", "arguments": {"a": n, "b": "2345"}}}
+        for n in (0, 1)
+    ]
+    texts = [
+        call | {"function": {"name": "add", "arguments": json.dumps(call["function"]["arguments"])}} for call in calls
+    ]
+    last = {"role": "assistant", "content": "I add.", "tool_calls": calls}
+    expected = [{"messages": [USER, last], "tools": TOOLS, "finish_reason": "tool_calls"}]
+    asked = ASKED | {"tools": TOOLS, "tool_choice": "auto"}
+    assert found(CHAT, asked, chat("I add.", "tool_calls", tool_calls=texts)) == expected
+    pieces = [delta("I add.")]
+    for index, call in enumerate(texts):
+        text = call["function"]["arguments"]
+        pieces.append(delta(None, tool_calls=[call | {"index": index, "function": {"name": "add", "arguments": ""}}]))
+        for part in (text[:5], text[5:]):
+            pieces.append(delta(None, tool_calls=[{"index": index, "function": {"arguments": part}}]))
+    assert found(CHAT, asked, stream(*pieces, delta(None, "tool_calls"))) == [expected[0] | {"model": "m"}]
+    hidden = redacted(expected[0], [re.compile(r"\d{4}|function|object")])
+    assert hidden["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"a": 0, "b": "[redacted]"}
+    assert hidden["tools"] == TOOLS and isinstance(parse_line(json.dumps(hidden).encode(), 1), Line)
+    # A call and its result in the question.
+    more = [USER, last | {"content": None, "tool_calls": texts}, {"role": "tool", "tool_call_id": "c0", "content": "4"}]
+    (line,) = found(CHAT, {"messages": more, "tools": TOOLS}, chat())
+    assert isinstance(line, dict)
+    assert line["messages"][:-1] == [USER, last | {"content": ""}, more[2]]
 
 
 def test_messages_are_kept_as_the_template_reads_them() -> None:
@@ -77,7 +138,7 @@ def test_messages_are_kept_as_the_template_reads_them() -> None:
     assert line["messages"][:2] == [{"role": "system", "content": "Be brief.", "name": "x"}, USER]
     read = parse_line(json.dumps(line).encode(), 1)
     assert isinstance(read, Line) and read.prompt == line["messages"][:2]
-    assert (read.answer, read.ended, read.arguments) == ("4", True, {"enable_thinking": False})
+    assert (read.answer, read.ended, read.arguments) == (line["messages"][2], True, {"enable_thinking": False})
 
 
 @pytest.mark.parametrize(
@@ -102,20 +163,30 @@ def test_an_answer_ends_with_an_end_token_only_where_the_target_wrote_one(
     assert isinstance(read, Line) and (read.prompt, read.answer, read.ended) == ("a", "4", expected == "stop")
 
 
+CUT_CALL = {"function": {"name": "f", "arguments": '{"a": '}}
+TWO_PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
 
 
 @pytest.mark.parametrize(
     ("kind", "asked", "reply", "reason"),
     [
-        (CHAT, ASKED | {"tools": [{}]}, chat(), "tools"),
-        (CHAT, {"messages": [USER, {"role": "assistant", "tool_calls": [{}]}, USER]}, chat(), "tools"),
+        (CHAT, ASKED | {"tools": TOOLS, "tool_choice": "required"}, chat(), "a tool call that is forced"),
+        (CHAT, ASKED | {"tools": TOOLS, "tool_choice": "none"}, chat(), "or forbidden"),
+        (CHAT, ASKED | {"functions": [{}]}, chat(), "functions"),
+        (CHAT, ASKED | {"tools": [3]}, chat(), "tools that are not a list of objects"),
+        (CHAT, {"messages": [USER, {"role": "assistant", "tool_calls": [{}]}, USER]}, chat(), "a tool call without a"),
         (CHAT, {"messages": [USER, {"role": "assistant", "content": "It"}]}, chat(), "no question at the end"),
-        (CHAT, {"messages": [IMAGE]}, chat(), "a message that is not text"),
+        (CHAT, {"messages": [IMAGE]}, chat(), "a message whose content is not text"),
+        (CHAT, {"messages": [TWO_PARTS]}, chat(), "a message of several parts"),
         (CHAT, ASKED | {"chat_template": "x"}, chat(), "a chat template or documents"),
-        (CHAT, ASKED, chat(None, "tool_calls", tool_calls=[{}]), "tool calls"),
-        (CHAT, ASKED, chat(reasoning_content="so"), "reasoning that the server parsed"),
-        (CHAT, ASKED, stream(delta(None, reasoning="so"), delta("4", "stop")), "reasoning that the server parsed"),
+        (CHAT, ASKED, chat(None, "tool_calls", tool_calls=[{}]), "a tool call without a name"),
+        (CHAT, ASKED, chat(None, "tool_calls", tool_calls=[CUT_CALL]), "arguments that are not JSON"),
+        (CHAT, ASKED, chat(None, "length", tool_calls=[CUT_CALL]), "a tool call that was cut short"),
+        (CHAT, ASKED, chat(None, "stop", function_call={"name": "f"}), "a function_call"),
+        (CHAT, ASKED, chat(reasoning_details=[{"type": "reasoning.encrypted", "data": "x"}]), "is not text (encrypted"),
+        (CHAT, ASKED, chat(reasoning="so", thinking="no"), "in two fields and differs"),
+        (CHAT, ASKED, chat("", reasoning="so"), "an empty answer"),
         (CHAT, ASKED, chat(""), "an empty answer"),
         (CHAT, ASKED, chat(None), "an empty answer"),
         (CHAT, ASKED, chat(finish="content_filter"), "another finish reason"),
@@ -159,10 +230,17 @@ def variants(value: Any) -> Iterator[Any]:
 def test_no_body_ends_the_recording() -> None:
     """Every line that comes of a damaged exchange is one that is read, or names what is wrong."""
     asked = ASKED | {"messages": [{"role": "system", "content": [{"type": "text", "text": "a"}]}, USER], "stop": ["a"]}
-    asked |= {"chat_template_kwargs": {"a": 1}, "prompt": ["a"]}
+    asked |= {"chat_template_kwargs": {"a": 1}, "prompt": ["a"], "tools": [{"type": "function"}]}
+    called = chat(None, "tool_calls", reasoning="so", tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])
     own = {"content": "4", "stop_type": "eos", "index": 0}
     kept = 0
-    for kind, reply in ((CHAT, chat() | {"model": "m"}), (CHAT, delta("4", "stop")), (TEXT, text()), (TEXT, own)):
+    for kind, reply in (
+        (CHAT, chat() | {"model": "m"}),
+        (CHAT, called),
+        (CHAT, delta("4", "stop")),
+        (TEXT, text()),
+        (TEXT, own),
+    ):
         pairs = [(one, reply) for one in variants(asked)] + [(asked, one) for one in variants(reply)]
         for request, answered in pairs:
             for raw in (json.dumps(answered).encode(), stream(answered)):

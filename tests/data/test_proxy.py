@@ -192,7 +192,7 @@ NO_LENGTH = b"HTTP/1.%d 200 OK\r\nConnection: close\r\n\r\n"
 async def test_the_last_exchange_of_a_connection_is_kept(
     tmp_path: Path, sent: bytes, raw: bytes, half_closed: bool
 ) -> None:
-    """Of HTTP/1.0, as nginx speaks it to its upstream, and with `Connection: close`; the end of a reply is its close."""
+    """Of HTTP/1.0, as nginx speaks it to its upstream, and with `Connection: close`, which ends a reply."""
     async with served(tmp_path, replying(raw, [])) as found, asyncio.timeout(5):
         reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
         writer.write(sent)
@@ -305,7 +305,7 @@ async def test_what_is_kept_and_what_is_counted(tmp_path: Path, capfd: pytest.Ca
         "requests before the reply": 1,
         "not to be recorded": 1,
         "status 400": 1,
-        "tool calls": 1,
+        "a tool call without a name": 1,
         "a compressed reply": 1,
         "other requests": 2,
     }

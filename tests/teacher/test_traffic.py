@@ -427,7 +427,19 @@ def test_measure_counts_whole_lines(tmp_path: Path, size: int) -> None:
         ('{"prompt": "", "answer": "a"}', "an empty prompt"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "at least a question and an answer"),
         ('{"messages": "a"}', "at least a question"),
-        ('{"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant", "content": "b"}]}', "both text"),
+        ('{"prompt": "a", "answer": "b", "thinking": "c"}', "a field `thinking` that is not a message's"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "reasoning": "b"}]}',
+            "an empty answer",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": "x"}',
+            "`tools` and `documents` lists of objects",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant", "content": "b"}]}',
+            "content is not text",
+        ),
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}', "the user's, not"),
     ],
 )
@@ -441,7 +453,7 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
     tokenizer = load_tokenizer(str(world / "target"))
     messages = [{"role": "user", "content": "total"}, {"role": "assistant", "content": " + 1"}]
     line = parse_line(json.dumps({"messages": messages}).encode(), 1)
-    assert isinstance(line, Line) and line.prompt == messages[:1] and line.answer == " + 1" and line.ended
+    assert isinstance(line, Line) and line.prompt == messages[:1] and line.answer == messages[1] and line.ended
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         encode_line(line, tokenizer, Chat())
