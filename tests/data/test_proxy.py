@@ -383,7 +383,7 @@ def test_the_sample_and_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     counts = asyncio.run(run(0.5, BODY)).counts
     assert counts["kept"] + counts["not sampled"] == 40 and 5 < counts["kept"] < 35  # fails once in 10^6
-    monkeypatch.setattr("distill.data.recorder.MAX_BYTES", len(BODY))
+    monkeypatch.setattr("distill.data.exchanges.MAX_BYTES", len(BODY))
     proxy = asyncio.run(run(1, BODY + b" "))
     assert proxy.counts == {"too large": 40}
 
