@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -157,9 +156,11 @@ def readers_of(folder: Path, target: Path) -> list[Callable[[], Any]]:
     def export() -> None:
         shape = read_shape(folder)
         tensors = {tensor.name: tensor for tensor in read_tensors(folder, shape)}
-        names = {name: tensors[gguf] for name in _names(folder) if (gguf := shape.gguf_name(name)) in tensors}
         found["export"] = {
-            name: torch.from_numpy(tensor.read(0, tensor.shape[0]).copy()) for name, tensor in names.items()
+            name: torch.from_numpy(tensors[gguf].read(0, tensors[gguf].shape[0]).copy())
+            for path in folder.glob("*.safetensors")
+            for name in load_file(path)
+            if (gguf := shape.gguf_name(name)) in tensors
         }
         found["export"].setdefault(HEAD, found["export"][EMBEDDING])  # as llama.cpp does
         rope["export"] = {"rope_theta": shape.rope_theta, **shape.rope}
@@ -188,12 +189,3 @@ def readers_of(folder: Path, target: Path) -> list[Callable[[], Any]]:
             assert path.name in said.getvalue() or "load" not in found, f"{path.name} went unsaid"
 
     return [load, export, transplant, lambda: check_weights(str(folder)), compare]
-
-
-def _names(folder: Path) -> set[str]:
-    """The tensors' names in all files of a folder."""
-    names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names |= set(file.keys())
-    return names
