@@ -131,8 +131,10 @@ class ChatPrompts:
             head = [*self.system(document.name), *head]
         rest = document.messages[first + 1 :]
         # What a tool returned answers a call that this target may not make: the conversation ends before it.
-        before_tools = takewhile(lambda message: message["role"] != "tool", rest)
+        before_tools = list(takewhile(lambda message: message["role"] != "tool", rest))
         turns = [one["content"] for one in before_tools if one["role"] == "user"][: settings.turns - 1]
+        if len(turns) < settings.turns - 1 and any(one["role"] == "user" for one in rest[len(before_tools) :]):
+            self.dropped["turns of conversations after a tool's result"] += 1
         template = self._template_of(document)
         thinking = document.arguments.get(settings.thinking_argument, self.thinking(document.name))
         thinking = thinking if isinstance(thinking, bool) else None

@@ -18,6 +18,7 @@ import fuzz_gguf
 import fuzz_records
 import fuzz_weights
 import yaml
+from chat_templates import QWEN_3
 from fuzz_inputs import Tree, dumped, edited_bytes, fractions, texts, values, weighted
 from hypothesis import strategies as st
 
@@ -89,6 +90,15 @@ class World:
 
         found = load_tokenizer(str(self.target))
         found.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        return found
+
+    @cached_property
+    def thinking_tokenizer(self) -> Any:
+        """The target's tokenizer, with a template that writes thinking, tools and documents."""
+        from distill.engines.torch.hugging_face import load_tokenizer
+
+        found = load_tokenizer(str(self.target))
+        found.chat_template = QWEN_3 + "{{ documents or '' }}"
         return found
 
     def json(self, name: str) -> Any:
@@ -202,15 +212,22 @@ def read_corpus(world: World, found: bytes) -> Readers:
 
 
 def read_data_records(world: World, found: list[Any]) -> Readers:
+    from distill.data.chat_template import ChatTemplate
+    from distill.data.prompts import ChatPrompts
     from distill.data.sources import read_documents
 
+    chat = ChatPrompts(ChatTemplate(world.thinking_tokenizer, Chat()), 10**6, 0)
     lines = "".join(json.dumps(record) + "\n" for record in found)
     path = str(world.put("records.jsonl", lines.encode("utf-8", "surrogatepass")))
 
     def whole() -> None:
         documents, dropped = read_documents(Corpus(sources=(Source(kind="jsonl", path=path, split="train"),)), ())
-        if wrong := fuzz_records.lost(found, documents, dropped):
-            raise Wrong(f"a silent change: {wrong}; counted: {dict(dropped)}")
+        wrong = fuzz_records.lost(found, documents, dropped)
+        for document in documents:
+            if not wrong and document.messages is not None:
+                wrong = fuzz_records.learnt_without(document, chat)
+        if wrong:
+            raise Wrong(f"a silent change: {wrong}; counted: {dict(dropped + chat.dropped)}")
 
     return [whole]
 

@@ -155,3 +155,17 @@ def _in_another_role(record: dict[str, Any], document: Any) -> str | None:
         inner = record.get(name)
         spelled += [one.get(key) for one in inner for key in THINKING] if isinstance(inner, list) and inner else []
     return "thinking stands in the text of a message" if marks(spelled) & contents else None
+
+
+def learnt_without(document: Any, chat: Any) -> str | None:
+    """What of a document's answers is neither in the samples that are learnt from nor counted; None for nothing."""
+    before = chat.dropped.total()
+    answers = [one for one in document.messages if one["role"] == "assistant" and one.get("weight") != 0]
+    samples = [chat.template.tokenizer.decode(answer) for _, answer in chat.given(document)]
+    if len(samples) + chat.dropped.total() - before < len(answers):
+        return f"{len(answers)} answers, {len(samples)} samples, {chat.dropped.total() - before} counted"
+    for one in answers:
+        wanted = marks({name: one.get(name) for name in ("content", "tool_calls", *THINKING)})
+        if not any(wanted <= marks(sample) for sample in samples) and chat.dropped.total() == before:
+            return f"{wanted} of an answer are in no sample"
+    return None

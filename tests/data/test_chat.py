@@ -174,6 +174,7 @@ def test_a_tools_result_ends_what_can_be_asked(plain: Any) -> None:
     chat = prompts_of(plain, "qwen-3", Chat())
     messages = [*TALK, {"role": "tool", "content": "x"}, {"role": "user", "content": "later"}]
     assert chat.describe(document("d", messages))["turns"] == ["And 3 + 3?"]
+    assert chat.dropped == {"turns of conversations after a tool's result": 1}
 
 
 def test_prompts_are_mixed_by_weight_and_long_ones_left_out(plain: Any) -> None:
