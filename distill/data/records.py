@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
-from distill.data.messages import THINKING
+from distill.data.messages import THINKING, normal
 from distill.files import has_form
 from distill.recipe import Source
 
@@ -213,7 +213,7 @@ def _answer(fields: Fields, left: Counter[str]) -> list[dict[str, Any]]:
     if not answer.strip() and not thinking:
         return []
     fields.read.update(thinking)
-    return [{"role": "assistant", "content": answer, **thinking}]
+    return [normal({"role": "assistant", "content": answer, **thinking})]
 
 
 def _template_arguments(fields: Fields) -> dict[str, Any]:
@@ -250,47 +250,28 @@ def _message(one: Any, left: Counter[str]) -> dict[str, Any]:
     role = str(one.get("role", one.get("from")))
     if role.lower() not in SPEAKERS:
         raise ValueError(f"a message of the unknown role {role[:20]!r}")
+    if one.get("function_call"):
+        raise ValueError("a message with a `function_call`: write it as `tool_calls`")
     kept = {name: one[name] for name in OF_MESSAGE if _says(one.get(name))}
-    given = one["content"] if "content" in one else one.get("value")
-    content = _text(given, kept)
-    if content is None and (given is not None or not kept.keys() & {"tool_calls", *THINKING}):
-        raise ValueError("a message whose content is not text")
-    message = {"role": SPEAKERS[role.lower()], "content": content or "", **kept}
+    given = _joined(one["content"] if "content" in one else one.get("value"))
+    message = normal({"role": SPEAKERS[role.lower()], "content": given, **kept})
     weight = one.get("weight")
     if weight is not None and weight not in (0, 1):
         raise ValueError("a message whose `weight` is neither 0 nor 1")
     if message["role"] == "assistant" and (weight == 0 or any(one.get(name) is False for name in LEARNT)):
         message["weight"] = 0
-    if one.get("function_call"):
-        raise ValueError("a message with a `function_call`: write it as `tool_calls`")
     read = {"role", "from", "weight", *LEARNT, "content" if "content" in one else "value", *OF_MESSAGE}
     count_fields(unread_fields(one, read), "messages", left)
     return message
 
 
-def _text(content: Any, kept: dict[str, Any]) -> str | None:
-    """The text of a message: itself, or its parts of type text, those of its thinking added to `kept`; None for
-    anything else, such as images."""
-    if isinstance(content, str):
+def _joined(content: Any) -> Any:
+    """A message's content with its parts of text as one."""
+    if not has_form(content, [{}]):
         return content
-    if not isinstance(content, list):
-        return None
-    texts: dict[str, list[str]] = {"text": [], "thinking": []}
-    for part in content:
-        kind = part.get("type", "text") if isinstance(part, dict) else None
-        name = "thinking" if kind in ("thinking", "reasoning") else "text" if kind in TEXT_PARTS else None
-        if name is None:
-            return None
-        inner = part.get(name, part.get("text"))
-        text = inner if isinstance(inner, str) else _text(inner, kept)
-        if text is None:
-            return None
-        texts[name].append(text)
-    if texts["thinking"]:
-        if kept.keys() & set(THINKING):
-            raise ValueError("a message with its thinking in two places")
-        kept["thinking"] = "".join(texts["thinking"])
-    return "".join(texts["text"])
+    texts = [part for part in content if part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str)]
+    others = [part for part in content if part not in texts]
+    return [*others, {"text": "".join(part["text"] for part in texts)}] if texts else content
 
 
 def _usable(messages: Messages, left: Counter[str]) -> Messages:

@@ -110,7 +110,7 @@ def test_the_messages_of_a_record(given: dict[str, Any], wanted: Any, tmp_path: 
         ({"messages": [Q, A], "tools": "add"}, "`tools` that are not a list of objects"),
         ({"messages": [Q, A], "documents": ["text"]}, "`documents` that are not a list of objects"),
         ({"messages": [Q, A], "chat_template_kwargs": [1]}, "`chat_template_kwargs` that are not an object"),
-        ({"messages": [Q, A | {"content": None, "function_call": {"name": "f"}}]}, "a message whose content is not"),
+        ({"messages": [Q, A | {"content": None, "function_call": {"name": "f"}}]}, "a message with a `function_call`"),
         ({"messages": [Q, A | {"function_call": {"name": "f"}}]}, "a message with a `function_call`"),
         ({"messages": [Q, A | {"content": 5, "reasoning": "hm"}]}, "a message whose content is not text"),
         ({"prompt": 5}, "a prompt that is not text"),
@@ -155,16 +155,25 @@ def test_answers_beyond_the_first_and_messages_that_nothing_follows_are_counted(
     }
 
 
-def test_thinking_is_given_on_as_it_is_spelled(tmp_path: Path) -> None:
-    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "say"}]
-    for name in ("reasoning", "reasoning_content", "thinking"):
-        for given in ({"prompt": "ask", "answer": "say", name: "hm"}, {"messages": [Q, A | {name: "hm"}]}):
-            (document,), dropped = record(tmp_path, given)
-            assert document.messages == (Q, A | {name: "hm"}) and not dropped
-    (document,), _ = record(tmp_path, {"messages": [Q, A | {"content": parts}]})
-    assert document.messages == (Q, A | {"thinking": "hm"})
+def test_thinking_has_one_name_and_arguments_one_form(tmp_path: Path) -> None:
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"text": "s"}, {"text": "ay"}]
+    spelled: list[dict[str, Any]] = [{name: "hm"} for name in ("reasoning", "reasoning_content", "thinking")]
+    spelled += [{"reasoning_details": [{"type": "reasoning.text", "text": "hm"}]}, {"content": parts}]
+    for more in spelled:
+        rows = [
+            {"messages": [Q, A | more]},
+            *([] if "content" in more else [{"prompt": "ask", "answer": "say"} | more]),
+        ]
+        for row in rows:
+            (document,), dropped = record(tmp_path, row)
+            assert document.messages == (Q, A | {"reasoning_content": "hm"}) and not dropped
     _, dropped = record(tmp_path, {"messages": [Q, A | {"content": parts, "thinking": "ha"}]}, {"text": "a"})
-    assert dropped == {"a message with its thinking in two places": 1}
+    assert dropped == {"a message whose thinking stands in two fields and differs": 1}
+    calls = [{"type": "function", "function": {"name": "add", "arguments": given}} for given in ({"a": 1}, '{"a": 1}')]
+    written = [{"messages": [Q, {"role": "assistant", "tool_calls": [call]}]} for call in calls]
+    (one,), (other,) = (record(tmp_path, row)[0] for row in written)
+    assert one == other and one.messages is not None
+    assert one.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
 # ── what a record gives the template ──
