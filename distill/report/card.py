@@ -44,11 +44,11 @@ def build_card(results: RunResults) -> str:
         _making(results),
         "## Numbers",
         "### Acceptance probability and divergence",
-        _acceptance(results.evaluation) if results.evaluation else _not_run("eval", results),
+        _acceptance(results.evaluation) if results.evaluation else results.absence("eval"),
         "### Speedup",
-        _speedup(results.speedup) if results.speedup else _not_run("speedup", results),
+        _speedup(results.speedup) if results.speedup else results.absence("speedup"),
         "### GGUF files",
-        table(draft_tables.files(results.export)) if results.export else _not_run("export", results),
+        table(draft_tables.files(results.export)) if results.export else results.absence("export"),
         "## How to use it",
         _usage(results),
         "## Limits",
@@ -67,12 +67,6 @@ def _front_matter(results: RunResults) -> str:
     if HUB_NAME.fullmatch(donor):  # the hub refuses a base_model that is a path of this machine
         head["base_model"] = donor
     return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---"
-
-
-def _not_run(stage: str, results: RunResults) -> str:
-    if stage in results.left_out:
-        return f"The stage `{stage}` was not run: {results.left_out[stage]}."
-    return f"The stage `{stage}` has not run."
 
 
 def _purpose(results: RunResults) -> str:
@@ -94,7 +88,7 @@ def _making(results: RunResults) -> str:
             f"(digest {code(parent.digest)})"
         )
     steps = results.steps
-    trained = _not_run("train", results) + " These are the weights as cut from the donor."
+    trained = results.absence("train") + " These are the weights as cut from the donor."
     if steps:
         trained = (
             f"Trained for {number(len(steps))} steps on {number(trained_tokens(steps))} tokens; the loss went "

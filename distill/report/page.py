@@ -15,6 +15,7 @@ from distill.measuring.speedup_tables import speedup_of, verdict
 from distill.report import sections, tables
 from distill.report.sections import (
     Html,
+    absent,
     as_code,
     as_command,
     as_details,
@@ -22,7 +23,6 @@ from distill.report.sections import (
     as_paragraph,
     as_table,
     as_text,
-    not_run,
 )
 from distill.report.tables import RunResults
 from distill.tables import NOTHING, clean, counted, known, number, percent, shown
@@ -289,7 +289,7 @@ def build_page(results: RunResults) -> str:
     """The whole page. Raises nothing for stages that have not run: each leaves one line that names it."""
 
     def of(stage: str, report: Report | None, draw: Callable[[Report], Html]) -> Html:
-        return not_run(stage, results.left_out.get(stage)) if report is None else draw(report)
+        return absent(results.absence(stage)) if report is None else draw(report)
 
     evaluation, measured = results.evaluation, results.speedup
     parts: list[tuple[str, str, Html]] = [
@@ -383,7 +383,7 @@ def _headlines(results: RunResults) -> Html:
         + as_list([f"{warning} What to do: {REMEDY}."] if warning else [])
         + as_list(measured.explanations if measured else [])
         + "".join(map(as_command, commands))
-        + "".join(not_run(name, results.left_out.get(name)) for name in missing)
+        + "".join(absent(results.absence(name)) for name in missing)
     )
 
 

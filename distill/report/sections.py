@@ -80,16 +80,9 @@ def as_details(summary: str, inner: str) -> Html:
     return Html(f"<details><summary>{as_text(summary)}</summary>{inner}</details>")
 
 
-def absent(markup: str) -> Html:
+def absent(sentence: str) -> Html:
     """The line in place of results that there are none of."""
-    return Html(f'<p class="notrun">{markup}</p>')
-
-
-def not_run(stage: str, reason: str | None = None) -> Html:
-    """The line in place of the results of a stage; `reason` why the run has no such stage."""
-    if reason is not None:
-        return absent(f"The stage <code>{stage}</code> was not run: {as_text(reason)}.")
-    return absent(f"The stage <code>{stage}</code> has not run, so there is nothing to show here.")
+    return Html(f'<p class="notrun">{as_sentence(sentence)}</p>')
 
 
 # ── The sections of the report page: tables with plots, sentences and samples about them ──
@@ -145,7 +138,7 @@ def training(results: RunResults) -> Html:
     """The curves of the training, its first and last step, and the weights that were taken."""
     steps, evaluated, summary = results.steps, results.evaluated, results.training
     if not steps:
-        return not_run("train")
+        return absent(results.absence("train"))
     block = plots.block_length(steps)
     each = "every step" if block == 1 else f"each point the mean of {block} steps"
     stored = any(weights.measure == STORED for weights in evaluated)
@@ -192,9 +185,9 @@ def positions(evaluation: EvaluationReport) -> Html:
     """Conditional acceptance of the trained draft by position."""
     rows = evaluation.positions.get("after", [])
     if not rows and evaluation.stored is not None:
-        return absent(f"No rounds were decoded: {as_text(REASON)}.")
+        return absent(f"No rounds were decoded: {REASON}.")
     if not rows:
-        return absent("No conditional acceptance by position was measured (<code>eval --acceptance</code>).")
+        return absent("No conditional acceptance by position was measured (`eval --acceptance`).")
     drawn = [as_plot(partial(plots.acceptance_by_position, rows), "Of the trained draft; bars are intervals.")]
     tables = position_tables(evaluation)
     if found := evaluation.reliability.get("after"):

@@ -73,6 +73,11 @@ class RunResults:
         }
         return [name for name, there in stages.items() if not there and name not in self.left_out]
 
+    def absence(self, stage: str) -> str:
+        """Why there are no results of a stage."""
+        reason = self.left_out.get(stage)
+        return f"The stage `{stage}` has not run." if reason is None else f"The stage `{stage}` was not run: {reason}."
+
     @property
     def machine_words(self) -> str:
         """Processor, cores and memory."""
