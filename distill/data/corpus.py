@@ -232,6 +232,12 @@ def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
                 f"its last given answer, {len(given[1])} tokens that are scored between ⟦ and ⟧:",
                 f"{decode(given[0])}{SCORED[0]}{decode(given[1])}{SCORED[1]}",
             ]
-        return lines
+        chat.dropped.clear()  # of the answers alone, each once
+        for one in documents:
+            if one.messages is not None:
+                for _ in chat.given(one):
+                    pass
+        left = [Caution(f"warning: {count} given answers left out: {why}") for why, count in chat.dropped.items()]
+        return [*lines, *left]
     reasons = ", ".join(f"{count} {reason}" for reason, count in chat.dropped.items())
     raise DataError(f"no conversation of the corpus can be asked: {reasons}", "correct the sources, or section chat")

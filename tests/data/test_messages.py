@@ -15,6 +15,7 @@ from typing import Any
 import chat_templates
 import pytest
 import tiny
+from question_worlds import build_instruct
 
 from distill.data.chat_template import ChatTemplate
 from distill.data.messages import THINKING, normal
@@ -143,6 +144,21 @@ def test_an_open_thinking_is_closed_by_the_answer(plain: Any, opening: str, cont
         return
     with pytest.raises(ValueError, match=r"an answer that never closes the .* that its prompt ends with"):
         template.answered(messages)
+
+
+def test_check_says_which_answers_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build_instruct(tmp_path)
+    target = tmp_path / "target"
+    template = target / "chat_template.jinja"
+    opened = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    template.write_text(opened + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}")
+    rows = [{"messages": [USER | {"content": f"{n} + 2?"}, answer()]} for n in range(30)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = tiny.recipe_values(tmp_path)
+    values["corpus"] |= {"sources": [{"kind": "jsonl", "path": str(tmp_path / "talks.jsonl")}], "block": 256}
+    assert tiny.call("check", tiny.write_recipe(tmp_path / "recipe.yaml", values)) == 0
+    said = "".join(capsys.readouterr())
+    assert "30 given answers left out: an answer that never closes the <think>" in said, said
 
 
 def test_where_the_thinking_begins_and_ends(plain: Any) -> None:
