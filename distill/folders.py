@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from distill.errors import DataError
 from distill.files import LARGEST, copy_file, has_form, kind_of, parse_json, read_object, write_json, write_text
 from distill.progress import warn_once
-from distill.vocabulary.files import tokenizer_settings
+from distill.vocabulary.encoding import QWEN2
+from distill.vocabulary.files import tokenizer_content, tokenizer_settings
 
 HINT = "correct config.json, or copy the folder again"
 FORMS: dict[str, tuple[Any, str]] = {
@@ -44,6 +45,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # that read tokenizer.json, and add nothing
 PLAIN_MODULE = "plain_tokenizer"
 PLAIN_CLASS = '''from transformers import PreTrainedTokenizerFast
 
@@ -136,16 +138,21 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
 
 
 def pin_tokenizer(folder: Path) -> None:
-    """Make AutoTokenizer use the tokenizer.json of a model folder, not the tokenizer class of its architecture.
+    """Make AutoTokenizer use the tokenizer.json of a model folder as it stands.
 
-    Without a class in tokenizer_config.json, transformers takes the architecture's own. For qwen2 it does so whatever
-    class is named, and splits text as Qwen2 does over any vocabulary, unless auto_map has an entry. The entry is
-    followed only with trust_remote_code, so it names a class that adds nothing.
+    The classes of architectures put their own normalizer and pre-tokenizer in the place of the file's, and transformers
+    takes the architecture's where none is named. For Qwen 2 and 3.5 it does so whatever class is named, unless auto_map
+    has an entry. The entry is followed only with trust_remote_code, so it names a class that adds nothing.
     """
-    settings = tokenizer_settings(folder)
-    named = settings["tokenizer_class"] = settings.get("tokenizer_class") or "PreTrainedTokenizerFast"
-    kind = read_config(folder).get("model_type")
-    if kind == "qwen2" and named.removesuffix("Fast") != "Qwen2Tokenizer":
+    path, settings = folder / "tokenizer.json", tokenizer_settings(folder)
+    content = tokenizer_content(path) if path.is_file() else {}
+    named = settings.get("tokenizer_class") or PLAIN_CLASSES[0]
+    nfc = content.get("normalizer") == {"type": "NFC"}
+    as_qwen2 = nfc and json.dumps(QWEN2) in json.dumps(content.get("pre_tokenizer"))
+    own = as_qwen2 and named.removesuffix("Fast") == "Qwen2Tokenizer"
+    settings["tokenizer_class"] = named if own or named in PLAIN_CLASSES else PLAIN_CLASSES[0]
+    kind = str(read_config(folder).get("model_type"))
+    if (kind == "qwen2" and not own) or kind.startswith("qwen3_5"):
         settings.setdefault("auto_map", {"AutoTokenizer": [None, f"{PLAIN_MODULE}.PlainTokenizer"]})
         write_text(folder / f"{PLAIN_MODULE}.py", PLAIN_CLASS)
     write_json(folder / "tokenizer_config.json", settings)

@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from distill.data.messages import CLOSING, OPENING, THINKING, THOUGHT, normal
-from distill.engines.torch.hugging_face import encode
+from distill.engines.torch.hugging_face import encode, encode_text
 from distill.errors import DataError, RecipeError
 from distill.recipe import Chat
 
@@ -106,7 +106,7 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
         """Token ids of the messages and of the beginning of an answer."""
-        return encode(self.tokenizer, self.text(messages, thinking))
+        return encode_text(self.tokenizer, self.text(messages, thinking))
 
     @cached_property
     def special(self) -> set[int]:
@@ -140,7 +140,7 @@ class ChatTemplate:
         if opening:
             header += opening
             texts = [header + word for word in WORDS[:2]] if opening[-1].isspace() else [header]
-        columns = zip(*(encode(self.tokenizer, text) for text in texts), strict=False)
+        columns = zip(*(encode_text(self.tokenizer, text) for text in texts), strict=False)
         ids = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
         return UserHeader(header, ids, self._end_of_user(behind, ends))
 
@@ -204,7 +204,7 @@ class ChatTemplate:
             if not ended and not last["content"].strip():
                 thought = last[THOUGHT].strip()
                 answer = answer[: answer.index(thought) + len(thought)]
-        return encode(self.tokenizer, prompt), encode(self.tokenizer, answer) + end
+        return encode_text(self.tokenizer, prompt), encode(self.tokenizer, answer) + end
 
     def _with_thinking(
         self, prompt: str, opening: str, before: Sequence[Message], last: Message, thinking: bool | None

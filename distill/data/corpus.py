@@ -14,12 +14,13 @@ from distill.data.packing import Packed, concatenate, pack
 from distill.data.prompts import ChatPrompts, cut_prompts
 from distill.data.sources import SPLITS, UNREAD, Document, Split, read_documents, require_splits, with_questions
 from distill.data.texts import Prompt, count_texts, write_lines
-from distill.engines.torch.hugging_face import encode, end_ids, load_tokenizer
+from distill.engines.torch.hugging_face import encode_text, end_ids, load_tokenizer
 from distill.errors import DataError
 from distill.files import write_atomically, write_json
 from distill.progress import Caution
 from distill.recipe import Corpus, Recipe
 from distill.run import Run
+from distill.vocabulary.files import opening_of
 
 TOO_LONG = "given answers whose prompts fill corpus.block"
 MOST_DOCUMENTS, MOST_RECORDS = 1000, 20  # that a check reads of a local source and of a hub data set
@@ -34,7 +35,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     ends = end_ids(recipe.target.model, tokenizer)
     sources = with_questions(recipe.corpus, run.path("questions"))
     documents, dropped = read_documents(sources)
-    to_ids = functools.partial(encode, tokenizer)
+    to_ids = functools.partial(encode_text, tokenizer)
     chat = chat_prompts(recipe, tokenizer, documents)
     weights = weights_of(sources)
     # Text is capped: train by corpus.tokens, the other splits by the most that scoring and evaluation use.
@@ -53,7 +54,8 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     for split in SPLITS:
         own = [document for document in documents if document.split == split]
         random.Random(recipe.seed).shuffle(own)
-        packed, given = pack_given(own, recipe.corpus.block, limits[split], to_ids, ends[:1], chat, dropped)
+        around = opening_of(tokenizer), ends[:1]
+        packed, given = pack_given(own, recipe.corpus.block, limits[split], to_ids, around, chat, dropped)
         # Intervals are by document, so the reported text numbers its documents across blocks.
         save = functools.partial(packed.save, numbered=split == "test")
         write_atomically(folder / f"text-{split}.safetensors", save)
@@ -119,14 +121,15 @@ def pack_given(
     block: int,
     limit: int,
     encode: Callable[[str], list[int]],
-    ends: list[int],
+    around: tuple[list[int], list[int]],
     chat: ChatPrompts | None,
     dropped: Counter[str],
 ) -> tuple[Packed, dict[str, Counter[str]]]:
     """The given text in blocks of `block`, up to `limit` tokens in the order of the documents; the tokens by class.
 
     A text is scored whole. Of a conversation each answer is a sample of its own, which alone is scored, after its
-    prompt as the template writes it. The counts are of all tokens, by label and by `text`, `prompt` and `answer`.
+    prompt as the template writes it. `around` are the ids before and after a text: `encode` has put the first ones in.
+    The counts are of all tokens, by label and by `text`, `prompt` and `answer`.
     """
     texts: list[tuple[list[int], int]] = []
     samples: list[tuple[list[int], int]] = []
@@ -137,7 +140,7 @@ def pack_given(
             break
         count = counts.setdefault(document.label, Counter())
         if document.messages is None:
-            ids = (encode(document.text) + ends)[: limit - total]
+            ids = (encode(document.text) + around[1])[: limit - total]
             texts.append((ids, 1))
             count["text"] += len(ids)
             continue
@@ -150,7 +153,7 @@ def pack_given(
             samples.append((prompt + answer, len(prompt)))
             count["prompt"] += len(prompt)
             count["answer"] += len(answer)
-    parts = [pack(texts, block, split_long=True), pack(samples, block, split_long=False)]
+    parts = [pack(texts, block, True, around[0]), pack(samples, block, False)]
     return concatenate([part for part in parts if len(part)] or parts[:1]), {k: v for k, v in counts.items() if v}
 
 

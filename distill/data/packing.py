@@ -76,12 +76,14 @@ class Packed:
         return cls(found["ids"], found["documents"], found["positions"], found["mask"], found.get("first"))
 
 
-def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: bool) -> Packed:
+def pack(
+    sequences: Iterable[tuple[list[int], int]], block: int, split_long: bool, opening: Sequence[int] = ()
+) -> Packed:
     """Pack sequences, in the order given, into blocks of `block` positions.
 
     Each sequence is (ids, first): its tokens from index `first` on (at least 1) are scored. With `split_long` a
-    sequence that does not fit continues in the next block as a new document; otherwise it moves there whole, and must
-    be no longer than a block.
+    sequence that does not fit continues in the next block as a new document, which begins with `opening` (a
+    text's bos); otherwise it moves there whole, and must be no longer than a block.
     """
     rows: list[list[tuple[list[int], int]]] = []
     begun = []  # the number of each row's first document
@@ -95,10 +97,11 @@ def pack(sequences: Iterable[tuple[list[int], int]], block: int, split_long: boo
                 rows.append([])
                 begun.append(number)
                 room = block
-            piece = ids[start : start + room]
-            rows[-1].append((piece, max(1, first - start)))
+            before = list(opening) if start else []
+            piece = [*before, *ids[start : start + room - len(before)]]
+            rows[-1].append((piece, len(before) + max(1, first - start)))
             room -= len(piece)
-            start += len(piece)
+            start += len(piece) - len(before)
     n = len(rows)
     packed = Packed(
         torch.zeros(n, block, dtype=torch.int32),

@@ -18,7 +18,7 @@ from distill.data.record_files import holds_records
 from distill.data.records import LISTS, PROMPTS
 from distill.data.sources import Document, read_documents
 from distill.data.texts import Prompt
-from distill.engines.torch.hugging_face import encode, load_tokenizer
+from distill.engines.torch.hugging_face import encode_text, load_tokenizer
 from distill.errors import DataError
 from distill.files import require_path
 from distill.gguf.head import open_head
@@ -277,8 +277,7 @@ def read_user_prompts(
             hint = f"records need a field {FIELDS}: rename theirs; JSON that is text has a name in .txt"
         raise DataError(what, hint) from error
     with open_tokenizer(target) as tokenizer:
-        plain = isinstance(tokenizer, GgufTokenizer)
-        to_ids: Callable[[str], list[int]] = tokenizer.file.tokenize if plain else functools.partial(encode, tokenizer)
+        to_ids = functools.partial(encode_text, tokenizer)
         chats = None
         if any(document.messages is not None for document in documents):
             chats = ChatPrompts(ChatTemplate(tokenizer, chat), room, SEED)
@@ -359,6 +358,6 @@ class GgufTokenizer:
         texts = rendered[0] if isinstance(rendered, tuple) else rendered
         return str(texts if isinstance(texts, str) else texts[0])
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        """Token ids of a rendered template, its control tokens read as such."""
-        return {"input_ids": self.file.tokenize(text, parse_special=True)}
+    def __call__(self, text: str, *, add_special_tokens: bool, **_: Any) -> dict[str, list[int]]:
+        """Token ids of a text, its control tokens read as such."""
+        return {"input_ids": self.file.tokenize(text, parse_special=True, add_special=add_special_tokens)}

@@ -194,11 +194,11 @@ def parse_line(raw: bytes, number: int) -> Line | str:
 def encode_line(line: Line, tokenizer: Any, chat: Chat) -> tuple[list[int], list[int]]:
     """Token ids of prompt and answer, encoded separately as they were when served; ValueError with the line's fault."""
     from distill.data.chat_template import ChatTemplate
-    from distill.engines.torch.hugging_face import encode
+    from distill.engines.torch.hugging_face import encode, encode_text
 
     if isinstance(line.prompt, str) or isinstance(line.answer, str):
         end = tokenizer.eos_token_id
-        ids, answer = encode(tokenizer, str(line.prompt)), encode(tokenizer, str(line.answer))
+        ids, answer = encode_text(tokenizer, str(line.prompt)), encode(tokenizer, str(line.answer))
         answer += [end] if line.ended and end is not None else []
     elif not tokenizer.chat_template:
         raise ValueError("messages, but the target's tokenizer has no chat template")

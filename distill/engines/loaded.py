@@ -15,7 +15,7 @@ from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata
 from distill.engines.torch.cpu_products import prepacked
 from distill.engines.torch.hugging_face import (
-    encode,
+    encode_text,
     end_ids,
     load_config,
     load_model,
@@ -34,6 +34,7 @@ from distill.gguf.library import GgufFile, require_possible
 from distill.gguf.writer import export_gguf, own_file
 from distill.recipe import Gguf, GgufOptions, PyTorch, Recipe, Target
 from distill.vocabulary import Vocabulary
+from distill.vocabulary.files import with_opening
 
 GROWING = PyTorch()  # a cache that grows, as transformers makes it
 BATCH = 512  # tokens that llama.cpp takes at once
@@ -206,10 +207,10 @@ def encode_prompt(reference: str, text: str) -> list[int]:
     """Token ids of a text, read without the model's weights. Raises DataError for a text without any."""
     if is_gguf(reference):
         with contextlib.closing(GgufFile(Path(reference), vocabulary_only=True)) as file:
-            ids = file.tokenize(text, parse_special=True)  # as transformers does
+            ids = with_opening(file.tokenize(text, parse_special=True), file.opening)
     else:
-        ids = encode(load_tokenizer(reference), text)
-    if not ids:
+        ids = encode_text(load_tokenizer(reference), text)
+    if not text:
         raise DataError("the prompt is empty", "give some text to continue")
     return ids
 

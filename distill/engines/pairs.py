@@ -15,7 +15,7 @@ from distill.gguf.head import FileHead, open_head
 from distill.gguf.importing import one_engine
 from distill.gguf.tokens import ALWAYS_ADDS_BOS, DEFAULTS, Defaults, stated_ends, token_key
 from distill.recipe import Configuration
-from distill.vocabulary.files import added_around, open_tokenizer, tokenizer_settings
+from distill.vocabulary.files import added_around, open_tokenizer, tokenizer_settings, tokens_without_row
 from distill.vocabulary.vocabulary import SPACE, from_mapped, named_id
 
 # ── A model's vocabulary and context as the rules compare them, read from a folder or a GGUF file; no weights ──
@@ -27,8 +27,8 @@ class VocabularyMetadata:
     """A model's vocabulary and context as llama.cpp and vLLM see them.
 
     `tokens` [V] are the raw token strings, padding rows named [PAD<id>] as every converter does; `bos` and `eos` are
-    added to a text where `add_bos` and `add_eos` are true; `beyond` counts ids of the tokenizer that have no row, and
-    `kept` those of a trimmed head (None: the whole head); `context` is the training context in tokens.
+    added to a text where `add_bos` and `add_eos` are true; `rowless` are the tokenizer's markers of images and sounds
+    without a row, `kept` the ids of a trimmed head (None: the whole head); `context` is the training context in tokens.
     """
 
     reference: str
@@ -41,7 +41,7 @@ class VocabularyMetadata:
     context: int | None
     architecture: str
     chat_template: bool
-    beyond: int = 0
+    rowless: tuple[str, ...] = ()
     kept: int | None = None
 
     @classmethod
@@ -79,6 +79,7 @@ def _from_folder(reference: str) -> VocabularyMetadata:
         raise DataError(f"{folder}/config.json: vocab_size is {rows!r}", "correct config.json")
     tokenizer, settings, raw = _tokenizer(place), tokenizer_settings(folder), read_config(folder)
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     model = _gguf_model(place, tokenizer, config.model_type)
     named = {role: named_id(role, settings, raw, ids, rows) for role in ("bos", "eos")}
     ends = _text_ends(tokenizer, settings, named, DEFAULTS[model])
@@ -91,7 +92,7 @@ def _from_folder(reference: str) -> VocabularyMetadata:
         context=context if isinstance(context, int) and context > 0 else None,
         architecture=config.model_type,
         chat_template=_has_chat_template(folder, settings),
-        beyond=sum(index >= rows for index in ids.values()),
+        rowless=tuple(sorted(tokens_without_row(folder, ids, special, rows))),
         kept=None if kept is None else len(kept["kept"]),
     )
 
@@ -242,8 +243,8 @@ def _described(role: str, metadata: VocabularyMetadata) -> str:
     parts.append("chat template" if metadata.chat_template else "no chat template")
     if metadata.kept is not None:
         parts.append(f"trimmed to {metadata.kept} tokens")
-    if metadata.beyond:
-        parts.append(f"{metadata.beyond} tokens of the tokenizer have no row and were left out")
+    if metadata.rowless:
+        parts.append(f"without a row for {', '.join(metadata.rowless)}, read as text")
     return f"{role} {metadata.reference}: {', '.join(parts)}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distill.engines.torch.hugging_face import load_model, load_tokenizer
+from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer
 from distill.errors import DataError
 from distill.files import read_utf8
 from distill.folders import Floats
@@ -99,7 +99,7 @@ def _require_own(path: Path, means: Mapping[str, Floats], folder: Path) -> None:
 
 def _measured(folder: Path, text: str, path: Path) -> dict[str, Floats]:
     shape = read_shape(folder)
-    ids = load_tokenizer(str(folder))(text, verbose=False)["input_ids"][:MAX_TOKENS]
+    ids = encode_text(load_tokenizer(str(folder)), text)[:MAX_TOKENS]
     if len(ids) < 2:
         raise DataError(f"{path} is too short to measure an importance matrix on", "give some thousand words")
     model: Any = load_model(str(folder), "float32", torch.device("cpu"), trimmed=False)

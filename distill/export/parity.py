@@ -13,7 +13,7 @@ from torch import Tensor
 from distill.data.texts import first_difference, read_documents_of
 from distill.divergences import forward_kl
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.torch.hugging_face import load_model, load_tokenizer, local_folder
+from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer, local_folder
 from distill.engines.torch.model import model_name
 from distill.errors import DataError, DistillError
 from distill.export.results import ExportedFile, ExportReport, Parity
@@ -30,7 +30,7 @@ from distill.recipe.load import is_path
 from distill.recipe.recipe import REASON
 from distill.run import Run
 from distill.sampler import place_of, require_finite
-from distill.vocabulary.files import tokenizer_content
+from distill.vocabulary.files import tokenizer_content, with_opening
 
 WINDOW = 256
 # Texts for a comparison where none are given: cases that tokenizers handle differently.
@@ -149,8 +149,8 @@ def _compare_ids(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> tupl
     for index, text in enumerate(texts):
         plain = as_llama_reads(tokenizer.backend_tokenizer, text)
         normalized += plain != text
-        expected = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        position = first_difference(expected, quantised.tokenize(plain, parse_special=True))
+        expected = encode_text(tokenizer, text)
+        position = first_difference(expected, with_opening(quantised.tokenize(plain, True), quantised.opening))
         if position is not None:
             mismatches.append((index, position))
     return mismatches, normalized
@@ -159,7 +159,7 @@ def _compare_ids(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> tupl
 def _parts(tokenizer: Any, texts: list[str], positions: int, window: int) -> Iterator[list[int]]:
     """Parts of the texts of at most `window` tokens, in which at most so many positions are predicted."""
     for text in texts:
-        ids = tokenizer(text, verbose=False)["input_ids"]
+        ids = encode_text(tokenizer, text)
         for start in range(0, len(ids) - 1, window - 1):
             # One token of overlap, so that every token but the first is predicted once.
             part = ids[start : start + window][: positions + 1]

@@ -21,6 +21,7 @@ from distill.machine import COMPILE_LLAMA, WITHOUT_AMX, install_extra, thread_co
 from distill.progress import is_verbose
 from distill.recipe import GgufOptions
 from distill.recipe.measuring import NO_DEVICE, ON_CPU
+from distill.vocabulary.files import ids_around
 
 # ── llama-cpp-python's low-level API: loaded once, its log silenced, its last errors kept ──
 
@@ -276,17 +277,26 @@ class GgufFile:
             count += 1
         return count
 
-    def tokenize(self, text: str, parse_special: bool = False) -> list[int]:
-        """The file's own ids for `text`, without added tokens; `parse_special` reads control tokens in the text."""
+    def tokenize(self, text: str, parse_special: bool = False, add_special: bool = False) -> list[int]:
+        """The file's own ids for `text`.
+
+        `parse_special` reads control tokens in the text, `add_special` adds the tokens that the file puts around one.
+        """
         self.require_open()
         data = text.encode("utf-8")
         size = len(data) + 8
         while True:
             ids = (ctypes.c_int32 * size)()
-            count = self.library.llama_tokenize(self.vocabulary, data, len(data), ids, size, False, parse_special)
+            count = self.library.llama_tokenize(self.vocabulary, data, len(data), ids, size, add_special, parse_special)
             if count >= 0:
                 return list(ids[:count])
             size = -count
+
+    @property
+    def opening(self) -> list[int]:
+        """The ids that the file puts before a text."""
+        around = ids_around(self.tokenize("a"), self.tokenize("a", add_special=True))
+        return around[0] if around else []
 
     def detokenize(self, ids: Sequence[int]) -> bytes:
         """The exact bytes of `ids`, special tokens as written; ValueError for ids outside the rows."""

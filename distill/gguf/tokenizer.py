@@ -20,7 +20,14 @@ from distill.folders import read_config
 from distill.gguf.fields import GgufTokenizer, same_ids
 from distill.gguf.tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from distill.vocabulary.encoding import IGNORE_MERGES, STEPS
-from distill.vocabulary.files import added_around, merge_pairs, open_tokenizer, tokenizer_content, tokenizer_settings
+from distill.vocabulary.files import (
+    added_around,
+    merge_pairs,
+    open_tokenizer,
+    tokenizer_content,
+    tokenizer_settings,
+    tokens_without_row,
+)
 from distill.vocabulary.vocabulary import NAMED_ROLES, SPACE, named_id
 
 # ── SentencePiece BPE in llama.cpp's terms: spaces as ▁ and bytes as <0x..> ──
@@ -44,6 +51,10 @@ class Piece(NamedTuple):
 
 def space_prefix(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer puts a space before a text; DataError where it changes a text in other ways."""
+    model = content["model"]
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"):
+        if model.get(key):
+            raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=HINT)
     normalizers = _parts_of(content.get("normalizer"), "normalizers")
     splits = _parts_of(content.get("pre_tokenizer"), "pretokenizers")
     for part in normalizers:
@@ -193,14 +204,8 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
     config = read_config(folder) if (folder / "config.json").exists() else {}
     model = content["model"]
     spaced = bool(model.get("byte_fallback"))
-    for key in (
-        "dropout",
-        "continuing_subword_prefix",
-        "end_of_word_suffix",
-        "ignore_merges" if spaced else "unk_token",
-    ):
-        if model.get(key):  # which llama.cpp has not
-            raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=SUPPORTED)
+    if not spaced:
+        _refuse_rules(path, model)
     tokenizer = open_tokenizer(path)  # which also proves the forms of the parts that are read below
     stated = settings.get("add_prefix_space")
     prefix = stated if architecture in STATES_PREFIX and isinstance(stated, bool) else None
@@ -210,10 +215,7 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         prefix = None if prefix is None and behaves else behaves
         pieces = read_pieces(folder / "tokenizer.model", model["vocab"]) or pieces_of_merges(content)
     else:
-        # llama.cpp never normalises; NFC leaves ordinary text as it is, and the parity check reports the rest.
-        kind = (content.get("normalizer") or {}).get("type")
-        if kind not in (None, "NFC"):
-            raise DataError(f"{path}: normalizer {kind!r} cannot be exported", hint=SUPPORTED)
+        _refuse_normalizer(path, content)
         pieces = {number: Piece._make((token, 0.0, NORMAL)) for token, number in model["vocab"].items()}
         merges = _merges_of(path, model)
     _refuse_flags(path, content, spaced)
@@ -261,20 +263,18 @@ def _tokens(
 ) -> list[Piece]:
     """The tokens by id, added and padding ones included."""
     by_id = dict(pieces)
+    ids = {piece.text: number for number, piece in pieces.items()}
+    ids |= {token["content"]: token["id"] for token in content["added_tokens"]}
+    flagged = {token["content"] for token in content["added_tokens"] if token.get("special")}
+    rowless = tokens_without_row(path.parent, ids, flagged, vocabulary)
     for token in content.get("added_tokens") or []:
         text = token["content"]
+        if text in rowless:
+            continue
         special = token.get("special") or _looks_special(text)
-        if special and token["id"] >= vocabulary:
-            continue  # a model without a row for it never writes it: of Gemma 3, the marker of an image
         # llama.cpp finds such tokens in the text itself, before its spaces are written as SentencePiece does.
         by_id[token["id"]] = Piece(
             text if special else text.replace(SPACE, " "), ADDED_SCORE, CONTROL if special else USER_DEFINED
-        )
-    size = max(by_id) + 1
-    if size > vocabulary:
-        raise DataError(
-            f"{path} has {size} token ids, the model only {vocabulary} rows",
-            hint="use the tokenizer the model was trained with, or resize the model's embeddings",
         )
     taken = {piece.text for piece in by_id.values()}
     for index in range(vocabulary):
@@ -320,6 +320,23 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict
     if isinstance(template, list):  # named templates of older tokenizers, their form checked when they were read
         return [{"name": entry["name"], "template": entry["template"]} for entry in template] or None
     return template if isinstance(template, str) else None
+
+
+def _refuse_rules(path: Path, model: Mapping[str, Any]) -> None:
+    """Raise DataError for a BPE with rules that llama.cpp's has not."""
+    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=SUPPORTED)
+
+
+def _refuse_normalizer(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise DataError for a normalizer other than NFC.
+
+    llama.cpp never normalises; NFC alone leaves ordinary text as it is, and the parity check reports the rest.
+    """
+    normalizer = content.get("normalizer")
+    if normalizer is not None and normalizer.get("type") != "NFC":
+        raise DataError(f"{path}: normalizer {normalizer.get('type')!r} cannot be exported", hint=SUPPORTED)
 
 
 def _steps(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:

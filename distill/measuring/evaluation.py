@@ -18,15 +18,14 @@ from torch import Tensor
 
 from distill import divergences
 from distill.data.packing import Packed, hidden_states, pack, scored_documents
-from distill.data.prompts import UserPrompts, read_user_prompts
+from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
 from distill.data.texts import read_prompts
 from distill.decoding.decode import Round
-from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import LoadedPair, load_pair, pair_of_models
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
 from distill.engines.torch.hugging_face import (
-    encode,
+    encode_text,
     load_model,
     load_target,
     load_tokenizer,
@@ -52,6 +51,7 @@ from distill.sampler import Sampler
 from distill.tables import document
 from distill.teacher.distributions import TeacherChunk
 from distill.teacher.store import TeacherStore, held_out, redo
+from distill.vocabulary.files import opening_of
 
 
 def write_rounds(path: Path, rounds: dict[str, list[list[Round]]]) -> None:
@@ -396,12 +396,9 @@ def _given(pair: LoadedPair, texts: Sequence[str], block: int, blocks: int) -> P
     """Plain texts in blocks, in an order drawn from the seed."""
     order = list(texts)
     random.Random(SEED).shuffle(order)
-    target = pair.target
-
-    def ids(text: str) -> list[int]:
-        return target.tokenize(text, True) if isinstance(target, GgufModel) else encode(pair.tokenizer, text)
-
-    return pack(((ids(text), 1) for text in order), block, True).take(slice(0, blocks)) if order else None
+    with open_tokenizer(pair.reference) as tokenizer:
+        sequences = [(encode_text(tokenizer, text), 1) for text in order]
+        return pack(sequences, block, True, opening_of(tokenizer)).take(slice(0, blocks)) if order else None
 
 
 def prompts_of(corpus: Corpus, count: int) -> Prompts:

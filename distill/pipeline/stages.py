@@ -124,8 +124,8 @@ STAGES = (
         (("questions", "questions/target*.jsonl"),),
         ("corpus",),
         ("target", "sources"),
-        version=2,
         passing=("eval.", "speedup.", "cut.score_blocks", "train."),
+        version=2,
     ),
     Stage(
         "answers",

@@ -20,7 +20,14 @@ from torch import Tensor
 from distill import divergences
 from distill.data.packing import Packed, hidden_states, pack
 from distill.engines.pairs import require_pair
-from distill.engines.torch.hugging_face import encode, load_config, load_model, load_tokenizer, real_tokens, text_folder
+from distill.engines.torch.hugging_face import (
+    encode_text,
+    load_config,
+    load_model,
+    load_tokenizer,
+    real_tokens,
+    text_folder,
+)
 from distill.errors import DataError
 from distill.files import require_new_folder, write_folder
 from distill.folders import copy_tokenizer
@@ -46,6 +53,7 @@ from distill.surgery.layers import (
 from distill.surgery.results import Change
 from distill.teacher.distributions import TeacherChunk, logit_form
 from distill.teacher.store import TeacherStore, compress, held_out
+from distill.vocabulary.files import opening_of
 
 States = list[list[Tensor]]  # of each kept layer, of each batch of blocks, [n, S, H]
 
@@ -292,7 +300,8 @@ def cut_folder(
         require_pair(target, source)
     tokenizer = load_tokenizer(source)
     block = min(BLOCK, config.max_position_embeddings)
-    blocks = pack(((encode(tokenizer, text), 1) for text in texts if text.strip()), block, split_long=True)
+    sequences = ((encode_text(tokenizer, text), 1) for text in texts if text.strip())
+    blocks = pack(sequences, block, True, opening_of(tokenizer))
     if len(blocks) < 2:
         raise DataError(f"the texts give {len(blocks)} blocks of {block} tokens", "give more text: two blocks at least")
     half = min(len(blocks) // 2, settings.score_blocks)

@@ -288,14 +288,8 @@ def check_transplant(
     _check_matrices(donor, config, tensors, tied)
     check_weights(str(donor.absolute()))
     target_config = read_config(target) if (target / "config.json").is_file() else {}
-    ours, theirs = Vocabulary.read(donor).within(tensors[EMBEDDING].shape[0]), Vocabulary.read(target)
-    if isinstance(stated := _stated_rows(target_config), int):
-        theirs = theirs.within(stated)
+    ours, theirs = Vocabulary.read(donor), Vocabulary.read(target)
     require_bytes(ours)
-    if ours.size > tensors[EMBEDDING].shape[0]:
-        raise DataError(
-            f"the donor's tokenizer has {ours.size} tokens, its embedding {tensors[EMBEDDING].shape[0]} rows"
-        )
     check_overrides(theirs, overrides or {})
     return TransplantInputs(
         donor=ours,
@@ -325,12 +319,8 @@ def _check_matrices(donor: Path, config: Mapping[str, Any], tensors: Mapping[str
             raise DataError(f"{name} in {donor} is stored as {tensors[name].dtype}", "give a model in floating point")
 
 
-def _stated_rows(config: Mapping[str, Any]) -> Any:
-    return config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-
-
 def _row_count(folder: Path, target: Vocabulary, config: Mapping[str, Any], rows: int | None) -> int:
-    configured = _stated_rows(config)
+    configured = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     if configured is not None and rows is not None and rows != configured:
         raise DataError(f"rows is {rows}, but vocab_size in {folder}/config.json is {configured}", "leave rows out")
     count = configured or rows or target.size

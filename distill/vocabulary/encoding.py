@@ -22,8 +22,6 @@ class Encoder:
         self.vocabulary = vocabulary
         self._tokenizer: Any = open_tokenizer(vocabulary.folder / "tokenizer.json")
         self._model: Any = self._tokenizer.model
-        if getattr(self._model, "dropout", None):
-            self._model.dropout = None  # the same tokens every time
         # Parts of a text that its encoding cannot write: bytes that are no text, and the one character that ▁ hides.
         apart = "\udc80-\udcff" + (SPACE if vocabulary.family == "sentencepiece" else "")
         self._apart = re.compile(f"([{apart}])")

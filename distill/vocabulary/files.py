@@ -75,6 +75,12 @@ def named_settings(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if value is not None}
 
 
+def content_of(token: Any) -> str | None:
+    """The string of a token in a tokenizer's settings, where it may stand alone or as an object with `content`."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
 def require_dense(path: Path, ids: Collection[int]) -> None:
     """Raise DataError for ids far beyond their number: they are the rows of lists."""
     if ids and not 0 <= min(ids) <= max(ids) <= 4 * len(ids) + 2**16:
@@ -92,24 +98,62 @@ def _is_pair(value: Any) -> bool:
     return has_form(value, [str]) and len(value) == 2
 
 
-def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, without its truncation and padding, which make texts of any length.
+def open_tokenizer(path: Path, without: Collection[str] = ()) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, with the bos and eos around a text that the settings beside it ask for.
 
-    Raises DataError where it cannot be loaded.
+    It makes texts of any length: truncation and padding are left out, and so is a dropout of merges. Added tokens in
+    `without` are read as text. Raises DataError where it cannot be loaded.
     """
     from tokenizers import Tokenizer
 
     try:
         with without_panic(str(path)):
             refuse_tables(path)
-            tokenizer = Tokenizer.from_file(str(path))
+            if without:
+                content = tokenizer_content(path)
+                content["added_tokens"] = [one for one in content["added_tokens"] if one["content"] not in without]
+                tokenizer = Tokenizer.from_str(json.dumps(content))
+            else:
+                tokenizer = Tokenizer.from_file(str(path))
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            model: Any = tokenizer.model
+            if getattr(model, "dropout", None):
+                model.dropout = None  # the same tokens every time
+            _set_ends(tokenizer, path.parent)
     except DistillError:
         raise
     except Exception as error:  # tokenizers raises the bare class for every kind of damage
         raise DataError(f"{path} cannot be loaded: {error}", AGAIN) from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     return tokenizer
+
+
+def _set_ends(tokenizer: Any, folder: Path) -> None:
+    """Follow add_bos_token and add_eos_token of the settings where the post-processor does otherwise.
+
+    transformers from 5.0 on reads neither beside a tokenizer.json, llama.cpp's converter and older releases read both.
+    """
+    settings, around = named_settings(folder), added_around(tokenizer)
+    if around is None:
+        return
+    sides = list(around)
+    for index, role in enumerate(("bos", "eos")):
+        asked, name = settings.get(f"add_{role}_token"), content_of(settings.get(f"{role}_token"))
+        number = None if name is None else tokenizer.token_to_id(name)
+        if asked is False:
+            sides[index] = []
+        elif asked is True and not sides[index] and number is not None:
+            sides[index] = [number]
+    if sides == list(around):
+        return
+    from tokenizers.processors import TemplateProcessing
+
+    names = {number: tokenizer.id_to_token(number) for side in sides for number in side}
+    before, after = ([names[number] for number in side] for side in sides)
+    single, pair = [*before, "$A", *after], [*before, "$A", *after, *before, "$B", *after]
+    tokenizer.post_processor = TemplateProcessing(
+        single=single, pair=pair, special_tokens=[(name, number) for number, name in names.items()]
+    )
 
 
 @contextlib.contextmanager
@@ -125,12 +169,75 @@ def without_panic(what: str) -> Iterator[None]:
 
 def added_around(tokenizer: Any) -> tuple[list[int], list[int]] | None:
     """The ids that a tokenizer's post-processor puts before and after a text; None where it changes the text itself."""
-    alone: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
-    whole: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
+    alone, whole = (tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+    return ids_around(alone, whole)
+
+
+def ids_around(alone: list[int], whole: list[int]) -> tuple[list[int], list[int]] | None:
+    """What stands before and after the ids `alone` in `whole`; None where they do not stand there."""
     for start in range(len(whole) - len(alone) + 1):
         if whole[start : start + len(alone)] == alone:
             return whole[:start], whole[start + len(alone) :]
     return None
+
+
+def with_opening(ids: list[int], opening: list[int]) -> list[int]:
+    """The ids of a text after what its tokenizer puts before it, once where the text itself begins with that."""
+    return ids if ids[: len(opening)] == opening else [*opening, *ids]
+
+
+_MEDIA = re.compile("image|img|audio|video|vision", re.IGNORECASE)
+
+
+def model_rows(folder: Path) -> int | None:
+    """The rows of the model beside a tokenizer (`vocab_size` of its config.json); None where that names none."""
+    path = folder / "config.json"
+    config = read_object(path) if path.is_file() else {}
+    inner = config.get("text_config")
+    rows = (inner if isinstance(inner, dict) else {}).get("vocab_size", config.get("vocab_size"))
+    return rows if isinstance(rows, int) and not isinstance(rows, bool) and rows > 0 else None
+
+
+def tokens_without_row(folder: Path, ids: Mapping[str, int], special: Collection[str], rows: int | None) -> set[str]:
+    """The markers of images and sounds among the tokens `ids` that a model of `rows` rows has no row for.
+
+    Models of text alone keep them in their tokenizer (Gemma 3), and read them as text. Raises DataError with the names
+    of all other tokens without a row: the model cannot read them.
+    """
+    beyond = {token: number for token, number in ids.items() if rows is not None and number >= rows}
+    media = {token for token in beyond if token in special and _MEDIA.search(token)}
+    if wrong := sorted((number, token) for token, number in beyond.items() if token not in media):
+        named = ", ".join(f"{token!r} ({number})" for number, token in wrong[:5])
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise DataError(
+            f"{folder}: tokens of the tokenizer have no row in the model, which has {rows} (vocab_size): {named}{more}",
+            "copy the model's own tokenizer, take the tokens out of tokenizer.json and tokenizer_config.json, or give "
+            "them rows and train those: model.resize_token_embeddings(len(tokenizer))",
+        )
+    return media
+
+
+def opening_of(tokenizer: Any) -> list[int]:
+    """The ids that a tokenizer puts before a text: bos, where its files ask for one."""
+    both = [tokenizer("a", add_special_tokens=added, verbose=False)["input_ids"] for added in (False, True)]
+    around = ids_around(*both)
+    return around[0] if around else []
+
+
+def follow_file(tokenizer: Any, folder: Path) -> None:
+    """Give a tokenizer of transformers the ids of its folder's tokenizer.json, where there is one.
+
+    Without what transformers changes: flags of added tokens, add_bos_token, fix_mistral_regex. Raises DataError for
+    tokens without a row in the model.
+    """
+    added = tokenizer.added_tokens_decoder.values()
+    special = {token.content for token in added if token.special}
+    rowless = tokens_without_row(folder, tokenizer.get_vocab(), special, model_rows(folder))
+    if (path := folder / "tokenizer.json").is_file():
+        backend = open_tokenizer(path, without=rowless)
+        known = {*backend.get_vocab(), *rowless}
+        backend.add_tokens([token for token in added if token.content not in known])
+        tokenizer._tokenizer, tokenizer.split_special_tokens = backend, False
 
 
 def refuse_tables(path: Path, content: Any = None) -> None:

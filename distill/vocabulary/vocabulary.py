@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
-from distill.vocabulary.files import AGAIN, SUPPORTED, named_settings, require_dense, tokenizer_content
+from distill.vocabulary.files import (
+    AGAIN,
+    SUPPORTED,
+    content_of,
+    model_rows,
+    named_settings,
+    require_dense,
+    tokenizer_content,
+    tokens_without_row,
+)
 
 # ── How the two families of tokenizers write bytes as characters ──
 # Byte-level BPE writes every byte as a printable character (GPT-2's byte map); SentencePiece writes a space as ▁
@@ -112,12 +121,6 @@ MARKERS: dict[str, tuple[str, ...]] = {
 ROLE_ORDER = (*MARKERS, "eos", "bos", "unk", "pad", "sep", "cls", "mask")
 
 
-def content_of(token: Any) -> str | None:
-    """The string of a token in a tokenizer's settings, where it may stand alone or as an object with `content`."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
-
-
 def roles_in(ids: Mapping[str, int], settings: Mapping[str, Any], unknown: str | None) -> dict[str, int]:
     """Role to id: those that the tokenizer's settings name, the model's unknown token, then the markers."""
     named = {role: content_of(settings.get(f"{role}_token")) or "" for role in NAMED_ROLES}
@@ -187,7 +190,8 @@ class Vocabulary:
 
     @classmethod
     def read(cls, folder: Path) -> Vocabulary:
-        """Read a tokenizer folder; raises DataError when it is missing, damaged or of an unknown kind."""
+        """Read a tokenizer folder; raises DataError when it is missing, damaged, of an unknown kind, or has tokens
+        without a row in the model beside it."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise DataError(
@@ -199,8 +203,12 @@ class Vocabulary:
         model = content["model"]
         family = _family(path, content, model)
         by_id, added = _tokens(path, content, model, settings)
+        ids = {token: number for number, token in by_id.items()}
+        special = {token["content"] for token in added.values() if token.get("special")}
+        for token in tokens_without_row(folder, ids, special, model_rows(folder)):
+            del by_id[ids.pop(token)]
         unknown = content_of(model.get("unk_token"))
-        roles = roles_in({token: number for number, token in by_id.items()}, settings, unknown)
+        roles = roles_in(ids, settings, unknown)
         tokens = tuple(by_id.get(number) for number in range(max(by_id) + 1))
         # Tokens that the settings name are special even without the flag; but an ordinary token may serve as padding.
         serving = {roles[role] for role in NAMED_ROLES if role in roles}
@@ -212,14 +220,6 @@ class Vocabulary:
             for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         )
         return cls(folder, family, tokens, bytes_of, kinds, roles)
-
-    def within(self, rows: int) -> Vocabulary:
-        """Without the tokens at the end that a model of so many rows does not have, where all of them are special."""
-        if any(kind not in ("special", "unused") for kind in self.kinds[rows:]):
-            return self
-        roles = {role: number for role, number in self.roles.items() if number < rows}
-        parts = {name: getattr(self, name)[:rows] for name in ("tokens", "bytes_of", "kinds")}
-        return replace(self, **parts, roles=roles)
 
     @property
     def size(self) -> int:

@@ -201,7 +201,7 @@ def test_only_answers_are_scored(plain: Any) -> None:
         document("long", TALK[1:2] + TALK[2:3]),
     ]
     dropped: Counter[str] = Counter()
-    packed, counts = pack_given(documents, 160, 10_000, lambda text: encode(tokenizer, text), [0], chat, dropped)
+    packed, counts = pack_given(documents, 160, 10_000, lambda text: encode(tokenizer, text), ([], [0]), chat, dropped)
     scored = packed.labels()[packed.mask].tolist()
     text = [*encode(tokenizer, "plain text")[1:], 0]
     own = [str(one["content"]) for one in TALK if one["role"] == "assistant"]
@@ -209,7 +209,9 @@ def test_only_answers_are_scored(plain: Any) -> None:
     assert scored == text + answers[0] + answers[1] + answers[0]
     assert sum(sum(count.values()) for count in counts.values()) == int((packed.documents >= 0).sum())
     assert packed.first is not None and packed.first.tolist()[0] == 0
-    held_out, _ = pack_given([document("d", TALK, split="test")], 160, 10_000, lambda text: [], [0], chat, dropped)
+    held_out, _ = pack_given(
+        [document("d", TALK, split="test")], 160, 10_000, lambda text: [], ([], [0]), chat, dropped
+    )
     assert held_out.labels()[held_out.mask].tolist() == answers[1], "one answer of a conversation is independent"
 
 

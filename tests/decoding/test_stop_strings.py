@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizer_kinds
 import torch
 from table_model import TableModel
 from tables import TableRows
@@ -196,12 +197,17 @@ def test_an_end_token_ends_before_a_stop_string_behind_it() -> None:
 TEXT = "The old man went home.\n  “Naïve”, he said: 日本語 😀! def f(x):\n\treturn x  # don't , really ."
 
 
-@pytest.mark.parametrize("name", ["deepseek-llm", "gpt-2", "llama-2", "llama-3", "qwen2.5"])
-def test_what_is_printed_is_the_rest_of_the_whole_text(name: str) -> None:
-    if not (SHARED / name).is_dir():
+@pytest.mark.parametrize(
+    "name", ["deepseek-llm", "gpt-2", "llama-2", "llama-3", "qwen2.5", "byte-level llama-bpe", "metaspace", "gemma"]
+)
+def test_what_is_printed_is_the_rest_of_the_whole_text(name: str, tmp_path: Path) -> None:
+    folder = SHARED / name
+    if name in tokenizer_kinds.KINDS:
+        folder = tokenizer_kinds.save(tokenizer_kinds.KINDS[name](), tmp_path)
+    elif not folder.is_dir():
         pytest.skip(f"no tokenizer {name} in {SHARED}; set DISTILL_SHARED")
-    tokenizer = Tokenizer.from_file(str(SHARED / name / "tokenizer.json"))
-    vocabulary = Vocabulary.read(SHARED / name)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    vocabulary = Vocabulary.read(folder)
     bytes_of = token_bytes(vocabulary)
     ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
     draws = random.Random(name)

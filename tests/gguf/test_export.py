@@ -505,7 +505,7 @@ def edit(path: Path, **changes: object) -> None:
         ({"hidden_size": 128}, "shape"),
         ({"num_hidden_layers": 3}, "missing"),
         ({"num_hidden_layers": 1}, "no place"),
-        ({"vocab_size": 100}, "token ids"),
+        ({"vocab_size": 100}, "no row in the model"),
         ({"tie_word_embeddings": False}, "lm_head"),
         ({"model_type": "llama"}, "copy"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "mscale": 1.0}}, "mscale"),

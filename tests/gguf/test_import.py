@@ -7,6 +7,7 @@ import json
 import shutil
 import struct
 import sys
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+import tokenizer_kinds
 import torch
 from safetensors.torch import load_file
 from test_export import (
@@ -26,10 +28,12 @@ from test_export import (
     some_ids,
     train_tokenizer,
 )
+from test_gguf_reference import TOKENIZERS, needs_tokenizers, script
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from distill.cli.check import smollm2_file
+from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import load_pair
 from distill.engines.torch import hugging_face
 from distill.errors import DataError
@@ -144,6 +148,20 @@ def test_every_type_is_dequantised_as_the_gguf_package_does(
     assert outtype in DIRECT or any(kind[0] in "QI" for kind in kinds)
 
 
+@needs_llama
+def test_logits_agree_with_llama_cpp_on_the_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    export("llama", tmp_path, tokenizer, "f32", hidden_size=256, head_dim=64)
+    imported(tmp_path / "m.gguf", tmp_path / "back")
+    ids = some_ids(len(tokenizer), 120)
+    with torch.no_grad():
+        own = AutoModelForCausalLM.from_pretrained(tmp_path / "back")(torch.tensor([ids])).logits[0].log_softmax(-1)
+    with GgufModel(tmp_path / "m.gguf", context=128, threads=1) as gguf:
+        theirs = gguf.extend(ids).full().log_softmax(-1)
+    own = own[:, : theirs.shape[1]].log_softmax(-1)
+    assert (theirs.exp() * (theirs - own)).sum(-1).max() < 1e-3
+    assert own.std() > 0.2
+
+
 def read_back(path: Path) -> Tokenizer:
     found = read_tokenizer(open_head(path))
     return Tokenizer.from_str(json.dumps(found.content))
@@ -182,6 +200,23 @@ def test_ids_of_each_pre_tokenizer_are_those_of_llama_cpp(pre: str, tmp_path: Pa
 
 
 @needs_llama
+@needs_tokenizers
+@pytest.mark.parametrize("name", ["llama-2", "phi-3", "gemma"])
+def test_ids_of_sentencepiece(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    rows = script.build_tokenizer(name, TOKENIZERS, folder) + 5
+    exported = read_exported(folder, rows, "llama")
+    own = write_tokenizer(tmp_path / "v.gguf", exported)
+    special = [token["content"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]]
+    texts = [*PROBE, *HARD_TEXTS[1:], *held_out_texts()[::5], f"a{special[-1]}b {special[0]} c"]
+    check_ids(own, tmp_path / "v.gguf", texts)
+    ids = own.encode("def f(x):\n  return 'é 你 👩'", add_special_tokens=False).ids
+    assert own.decode(ids, skip_special_tokens=False) == "def f(x):\n  return 'é 你 👩'"
+    assert own.encode("a").ids[0] == exported.ids["bos"]
+
+
+@needs_llama
 @pytest.mark.parametrize(
     "name",
     [
@@ -199,6 +234,20 @@ def test_real_tokenizers_come_back(name: str, tmp_path: Path) -> None:
     after = write_tokenizer(tmp_path / "v.gguf", exported)
     for text in [*HARD_TEXTS[2:6], HARD_TEXTS[7], *PROBE, *held_out_texts()[::6]]:
         text = text.lstrip(" ") if name == "llama-2" else text  # docs/export.md: llama.cpp's space before every text
+        assert before.encode(text, add_special_tokens=False).ids == after.encode(text, add_special_tokens=False).ids
+    assert before.encode("a").ids == after.encode("a").ids
+
+
+@needs_llama
+@pytest.mark.parametrize("kind", tokenizer_kinds.KINDS)
+def test_tokenizers_of_every_kind_come_back(kind: str, tmp_path: Path) -> None:
+    before = tokenizer_kinds.with_bos(tokenizer_kinds.KINDS[kind]())
+    folder = tokenizer_kinds.save(before, tmp_path / "m")
+    after = write_tokenizer(tmp_path / "v.gguf", read_exported(folder, before.get_vocab_size(), "llama"))
+    for text in tokenizer_kinds.TEXTS:
+        if kind == "metaspace" and ("<s>" in text or text.startswith("▁")):
+            continue  # llama.cpp puts its space there too
+        text = unicodedata.normalize("NFC", text) if "NFC" in kind else text.lstrip(" ")
         assert before.encode(text, add_special_tokens=False).ids == after.encode(text, add_special_tokens=False).ids
     assert before.encode("a").ids == after.encode("a").ids
 

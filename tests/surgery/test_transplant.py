@@ -385,7 +385,7 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
         (short, "cut short"),
         (noise, "no safetensors file"),
         (byteless, "no token for 1 of the 256 bytes"),
-        (larger, "307 tokens, its embedding 268 rows"),
+        (larger, r"no row in the model, which has 268 \(vocab_size\): .word11. \(268\)"),
         (tmp_path / "nowhere", "does not exist"),
     ]
     for folder, reason in cases:

@@ -187,6 +187,11 @@ class GgufModel:
         """The file's own ids for `text`, without added tokens; `parse_special` reads control tokens in the text."""
         return self._file.tokenize(text, parse_special)
 
+    @property
+    def opening(self) -> list[int]:
+        """The ids that the file puts before a text."""
+        return self._file.opening
+
     def detokenize(self, ids: Sequence[int]) -> bytes:
         """The exact bytes of `ids`, special tokens as written; ValueError for ids outside the rows."""
         return self._file.detokenize(ids)

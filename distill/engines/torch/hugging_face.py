@@ -40,7 +40,7 @@ from distill.gguf.importing import check_import, folder_of, is_gguf
 from distill.machine import has_instructions
 from distill.processes import process_count
 from distill.recipe import Recipe, Target, is_path
-from distill.vocabulary.files import refuse_tables, without_panic
+from distill.vocabulary.files import follow_file, opening_of, refuse_tables, with_opening, without_panic
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.md", "tokenizer.model"]  # of a model on the hub: all but its weights
 OTHER_WEIGHTS = ["original/*", "onnx/*", "consolidated*"]  # the same weights in formats that transformers does not read
@@ -235,14 +235,21 @@ def load_target(target: Target, device: torch.device) -> Any:
 
 
 def load_tokenizer(reference: str) -> Any:
-    """The tokenizer of a model; raises DataError when it cannot be loaded."""
-    from transformers import AutoTokenizer
+    """The tokenizer of a model, whose tokenizer.json decides on the ids, whatever class its settings name.
 
-    reference = _place(reference)
-    refuse_tables(Path(reference) / "tokenizer.json")
+    Raises DataError when it cannot be loaded, or has tokens that the model has no row for.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = text_folder(reference)
+    whole = (folder / "tokenizer.json").is_file()
     try:
         with without_panic(f"the tokenizer of {reference}"):
-            tokenizer = AutoTokenizer.from_pretrained(reference, trust_remote_code=False)
+            # The classes of architectures rebuild the normalizer and the pre-tokenizer instead of reading them.
+            kind = PreTrainedTokenizerFast if whole else AutoTokenizer
+            refuse_tables(folder / "tokenizer.json")
+            tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
+            follow_file(tokenizer, folder)
             encode(tokenizer, "a")  # some settings of a wrong kind are noticed only in use
     except DistillError:
         raise
@@ -269,9 +276,14 @@ def load_config(reference: str) -> Any:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of plain text, without the special tokens a tokenizer may add around it."""
+    """Token ids of a part of a text, without the special tokens that a tokenizer may add around a text."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a whole text or a rendered chat, with bos, once, where the tokenizer's files ask for it."""
+    return with_opening(encode(tokenizer, text), opening_of(tokenizer))
 
 
 def end_ids(reference: str, tokenizer: Any) -> list[int]:
