@@ -308,7 +308,7 @@ def write_vocabulary(path: Path, add: Callable[[Any], None]) -> None:
 
 
 def same_ids(tokenizer: Tokenizer, exported: GgufTokenizer) -> bool:
-    """Whether llama.cpp gives the tokenizer's ids for all of PROBE, with the keys in `found`.
+    """Whether llama.cpp gives the tokenizer's ids for all of PROBE, with the keys in `exported`.
 
     False for a vocabulary that this build of llama.cpp does not load. Raises DataError without llama-cpp-python.
     """

@@ -54,7 +54,6 @@ READ_ROPE_KEYS = (
 # Below rope.scaling., with the values that change nothing.
 UNREAD_YARN: dict[str, tuple[float, ...]] = {
     "yarn_ext_factor": (1.0, -1.0),
-    "yarn_attn_factor": (1.0,),
     "yarn_log_multiplier": (0.0,),
     **{f"{start}{name}": (value,) for name, value in YARN_BETAS.items() for start in ("", "yarn_")},
 }
@@ -182,17 +181,16 @@ def _rope(
 def _refuse_unread(head: FileHead, kind: str, factor: float) -> None:
     """Raise DataError for a rotary embedding with settings that llama.cpp does not read for these architectures, and
     transformers may: nobody could say which one the model was trained with."""
-    neutral: dict[str, tuple[float, ...]] = dict.fromkeys(READ_ROPE_KEYS, ())
-    neutral |= {f"scaling.{key}": values for key, values in UNREAD_YARN.items()}
-    neutral["scaling.yarn_attn_factor"] += (yarn_attention(factor),)
+    unread = UNREAD_YARN | {"yarn_attn_factor": (1.0, yarn_attention(factor))}
+    neutral: dict[str, tuple[float, ...]] = dict.fromkeys(READ_ROPE_KEYS, ())  # no values: any will do
+    neutral |= {f"scaling.{key}": values if kind == "yarn" else () for key, values in unread.items()}
     if head.architecture != "gemma3":
         neutral["freq_base_swa"] = (head.real("rope.freq_base", DEFAULT_THETA),)
     start = f"{head.architecture}.rope."
     for key in (name.removeprefix(start) for name in head.values if name.startswith(start)):
         value, allowed = head.own(f"rope.{key}"), neutral.get(key, (0.0,))
-        if not allowed or (key in neutral and kind != "yarn" and "yarn" in key):
-            continue
-        if not isinstance(value, int | float) or not any(math.isclose(value, one, rel_tol=1e-6) for one in allowed):
+        same = isinstance(value, int | float) and any(math.isclose(value, one, rel_tol=1e-6) for one in allowed)
+        if allowed and not same:
             head.refuse(f"{start}{key} is {value!r:.40}, which llama.cpp does not read and transformers may", FOLDER)
 
 

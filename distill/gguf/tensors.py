@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -82,12 +82,10 @@ def read_tensors(folder: Path, shape: Shape) -> list[GgufTensor]:
         if heads and tensor.shape[0] % (2 * heads):
             raise DataError(f"{folder}: {name} has {tensor.shape[0]} rows, not pairs for {heads} heads", CHECK)
         halves = tensor.dtype in ("F16", "BF16") and not heads and len(tensor.shape) > 1
-        read = _reader(name, tensor, shape, folder, heads)
-        tensors.append(
-            GgufTensor(gguf_name, tensor.shape, tensor.dtype, read, heads > 0, _bits_reader(tensor) if halves else None)
-        )
+        read, bits = _reader(name, tensor, shape, folder, heads), partial(_bits, tensor) if halves else None
+        tensors.append(GgufTensor(gguf_name, tensor.shape, tensor.dtype, read, heads > 0, bits))
     for name, factors in rope_tensors(shape).items():
-        tensors.append(GgufTensor(name, factors.shape, "F32", _constant(factors), True))
+        tensors.append(GgufTensor(name, factors.shape, "F32", partial(_constant, factors), True))
     return tensors
 
 
@@ -122,12 +120,12 @@ def _reader(name: str, stored: Stored, shape: Shape, folder: Path, heads: int) -
     return read
 
 
-def _bits_reader(stored: Stored) -> Callable[[int, int], NDArray[np.uint16]]:
-    return lambda first, count: stored.rows(first, count).view(np.uint16)
+def _constant(values: Floats, first: int, count: int) -> Floats:
+    return values[first : first + count]
 
 
-def _constant(values: Floats) -> Callable[[int, int], Floats]:
-    return lambda first, count: values[first : first + count]
+def _bits(stored: Stored, first: int, count: int) -> NDArray[np.uint16]:
+    return stored.rows(first, count).view(np.uint16)
 
 
 class Output(NamedTuple):

@@ -51,10 +51,6 @@ class Piece(NamedTuple):
 
 def space_prefix(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer puts a space before a text; DataError where it changes a text in other ways."""
-    model = content["model"]
-    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"):
-        if model.get(key):
-            raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=HINT)
     normalizers = _parts_of(content.get("normalizer"), "normalizers")
     splits = _parts_of(content.get("pre_tokenizer"), "pretokenizers")
     for part in normalizers:
@@ -204,8 +200,14 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
     config = read_config(folder) if (folder / "config.json").exists() else {}
     model = content["model"]
     spaced = bool(model.get("byte_fallback"))
-    if not spaced:
-        _refuse_rules(path, model)
+    for key in (
+        "dropout",
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+        "ignore_merges" if spaced else "unk_token",
+    ):
+        if model.get(key):  # which llama.cpp has not
+            raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=SUPPORTED)
     tokenizer = open_tokenizer(path)  # which also proves the forms of the parts that are read below
     stated = settings.get("add_prefix_space")
     prefix = stated if architecture in STATES_PREFIX and isinstance(stated, bool) else None
@@ -215,7 +217,10 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         prefix = None if prefix is None and behaves else behaves
         pieces = read_pieces(folder / "tokenizer.model", model["vocab"]) or pieces_of_merges(content)
     else:
-        _refuse_normalizer(path, content)
+        # llama.cpp never normalises; NFC leaves ordinary text as it is, and the parity check reports the rest.
+        kind = (content.get("normalizer") or {}).get("type")
+        if kind not in (None, "NFC"):
+            raise DataError(f"{path}: normalizer {kind!r} cannot be exported", hint=SUPPORTED)
         pieces = {number: Piece._make((token, 0.0, NORMAL)) for token, number in model["vocab"].items()}
         merges = _merges_of(path, model)
     _refuse_flags(path, content, spaced)
@@ -320,23 +325,6 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict
     if isinstance(template, list):  # named templates of older tokenizers, their form checked when they were read
         return [{"name": entry["name"], "template": entry["template"]} for entry in template] or None
     return template if isinstance(template, str) else None
-
-
-def _refuse_rules(path: Path, model: Mapping[str, Any]) -> None:
-    """Raise DataError for a BPE with rules that llama.cpp's has not."""
-    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(key):
-            raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=SUPPORTED)
-
-
-def _refuse_normalizer(path: Path, content: Mapping[str, Any]) -> None:
-    """Raise DataError for a normalizer other than NFC.
-
-    llama.cpp never normalises; NFC alone leaves ordinary text as it is, and the parity check reports the rest.
-    """
-    normalizer = content.get("normalizer")
-    if normalizer is not None and normalizer.get("type") != "NFC":
-        raise DataError(f"{path}: normalizer {normalizer.get('type')!r} cannot be exported", hint=SUPPORTED)
 
 
 def _steps(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:

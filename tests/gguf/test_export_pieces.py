@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers in GGUF: the ids of Hugging Face in llama.cpp, with tokenizer.model and without."""
+"""SentencePiece tokenizers in GGUF: Hugging Face's ids in llama.cpp, with tokenizer.model and without, and back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from test_export import HARD_TEXTS, held_out_texts, needs_llama
 from test_gguf_reference import TOKENIZERS, needs_tokenizers, script
+from test_import import check_ids, write_tokenizer
 from tokenizers import Tokenizer
 
 from distill.errors import DataError
@@ -43,7 +44,7 @@ def test_ids_equal(name: str, tmp_path: Path) -> None:
     if "legacy" in name:
         path.write_text(json.dumps(json.loads(path.read_text()) | LEGACY))
     found = read_tokenizer(folder, rows, "llama")
-    write_vocabulary(tmp_path / "v.gguf", lambda writer: add_tokenizer(writer, found))
+    imported = write_tokenizer(tmp_path / "v.gguf", found)
     tokenizer = Tokenizer.from_file(str(path))
     special = [token["content"] for token in json.loads(path.read_text())["added_tokens"]]
     texts = [*check_texts(folder), *HARD_TEXTS[2:6], HARD_TEXTS[7], *held_out_texts(("test",))[::4]]
@@ -58,6 +59,9 @@ def test_ids_equal(name: str, tmp_path: Path) -> None:
             assert file.tokenize(as_llama_reads(tokenizer, text), parse_special=True) == ids, text
             if not any(token in text for token in special):
                 assert file.detokenize(ids) == prefix + as_llama_reads(tokenizer, text).encode(), text
+    check_ids(imported, tmp_path / "v.gguf", [*texts, f"a{special[-1]}b {special[0]} c"])
+    ids = imported.encode(code := "def f(x):\n  return 'é 你 👩'", add_special_tokens=False).ids
+    assert imported.decode(ids, skip_special_tokens=False) == code and imported.encode("a").ids[0] == found.ids["bos"]
 
 
 @needs_tokenizers

@@ -168,13 +168,14 @@ ROPES: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2-tied", YARN | {"yarn_log_multiplier": 0.1}, "yarn_log_multiplier is 0.1"),
     ("qwen2-tied", {"alpha": 4.0}, "alpha is 4.0"),
     ("qwen2-tied", LINEAR, ""),
-    ("qwen2-tied", {"factor": 4.0}, ""),
+    ("qwen2-tied", {"factor": 4.0, "yarn_beta_fast": 8.0, "beta_slow": 2.0}, ""),
     ("qwen2-tied", LINEAR | {"factor": 0.0}, ""),
     ("qwen2-tied", LINEAR | {"type": "none"}, ""),
     ("qwen2-tied", LINEAR | {"attn_factor": 1.3}, "attn_factor 1.3 on rope scaling 'linear'"),
     ("qwen2-tied", {"attn_factor": 1.3}, "attn_factor 1.3 on rope scaling 'default'"),
     ("qwen2-tied", LINEAR | {"type": "longrope"}, "is longrope, and it has no rope_factors_long"),
     ("qwen2-tied", LINEAR | {"type": "dynamic"}, "scaling.type is b'dynamic', must be one of none, linear"),
+    ("llama", {}, ""),
     ("llama", YARN, "'yarn' on llama cannot be imported"),
     ("llama-3-rope", {}, ""),
     ("llama-3-rope", LINEAR, "twice, by rope_freqs.weight and by rope scaling 'linear'"),
@@ -206,6 +207,7 @@ def test_rotary_embedding(
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(tmp_path / "back")(torch.tensor([ids])).logits[0]
     own = logits[:, : theirs.shape[1]].log_softmax(-1)
+    assert own.std() > 0.2  # far from flat
     assert (theirs.exp() * (theirs - own)).sum(-1).max() < 1e-3
 
 

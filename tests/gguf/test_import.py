@@ -28,12 +28,10 @@ from test_export import (
     some_ids,
     train_tokenizer,
 )
-from test_gguf_reference import TOKENIZERS, needs_tokenizers, script
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from distill.cli.check import smollm2_file
-from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import load_pair
 from distill.engines.torch import hugging_face
 from distill.errors import DataError
@@ -148,20 +146,6 @@ def test_every_type_is_dequantised_as_the_gguf_package_does(
     assert outtype in DIRECT or any(kind[0] in "QI" for kind in kinds)
 
 
-@needs_llama
-def test_logits_agree_with_llama_cpp_on_the_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    export("llama", tmp_path, tokenizer, "f32", hidden_size=256, head_dim=64)
-    imported(tmp_path / "m.gguf", tmp_path / "back")
-    ids = some_ids(len(tokenizer), 120)
-    with torch.no_grad():
-        own = AutoModelForCausalLM.from_pretrained(tmp_path / "back")(torch.tensor([ids])).logits[0].log_softmax(-1)
-    with GgufModel(tmp_path / "m.gguf", context=128, threads=1) as gguf:
-        theirs = gguf.extend(ids).full().log_softmax(-1)
-    own = own[:, : theirs.shape[1]].log_softmax(-1)
-    assert (theirs.exp() * (theirs - own)).sum(-1).max() < 1e-3
-    assert own.std() > 0.2
-
-
 def read_back(path: Path) -> Tokenizer:
     found = read_tokenizer(open_head(path))
     return Tokenizer.from_str(json.dumps(found.content))
@@ -197,23 +181,6 @@ def test_ids_of_each_pre_tokenizer_are_those_of_llama_cpp(pre: str, tmp_path: Pa
     exported = GgufTokenizer("gpt2", pre, tokens, [1] * len(tokens), merges=merges, ids={"eos": 0})
     own = write_tokenizer(tmp_path / "v.gguf", exported)  # the tested build knows every name
     check_ids(own, tmp_path / "v.gguf", [*PROBE, *HARD_TEXTS, *held_out_texts()[::7]], parse_special=False)
-
-
-@needs_llama
-@needs_tokenizers
-@pytest.mark.parametrize("name", ["llama-2", "phi-3", "gemma"])
-def test_ids_of_sentencepiece(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "m"
-    folder.mkdir()
-    rows = script.build_tokenizer(name, TOKENIZERS, folder) + 5
-    exported = read_exported(folder, rows, "llama")
-    own = write_tokenizer(tmp_path / "v.gguf", exported)
-    special = [token["content"] for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]]
-    texts = [*PROBE, *HARD_TEXTS[1:], *held_out_texts()[::5], f"a{special[-1]}b {special[0]} c"]
-    check_ids(own, tmp_path / "v.gguf", texts)
-    ids = own.encode("def f(x):\n  return 'é 你 👩'", add_special_tokens=False).ids
-    assert own.decode(ids, skip_special_tokens=False) == "def f(x):\n  return 'é 你 👩'"
-    assert own.encode("a").ids[0] == exported.ids["bos"]
 
 
 @needs_llama
