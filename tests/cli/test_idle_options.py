@@ -23,7 +23,7 @@ COUNTED += " threads output"
 PAIR = (
     "target draft prompts count prompt_tokens tokens lengths configuration temperature top_k top_p min_p batch static"
 )
-PAIR += " compile prepack seed to threads output gguf allow_lossy"
+PAIR += " compile prepack seed to threads output gguf allow_lossy table"
 
 VALUES = {"output": "csv", "dtype": "float32", "kind": "vllm", "draft_sampling": "greedy", "flash_attn": "on"}
 VALUES |= dict.fromkeys(("must_pay", "temperature", "top_p", "min_p", "p_min"), "0.5")

@@ -200,7 +200,16 @@ def test_lookup_and_lookup_before_a_draft(verifier: str, sampler: Sampler) -> No
 
 # Trees.
 
-COUNTED = NGramTable(count_ngrams([[i * i * factor % 7 % 4 for i in range(30)] for factor in range(1, 5)]), {})
+# N-grams of other texts, and of the target's own greedy one.
+COUNTED = NGramTable(
+    count_ngrams(
+        [
+            [*PROMPT, *decode_module.plain(pair(4, 3)[0], PROMPT, 12).tokens],
+            *([i * i * factor % 7 % 4 for i in range(30)] for factor in range(1, 5)),
+        ]
+    ),
+    {},
+)
 SEVEN = Shape((-1, -1, 0, 0, 1, 2, 2))
 
 
