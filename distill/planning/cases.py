@@ -268,7 +268,7 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
 
 
 def planned_config(recipe: Recipe) -> Any:
-    """The configuration of the draft that a recipe cuts (of a search: of its smallest), without a trimmed head."""
+    """The configuration of the draft that a recipe cuts, without a trimmed head."""
     check_cut(recipe)
     config = copy.deepcopy(load_config(recipe.donor_model))
     sizes = planned_sizes(recipe, load_config(recipe.target.model), config)

@@ -121,7 +121,7 @@ ON_CPU = GgufOptions(device=(NO_DEVICE,))
 
 
 class Gguf(Section):
-    """How llama.cpp opens GGUF files in profile, speedup, a search with gguf, and as answers.writer or teacher.
+    """How llama.cpp opens GGUF files in profile, speedup, priced cuts with gguf, and as answers.writer or teacher.
 
     The names are llama.cpp's own.
     """
