@@ -182,7 +182,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     assert [one.title for one in others] == [PLAIN_SAMPLED.title, *(one.title for one in asked)]
     assert [one.lossy is not None for one in others] == [False, False, True]
     texts = time_texts(target, draft, random_prompts(4, 12, 3), 16, prepared, "prompts")
-    label = PairMeasured("a pair", "table")
+    label = PairMeasured("a pair", "pytorch")
     rows = measurements(texts, prepared, {}, label)
     *_, plain_row, lossless, lossy = rows
     assert plain_row.speedup == 1 and plain_row.tokens_per_round is None

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy
 import pytest
 import served_pairs
 import test_record
 import tiny
 import wheel_server
-from sampled_texts import homogeneity
+from scipy.stats import chi2_contingency
 
 from distill.cli import serve_check
 from distill.data.chat_template import ChatTemplate
@@ -229,6 +230,18 @@ def test_both_ways_to_draft_are_ours(settings: LlamaServer, prompts: list[Prompt
         if settings.has(SAMPLING):
             assert found.drawn.low > 0.1
     assert not settings.has(SAMPLING) or rates[True] > 1.2 * rates[False]
+
+
+def homogeneity(left: Counter[Any], right: Counter[Any]) -> float:
+    """The p-value of two samples under one distribution, cells of fewer than 5 expected counts pooled; 1.0 where only
+    one cell is left."""
+    table = numpy.array([[left[token], right[token]] for token in sorted({*left, *right})], float)  # [tokens, 2]
+    smaller = table.sum(0).min() / table.sum()
+    often = table.sum(1) * smaller >= 5
+    cells, rest = table[often], table[~often].sum(0)
+    if rest.sum() * smaller >= 5:
+        cells = numpy.vstack([cells, rest])
+    return float(chi2_contingency(cells, correction=False).pvalue) if len(cells) > 1 else 1.0
 
 
 def test_texts_follow_the_targets_distribution(settings: LlamaServer, prompts: list[Prompt]) -> None:

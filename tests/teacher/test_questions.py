@@ -669,7 +669,7 @@ def test_the_page_shows_questions_and_escapes_them(world: Path) -> None:
     for shown in ("self-asked questions", "200", "256", "202", "14.5", "33.0", "31.0 %", "74.4 %", "92.0 %", "1.6 %"):
         assert shown in page, shown
     assert "<script>" not in page and "&lt;script&gt;alert(1)" in page and "What is &amp; why?" in page
-    assert "50 not ended within the limit, 4 equal to another" in page
+    assert "50 not ended within the limit; 4 equal to another" in page
     assert "20 of 1, 180 of 2; ended early: 20 answer: looping" in page
     object.__setattr__(results, "questions", None)
     assert "self-asked" not in texts(results)
