@@ -21,6 +21,8 @@ DOCUMENTS = ("README.md", "docs/benchmarks.md")
 BACKENDS = {"pytorch": "PyTorch", "gguf": "GGUF, by `distill` in llama.cpp's library"}
 # What the headline shows: settled beforehand, not the best of many. llama-server drafts 3 tokens by default, recipes 4:
 # the first of these lengths that was measured.
+HEADLINE = ("| acceptance probability, rejection sampling", "| acceptance probability, greedy")  # rows of eval.md
+LEFT_OUT = ("**by slice", "**rounds", "**the draft's own")  # tables of eval.md
 RULE, LENGTHS = "expected-value", (3, 4, 1)
 
 
@@ -29,7 +31,7 @@ def tables(run: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     if not (run / "speedup.md").exists():
         return found
-    evaluation = _without_command(run / "eval.md")
+    evaluation = _of_documents(_without_command(run / "eval.md"))
     speedup = read_result(run / "speedup.json", SpeedupReport)
     return found | {
         "headline": f"{_acceptances(evaluation)}\n\n{_speedups(speedup)}",
@@ -40,41 +42,45 @@ def tables(run: Path) -> dict[str, str]:
 
 
 def _without_command(path: Path) -> str:
-    """The text of a table file less the commands, which the documents name themselves; of a speedup's rounds, steps and
-    depths nothing."""
-    text = re.split(r"\n(?:[^\n]*:\n\n)?\*\*a round\*\*", path.read_text(encoding="utf-8"))[0]
+    """The text of a table file less the commands, which the documents name themselves; of a speedup's explanations,
+    rounds, steps and depths nothing."""
+    text = re.split(r"\nPredicted, for fixed|\n(?:[^\n]*:\n\n)?\*\*a round\*\*", path.read_text(encoding="utf-8"))[0]
     return re.sub(r"\n`distill [^`]*`\n", "\n", text).strip()
 
 
+def _of_documents(evaluation: str) -> str:
+    """The tables of eval.md that the documents show: the measures, by class and by position."""
+    sections = re.split(r"\n(?=\*\*)", evaluation)
+    return "\n".join(one for one in sections if not one.startswith(LEFT_OUT))
+
+
 def _acceptances(evaluation: str) -> str:
-    """The acceptance probabilities of eval.md on the target's own text: the table's head and rows that begin so."""
+    """Two acceptance probabilities of eval.md on the target's own text, with the table's head."""
     answers = evaluation[evaluation.index("**answers**") :].split("\n**", 1)[0]
     rows = [line for line in answers.splitlines() if line.startswith("|")]
-    return "\n".join([*rows[:2], *(row for row in rows[2:] if row.startswith("| acceptance probability,"))])
+    return "\n".join([*rows[:2], *(row for row in rows[2:] if row.startswith(HEADLINE))])
 
 
 def _speedups(report: SpeedupReport) -> str:
     """The speedup of each pair by each backend: with a fixed draft length, with lengths that `RULE` chooses, and with
     tokens that are looked up."""
-    rows: dict[tuple[str, str], dict[str, Measurement]] = {}
+    rows: dict[str, dict[str, Measurement]] = {}
     measured = {one.length for one in report.measurements}
     fixed = next((length for length in LENGTHS if length in measured), None)
     for measurement in report.measurements:
         kind = _kind(measurement, fixed)
-        if kind is not None:  # the target's and the draft's type of GGUF files stand behind the pair's name
-            pair = measurement.pair.split(", target ")[0]
-            rows.setdefault((pair, kind), {}).setdefault(measurement.backend, measurement)
+        if kind is not None:
+            rows.setdefault(kind, {}).setdefault(measurement.backend, measurement)
     backends = [name for name in BACKENDS if any(name in row for row in rows.values())]
     lines = [
-        "| speedup over plain decoding, greedy | " + " | ".join(BACKENDS[name] for name in backends) + " |",
+        f"| speedup over plain decoding, greedy, {report.prompts} prompts | "
+        + " | ".join(BACKENDS[name] for name in backends)
+        + " |",
         "|---|" + "---|" * len(backends),
     ]
-    for (pair, kind), row in rows.items():
-        target = pair.split(" + ")[-1]
-        first = next(iter(row.values()))
-        prompts = sum(count or 0 for count in (first.identical, first.excused, first.different))
+    for kind, row in rows.items():
         cells = [_interval(row[name]) if name in row else "" for name in backends]
-        lines.append(f"| {target} as shipped, {prompts} prompts: {kind} | " + " | ".join(cells) + " |")
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
