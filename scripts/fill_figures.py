@@ -22,7 +22,7 @@ BACKENDS = {"pytorch": "PyTorch", "gguf": "GGUF, by `distill` in llama.cpp's lib
 # What the headline shows: settled beforehand, not the best of many. llama-server drafts 3 tokens by default, recipes 4:
 # the first of these lengths that was measured.
 HEADLINE = ("| acceptance probability, rejection sampling", "| acceptance probability, greedy")  # rows of eval.md
-LEFT_OUT = ("**by slice", "**rounds", "**the draft's own")  # tables of eval.md
+LEFT_OUT = ("**by class", "**by slice", "**rounds", "**the draft's own")  # tables of eval.md
 RULE, LENGTHS = "expected-value", (3, 4, 1)
 
 
@@ -49,7 +49,7 @@ def _without_command(path: Path) -> str:
 
 
 def _of_documents(evaluation: str) -> str:
-    """The tables of eval.md that the documents show: the measures, by class and by position."""
+    """The tables of eval.md that the documents show: the measures, and by position."""
     sections = re.split(r"\n(?=\*\*)", evaluation)
     return "\n".join(one for one in sections if not one.startswith(LEFT_OUT))
 
