@@ -310,7 +310,7 @@ def explain_tree(chosen: ChosenTree, of_texts: str, counted: float | None) -> st
         )
     return (
         f"`{title_with_tree(chosen)}`, the fastest by its prediction on {of_texts}: {chosen.tokens:.2f} tokens "
-        f"in {chosen.seconds * 1e3:.2f} ms a round, {chosen.speedup:.2f}x plain decoding after the prompt."
+        f"in {chosen.seconds * 1e3:.2f} ms a round, {chosen.speedup:.2f}× plain decoding after the prompt."
         + (f" The measured rounds had {counted:.2f} tokens." if counted is not None else "")
     )
 

@@ -206,26 +206,26 @@ def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenario
         cheapest = min(lengths, key=lambda one: one.verify_cost / (one.length + 1))
         return (
             f"No draft can pay here, because verifying {cheapest.length + 1} tokens costs {cheapest.verify_cost:.2f} "
-            f"T(1): with every token accepted this one gives at most {top.upper_bound:.2f}x, and a free one no speedup "
+            f"T(1): with every token accepted this one gives at most {top.upper_bound:.2f}×, and a free one no speedup "
             "either."
         )
     if top.upper_bound <= 1:
         return (
             f"This draft cannot pay: its step costs {cost:.2f} T(1), and with every token accepted it gives at most "
-            f"{top.upper_bound:.2f}x ({top.length} drafted). A draft whose step costs less than {free:.2f} T(1) could."
+            f"{top.upper_bound:.2f}× ({top.length} drafted). A draft whose step costs less than {free:.2f} T(1) could."
         )
     even = min((one for one in lengths if one.break_even is not None), key=lambda one: one.break_even or 0.0)
     needed = {n: case.median(lambda costs, n=n: case.needed(costs, n, GOOD_SPEEDUP)) for n in case.lengths}  # type: ignore[misc]
     length = min(needed, key=lambda n: needed[n])
-    good = f"{GOOD_SPEEDUP}x from {needed[length]:.2f} on ({length} drafted)"
+    good = f"{GOOD_SPEEDUP}× from {needed[length]:.2f} on ({length} drafted)"
     if math.isinf(needed[length]):
-        good = f"{GOOD_SPEEDUP}x at none"
+        good = f"{GOOD_SPEEDUP}× at none"
     step = (
         f"A draft step costs {cost:.2f} T(1)." if cost else "A draft that costs nothing is assumed (see --draft-cost)."
     )
     return (
         f"{step} It pays from a conditional acceptance of {even.break_even:.2f} on "
-        f"({even.length} drafted), gives {good}, and with every token accepted at most {top.upper_bound:.2f}x "
+        f"({even.length} drafted), gives {good}, and with every token accepted at most {top.upper_bound:.2f}× "
         f"({top.length} drafted)."
     )
 

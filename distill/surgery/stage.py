@@ -119,7 +119,7 @@ def compare_cuts(
             step = _draft_seconds(recipe, model, backend)
             write_result(path, price(choice.name, parameters, kl, accepted, costs, step))
         cuts.append(read_result(path, PricedCut))
-        run.say(f"  {choice.name}: acceptance probability {cuts[-1].acceptance:.3f}, predicted {cuts[-1].speedup:.2f}x")
+        run.say(f"  {choice.name}: acceptance probability {cuts[-1].acceptance:.3f}, predicted {cuts[-1].speedup:.2f}×")
     comparison = Comparison(backend, recipe.cut.heal_steps, costs, cuts, run.command)
     write_result(folder / "compared.json", comparison)
     run.say(document([comparison.table()]))

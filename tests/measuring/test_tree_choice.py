@@ -250,7 +250,7 @@ def test_a_chosen_tree_is_predicted_by_the_tokens_that_its_rounds_gave() -> None
     plainly = {alone.title: ChosenTree(alone.title, 0, None, 1.0, 1.0, 1.0, [])}
     assert predicted(alone, plainly) == (0, 1.0)
     sentence = explain_tree(choices[alone.title], "8 texts", 5 / 3)
-    assert "2.50 tokens in 1200.00 ms a round, 2.08x plain decoding after the prompt." in sentence
+    assert "2.50 tokens in 1200.00 ms a round, 2.08× plain decoding after the prompt." in sentence
     assert sentence.endswith(" The measured rounds had 1.67 tokens.")
 
 

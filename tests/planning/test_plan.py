@@ -86,7 +86,7 @@ def test_prompts_that_both_models_read_are_paid() -> None:
 def test_verdicts() -> None:
     pays = forecast(straight(0.05, 0.1), {"mine": [0.9]})
     assert "pays from a conditional acceptance of 0.15 on (1 drafted)" in pays.sentences[0]
-    assert f"at most {9 / 2.2:.2f}x (8 drafted)" in pays.sentences[0] and "it pays" in pays.sentences[1]
+    assert f"at most {9 / 2.2:.2f}× (8 drafted)" in pays.sentences[0] and "it pays" in pays.sentences[1]
     slow = forecast(straight(0.1, 1.0), {"mine": [0.9]})
     assert "This draft cannot pay" in slow.sentences[0] and "less than 0.90 T(1) could" in slow.sentences[0]
     assert "it does not pay" in slow.sentences[1] and all(one.best == 0 for one in slow.scenarios)
@@ -273,7 +273,7 @@ def test_a_log_of_llama_batched_bench(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "log").write_text("\n".join(lines))
     assert tiny.call("plan", "--batched-bench", tmp_path / "log", "--acceptance", "0.9", "--draft-cost", "0.05") == 0
     said = capsys.readouterr().out
-    assert "--spec-draft-n-max 2" in said and f"at most {3 / 1.3:.2f}x (2 drafted)" in said
+    assert "--spec-draft-n-max 2" in said and f"at most {3 / 1.3:.2f}× (2 drafted)" in said
 
 
 def test_the_acceptance_of_a_sister(tmp_path: Path, capsys: Capture) -> None:
