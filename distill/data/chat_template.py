@@ -74,6 +74,17 @@ class ChatTemplate:
         found.settings = self.settings.model_copy(update={"arguments": {**self.settings.arguments, **more}})
         return found
 
+    def of_conversation(self, given: Mapping[str, Any]) -> tuple[ChatTemplate, list[str]]:
+        """This template with the arguments that a record or a request gives it, and the names of those that it lacks.
+
+        ValueError for `tools` and `documents` that it does not write: the target was asked something else.
+        """
+        source = str(self.tokenizer.chat_template)
+        lacking = [name for name in given if name not in source]
+        if lost := next((name for name in ("tools", "documents") if name in lacking), None):
+            raise ValueError(f"`{lost}` that the target's chat template does not write")
+        return self.with_arguments({name: given[name] for name in given if name not in lacking}), lacking
+
     def arguments(self, thinking: bool | None) -> dict[str, Any]:
         """The template's arguments with thinking on, off, or as it likes."""
         switch = {} if thinking is None else {self.settings.thinking_argument: thinking}
@@ -188,10 +199,8 @@ class ChatTemplate:
                 raise ValueError(f"an answer that never closes the {opening} that its prompt ends with")
         within, closing, behind = last["content"].partition(CLOSING)
         if closing and not opening and THOUGHT not in last and OPENING not in within:
-            last |= {
-                THOUGHT: within.strip("\n"),
-                "content": behind.lstrip("\n"),
-            }  # its server's template had opened the thinking
+            # Its server's template had opened the thinking.
+            last |= {THOUGHT: within.strip("\n"), "content": behind.lstrip("\n")}
         end = self.end if ended else []
         if last.get("tool_calls"):
             answer, as_usual = self._written(prompt, before, last, thinking)

@@ -85,16 +85,12 @@ class ChatPrompts:
 
     def _template_of(self, document: Document) -> ChatTemplate:
         """The template with what a conversation's record gives it; ValueError where it does not write that."""
-        given, source = document.arguments, str(self.template.tokenizer.chat_template)
-        for name in ("tools", "documents"):
-            if name in given and name not in source:
-                raise ValueError(f"`{name}` that the target's chat template does not write")
-        read = {name: value for name, value in given.items() if name in source}
-        for name in given.keys() - read.keys():
+        template, lacking = self.template.of_conversation(document.arguments)
+        for name in lacking:
             if (document.name, name) not in self._told:
                 self._told.add((document.name, name))
                 self.dropped[f"template argument `{name[:40]}` of a record, which the target's template lacks"] += 1
-        return self.template.with_arguments(read)
+        return template
 
     def _thought(self, document: Document, answer: Mapping[str, Any]) -> bool | None:
         """Whether an answer was written with thinking on; None where the recipe does not say that it matters."""

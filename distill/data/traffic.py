@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -30,6 +31,7 @@ SOURCE = "traffic"
 PINNED = {"path": str, "bytes": int, "lines": int, "sha256": str, "start": int, "start_line": int}  # form of a pin
 LINES_PER_FILE = 2048
 MOST_LINES = 1000  # that a check reads
+MOST_NAMES = 20  # of arguments that are named; hostile logs have a new one in each line
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,13 @@ def parse_line(raw: bytes, number: int) -> Line | str:
     return Line(number, asked, last, ended, arguments | offered)
 
 
-def encode_line(line: Line, tokenizer: Any, chat: Chat) -> tuple[list[int], list[int]]:
-    """Token ids of prompt and answer, encoded separately as they were when served; ValueError with the line's fault."""
+def encode_line(
+    line: Line, tokenizer: Any, chat: Chat, lacking: Counter[str] | None = None
+) -> tuple[list[int], list[int]]:
+    """Token ids of prompt and answer, encoded separately as they were when served; ValueError with the line's fault.
+
+    Counts in `lacking` the arguments of its request that the target's template does not read.
+    """
     from distill.data.chat_template import ChatTemplate
     from distill.engines.torch.hugging_face import encode, encode_text
 
@@ -203,8 +210,9 @@ def encode_line(line: Line, tokenizer: Any, chat: Chat) -> tuple[list[int], list
     elif not tokenizer.chat_template:
         raise ValueError("messages, but the target's tokenizer has no chat template")
     else:
-        known = {name: value for name, value in line.arguments.items() if name in str(tokenizer.chat_template)}
-        template = ChatTemplate(tokenizer, chat).with_arguments(known)
+        template, names = ChatTemplate(tokenizer, chat).of_conversation(line.arguments)
+        if lacking is not None:
+            lacking.update(name[:40] for name in names)
         ids, answer = template.answered([*line.prompt, line.answer], ended=line.ended)
     if not ids or not answer:
         raise ValueError("it gives no token")
@@ -216,13 +224,23 @@ HeldOut = dict[str, tuple[Prompt, Answer]]  # by the prompt's name, with the fir
 
 @dataclass
 class Sorted:
-    """The lines of a file, sorted: answers to learn from, held-out prompts, faults, and counts of cut lines."""
+    """The lines of a file, sorted: answers to learn from, held-out prompts, faults, counts of cut lines, and of the
+    arguments of requests that the target's template lacks."""
 
     train: list[Answer] = field(default_factory=list)
     held_out: dict[str, HeldOut] = field(default_factory=lambda: {"validation": {}, "test": {}})  # by split
     bad: list[str] = field(default_factory=list)
     too_long: int = 0
     cut: int = 0
+    lacking: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def sentences(self) -> list[str]:
+        """What requests gave a chat template that the target's does not read."""
+        return [
+            f"template argument `{name}` of {count} request{'s' * (count > 1)}, which the target's template lacks"
+            for name, count in self.lacking.most_common(MOST_NAMES)
+        ]
 
     @property
     def first_fault(self) -> str:
@@ -242,7 +260,7 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
             found.bad.append(line)
             continue
         try:
-            prompt, answer = encode_line(line, tokenizer, recipe.chat)
+            prompt, answer = encode_line(line, tokenizer, recipe.chat, found.lacking)
         except ValueError as error:
             found.bad.append(f"line {line.number}: {error}")
             continue
@@ -308,6 +326,8 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
         run.say(f"  traffic: {found.too_long} prompts left out and {found.cut} answers cut to fit corpus.block")
     if found.bad:
         run.say(f"  traffic: {len(found.bad)} bad lines left out{found.first_fault}")
+    for sentence in found.sentences:
+        run.say(f"  traffic: {sentence}")
     if unfinished := unfinished_line(pin):
         run.say(f"  traffic: {unfinished}")
 
@@ -350,5 +370,6 @@ def check_traffic(recipe: Recipe) -> list[str]:
     return [
         f"traffic {settings.path}: {pin['lines']} lines; of the first {min(MOST_LINES, pin['lines'])}, "
         f"{len(found.train)} answers to learn from, {len(found.bad)} bad lines{found.first_fault}, "
-        f"{found.too_long} too long"
+        f"{found.too_long} too long",
+        *(f"warning: {sentence}" for sentence in found.sentences),
     ]

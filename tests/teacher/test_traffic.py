@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -466,7 +467,14 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
     tokenizer.chat_template += "{% if quiet %}!{% endif %}"
     quiet = parse_line(json.dumps({"messages": messages, "chat_template_kwargs": {"quiet": 1, "x": 2}}).encode(), 1)
     assert isinstance(quiet, Line) and encode_line(line, tokenizer, Chat()) == expected  # arguments that it reads
-    assert encode_line(quiet, tokenizer, Chat()) == (encode(tokenizer, "<user>total\n<assistant>!"), expected[1])
+    lacking: Counter[str] = Counter()
+    ids = encode_line(quiet, tokenizer, Chat(), lacking)
+    assert ids == (encode(tokenizer, "<user>total\n<assistant>!"), expected[1]) and lacking == {"x": 1}
+    for name in ("tools", "documents"):  # the target was asked something else than the template writes
+        offered = parse_line(json.dumps({"messages": messages, name: [{"a": 1}]}).encode(), 1)
+        assert isinstance(offered, Line)
+        with pytest.raises(ValueError, match=f"`{name}` that the target's chat template does not write"):
+            encode_line(offered, tokenizer, Chat())
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
     with pytest.raises(ValueError, match=r"refuses it \(no users\)"):
         encode_line(line, tokenizer, Chat())
