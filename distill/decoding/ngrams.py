@@ -7,6 +7,7 @@ tokens of a context, G different n-grams of one length, N counts, U different to
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,17 @@ FORMAT = "1"
 KEPT = 16  # likeliest tokens of a context that are looked at
 OWN_WEIGHT = 16.0  # counts of the table that one of the text so far is worth
 SINGLES_UP_TO = 40_000_000  # n-grams of a table; a larger one loses those of three tokens and more that occur once
+CHECKED = 256 * 2**20  # bytes of a table whose checksum is taken when it is opened: a fifth of a second
 CACHED = 200_000  # contexts whose likeliest tokens are kept in memory
 AGAIN = "make it again (in a run: `--redo table`)"
 
 Ints = NDArray[numpy.int64]
+KINDS = {"I32": "<i4", "F32": "<f4", "I64": "<i8"}  # numpy's names for the types of safetensors
+STORED = {
+    **{f"tokens.{size}": "I32" for size in range(1, ORDER + 2)},
+    **{f"counts.{size}": "F32" for size in range(1, ORDER + 2)},
+    **{f"first.{size}": "I64" for size in range(1, ORDER + 1)},
+}
 
 
 class Following(NamedTuple):
@@ -73,9 +81,7 @@ class NGramTable:
                 about: dict[str, str] = file.metadata() or {}
         except SafetensorError as error:
             raise DataError(f"{path} is damaged: {error}", AGAIN) from None
-        names = {f"{part}.{size}" for size in range(1, ORDER + 2) for part in ("tokens", "counts")}
-        names |= {f"first.{size}" for size in range(1, ORDER + 1)}
-        if about.get("ngrams") != FORMAT or set(tensors) != names:
+        if about.get("ngrams") != FORMAT or {name: one.dtype for name, one in tensors.items()} != STORED:
             raise DataError(f"{path} is not a table of n-grams of format {FORMAT}", AGAIN)
         if about.get("tokenizer") != tokenizer:
             raise DataError(
@@ -84,16 +90,19 @@ class NGramTable:
                 "make a table of this target's own texts",
             )
 
-        def mapped(name: str, kind: Any) -> Any:
-            tensor = tensors[name]
-            if tensor.numel == 0:
-                return numpy.zeros(0, kind)
-            return numpy.memmap(path, kind, "r", tensor.start, (tensor.numel,))
+        def mapped(name: str) -> Any:
+            kind, tensor = KINDS[STORED[name]], tensors[name]
+            return (
+                numpy.memmap(path, kind, "r", tensor.start, (tensor.numel,)) if tensor.numel else numpy.zeros(0, kind)
+            )
 
         levels = []
         for size in range(1, ORDER + 2):
-            first = mapped(f"first.{size}", "<i8") if size <= ORDER else numpy.zeros(0, numpy.int64)
-            levels.append(Level(mapped(f"tokens.{size}", "<i4"), mapped(f"counts.{size}", "<f4"), first))
+            first = mapped(f"first.{size}") if size <= ORDER else numpy.zeros(0, numpy.int64)
+            levels.append(Level(mapped(f"tokens.{size}"), mapped(f"counts.{size}"), first))
+        whole = path.stat().st_size > CHECKED or about.get("sha256") == _checksum(levels)
+        if not whole or not all(map(_fits, levels, [*levels[1:], None])):
+            raise DataError(f"{path} is damaged: its counts are not those that were written", AGAIN)
         return cls(levels, about)
 
     def child(self, size: int, ngram: int, token: int) -> int:
@@ -136,6 +145,22 @@ class NGramTable:
                 self._known.clear()
             self._known[size, ngram] = known
         return known
+
+
+def _fits(level: Level, following: Level | None) -> bool:
+    """Whether a level's parts belong together, and to the next level: seen from their sizes and ends."""
+    tokens, first = len(level.tokens), level.first
+    if len(level.counts) != tokens or following is None:
+        return len(level.counts) == tokens
+    return len(first) == tokens + 1 and first[0] == 0 and first[-1] == len(following.tokens)
+
+
+def _checksum(levels: Sequence[Level]) -> str:
+    found = hashlib.sha256()
+    for level in levels:
+        for part in (level.tokens, level.counts, level.first):
+            found.update(part.tobytes())
+    return found.hexdigest()
 
 
 def count_ngrams(texts: Iterable[Sequence[int]], singles_up_to: int = SINGLES_UP_TO) -> list[Level]:
@@ -187,7 +212,8 @@ def write_table(path: Path, levels: Sequence[Level], about: dict[str, str]) -> N
         arrays |= {f"tokens.{size}": level.tokens, f"counts.{size}": level.counts}
         if size <= ORDER:
             arrays[f"first.{size}"] = level.first
-    write_atomically(path, lambda temporary: save_file(arrays, str(temporary), {"ngrams": FORMAT, **about}))
+    about = {"ngrams": FORMAT, "sha256": _checksum(levels), **about}
+    write_atomically(path, lambda temporary: save_file(arrays, str(temporary), about))
 
 
 class OwnCounts:

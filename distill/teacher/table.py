@@ -20,7 +20,7 @@ def table(recipe: Recipe, run: Run) -> list[Path]:
     kept = [answer for answer in read_answers(run, "train") if not drop_reason(answer)]
     texts = [[*answer.prompt[-ORDER:], *answer.answer] for answer in kept]
     if not texts:
-        raise DataError("there is no answer to count n-grams of", "answers.prompts above 0, or no `drafter: table`")
+        raise DataError("no answer is left to count n-grams of: all were dropped", "answers/ says why")
     levels = count_ngrams(texts)
     path = run.path(*FILE)
     about = {"target": recipe.target.model, "tokenizer": tokenizer_digest(recipe.target.model)}

@@ -456,6 +456,31 @@ def read_weights(world: World, found: tuple[str, bytes]) -> Readers:
     return [stored, export]
 
 
+def tables(world: World) -> Strategy:
+    from distill.decoding.ngrams import count_ngrams, write_table
+
+    path = world.place / "whole.safetensors"
+    write_table(path, count_ngrams([[i * i % 11 for i in range(60)], [3, 4, 3, 4, 5]]), {"tokenizer": "ours"})
+    whole = path.read_bytes()
+    header, data = header_of(path)
+    return weighted(
+        (3, Tree(header).edited().map(lambda found: safetensors_bytes(dumped(found), data))),
+        (3, edited_bytes(whole, len(whole))),
+    )
+
+
+def read_tables(world: World, data: bytes) -> Readers:
+    from distill.decoding.ngrams import NGramTable
+    from distill.decoding.table import TableDrafter
+
+    def draft() -> None:
+        drafter = TableDrafter(NGramTable.open(world.put("ngrams.safetensors", data), "ours"), 8, 4)
+        drafter.begin([])
+        assert all(0 <= token < 11 for token in drafter.propose([1, 4, 9, 5, 3], 8, ()).tokens)
+
+    return [draft]
+
+
 def read_whole_model(world: World, found: tuple[str, bytes]) -> Readers:
     """The slow readers of a model's folder: transformers itself, on no values and on all."""
     import torch
@@ -1080,6 +1105,7 @@ KINDS = [
     Kind("served traffic", 14, traffic, read_traffic),
     Kind("records and results of a run", 8, records, read_record),
     Kind("safetensors", 7, weight_files, read_weights),
+    Kind("tables of n-grams", 2, tables, read_tables),
     Kind("model folders", 1, whole_models, read_whole_model, most_seconds=20, batch=50),
     Kind("mixed weight files", 1, mixed_weights, read_mixed_weights, most_seconds=20, batch=100),
     Kind("config.json", 1.5, configurations, read_configuration, batch=100),

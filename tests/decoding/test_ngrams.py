@@ -9,11 +9,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
+from distill.decoding import ngrams
 from distill.decoding.calibration import TABLE_TERMS, fit_calibration
 from distill.decoding.costs import StepCosts
 from distill.decoding.drafters import LookupPrice
@@ -202,7 +204,7 @@ def test_calibrated_on_other_texts(table: NGramTable) -> None:
     assert total == pytest.approx(right, rel=1e-3) and right > 20
 
 
-def test_files_that_are_no_table_of_this_target(tmp_path: Path) -> None:
+def test_files_that_are_no_table_of_this_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ngrams.safetensors"
     write_table(path, count_ngrams(TEXTS), {"tokenizer": "ours", "target": "small-model"})
     with pytest.raises(DataError, match="another vocabulary, that of small-model: ours, this target's is theirs"):
@@ -214,5 +216,16 @@ def test_files_that_are_no_table_of_this_target(tmp_path: Path) -> None:
     write_table(path, count_ngrams(TEXTS)[:-1], {"tokenizer": "ours"})
     with pytest.raises(DataError, match="not a table of n-grams"):
         NGramTable.open(path, "ours")
+    for place in (len(whole) - 40, len(whole) // 2, len(whole) // 3):  # one bit of the counts or their places
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(DataError, match=r"damaged: its counts are not those"):
+            NGramTable.open(path, "ours")
+    # A large one is not read to be checked; its parts must belong together all the same.
+    monkeypatch.setattr(ngrams, "CHECKED", 0)
+    levels = count_ngrams(TEXTS)
+    for shortened in (replace(levels[1], counts=levels[1].counts[:-1]), replace(levels[1], first=levels[1].first[:-1])):
+        write_table(path, [levels[0], shortened, *levels[2:]], {"tokenizer": "ours"})
+        with pytest.raises(DataError, match=r"damaged: its counts are not those"):
+            NGramTable.open(path, "ours")
     write_table(path, count_ngrams([]), {"tokenizer": "ours"})
     assert NGramTable.open(path, "ours").place([1, 2]) == []
