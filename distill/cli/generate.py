@@ -132,10 +132,10 @@ def generate(
         if length is None and not any(given[name] for name in ("drafter", "rule", "widths")):
             configuration = _configuration(given, _fastest(found), temperature)
         device, threads, settings, asked = recipe.device, threads or recipe.threads, recipe.pytorch, recipe.chat
-        if configuration.counts_ngrams and table is None and found.path("table").is_dir():
-            table = found.folder
         big, model = one_engine(recipe.target.model, str(found.path("draft").resolve()))
         place = recipe.target.model_copy(update={"model": big})
+    if configuration.counts_ngrams:
+        table = shared.place_of_table(table, found)
     require_used(gguf, place.model, model if configuration.asks_the_draft else None)
     pytorch = shared.pytorch_settings(settings, place.model, static=static, compile=compile, draft_device=draft_device)
     shared.prepare(threads)

@@ -259,6 +259,16 @@ def refuse_idle(context: typer.Context, *idle: tuple[object, str, str]) -> None:
             raise RecipeError(f"{option} {why}", "leave it out")
 
 
+def place_of_table(given: Path | None, run: Run | None) -> Path | None:
+    """Where drafter table finds n-grams of the target: as `given`, or of the run; None, which stderr says, where there
+    are none but the text's own."""
+    if given is None and run is not None and run.path("table").is_dir():
+        return run.folder
+    if given is None:
+        note("no table of n-grams (--table): drafter table knows those of the text so far alone")
+    return given
+
+
 def require_sampler_used(sampler: SamplerSettings) -> None:
     """Raise RecipeError for settings that do nothing, because nothing is sampled."""
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):

@@ -140,9 +140,8 @@ def speedup(
         (not any(one.counts_ngrams for one in every), "table", "is for configurations of drafter table"),
     )
     batches = _batch_sizes(batch, big)
-    if table is None and run is not None:
-        _, found = shared.find_run(run, runs)
-        table = found.folder if found.path("table").is_dir() else None
+    if any(one.counts_ngrams for one in every):
+        table = shared.place_of_table(table, None if run is None else shared.find_run(run, runs)[1])
     shared.prepare(threads)
     from distill.decoding.configured import check_configurations
     from distill.measuring.compare import PairSettings

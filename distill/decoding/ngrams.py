@@ -60,7 +60,7 @@ class Level:
 
 
 class NGramTable:
-    """How often each token followed each context of up to ORDER tokens, from a file that is mapped, not read.
+    """How often each token followed each context of up to ORDER tokens, from a file that is mapped into memory.
 
     A place in a text is a list: the number of the n-gram that its last 1, 2, … tokens are in their level, up to the
     first that the table does not have.

@@ -187,8 +187,7 @@ def measure_any_pair(
     if batches and max(batches) > len(prompts.measured):
         raise RecipeError(f"--batch {max(batches)} needs as many prompts, and there are {len(prompts.measured)}")
     measured, spare = [prompt.ids for prompt in prompts.measured], [prompt.ids for prompt in prompts.others]
-    asked = any(one.counts_ngrams for one in configurations)
-    counted = open_table(table, settings.target.model) if asked and table is not None else None
+    counted = None if table is None else open_table(table, settings.target.model)
     longest_step = max(settings.speedup.max_tokens, *(one.max_length + 1 for one in configurations))
     with load_pair(
         settings.target,

@@ -71,11 +71,15 @@ def test_commands_draft_from_a_runs_table(
     def text(*options: object) -> str:
         capsys.readouterr()
         assert tiny.call("generate", prompt, "--tokens", 12, *options) == 0
-        return capsys.readouterr().out
+        said = capsys.readouterr()
+        alone = "table" in options and "--table" not in options and "--run" not in options
+        assert ("knows those of the text so far alone" in said.err) == alone
+        return said.out
 
     run = ("--run", counted.name, "--runs", counted.parent)
     plain = text(*run, "--length", 0)
-    assert text(*run, "--drafter", "table") == plain == text("--target", target, "--drafter", "table")
+    assert text(*run, "--drafter", "table") == plain
+    assert text("--target", target, "--drafter", "table") == plain
     assert text("--target", target, "--drafter", "table", "--table", counted) == plain
     assert "--table is for --drafter table" in tiny.refused(capsys, "generate", prompt, *run, "--table", counted)
     pair = ("speedup", "--target", target, "--prompts", world / "corpus", "--count", 2, "--tokens", 8, "--lengths", 0)
