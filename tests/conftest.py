@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -36,6 +37,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     tiny.build_world(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def plain(world: Path) -> Any:
+    """The tokenizer of the world's target, without a chat template; copy it before changing anything."""
+    from distill.engines.torch.hugging_face import load_tokenizer
+
+    return load_tokenizer(str(world / "target"))
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from distill.data.corpus import pack_given
 from distill.data.prompts import ChatPrompts, cut_prompts
 from distill.data.sources import Document
 from distill.data.texts import drop_reason, read_answers, read_prompts
-from distill.engines.torch.hugging_face import encode, load_tokenizer
+from distill.engines.torch.hugging_face import encode
 from distill.errors import DataError, RecipeError
 from distill.files import read_result
 from distill.measuring.evaluation_results import EvaluationReport
@@ -39,18 +39,6 @@ QUESTION = {"role": "user", "content": "hello"}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def plain(world_tokenizer: Path) -> Any:
-    return load_tokenizer(str(world_tokenizer))
-
-
-@pytest.fixture(scope="module")
-def world_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "target"
-    tiny.build_model(folder)
-    return folder
 
 
 def dressed(plain: Any, style: str, marked: bool = False) -> Any:

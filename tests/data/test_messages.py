@@ -21,7 +21,6 @@ from distill.data.chat_template import ChatTemplate
 from distill.data.messages import THINKING, normal
 from distill.data.sources import read_documents
 from distill.data.traffic import encode_line, parse_line
-from distill.engines.torch.hugging_face import load_tokenizer
 from distill.recipe import Chat, Corpus, Source
 
 INPUTS = Path(os.environ.get("DISTILL_SHARED", tiny.ROOT.parent / "shared")) / "inputs"
@@ -50,14 +49,6 @@ JOINED = (
     "{% if add_generation_prompt %}<|Assistant|>{{ '<think>' if thinking else '</think>' }}{% endif %}"
 )
 SPECIAL = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"]
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("model") / "target"
-    with tiny.one_thread():
-        tiny.build_model(folder)
-    return load_tokenizer(str(folder))
 
 
 def dressed(plain: Any, style: str) -> Any:

@@ -18,7 +18,6 @@ from distill.cli.shared import read_texts
 from distill.data.chat_template import ChatTemplate, next_prompt
 from distill.data.prompts import ChatPrompts, sources_of
 from distill.data.sources import Document, read_documents
-from distill.engines.torch.hugging_face import load_tokenizer
 from distill.errors import DataError
 from distill.recipe import Chat, Corpus, Source
 
@@ -177,14 +176,6 @@ def test_thinking_has_one_name_and_arguments_one_form(tmp_path: Path) -> None:
 
 
 # ── what a record gives the template ──
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("model") / "target"
-    with tiny.one_thread():
-        tiny.build_model(folder)
-    return load_tokenizer(str(folder))
 
 
 def chat_of(plain: Any, style: str, **settings: Any) -> ChatPrompts:
