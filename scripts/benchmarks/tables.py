@@ -1,0 +1,86 @@
+"""What n-grams of the target's own answers know, by how many are counted: replayed on others of a run's answers.
+
+    python scripts/benchmarks/tables.py runs/smollm2-demo --costs 1,1.13,1.04,1.03,1.05,1.1,1.15,1.2,1.21
+
+RUN has answers/ (`distill train RECIPE --until answers`). Every fifth answer is held out: half of those calibrate, the
+others are followed as if the target wrote them, at most `--tokens` of each. No model runs, so all but the milliseconds
+is the same on every machine. `--costs` are T(1), T(2), … in plain steps; a longer step costs what the last one does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from distill.cli.shared import numbers
+from distill.data.texts import drop_reason, read_answers
+from distill.decoding.calibration import TABLE_TERMS, fit_calibration
+from distill.decoding.configured import LOOKED_UP
+from distill.decoding.costs import StepCosts
+from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, LookupPrice
+from distill.decoding.ngrams import ORDER, NGramTable, count_ngrams
+from distill.decoding.table import TableDrafter, guesses
+from distill.measuring.calibrate import follow
+from distill.recipe import load_recipe
+from distill.recipe.configuration import LENGTH, NODES
+from distill.run import Run
+from distill.tables import Cell, Row, Table, document
+
+Text = tuple[list[int], list[int]]
+
+
+def replay(drafter: Drafter, texts: list[Text], costs: StepCosts) -> tuple[float, float, float]:
+    """Tokens of a round, their speed in plain ones, and the milliseconds in which a round was drafted."""
+    rounds, paid, tokens, drafting = 0, 0.0, 0, 0.0
+    for prompt, new in texts:
+        text, at = [*prompt, *new], len(prompt)
+        drafter.begin(prompt)
+        while at + 1 < len(text):
+            started = time.process_time()
+            proposal = drafter.propose(text[: at + 1], len(text) - at - 2, ())
+            drafting += time.process_time() - started
+            accepted, seconds = follow(proposal, text[at + 1 :]), costs.target[len(proposal.tokens)]
+            rounds, paid, tokens, at = rounds + 1, paid + seconds, tokens + accepted + 1, at + accepted + 1
+            drafter.accepted(proposal, accepted, at + 1, seconds)
+    return tokens / rounds, tokens / paid, drafting / rounds * 1e3
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--costs", default="1")
+    parser.add_argument("--tokens", type=int, default=96)
+    given = parser.parse_args()
+    run = Run(given.run, load_recipe(given.run / "config.yaml"))
+    steps = numbers(given.costs, "--costs", float, "1,1.1,1.2")
+    costs = StepCosts((*steps, *[steps[-1]] * (NODES + 1 - len(steps))), 0.0, 0.0)
+    answers = [one for one in read_answers(run, "train") if not drop_reason(one)]
+    held: list[Text] = [(one.prompt, one.answer[: given.tokens]) for one in answers[::5]]
+    counted = [[*one.prompt[-ORDER:], *one.answer] for place, one in enumerate(answers) if place % 5]
+    rows: list[Row] = [
+        ["lookup", *map(Cell, [None] * 2), *replay(LookupDrafter(LENGTH, price=LookupPrice(costs)), held[1::2], costs)]
+    ]
+    for count in (0, 50, 100, len(counted)):
+        table = NGramTable(count_ngrams(counted[:count]), {}) if count else None
+        known = [[one for text in some for one in guesses(table, *text)] for some in (held[::2], held[1::2])]
+        price = LookupPrice(costs)
+        own = TableDrafter(table, NODES, LENGTH, calibration=fit_calibration(known[0], TABLE_TERMS), price=price)
+        drafter = FallbackDrafter(LookupDrafter(LENGTH, LOOKED_UP, price), own)
+        right = sum(one.accepted for one in known[1]) / sum(len(new) for _, new in held[1::2])
+        ngrams = 0 if table is None else sum(len(level.tokens) for level in table.levels)
+        rows.append([f"table of {count} answers", ngrams, Cell(right, "%"), *replay(drafter, held[1::2], costs)])
+    heads = [
+        "drafter",
+        "n-grams",
+        "likeliest token right",
+        "tokens per round",
+        "speed, plain = 1",
+        "ms of CPU to draft",
+    ]
+    print(document([Table(heads, rows, title=f"{len(held[1::2])} answers replayed")]))
+
+
+if __name__ == "__main__":
+    main()
