@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from distill.gguf.writer import WrittenFile
 
 POSITIONS = 512  # compared in each check
-UNWEIGHED = ("f32", "f16", "bf16", "q8_0")  # types for which llama.cpp reads no importance matrix
+UNWEIGHED = (*UNQUANTISED, "q8_0")  # types for which llama.cpp reads no importance matrix
 USUAL_LENGTH = 4  # drafted where nothing was measured
 
 
@@ -56,22 +56,18 @@ def export_gguf(
             raise RecipeError(f"outtype `{kind}` is unknown", f"use {', '.join(OUTTYPES)}")
     overrides = tuple(_override(value) for value in tensor_type or ())
     unweighed = [] if imatrix is None or overrides else [kind for kind in kinds if kind in UNWEIGHED]
-    if unweighed == kinds:
-        raise RecipeError(
-            f"--imatrix changes nothing in {' and '.join(kinds)}", "add --outtype q4_k_m, or leave it out"
-        )
-    if unweighed:
-        warn(f"--imatrix changes nothing in {' and '.join(unweighed)}")
     from distill.export.importance import importance_of
     from distill.export.parity import Source, check_texts, compare, faults_of
     from distill.gguf.writer import export_files
 
-    exact = not tensor_type and {*kinds} <= {*UNQUANTISED, "q8_0"}
+    idle = f"changes nothing in {' and '.join(unweighed)}"
     shared.refuse_idle(
         context,
         (not check, "text", "is for the check, which --no-check leaves out"),
-        (exact, "imatrix", f"changes nothing in {' and '.join(kinds)}: it is for --outtype q4_k_m and the like"),
+        (unweighed == kinds, "imatrix", f"{idle}: it is for --outtype q4_k_m and the like"),
     )
+    if unweighed:
+        warn(f"--imatrix {idle}")
     sources, place, run, slower = _find(model, runs)
     shared.refuse_idle(context, (run is None, "runs", "is the folder of runs, and a model was named"))
     place = folder or place

@@ -198,7 +198,7 @@ def _rehearsed(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Sta
     if stage.stage == "train":
         disk = stage.disk_bytes * (1 + recipe.train.keep) // 2
     else:
-        counted = stage.stage in ("questions", "corpus", "answers", "teacher")
+        counted = stage.stage in ("questions", "corpus", "answers", "teacher", "table")
         growth = _ratio(*counts) if counted else 1.0
         disk = round(max(1.0, growth) * stage.disk_bytes)
     return StageEstimate(stage.stage, low, high, disk, memory, device)
@@ -234,7 +234,7 @@ def _count(stage: str, recipe: Recipe, run: Run) -> float:
     counts: dict[str, Callable[[], float]] = {
         "questions": lambda: sum(source.questions or 0 for source in recipe.corpus.asked),
         "corpus": lambda: recipe.corpus.tokens,
-        "answers": lambda: recipe.answers.prompts,
+        **dict.fromkeys(("answers", "table"), lambda: recipe.answers.prompts),
         "teacher": lambda: _positions(recipe, run),
         "test": lambda: recipe.eval.prompts,
         "cut": lambda: recipe.cut.score_blocks,
