@@ -100,8 +100,10 @@ class Calibration:
 
     def accept(self, position: int, features: Features) -> float:
         """The probability that the token at `position` (from 0) is accepted, given that all before it are."""
-        total = sum(w * TERMS[name](position, features) for w, name in zip(self.weights, self.terms, strict=True))
-        return clamp(sigmoid(self.bias + total))
+        total = self.bias
+        for weight, name in zip(self.weights, self.terms, strict=True):
+            total += weight * TERMS[name](position, features)
+        return clamp(sigmoid(total))
 
 
 def fit_calibration(

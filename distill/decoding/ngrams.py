@@ -8,7 +8,6 @@ tokens of a context, G different n-grams of one length, N counts, U different to
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from distill.folders import read_header
 
 ORDER = 4  # tokens of the longest context
 FORMAT = "1"
-KEPT = 16  # likeliest tokens of a context that are looked at
+KEPT = 12
 OWN_WEIGHT = 16.0  # counts of the table that one of the text so far is worth
 SINGLES_UP_TO = 40_000_000  # n-grams of a table; a larger one loses those of three tokens and more that occur once
 CHECKED = 256 * 2**20  # bytes of a table whose checksum is taken when it is opened: a fifth of a second
@@ -40,14 +39,16 @@ STORED = {
 
 
 class Following(NamedTuple):
-    """What follows a context: all counts, how many different tokens, and the counts of the likeliest."""
+    """What follows a context: all counts, how many different tokens; of the likeliest, their counts, and the numbers of
+    the n-grams that they make of the context."""
 
     total: float
     different: int
     best: dict[int, float]
+    numbers: dict[int, int]
 
 
-NOTHING = Following(0.0, 0, {})
+NOTHING = Following(0.0, 0, {}, {})
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,10 @@ class NGramTable:
 
         def mapped(name: str) -> Any:
             kind, tensor = KINDS[STORED[name]], tensors[name]
-            return (
-                numpy.memmap(path, kind, "r", tensor.start, (tensor.numel,)) if tensor.numel else numpy.zeros(0, kind)
-            )
+            if not tensor.numel:
+                return numpy.zeros(0, kind)
+            # Plain views of the mapped file: a part of a memmap takes ten times as long to make.
+            return numpy.memmap(path, kind, "r", tensor.start, (tensor.numel,)).view(numpy.ndarray)
 
         levels = []
         for size in range(1, ORDER + 2):
@@ -107,13 +109,20 @@ class NGramTable:
 
     def child(self, size: int, ngram: int, token: int) -> int:
         """The number of the n-gram of `size` + 1 tokens that continues one of `size` with `token`; −1 for none."""
-        start, end = (int(self.levels[size - 1].first[ngram + i]) for i in (0, 1)) if size else (0, self._size(0))
+        known = self._known.get((size, ngram))
+        if known is not None and (token in known.numbers or known.different == len(known.numbers)):
+            return known.numbers.get(token, -1)
+        start, end = self._children(size, ngram)
         tokens = self.levels[size].tokens
-        place = start + int(tokens[start:end].searchsorted(token))
+        # Of the array's own type: another one would convert the whole part.
+        place = start + int(tokens[start:end].searchsorted(numpy.int32(token)))
         return place if place < end and tokens[place] == token else -1
 
-    def _size(self, level: int) -> int:
-        return len(self.levels[level].tokens)
+    def _children(self, size: int, ngram: int) -> tuple[int, int]:
+        if not size:
+            return 0, len(self.levels[0].tokens)
+        first = self.levels[size - 1].first
+        return int(first[ngram]), int(first[ngram + 1])
 
     def after(self, place: Sequence[int], token: int) -> list[int]:
         """The place behind `token` in a text that was at `place`."""
@@ -136,11 +145,19 @@ class NGramTable:
         """What follows an n-gram of `size` tokens."""
         known = self._known.get((size, ngram))
         if known is None:
-            start, end = int(self.levels[size - 1].first[ngram]), int(self.levels[size - 1].first[ngram + 1])
+            start, end = self._children(size, ngram)
             tokens, counts = self.levels[size].tokens[start:end], self.levels[size].counts[start:end]
-            best = range(end - start) if end - start <= KEPT else numpy.argpartition(-counts, KEPT - 1)[:KEPT]
-            total = float(counts.sum(dtype=numpy.float64))
-            known = Following(total, end - start, {int(tokens[i]): float(counts[i]) for i in best})
+            total, numbers = float(counts.sum(dtype=numpy.float64)), numpy.arange(start, end)
+            if len(numbers) > KEPT:
+                best = numpy.argpartition(-counts, KEPT - 1)[:KEPT]
+                tokens, counts, numbers = tokens[best], counts[best], numbers[best]
+            ids = tokens.tolist()
+            known = Following(
+                total,
+                end - start,
+                dict(zip(ids, counts.tolist(), strict=True)),
+                dict(zip(ids, numbers.tolist(), strict=True)),
+            )
             if len(self._known) >= CACHED:
                 self._known.clear()
             self._known[size, ngram] = known
@@ -225,20 +242,17 @@ class OwnCounts:
     def begin(self) -> None:
         """Forget the text."""
         self._read = 0
-        self._after: dict[tuple[int, ...], dict[int, int]] = {}
+        # After each context, by its last tokens: how often each token followed it.
+        self.after: dict[tuple[int, ...], dict[int, int]] = {}
 
     def read(self, text: Sequence[int]) -> None:
         """Count what `text` has beyond the part read before."""
         for end in range(max(self._read, 1), len(text)):
-            token = text[end]
-            for size in range(1, min(ORDER, end) + 1):
-                counts = self._after.setdefault(tuple(text[end - size : end]), {})
+            token, context = text[end], tuple(text[max(end - ORDER, 0) : end])
+            for start in range(len(context)):
+                counts = self.after.setdefault(context[start:], {})
                 counts[token] = counts.get(token, 0) + 1
         self._read = len(text)
-
-    def following(self, context: tuple[int, ...]) -> dict[int, int]:
-        """How often each token followed this context."""
-        return self._after.get(context, {})
 
 
 @dataclass(frozen=True)
@@ -253,34 +267,57 @@ class Guess:
 
 
 class Mixture:
-    """The next token by a table (None: there is none) and by the text so far, which counts `own_weight` times."""
+    """The next token by a table (None: there is none) and by the text so far, which counts `own_weight` times.
+
+    `tail` are the last tokens of the text, `place` is theirs in the table.
+    """
 
     def __init__(self, table: NGramTable | None, own_weight: float = OWN_WEIGHT) -> None:
         self.table, self.own, self.own_weight = table, OwnCounts(), own_weight
+        self.begin()
 
     def begin(self) -> None:
         """Forget the text so far."""
         self.own.begin()
+        self._read = 0
+        self.tail: tuple[int, ...] = ()
+        self.place: list[int] = []
 
-    def guess(self, tail: Sequence[int], place: Sequence[int], count: int) -> Guess:
+    def read(self, text: Sequence[int]) -> None:
+        """Read what `text`, which only grows, has beyond the part read before."""
+        self.own.read(text)
+        for token in text[max(self._read, len(text) - ORDER) :]:
+            self.place = self.after(self.place, token)
+        self._read, self.tail = len(text), tuple(text[-ORDER:])
+
+    def after(self, place: Sequence[int], token: int) -> list[int]:
+        """The place in the table behind `token`; without a table there is none."""
+        return [] if self.table is None else self.table.after(place, token)
+
+    def guess(self, tail: tuple[int, ...], place: Sequence[int], count: int) -> Guess:
         """The `count` likeliest tokens after the last tokens `tail` of a text, at their `place` in the table."""
-        chances: dict[int, float] = {}
-        known, counted = 0, 0.0
-        for size in range(1, min(ORDER, len(tail)) + 1):
-            own = self.own.following(tuple(tail[-size:]))
+        levels: list[tuple[dict[int, int], Following]] = []
+        for size in range(1, len(tail) + 1):
+            own = self.own.after.get(tail[-size:], {})
             table = NOTHING
             if self.table is not None and size <= len(place):
                 table = self.table.following(size, place[size - 1])
             if not own and not table.total:
                 break
-            total = table.total + self.own_weight * sum(own.values())
-            scale = total + table.different + sum(token not in table.best for token in own)
-            rest = (scale - total) / scale
-            chances = {token: rest * chance for token, chance in chances.items()}
+            levels.append((own, table))
+        chances: dict[int, float] = {}
+        left, counted = 1.0, 0.0  # left: what the longer contexts leave to this one
+        for own, table in reversed(levels):
+            total, different = table.total, table.different
+            for token, n in own.items():
+                total += self.own_weight * n
+                different += token not in table.best
+            share = left / (total + different)
+            left, counted = share * different, counted or total
             for token, c in table.best.items():
-                chances[token] = chances.get(token, 0.0) + c / scale
-            for token, c in own.items():
-                chances[token] = chances.get(token, 0.0) + self.own_weight * c / scale
-            known, counted = size, total
-        best = heapq.nsmallest(count, chances.items(), key=lambda pair: (-pair[1], pair[0]))
-        return Guess([token for token, _ in best], [chance for _, chance in best], known, counted)
+                chances[token] = chances.get(token, 0.0) + share * c
+            share *= self.own_weight
+            for token, n in own.items():
+                chances[token] = chances.get(token, 0.0) + share * n
+        best = sorted((-chance, token) for token, chance in chances.items())[:count]
+        return Guess([token for _, token in best], [-loss for loss, _ in best], len(levels), counted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from distill.decoding.calibration import Calibration, Recorded
 from distill.decoding.drafters import NOTHING, LookupPrice
@@ -28,17 +28,23 @@ def features_of_guess(guess: Guess) -> Features:
     return Features(top, second, 0.0, guess.known, guess.count)
 
 
-@dataclass(frozen=True, order=True)
-class _Node:
-    """A node that may join the tree, best first; `number` breaks ties by the order of finding."""
+class _Children(NamedTuple):
+    """The children of a node, best first, and what is needed to grow the tree below them."""
 
-    loss: float  # minus the chance that it and all above it are accepted
-    number: int
-    parent: int = field(compare=False)
-    depth: int = field(compare=False)
-    token: int = field(compare=False)
-    tail: tuple[int, ...] = field(compare=False)  # the last tokens before it
-    place: list[int] = field(compare=False)  # theirs in the table
+    parent: int  # the node's number in the tree
+    depth: int  # of the children
+    value: float  # the chance that the node and all above it are accepted
+    tokens: list[int]
+    chances: Sequence[float]
+    tail: tuple[int, ...]  # the last tokens before them
+    place: Sequence[int]  # theirs in the table
+
+    def entry(self, rank: int, number: int) -> _Entry:
+        return -self.value * self.chances[rank], rank, number, self
+
+
+# A node that may join the tree, best first: minus its value; its rank and the number of the entry break ties.
+_Entry = tuple[float, int, int, _Children]
 
 
 class TableDrafter:
@@ -78,7 +84,7 @@ class TableDrafter:
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """The likeliest nodes, parents first; an end token has no children."""
-        self.mixture.own.read(context)
+        self.mixture.read(context)
         # The target holds a path of limit + 1 nodes and SPARE_NODES beside it; the context's last token is one of them.
         most = min(self.nodes, limit + SPARE_NODES - 2) if self.tree else min(self.nodes, limit)
         if self.price is not None:
@@ -86,38 +92,40 @@ class TableDrafter:
         depth = min(self.depth, limit)
         if most <= 0 or depth <= 0:
             return NOTHING
-        tail = tuple(context[-ORDER:])
-        table = self.mixture.table
-        pool = self._children(
-            _Node(-1.0, 0, ROOT, 0, -1, (), []), ROOT, tail, [] if table is None else table.place(tail)
-        )
-        grown = _Tree(self.max_leaves)
-        value = _Value(self.price, most)
-        heapq.heapify(pool)
-        while pool and len(grown.tokens) < most and value.may_rise(len(grown.tokens), -pool[0].loss):
-            node = heapq.heappop(pool)
-            if not grown.join(node):
+        grown, value = _Tree(self.max_leaves), _Value(self.price, most)
+        root = self._children(ROOT, 1, 1.0, self.mixture.tail, self.mixture.place)
+        pool, entries = [root.entry(0, 0)] if root.tokens else [], 1
+        while pool and len(grown.tokens) < most and value.may_rise(len(grown.tokens), -pool[0][0]):
+            loss, rank, _, among = heapq.heappop(pool)
+            if rank + 1 < len(among.tokens):
+                heapq.heappush(pool, among.entry(rank + 1, entries))
+                entries += 1
+            token = among.tokens[rank]
+            if not grown.join(among.parent, token):
                 continue
-            value.add(len(grown.tokens), -node.loss)
-            if node.depth < depth and node.token not in ends:
-                after = (*node.tail, node.token)[-ORDER:]
-                place = [] if table is None else table.after(node.place, node.token)
-                for child in self._children(node, len(grown.tokens) - 1, after, place):
-                    heapq.heappush(pool, child)
+            value.add(len(grown.tokens), -loss)
+            if len(grown.tokens) == most or not value.may_rise(len(grown.tokens), -loss):
+                break  # no node that is left has a better chance than this one
+            if among.depth < depth and token not in ends:
+                place = self.mixture.after(among.place, token)
+                below = (*among.tail, token)[-ORDER:]
+                children = self._children(len(grown.tokens) - 1, among.depth + 1, -loss, below, place)
+                if children.tokens:
+                    heapq.heappush(pool, children.entry(0, entries))
+                    entries += 1
         return Proposal(grown.tokens[: value.count], grown.parents[: value.count])
 
-    def _children(self, node: _Node, own: int, tail: tuple[int, ...], place: list[int]) -> list[_Node]:
-        """The likeliest children of a node that is number `own` of the tree."""
+    def _children(
+        self, parent: int, depth: int, value: float, tail: tuple[int, ...], place: Sequence[int]
+    ) -> _Children:
         guess = self.mixture.guess(tail, place, BRANCHING)
-        if not guess.tokens:
-            return []
-        chances: Sequence[float] = guess.chances
-        if self.calibration is not None:
-            chances = calibrated(chances, features_of_guess(guess), node.depth, self.calibration)
-        return [
-            _Node(node.loss * chance, rank, own, node.depth + 1, token, tail, place)
-            for rank, (token, chance) in enumerate(zip(guess.tokens, chances, strict=True))
-        ]
+        tokens, chances = guess.tokens, guess.chances
+        if self.calibration is not None and tokens:
+            chances = calibrated(chances, features_of_guess(guess), depth - 1, self.calibration)
+            if chances[0] < max(chances):
+                ranks = sorted(range(len(tokens)), key=lambda rank: -chances[rank])
+                tokens, chances = [tokens[rank] for rank in ranks], [chances[rank] for rank in ranks]
+        return _Children(parent, depth, value, tokens, chances, tail, place)
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """The round's tokens are counted with the next proposal; what rounds give the price is told by its owner."""
@@ -131,15 +139,15 @@ class _Tree:
         self.tokens: list[int] = []
         self.parents: list[int] = []
 
-    def join(self, node: _Node) -> bool:
+    def join(self, parent: int, token: int) -> bool:
         """Add a node, unless it makes a leaf too many."""
-        more = node.parent == ROOT or node.parent in self._inner
+        more = parent == ROOT or parent in self._inner
         if self._leaves + more > self._max_leaves:
             return False
         self._leaves += more
-        self._inner.add(node.parent)
-        self.tokens.append(node.token)
-        self.parents.append(node.parent)
+        self._inner.add(parent)
+        self.tokens.append(token)
+        self.parents.append(parent)
         return True
 
 
@@ -147,30 +155,31 @@ class _Value:
     """How many of the nodes found so far are worth verifying; without a price, all."""
 
     def __init__(self, price: LookupPrice | None, most: int) -> None:
-        self._price, self._most = price, most
         self._expected, self.count = 1.0, 0
         self._best = float("-inf")
+        self._costs: list[float] | None = None  # λ·T(n + 1)
         if price is not None:
-            self._best = max(1 - price.rate * price.costs.target[0], price.rival)
-
-    def _of(self, nodes: int, expected: float) -> float:
-        assert self._price is not None
-        return expected - self._price.rate * self._price.costs.target[nodes]
+            rate = price.rate
+            self._costs = [rate * seconds for seconds in price.costs.target[: most + 1]]
+            self._best = max(1 - self._costs[0], price.rival)
 
     def may_rise(self, nodes: int, chance: float) -> bool:
         """Whether more than `nodes` nodes could be worth more, if each had the chance of the next one."""
-        if self._price is None:
+        if self._costs is None:
             return True
-        return any(
-            self._of(n, self._expected + (n - nodes) * chance) > self._best for n in range(nodes + 1, self._most + 1)
-        )
+        expected = self._expected
+        for cost in self._costs[nodes + 1 :]:
+            expected += chance
+            if expected - cost > self._best:
+                return True
+        return False
 
     def add(self, nodes: int, chance: float) -> None:
         """Another node is there, `nodes` in all."""
         self._expected += chance
-        if self._price is None:
+        if self._costs is None:
             self.count = nodes
-        elif (value := self._of(nodes, self._expected)) > self._best:
+        elif (value := self._expected - self._costs[nodes]) > self._best:
             self._best, self.count = value, nodes
 
 
@@ -179,9 +188,8 @@ def guesses(table: NGramTable | None, prompt: Sequence[int], new: Sequence[int])
     rounds: list[Recorded] = []
     mixture, text = Mixture(table), [*prompt, *new]
     for end in range(len(prompt), len(text)):
-        mixture.own.read(text[:end])
-        tail = text[max(end - ORDER, 0) : end]
-        guess = mixture.guess(tail, [] if table is None else table.place(tail), 2)
+        mixture.read(text[:end])
+        guess = mixture.guess(mixture.tail, mixture.place, 2)
         if guess.tokens:
             rounds.append(Recorded((features_of_guess(guess),), int(guess.tokens[0] == text[end])))
     return rounds

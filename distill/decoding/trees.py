@@ -286,7 +286,7 @@ def calibrated(chances: Sequence[float], features: Features, position: int, cali
     """
     first = calibration.accept(position, features)
     scale = (1 - first) / (1 - features.top) if features.top < 1 else 0.0
-    return [first, *(min(max(chance * scale, 0.0), 1.0) for chance in chances[1:])]
+    return [first, *[min(chance * scale, 1.0) for chance in chances[1:]]]
 
 
 def _pick(pool: Sequence[_Node], nodes: int, max_leaves: int) -> list[_Node]:

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from distill.decoding import ngrams
-from distill.decoding.calibration import TABLE_TERMS, fit_calibration
+from distill.decoding.calibration import TABLE_TERMS, Calibration, fit_calibration
 from distill.decoding.costs import StepCosts
 from distill.decoding.drafters import LookupPrice
 from distill.decoding.lengths import ROOT
 from distill.decoding.ngrams import ORDER, OWN_WEIGHT, Mixture, NGramTable, count_ngrams, write_table
 from distill.decoding.table import TableDrafter, features_of_guess, guesses
+from distill.decoding.trees import calibrated
 from distill.errors import DataError
 
 V = 6
@@ -95,8 +96,8 @@ def chance(own: Sequence[int], context: tuple[int, ...], token: int) -> Fraction
 def test_the_mixture_is_witten_bell(table: NGramTable) -> None:
     mixture, own = Mixture(table), some_texts(1, 1, 200)[0]
     assert len(own) > 20
-    mixture.own.read(own[:7])
-    mixture.own.read(own)
+    mixture.read(own[:7])
+    mixture.read(own)
     for context in itertools.product(range(V), repeat=ORDER):
         guess = mixture.guess(context, table.place(context), V)
         expected = {token: chance(own, context, token) for token in range(V)}
@@ -114,25 +115,34 @@ def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, .
     return paths
 
 
-def all_values(table: NGramTable, context: list[int], depth: int) -> dict[tuple[int, ...], float]:
+def all_values(
+    table: NGramTable, context: list[int], depth: int, calibration: Calibration | None = None
+) -> dict[tuple[int, ...], float]:
     """The chance of every path of up to `depth` tokens after a context."""
     mixture = Mixture(table)
-    mixture.own.read(context)
+    mixture.read(context)
     values: dict[tuple[int, ...], float] = {(): 1.0}
     for level in range(depth):
         for path in [path for path in values if len(path) == level]:
             whole = [*context, *path]
-            guess = mixture.guess(whole[-ORDER:], table.place(whole), V)
-            values |= {(*path, t): values[path] * c for t, c in zip(guess.tokens, guess.chances, strict=True)}
+            guess = mixture.guess(tuple(whole[-ORDER:]), table.place(whole), V)
+            chances = guess.chances
+            if calibration is not None:
+                chances = calibrated(chances, features_of_guess(guess), level, calibration)
+            values |= {(*path, t): values[path] * c for t, c in zip(guess.tokens, chances, strict=True)}
     del values[()]
     return values
 
 
 def test_the_tree_has_the_likeliest_paths(table: NGramTable) -> None:
-    """Against all paths; an end token has no children; a chain of the likeliest where a model takes no trees."""
-    for context in ([0, 1, 0], [2, 0, 0, 1, 3], some_texts(5, 1)[0]):
-        values = all_values(table, context, 4)
-        drafter = TableDrafter(table, 9, 4)
+    """Against all paths; an end token has no children; a chain of the likeliest where a model takes no trees.
+
+    One calibration thinks less of the likeliest child than of the next one.
+    """
+    contexts = [0, 1, 0], [2, 0, 0, 1, 3], some_texts(5, 1)[0]
+    for context, calibration in itertools.product(contexts, (None, Calibration(-2.0))):
+        values = all_values(table, context, 4, calibration)
+        drafter = TableDrafter(table, 9, 4, calibration=calibration)
         drafter.begin(context)
         made = drafter.propose(context, 8, ())
         paths = paths_of(made.tokens, made.parents)
@@ -197,8 +207,9 @@ def test_calibrated_on_other_texts(table: NGramTable) -> None:
         whole = [*prompt, *new]
         mixture.begin()
         for end in range(len(prompt), len(whole)):
-            mixture.own.read(whole[:end])
-            guess = mixture.guess(whole[max(end - ORDER, 0) : end], table.place(whole[:end]), 2)
+            mixture.read(whole[:end])
+            assert (mixture.tail, mixture.place) == (tuple(whole[:end][-ORDER:]), table.place(whole[:end]))
+            guess = mixture.guess(mixture.tail, mixture.place, 2)
             right += guess.tokens[0] == whole[end]
             total += fitted.accept(0, features_of_guess(guess))
     assert total == pytest.approx(right, rel=1e-3) and right > 20
