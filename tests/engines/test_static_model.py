@@ -104,6 +104,16 @@ def test_the_cache_doubles_and_then_stays() -> None:
     before = exact.size
     exact.extend([5] * 900)
     assert before == exact.size == 1024  # 900, a step behind them, and up to the next 64
+    shapes = []
+    hook = exact.model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, given, named: shapes.append(tuple(named["attention_mask"].shape)), with_kwargs=True
+    )
+    for start in (500, 3):  # a step attends to the slots that are written, however large the cache is
+        exact.rollback([start])
+        exact.extend([5])
+        exact.extend([5, 6], parents=[-1, -1])
+    hook.remove()
+    assert shapes == [(1, 1, 1, 512), (1, 1, 2, 512), (1, 1, 1, 64), (1, 1, 2, 64)]
     whole = StaticTorchModel(toy(seed=3), size=10**6)
     assert whole.size == 256  # the context of 160, and a step behind it
     model.close()

@@ -41,8 +41,8 @@ class SlotLayer(StaticLayer):  # type: ignore[misc]
     Transformers' own layer counts the tokens of all rows together and only forwards. Here the cache names the slots.
     """
 
-    def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values [R, H, m, D] in slots [R, m]; returns all S, of which the mask shows what counts."""
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor, shown: int) -> tuple[Tensor, Tensor]:
+        """Store keys and values [R, H, m, D] in slots [R, m]; returns the first `shown`, of which a mask hides some."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)  # zeros, because a mask hides any number except NaN
         slots = slots.to(keys.device)  # the layers of a sharded model lie on several devices
@@ -51,7 +51,7 @@ class SlotLayer(StaticLayer):  # type: ignore[misc]
                 held.index_copy_(2, slots[0], new)
             else:
                 held.scatter_(2, slots[:, None, :, None].expand_as(new), new)
-        return self.keys, self.values
+        return self.keys[:, :, :shown], self.values[:, :, :shown]
 
     def grow(self, size: int) -> None:
         """Take a larger S and keep what is stored."""
@@ -72,16 +72,16 @@ class SlotLayer(StaticLayer):  # type: ignore[misc]
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """The layers of a model; `slots` [R, m] are those that the step's tokens go to."""
+    """The layers of a model; `slots` [R, m] are those that the step's tokens go to, `shown` how many it attends to."""
 
     def __init__(self, layers: int, size: int) -> None:
         super().__init__(layers=[SlotLayer(max_cache_len=size) for _ in range(layers)])
-        self.size = size
+        self.size = self.shown = size
         self.slots: Tensor
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """What the attention of layer `layer_idx` calls."""
-        return self.layers[layer_idx].write(keys, values, self.slots)
+        return self.layers[layer_idx].write(keys, values, self.slots, self.shown)
 
     @property
     def ready(self) -> bool:
@@ -124,10 +124,13 @@ class Steps:
         """Drop the compiled steps: the cache that they wrote to is another one now."""
         self._graphs.clear()
 
-    def chain(self, ids: Tensor, counts: Tensor, starts: Tensor, keep: Tensor | int, prompt: bool = False) -> Tensor:
+    def chain(
+        self, ids: Tensor, counts: Tensor, starts: Tensor, end: int, keep: Tensor | int, prompt: bool = False
+    ) -> Tensor:
         """Logits [R, m, V] (1 or fewer columns with `keep`) of tokens [R, m]; see `StaticTorchModel.step`."""
         columns = ids.shape[1]
         wide = columns if prompt else self._columns(columns)
+        self._show(end, not prompt and self._compiles(columns))
         # Logits of the last column alone, where it is a token's: the head of two tokens costs more than that of one.
         kept = keep if wide == columns > 1 else 0
         ids = torch.nn.functional.pad(ids, (0, wide - columns)) if wide > columns else ids
@@ -142,6 +145,7 @@ class Steps:
         """Logits [1, m, V] of a tree's nodes [m] from slot `first` on, which see the committed and what `seen` says."""
         columns = len(ids)
         wide = self._columns(columns)
+        self._show(first + columns, self._compiles(columns))
         if wide > columns:
             ids, positions = (torch.nn.functional.pad(x, (0, wide - columns)) for x in (ids, positions))
             seen = torch.nn.functional.pad(seen, (0, 0, 0, wide - columns))
@@ -149,6 +153,10 @@ class Steps:
         self.cache.slots = (offsets[:wide] + first)[None]
         # A tensor, because a number would be part of the compiled graph.
         return self._run("tree", wide, 0, ids[None], positions[None], seen, offsets[:1] + committed)[:, :columns]
+
+    def _show(self, end: int, compiled: bool) -> None:
+        """Let a step attend to the slots before `end`; a compiled one to all S, because its shapes are fixed."""
+        self.cache.shown = self.cache.size if compiled else _rounded(end)
 
     def _columns(self, columns: int) -> int:
         """The columns of the graph that takes so many tokens; as many where none is compiled."""
@@ -188,11 +196,11 @@ class Steps:
         slots = self.cache.slots
         # Padding repeats the last position: models whose positions are limited must not see one beyond.
         positions = torch.minimum(slots, (starts + counts - 1).clamp(min=0)[:, None])
-        places = torch.arange(self.cache.size, device=ids.device)
+        places = torch.arange(self.cache.shown, device=ids.device)
         return self._forward(keep, ids, positions, places <= slots[..., None])
 
     def _tree(self, keep: Tensor | int, ids: Tensor, positions: Tensor, seen: Tensor, committed: Tensor) -> Tensor:
-        places = torch.arange(self.cache.size, device=ids.device)
+        places = torch.arange(self.cache.shown, device=ids.device)
         nodes = (places - committed).clamp(0, seen.shape[1] - 1)
         inside = (places >= committed) & (places < committed + seen.shape[1])
         # A node of padding sees its slot alone or nothing at all: everything committed, lest its softmax be empty.
@@ -200,7 +208,7 @@ class Steps:
         return self._forward(keep, ids, positions, visible[None])
 
     def _forward(self, keep: Tensor | int, ids: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """Logits of tokens [R, m] that attend to the slots in `visible` [R, m, S]."""
+        """Logits of tokens [R, m] that attend to the slots in `visible` [R, m, shown]."""
         masks = {kind: self._mask(visible, kind == "sliding_attention") for kind in self.kinds}
         return self.model(
             input_ids=ids,
@@ -212,9 +220,9 @@ class Steps:
         ).logits
 
     def _mask(self, visible: Tensor, windowed: bool) -> Tensor:
-        """The additive mask [R, 1, m, S]; additive, because eager attention adds what it is given."""
+        """The additive mask [R, 1, m, shown]; additive, because eager attention adds what it is given."""
         if windowed:
-            places = torch.arange(self.cache.size, device=visible.device)
+            places = torch.arange(self.cache.shown, device=visible.device)
             visible = visible & (places > self.cache.slots[..., None] - self.window)
         dtype = self.model.dtype
         nothing = torch.zeros((), dtype=dtype, device=visible.device)
@@ -385,7 +393,7 @@ class StaticTorchModel:
         the last, or the columns. The step of a `prompt` is never compiled. Nothing here waits for the device.
         """
         self._reserve(end)
-        return self._steps.chain(ids, counts, starts, keep, prompt)[..., : self.vocabulary_size]
+        return self._steps.chain(ids, counts, starts, end, keep, prompt)[..., : self.vocabulary_size]
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Count as committed what steps wrote: the rows are `lengths` long."""
