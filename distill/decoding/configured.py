@@ -15,7 +15,7 @@ from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, L
 from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader, other_vocabulary_drafter
-from distill.decoding.table import TABLE, TableDrafter
+from distill.decoding.table import TABLE, TABLE_SAMPLED, TableDrafter
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import Random, refusal
 from distill.engines.model import Model
@@ -39,6 +39,12 @@ def configured_sampler(configuration: Configuration, settings: SamplerSettings) 
 def configured_calibration(configuration: Configuration, calibrations: Mapping[str, Calibration]) -> Calibration:
     """The calibration that a configuration names; q itself where it was not fitted."""
     return calibrations.get(configuration.calibrated_by, Calibration())
+
+
+def table_calibration(calibrations: Mapping[str, Calibration], sampler: Sampler) -> Calibration | None:
+    """A table's calibration on texts of this sampler; on greedy ones where there is no other."""
+    greedy = calibrations.get(TABLE)
+    return calibrations.get(TABLE_SAMPLED, greedy) if sampler.temperature else greedy
 
 
 def make_rule(configuration: Configuration, costs: StepCosts, calibrations: Mapping[str, Calibration]) -> LengthRule:
@@ -85,7 +91,7 @@ def make_drafter(
             table,
             configuration.most_nodes,
             configuration.max_length,
-            calibration=calibrations.get(TABLE),
+            calibration=table_calibration(calibrations, sampler),
             price=price,
             max_leaves=max(max_leaves, 1),
         )

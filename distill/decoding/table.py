@@ -18,7 +18,7 @@ from distill.decoding.ngrams import ORDER, Guess, Mixture, NGramTable
 from distill.decoding.trees import calibrated
 from distill.engines.model import SPARE_NODES
 
-TABLE = "table"  # its calibration among the others
+TABLE, TABLE_SAMPLED = "table", "table, sampled"  # its calibrations among the others: on greedy texts, on drawn ones
 BRANCHING = 8  # children of a node that are looked at
 
 

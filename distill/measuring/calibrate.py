@@ -35,7 +35,7 @@ from distill.decoding.drafters import Drafter, ModelDrafter, distribution_sample
 from distill.decoding.lengths import ROOT, Proposal, best_tokens
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.rules import GREEDY, Rules
-from distill.decoding.table import TABLE, guesses
+from distill.decoding.table import TABLE, TABLE_SAMPLED, guesses
 from distill.decoding.trees import RankTally, Shape, TreeDrafter, choose_shape, expected_accepted
 from distill.engines.loaded import LoadedPair, load_pair
 from distill.engines.model import Model
@@ -123,14 +123,14 @@ def calibrate(
     own: Sequence[Recorder],
     command: str,
     ranks: RankTally | None = None,
-    counted: Sequence[Sequence[Recorded]] | None = None,
+    counted: Mapping[str, Sequence[Sequence[Recorded]]] | None = None,
 ) -> dict[str, Any]:
     """What calibration.json holds: every calibration fitted on all rounds, and how it does on text new to it.
 
     `log_loss` (nats) and `calibration_error` are of fits on the even prompts, scored on the odd ones; those of
     `uncalibrated`, the draft's own probability, stand beside them. `unfitted` gives the reason where the rounds do not
     allow a fit, for instance without both outcomes among them. `ranks` go in as they are. `counted` are the guesses of
-    a table of n-grams at the same texts, which get a calibration of their own.
+    a table of n-grams at the texts, by the name of the calibration that they get.
     """
     of_draft: Sequence[Sequence[Recorded]] = [recorder.rounds for recorder in own]
     judged = sum(len(one.judged()) for one in chain.from_iterable(of_draft))
@@ -147,7 +147,7 @@ def calibrate(
         }
 
     fits = [(name, terms, of_draft) for name, terms in FITTED.items() if own]
-    fits += [] if counted is None else [(TABLE, TABLE_TERMS, counted)]
+    fits += [(name, TABLE_TERMS, rounds) for name, rounds in (counted or {}).items()]
     for name, terms, rounds in fits:
         try:
             fit = Fit("Logistic", fit_calibration([*chain.from_iterable(rounds)], terms))
@@ -180,6 +180,14 @@ class Calibrated:
         return "validation text" if split == "validation" else f"other {split}"
 
 
+def write_texts(target: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules) -> list[list[int]]:
+    """What the target writes after each prompt, as far as its context has room."""
+    return [
+        plain(target, prompt, room_for(target, target, len(prompt), new_tokens), rules=rules).tokens
+        for prompt in prompts
+    ]
+
+
 def calibrate_pair(
     pair: LoadedPair,
     prompts: Sequence[Sequence[int]],
@@ -188,21 +196,26 @@ def calibrate_pair(
     split: str,
     table: NGramTable | None,
 ) -> Calibrated:
-    """Decode the prompts, of this `split`, greedily, and fit the calibrations of draft and table on their rounds."""
+    """Decode the prompts, of this `split`, greedily, and fit the calibrations of draft and table on their rounds.
+
+    Where a table drafts for a sampler, too, its chances are fitted on texts drawn with it, which hold more surprises.
+    """
     rules, new_tokens = Rules(GREEDY, "greedy", pair.ends), settings.speedup.new_tokens
     if settings.draft is None:
         recorded, ranks = [], None
-        written = [
-            plain(pair.target, prompt, room_for(pair.target, pair.target, len(prompt), new_tokens), rules=rules).tokens
-            for prompt in prompts
-        ]
+        written = write_texts(pair.target, prompts, new_tokens, rules)
     else:
         recorded = record_rounds(pair.target, pair.draft, prompts, new_tokens, rules)
         written, ranks = [one.tokens for one in recorded], tally_ranks(pair.draft, prompts, recorded, rules)
     texts = [([*prompt], new) for prompt, new in zip(prompts, written, strict=True)]
-    counted = None
-    if any(one.counts_ngrams for one in settings.configurations):
-        counted = [guesses(table, prompt, new) for prompt, new in texts]
+    counted: dict[str, list[list[Recorded]]] = {}
+    for configuration in settings.configurations:
+        sampler = configured_sampler(configuration, settings.sampler)
+        name = TABLE_SAMPLED if sampler.temperature else TABLE
+        if configuration.counts_ngrams and name not in counted:
+            drawn = Rules(sampler, "token", pair.ends, random.Random(f"{settings.seed}/{name}").random)
+            new = write_texts(pair.target, prompts, new_tokens, drawn) if sampler.temperature else written
+            counted[name] = [guesses(table, prompt, text) for prompt, text in zip(prompts, new, strict=True)]
     return Calibrated(calibrate(recorded, command, ranks, counted) | {"split": split, "prompts": len(texts)}, texts)
 
 

@@ -19,13 +19,16 @@ from table_model import TableModel
 from test_configurations import HOT, settings_with
 from toys import random_prompts
 
-from distill.decoding.calibration import Recorder
-from distill.decoding.configured import check_configurations, lossy_reason, make_drafter
+from distill.decoding.calibration import Recorder, predicted
+from distill.decoding.configured import check_configurations, lossy_reason, make_drafter, table_calibration
 from distill.decoding.costs import NO_STEPS, PaidCosts, StepCosts
 from distill.decoding.decode import Decoded, Round, decode_text
 from distill.decoding.lengths import ROOT, Proposal
+from distill.decoding.ngrams import NGramTable, count_ngrams
 from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.table import guesses
 from distill.decoding.trees import RankTally, Shape, TreeDrafter, best_first
+from distill.engines.loaded import LoadedPair
 from distill.errors import DataError, RecipeError
 from distill.files import read_json, read_result, write_json
 from distill.measuring.calibrate import (
@@ -33,12 +36,14 @@ from distill.measuring.calibrate import (
     SIZES,
     best_shapes,
     calibrate,
+    calibrate_pair,
     choose_tree,
     choose_trees,
     explain_tree,
     follow,
     load_texts,
     mean_values,
+    read_calibrations,
     read_ranks,
     record_rounds,
     save_texts,
@@ -47,6 +52,7 @@ from distill.measuring.calibrate import (
     time_rounds,
     title_with_tree,
     tree_of,
+    write_texts,
 )
 from distill.measuring.compare import (
     Calibrations,
@@ -314,6 +320,34 @@ def test_the_tally_counts_ranks_of_what_the_target_wrote(tmp_path: Path, pair: t
         read_ranks(read_json(path), "here")
     # A text that ends with its first token has no place to look at.
     assert tally_ranks(draft, [[1]], [Recorder(4, tokens=[2])], Rules()) == RankTally()
+
+
+def test_a_table_is_calibrated_for_each_sampler(pair: tuple[TableModel, TableModel]) -> None:
+    """On texts new to the fits: drawn ones hold more surprises than greedy ones, and each fit tells its own."""
+    target, samplers = pair[0], {"greedy": GREEDY, "recipe": Sampler.of(HOT)}
+
+    def written(sampler: Sampler, seed: int) -> list[tuple[list[int], list[int]]]:
+        rules, prompts = Rules(sampler, "token", (), random.Random(seed).random), random_prompts(60, 12, seed)
+        return [*zip(prompts, write_texts(target, prompts, 24, rules), strict=True)]
+
+    ngrams = NGramTable(count_ngrams([[*prompt, *new] for prompt, new in written(GREEDY, 1)]), {})
+    tables = [Configuration(drafter="table", rule="expected-value", sampler=name) for name in samplers]
+    settings, prompts = settings_with(tables, new_tokens=24), random_prompts(60, 12, 2)
+    loaded = LoadedPair("pytorch", "target", target, target, [])
+    made = calibrate_pair(loaded, prompts, settings, "here", "validation", ngrams)
+    assert [len(new) for _, new in made.texts] == [24] * 60 and made.table["fits"].keys() == {"table", "table, sampled"}
+    fits = read_calibrations(made.table, "here")
+    off = {}
+    for text, sampler in samplers.items():
+        rounds = [one for prompt, new in written(sampler, 3) for one in guesses(ngrams, prompt, new)]
+        for fit, other in samplers.items():
+            calibration = table_calibration(fits, other)
+            assert calibration is not None
+            chances, right = predicted(calibration, rounds)
+            off[text, fit] = sum(chances) / len(chances) - sum(right) / len(right)
+    assert abs(off["greedy", "greedy"]) < 0.04 and abs(off["recipe", "recipe"]) < 0.04
+    assert off["recipe", "greedy"] > 0.1
+    assert table_calibration({"table": fits["table"]}, samplers["recipe"]) == fits["table"]
 
 
 def test_settings_of_trees_that_are_refused() -> None:
