@@ -15,7 +15,7 @@ from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, L
 from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader, other_vocabulary_drafter
-from distill.decoding.table import TABLE, TABLE_SAMPLED, TableDrafter
+from distill.decoding.table import TableCalibration, TableDrafter, names_of_fits
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import Random, refusal
 from distill.engines.model import Model
@@ -41,10 +41,13 @@ def configured_calibration(configuration: Configuration, calibrations: Mapping[s
     return calibrations.get(configuration.calibrated_by, Calibration())
 
 
-def table_calibration(calibrations: Mapping[str, Calibration], sampler: Sampler) -> Calibration | None:
-    """A table's calibration on texts of this sampler; on greedy ones where there is no other."""
-    greedy = calibrations.get(TABLE)
-    return calibrations.get(TABLE_SAMPLED, greedy) if sampler.temperature else greedy
+def table_calibration(calibrations: Mapping[str, Calibration], sampler: Sampler) -> TableCalibration | None:
+    """A table's calibration on texts of this sampler; on greedy ones where there is no other, None without both."""
+    for sampled in (True, False) if sampler.temperature else (False,):
+        first, others = (calibrations.get(name) for name in names_of_fits(sampled))
+        if first is not None:
+            return TableCalibration(first, others)
+    return None
 
 
 def make_rule(configuration: Configuration, costs: StepCosts, calibrations: Mapping[str, Calibration]) -> LengthRule:

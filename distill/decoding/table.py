@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from distill.decoding.calibration import Calibration, Recorded
@@ -18,7 +19,6 @@ from distill.decoding.ngrams import ORDER, Guess, Mixture, NGramTable
 from distill.decoding.trees import calibrated
 from distill.engines.model import SPARE_NODES
 
-TABLE, TABLE_SAMPLED = "table", "table, sampled"  # its calibrations among the others: on greedy texts, on drawn ones
 BRANCHING = 8  # children of a node that are looked at
 
 
@@ -26,6 +26,31 @@ def features_of_guess(guess: Guess) -> Features:
     """What a calibration reads of a guess."""
     top, second = (*guess.chances[:2], 0.0, 0.0)[:2]
     return Features(top, second, 0.0, guess.known, guess.count)
+
+
+@dataclass(frozen=True)
+class TableCalibration:
+    """The chance that a node's likeliest token is right, and where it is wrong, that one of the others looked at is.
+
+    Without `others` these share the rest as in the mixture, which promises too much: often none of them is right.
+    """
+
+    first: Calibration
+    others: Calibration | None = None
+
+    def chances(self, guess: Guess, position: int) -> list[float]:
+        """The chance of each token of a guess, `position` nodes below the root."""
+        features, rest = features_of_guess(guess), sum(guess.chances[1:])
+        if self.others is None or not rest:
+            return calibrated(guess.chances, features, position, self.first)
+        first = self.first.accept(position, features)
+        scale = (1 - first) * self.others.accept(position, features) / rest
+        return [first, *[chance * scale for chance in guess.chances[1:]]]
+
+
+def names_of_fits(sampled: bool) -> tuple[str, str]:
+    """What a table's two calibrations are called among the others: fitted on drawn texts, or on greedy ones."""
+    return ("table, sampled", "table, others, sampled") if sampled else ("table", "table, others")
 
 
 class _Children(NamedTuple):
@@ -62,7 +87,7 @@ class TableDrafter:
         nodes: int,
         depth: int,
         *,
-        calibration: Calibration | None = None,
+        calibration: TableCalibration | None = None,
         price: LookupPrice | None = None,
         max_leaves: int = sys.maxsize,
     ) -> None:
@@ -121,7 +146,7 @@ class TableDrafter:
         guess = self.mixture.guess(tail, place, BRANCHING)
         tokens, chances = guess.tokens, guess.chances
         if self.calibration is not None and tokens:
-            chances = calibrated(chances, features_of_guess(guess), depth - 1, self.calibration)
+            chances = self.calibration.chances(guess, depth - 1)
             if chances[0] < max(chances):
                 ranks = sorted(range(len(tokens)), key=lambda rank: -chances[rank])
                 tokens, chances = [tokens[rank] for rank in ranks], [chances[rank] for rank in ranks]
@@ -161,7 +186,7 @@ class _Value:
         if price is not None:
             rate = price.rate
             self._costs = [rate * seconds for seconds in price.costs.target[: most + 1]]
-            self._best = max(1 - self._costs[0], price.rival)
+            self._best = 1 - self._costs[0]
 
     def may_rise(self, nodes: int, chance: float) -> bool:
         """Whether more than `nodes` nodes could be worth more, if each had the chance of the next one."""
@@ -183,13 +208,28 @@ class _Value:
             self._best, self.count = value, nodes
 
 
-def guesses(table: NGramTable | None, prompt: Sequence[int], new: Sequence[int]) -> list[Recorded]:
-    """A round for each token `new` that the target wrote after a prompt: whether it was the likeliest by the counts."""
-    rounds: list[Recorded] = []
+def guesses(
+    table: NGramTable | None, prompt: Sequence[int], new: Sequence[int]
+) -> tuple[list[Recorded], list[Recorded]]:
+    """What the counts made of each token `new` that the target wrote after a prompt.
+
+    Rounds in which the likeliest token was drafted, and the likeliest after it; and for those in which the first was
+    wrong, whether another one that is looked at was right.
+    """
+    first, others = list[Recorded](), list[Recorded]()
     mixture, text = Mixture(table), [*prompt, *new]
     for end in range(len(prompt), len(text)):
         mixture.read(text[:end])
-        guess = mixture.guess(mixture.tail, mixture.place, 2)
-        if guess.tokens:
-            rounds.append(Recorded((features_of_guess(guess),), int(guess.tokens[0] == text[end])))
-    return rounds
+        tail, place = mixture.tail, mixture.place
+        guess = mixture.guess(tail, place, BRANCHING)
+        if not guess.tokens:
+            continue
+        features, right = [features_of_guess(guess)], int(guess.tokens[0] == text[end])
+        if not right and len(guess.tokens) > 1:
+            others.append(Recorded(features, int(text[end] in guess.tokens)))
+        if right and end + 1 < len(text):
+            after = mixture.guess((*tail, text[end])[-ORDER:], mixture.after(place, text[end]), BRANCHING)
+            features += [features_of_guess(after)] if after.tokens else []
+            right += after.tokens[:1] == [text[end + 1]]
+        first.append(Recorded(features, right))
+    return first, others

@@ -35,7 +35,7 @@ from distill.decoding.drafters import Drafter, ModelDrafter, distribution_sample
 from distill.decoding.lengths import ROOT, Proposal, best_tokens
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.rules import GREEDY, Rules
-from distill.decoding.table import TABLE, TABLE_SAMPLED, guesses
+from distill.decoding.table import guesses, names_of_fits
 from distill.decoding.trees import RankTally, Shape, TreeDrafter, choose_shape, expected_accepted
 from distill.engines.loaded import LoadedPair, load_pair
 from distill.engines.model import Model
@@ -208,14 +208,15 @@ def calibrate_pair(
         recorded = record_rounds(pair.target, pair.draft, prompts, new_tokens, rules)
         written, ranks = [one.tokens for one in recorded], tally_ranks(pair.draft, prompts, recorded, rules)
     texts = [([*prompt], new) for prompt, new in zip(prompts, written, strict=True)]
-    counted: dict[str, list[list[Recorded]]] = {}
-    for configuration in settings.configurations:
-        sampler = configured_sampler(configuration, settings.sampler)
-        name = TABLE_SAMPLED if sampler.temperature else TABLE
-        if configuration.counts_ngrams and name not in counted:
-            drawn = Rules(sampler, "token", pair.ends, random.Random(f"{settings.seed}/{name}").random)
-            new = write_texts(pair.target, prompts, new_tokens, drawn) if sampler.temperature else written
-            counted[name] = [guesses(table, prompt, text) for prompt, text in zip(prompts, new, strict=True)]
+    counted: dict[str, Sequence[Sequence[Recorded]]] = {}
+    tables = [one for one in settings.configurations if one.counts_ngrams]
+    for sampler in dict.fromkeys(configured_sampler(one, settings.sampler) for one in tables):
+        names, new = names_of_fits(sampler.temperature > 0), written
+        if sampler.temperature:
+            draws = random.Random(f"{settings.seed}/{names[0]}").random
+            new = write_texts(pair.target, prompts, new_tokens, Rules(sampler, "token", pair.ends, draws))
+        made = [guesses(table, prompt, text) for prompt, text in zip(prompts, new, strict=True)]
+        counted |= zip(names, zip(*made, strict=True), strict=True)
     return Calibrated(calibrate(recorded, command, ranks, counted) | {"split": split, "prompts": len(texts)}, texts)
 
 

@@ -20,7 +20,7 @@ from distill.decoding.configured import LOOKED_UP
 from distill.decoding.costs import StepCosts
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, LookupPrice
 from distill.decoding.ngrams import ORDER, NGramTable, count_ngrams
-from distill.decoding.table import TableDrafter, guesses
+from distill.decoding.table import TableCalibration, TableDrafter, guesses
 from distill.measuring.calibrate import follow
 from distill.recipe import load_recipe
 from distill.recipe.configuration import LENGTH, NODES
@@ -64,11 +64,14 @@ def main() -> None:
     ]
     for count in (0, 50, 100, len(counted)):
         table = NGramTable(count_ngrams(counted[:count]), {}) if count else None
-        known = [[one for text in some for one in guesses(table, *text)] for some in (held[::2], held[1::2])]
+        known = [[guesses(table, *text) for text in some] for some in (held[::2], held[1::2])]
+        fits = (
+            fit_calibration([one for text in some for one in text], TABLE_TERMS) for some in zip(*known[0], strict=True)
+        )
         price = LookupPrice(costs)
-        own = TableDrafter(table, NODES, LENGTH, calibration=fit_calibration(known[0], TABLE_TERMS), price=price)
+        own = TableDrafter(table, NODES, LENGTH, calibration=TableCalibration(*fits), price=price)
         drafter = FallbackDrafter(LookupDrafter(LENGTH, LOOKED_UP, price), own)
-        right = sum(one.accepted for one in known[1]) / sum(len(new) for _, new in held[1::2])
+        right = sum(one.accepted > 0 for text, _ in known[1] for one in text) / sum(len(new) for _, new in held[1::2])
         ngrams = 0 if table is None else sum(len(level.tokens) for level in table.levels)
         rows.append([f"table of {count} answers", ngrams, Cell(right, "%"), *replay(drafter, held[1::2], costs)])
     heads = [

@@ -21,8 +21,7 @@ from distill.decoding.costs import StepCosts
 from distill.decoding.drafters import LookupPrice
 from distill.decoding.lengths import ROOT
 from distill.decoding.ngrams import ORDER, OWN_WEIGHT, Mixture, NGramTable, count_ngrams, write_table
-from distill.decoding.table import TableDrafter, features_of_guess, guesses
-from distill.decoding.trees import calibrated
+from distill.decoding.table import TableCalibration, TableDrafter, guesses
 from distill.errors import DataError
 
 V = 6
@@ -116,7 +115,7 @@ def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, .
 
 
 def all_values(
-    table: NGramTable, context: list[int], depth: int, calibration: Calibration | None = None
+    table: NGramTable, context: list[int], depth: int, calibration: TableCalibration | None = None
 ) -> dict[tuple[int, ...], float]:
     """The chance of every path of up to `depth` tokens after a context."""
     mixture = Mixture(table)
@@ -126,21 +125,22 @@ def all_values(
         for path in [path for path in values if len(path) == level]:
             whole = [*context, *path]
             guess = mixture.guess(tuple(whole[-ORDER:]), table.place(whole), V)
-            chances = guess.chances
-            if calibration is not None:
-                chances = calibrated(chances, features_of_guess(guess), level, calibration)
+            chances = guess.chances if calibration is None else calibration.chances(guess, level)
             values |= {(*path, t): values[path] * c for t, c in zip(guess.tokens, chances, strict=True)}
     del values[()]
     return values
 
 
+CALIBRATED = TableCalibration(Calibration(-2.0)), TableCalibration(Calibration(-2.0), Calibration(0.5))
+
+
 def test_the_tree_has_the_likeliest_paths(table: NGramTable) -> None:
     """Against all paths; an end token has no children; a chain of the likeliest where a model takes no trees.
 
-    One calibration thinks less of the likeliest child than of the next one.
+    Calibrations think less of the likeliest child than of the next one.
     """
     contexts = [0, 1, 0], [2, 0, 0, 1, 3], some_texts(5, 1)[0]
-    for context, calibration in itertools.product(contexts, (None, Calibration(-2.0))):
+    for context, calibration in itertools.product(contexts, (None, *CALIBRATED)):
         values = all_values(table, context, 4, calibration)
         drafter = TableDrafter(table, 9, 4, calibration=calibration)
         drafter.begin(context)
@@ -182,8 +182,8 @@ def test_a_price_drafts_what_is_worth_verifying(table: NGramTable) -> None:
         count = len(drafter.propose(context, 8, ()).tokens)
         assert worth[count] == pytest.approx(max(worth), abs=1e-12)
         chosen.add(count)
-        price.rival = math.inf
-        assert drafter.propose(context, 8, ()).tokens == []
+        price.rival = math.inf  # what these rounds themselves give is no rival
+        assert len(drafter.propose(context, 8, ()).tokens) == count
     assert {0, 12} <= chosen
 
 
@@ -197,11 +197,14 @@ def test_one_token_again_and_again(table: NGramTable) -> None:
 
 
 def test_calibrated_on_other_texts(table: NGramTable) -> None:
-    """The mean of the calibrated chances is the share of best tokens that were right, as maximum likelihood demands."""
+    """The mean of the calibrated chances is the share that was right, as maximum likelihood demands.
+
+    That of the likeliest tokens, and, where the first of these was wrong, that of the others together."""
     texts = [(text[:2], text[2:]) for text in some_texts(7, 40) if len(text) > 4]
-    rounds = [one for text in texts for one in guesses(table, *text)]
-    fitted = fit_calibration(rounds, TABLE_TERMS)
-    right, total = 0, 0.0
+    made = [guesses(table, *text) for text in texts]
+    rounds = [[one for text in some for one in text] for some in zip(*made, strict=True)]
+    calibration = TableCalibration(*(fit_calibration(some, TABLE_TERMS) for some in rounds))
+    right, others, total, of_others = 0, 0, 0.0, 0.0
     mixture = Mixture(table)
     for prompt, new in texts:
         whole = [*prompt, *new]
@@ -209,10 +212,19 @@ def test_calibrated_on_other_texts(table: NGramTable) -> None:
         for end in range(len(prompt), len(whole)):
             mixture.read(whole[:end])
             assert (mixture.tail, mixture.place) == (tuple(whole[:end][-ORDER:]), table.place(whole[:end]))
-            guess = mixture.guess(mixture.tail, mixture.place, 2)
-            right += guess.tokens[0] == whole[end]
-            total += fitted.accept(0, features_of_guess(guess))
+            guess = mixture.guess(mixture.tail, mixture.place, V)
+            chances, hit = calibration.chances(guess, 0), guess.tokens[0] == whole[end]
+            right, total = right + hit, total + chances[0]
+            if hit and end + 1 < len(whole):
+                tail = (*whole[:end], whole[end])[-ORDER:]
+                after = mixture.guess(tail, table.place(tail), V)
+                right += after.tokens[0] == whole[end + 1]
+                total += calibration.chances(after, 1)[0]
+            if not hit:
+                others += whole[end] in guess.tokens
+                of_others += sum(chances[1:]) / (1 - chances[0])
     assert total == pytest.approx(right, rel=1e-3) and right > 20
+    assert of_others == pytest.approx(others, rel=1e-3) and others > 20
 
 
 def test_files_that_are_no_table_of_this_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

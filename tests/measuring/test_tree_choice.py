@@ -26,7 +26,7 @@ from distill.decoding.decode import Decoded, Round, decode_text
 from distill.decoding.lengths import ROOT, Proposal
 from distill.decoding.ngrams import NGramTable, count_ngrams
 from distill.decoding.rules import GREEDY, Rules
-from distill.decoding.table import guesses
+from distill.decoding.table import guesses, names_of_fits
 from distill.decoding.trees import RankTally, Shape, TreeDrafter, best_first
 from distill.engines.loaded import LoadedPair
 from distill.errors import DataError, RecipeError
@@ -335,19 +335,21 @@ def test_a_table_is_calibrated_for_each_sampler(pair: tuple[TableModel, TableMod
     settings, prompts = settings_with(tables, new_tokens=24), random_prompts(60, 12, 2)
     loaded = LoadedPair("pytorch", "target", target, target, [])
     made = calibrate_pair(loaded, prompts, settings, "here", "validation", ngrams)
-    assert [len(new) for _, new in made.texts] == [24] * 60 and made.table["fits"].keys() == {"table", "table, sampled"}
+    assert [len(new) for _, new in made.texts] == [24] * 60
     fits = read_calibrations(made.table, "here")
     off = {}
     for text, sampler in samplers.items():
-        rounds = [one for prompt, new in written(sampler, 3) for one in guesses(ngrams, prompt, new)]
+        rounds = [one for prompt, new in written(sampler, 3) for one in guesses(ngrams, prompt, new)[0]]
         for fit, other in samplers.items():
             calibration = table_calibration(fits, other)
-            assert calibration is not None
-            chances, right = predicted(calibration, rounds)
+            assert calibration is not None and calibration.others is not None
+            chances, right = predicted(calibration.first, rounds)
             off[text, fit] = sum(chances) / len(chances) - sum(right) / len(right)
     assert abs(off["greedy", "greedy"]) < 0.04 and abs(off["recipe", "recipe"]) < 0.04
     assert off["recipe", "greedy"] > 0.1
-    assert table_calibration({"table": fits["table"]}, samplers["recipe"]) == fits["table"]
+    known = {name: fits[name] for name in names_of_fits(False)}
+    assert table_calibration(known, samplers["recipe"]) == table_calibration(fits, GREEDY)
+    assert table_calibration({}, GREEDY) is None
 
 
 def test_settings_of_trees_that_are_refused() -> None:
