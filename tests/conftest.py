@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -29,6 +30,15 @@ def one_thread() -> Iterator[None]:
     """For tests of small models, which several threads make slower."""
     with tiny.one_thread():
         yield
+
+
+@pytest.fixture
+def short_texts(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Evaluations of any pair go on for so many tokens, instead of 128."""
+    from distill.recipe import Evaluate
+
+    monkeypatch.setattr("distill.api.Evaluate", functools.partial(Evaluate, new_tokens=24, file_blocks=8))
+    return 24
 
 
 @pytest.fixture(scope="session")

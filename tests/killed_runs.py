@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -89,21 +90,13 @@ def run(job: dict[str, Any], counter: io.BufferedRandom, log: str) -> int:
         except SystemExit as exit:
             sys.stdout.flush()
             os._exit(int(exit.code or 0))
-    if "after" in job:
-        while job["after"] not in read_log(log)[before:]:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.002)
-        os.kill(child, job.get("signal", signal.SIGKILL))
-    elif "seconds" in job:
-        deadline = time.monotonic() + job["seconds"]
-        while time.monotonic() < deadline:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.002)
-        os.kill(child, signal.SIGKILL)
+    deadline = time.monotonic() + job.get("seconds", math.inf)
+    while time.monotonic() < deadline and job.get("after", "\0") not in read_log(log)[before:]:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(child, job.get("signal", signal.SIGKILL))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import chat_templates
-import pytest
 import tiny
 import torch
+from tiny import Patch
 
 from distill.data.texts import Reply, Request
 from distill.engines.torch.hugging_face import encode, load_tokenizer
@@ -113,9 +113,7 @@ class Script:
         return []
 
 
-def scripted(
-    monkeypatch: pytest.MonkeyPatch, recipe: Recipe, text: Callable[[Request], str | list[int] | Reply]
-) -> Script:
+def scripted(monkeypatch: Patch, recipe: Recipe, text: Callable[[Request], str | list[int] | Reply]) -> Script:
     """A writer with a script in the place of the recipe's."""
     script = Script(recipe, text)
     monkeypatch.setattr("distill.teacher.answers.open_writer", script.opened)

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import yaml
 
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+needs_llama = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama-cpp-python")
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = ("corpus", "answers", "teacher", "cut", "train", "eval", "export", "speedup", "report")
 WORDS = ["alpha", "beta", "gamma", "delta", "value", "total", "index", "result", "buffer", "stream", "parser", "token"]
@@ -76,14 +80,15 @@ def build_model(folder: Path, layers: int = 3, vocabulary: int = 400, seeds: ran
     tokenizer.save_pretrained(folder)
 
 
-def recipe_values(world: Path) -> dict[str, Any]:
-    """The small recipe, as the mapping that is written to a file."""
-    sources = [{"kind": "tree", "path": f"corpus/{split}", "split": split} for split in DOCUMENTS]
+def recipe_values(world: Path, elsewhere: bool = False) -> dict[str, Any]:
+    """The small recipe, as the mapping that is written to a file; with whole paths where that file lies elsewhere."""
+    place = f"{world}/" if elsewhere else "./"
+    sources = [{"kind": "tree", "path": f"{place}corpus/{split}", "split": split} for split in DOCUMENTS]
     return {
         "name": "tiny",
         "threads": 1,
         "device": "cpu",
-        "target": {"model": "./target"},
+        "target": {"model": f"{place}target"},
         "corpus": {"sources": sources, "block": 64, "tokens": 1500},
         "answers": {"prompts": 12, "prompt_tokens": 8, "new_tokens": 24, "batch": 2, "group": 4},
         "teacher": {"top_k": 8, "shard_blocks": 8},
@@ -137,12 +142,30 @@ def call(*arguments: object) -> int:
 
 
 def refused(capsys: Any, *arguments: object) -> str:
-    """The one message of `distill ARGUMENTS`, which a user error ends."""
+    """The one message of `distill ARGUMENTS`, which a user error ends; typer begins its own with `Error: `."""
     capsys.readouterr()
     code, said = call(*arguments), capsys.readouterr().err
     assert code == 2 and "Traceback" not in said and "bug in distill" not in said, said
-    assert said.count("distill: ") == 1, said
-    return str(said[said.index("distill: ") :])
+    begin = "Error: " if said.startswith("Usage: ") else "distill: "
+    assert said.count(begin) == 1, said
+    return str(said[said.index(begin) :])
+
+
+def shown(capsys: Any, *arguments: object) -> str:
+    """What `distill ARGUMENTS`, which succeeds, prints as its result."""
+    return _said(capsys, *arguments)[0]
+
+
+def told(capsys: Any, *arguments: object) -> str:
+    """What it says to stderr meanwhile."""
+    return _said(capsys, *arguments)[1]
+
+
+def _said(capsys: Any, *arguments: object) -> tuple[str, str]:
+    capsys.readouterr()
+    code, (out, err) = call(*arguments), capsys.readouterr()
+    assert code == 0, err
+    return out, err
 
 
 def digest(path: Path) -> str:

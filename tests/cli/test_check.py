@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from tiny import Capture, Patch
 
 from distill.data.sources import PIECE, cut_text, read_documents
 from distill.errors import RunError
@@ -22,16 +23,12 @@ from distill.pipeline import preflight
 from distill.recipe import Corpus, Source, load_recipe
 from distill.run import Run
 
-Capture = pytest.CaptureFixture[str]
 Change = Callable[[dict[str, Any], Path], object]
 
 
 def refused(world: Path, folder: Path, capsys: Capture, change: Change, command: str) -> str:
     """The message of a command on the world's recipe, changed; nothing may be written before it."""
-    values = tiny.recipe_values(world)
-    values["target"]["model"] = str(world / "target")
-    for source in values["corpus"]["sources"]:
-        source["path"] = str(world / source["path"])
+    values = tiny.recipe_values(world, elsewhere=True)
     change(values, folder)
     recipe = tiny.write_recipe(folder / "changed.yaml", values)
     more = ["--runs", folder / "runs"] if command == "train" else []
@@ -117,7 +114,7 @@ def test_a_target_that_gguf_cannot_hold(world: Path, tmp_path: Path, capsys: Cap
     assert read_result(run.path("gguf", "export.json"), ExportReport).files == []
 
 
-def test_without_llama_cpp(world: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llama_cpp(world: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     real = preflight.importlib.util.find_spec
     monkeypatch.setattr(
         preflight.importlib.util, "find_spec", lambda name, *rest: None if name == "llama_cpp" else real(name, *rest)
@@ -126,9 +123,7 @@ def test_without_llama_cpp(world: Path, tmp_path: Path, capsys: Capture, monkeyp
     assert "llama-cpp-python is not installed" in said and "speedup.backends=[pytorch]" in said
 
 
-def test_processes_that_cannot_share_a_step(
-    world: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_cannot_share_a_step(world: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr("distill.training.setup.process_count", lambda: 3)
     said = refused(world, tmp_path, capsys, lambda v, f: None, "check")
     assert "4 blocks cannot be shared evenly by 3 processes" in said
@@ -138,8 +133,7 @@ def test_what_a_check_says_of_the_corpus(world: Path, tmp_path: Path, capsys: Ca
     path = tmp_path / "many.jsonl"
     path.write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(1200)))
     sources = [{"kind": "jsonl", "path": str(path)}]
-    assert tiny.call("check", world / "recipe.yaml", f"corpus.sources={json.dumps(sources)}") == 0
-    said = capsys.readouterr().out
+    said = tiny.shown(capsys, "check", world / "recipe.yaml", f"corpus.sources={json.dumps(sources)}")
     assert "many.jsonl: 1000 documents and more" in said and "not checked" in said and "beyond its first 1000" in said
     few = [{"kind": "text", "path": str(path), "split": split} for split in ("train", "validation", "test")]
     for number, one in enumerate(few):
@@ -151,9 +145,7 @@ def test_what_a_check_says_of_the_corpus(world: Path, tmp_path: Path, capsys: Ca
     assert [line.partition(";")[0] for line in found.warnings] == ["warning: the test split has 1 documents"]
 
 
-def test_a_store_that_a_run_holds_needs_no_room_again(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_a_run_holds_needs_no_room_again(world: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """What is free is asked of the disk of the run, whose own shards are not counted twice."""
     recipe, asked = load_recipe(world / "recipe.yaml", ["corpus.tokens=1000000"]), list[Path]()
     (line,) = preflight.check_disk(recipe)
@@ -174,7 +166,7 @@ def test_a_store_that_a_run_holds_needs_no_room_again(
     assert asked == [tmp_path, run]
 
 
-def test_the_first_records_of_a_hub_data_set(world: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_records_of_a_hub_data_set(world: Path, capsys: Capture, monkeypatch: Patch) -> None:
     """Only a check without --offline reads them."""
     asked: list[str] = []
 

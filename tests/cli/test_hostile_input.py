@@ -59,9 +59,7 @@ def mistake(path: Path, *overrides: str) -> str:
         ("seed: !!binary aGk=", ["line 4", "binary"]),
         ("seed: !!set {a, b}", ["line 4", "set"]),
         ("seed: !!int many", ["line 4", "'many' cannot be read as int"]),
-        ("seed: !!int ''", ["line 4", "cannot be read as int"]),
         ("seed: !!bool perhaps", ["line 4", "'perhaps' cannot be read as bool"]),
-        ("seed: !!float x", ["line 4", "cannot be read as float"]),
         (f"seed: {'9' * 5000}", ["line 4", "cannot be read as int"]),
         ("<<: {seed: 1}", ["line 4", "merge"]),
         ("seed: 2026-13-45", ["seed: an integer is needed"]),
@@ -157,27 +155,20 @@ def test_texts_of_the_command_line(tmp_path: Path) -> None:
         ("train.rate=1.0e+300", "train.rate: must be at most 10"),
         ("train.rate=.inf", "train.rate: must be a finite number"),
         ("train.rate=.nan", "train.rate: must be a finite number"),
-        ("train.loss={jsd: .inf}", "train.loss.jsd: must be a finite number"),
         ("train.loss={jsd: 1.0e+300}", "must lie between 0 and 1e6"),
-        ("sampler.temperature=.inf", "sampler.temperature: must be a finite number"),
-        ("sampler.temperature=1.0e+300", "sampler.temperature: must be at most 100"),
         ("teacher.temperatures=[1, .inf]", "teacher.temperatures.1: must be a finite number"),
         ("threads=100000", "threads: must be at most 1024"),
         (f"seed={2**64}", "integers up to"),
         (f"train.steps='{'9' * 5000}'", "train.steps: an integer is needed"),
         ("train.steps=true", "train.steps: a number is needed (got true)"),
-        ("train.rate=false", "train.rate: a number is needed (got false)"),
-        ("threads=true", "threads: a number is needed (got true)"),
         ("speedup.lengths=[true, 2]", "speedup.lengths: a number is needed"),
         ("train.loss={jsd: true}", "train.loss: a number is needed"),
-        ("train.adapter={rank: true}", "train.adapter.rank: a number is needed"),
         ("train.steps=1.5", "train.steps: an integer is needed (got 1.5)"),
         ("train.compile=3", "train.compile: true or false is needed"),
         ("device=3", "device: text is needed"),
         ("train=3", "train: a section is needed"),
         ("speedup.lengths=3", "speedup.lengths: a list is needed"),
         ("speedup.lengths=[]", "speedup.lengths: needs at least 1 entry"),
-        ("train.loss=[1]", "train.loss: a section is needed"),
         ("name=" + "a" * 101, "name: must have at most 100 characters"),
     ],
 )
@@ -269,8 +260,7 @@ def test_threads_that_crash_libraries() -> None:
     ],
 )
 def test_options(capsys: pytest.CaptureFixture[str], options: tuple[str, ...]) -> None:
-    assert tiny.call(*options) == 2
-    found = capsys.readouterr().err
+    found = tiny.refused(capsys, *options)
     assert "Traceback" not in found and "bug in distill" not in found and found.strip()
 
 

@@ -39,8 +39,7 @@ def model(monkeypatch: Patch, tmp_path: Path) -> Path:
 
 
 def test_the_list(capsys: Capture) -> None:
-    assert tiny.call("recipes", "-o", "json") == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(tiny.shown(capsys, "recipes", "-o", "json"))
     assert [row["recipe"] for row in rows] == NAMES
     assert all(len(row["purpose"]) > 30 and row["purpose"].endswith(".") for row in rows)
     assert tiny.call("recipes") == 0 and "| demo |" in capsys.readouterr().out
@@ -49,8 +48,7 @@ def test_the_list(capsys: Capture) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_copy_is_the_recipe(name: str, tmp_path: Path, model: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert tiny.call("recipes", name) == 0
-    assert capsys.readouterr().out == f"{name}.yaml\n"
+    assert tiny.shown(capsys, "recipes", name) == f"{name}.yaml\n"
     copy = tmp_path / f"{name}.yaml"
     overrides = [f"target.model={json.dumps(str(model))}"] if name in SMOLLM2 else []
     assert load_recipe(copy) == load_recipe(tiny.ROOT / "recipes" / f"{name}.yaml", overrides)

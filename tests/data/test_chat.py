@@ -18,7 +18,7 @@ from distill.data.chat_template import ChatTemplate, next_prompt
 from distill.data.corpus import pack_given
 from distill.data.prompts import ChatPrompts, cut_prompts
 from distill.data.sources import Document
-from distill.data.texts import drop_reason, read_answers, read_prompts
+from distill.data.texts import read_answers, read_prompts
 from distill.engines.torch.hugging_face import encode
 from distill.errors import DataError, RecipeError
 from distill.files import read_result
@@ -28,6 +28,7 @@ from distill.run import Run
 
 SHARED = tiny.ROOT.parent / "shared"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared tokenizers are not here")
+QUESTIONS = tiny.ROOT / "data" / "questions.jsonl"
 TALK = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "What is 2 + 2?"},
@@ -206,13 +207,14 @@ def test_only_answers_are_scored(plain: Any) -> None:
 # ── a whole stage ──
 
 
-@needs_shared
-def test_spec_bench_from_questions_to_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_questions_from_the_file_to_the_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nonsense content, real path: questions, template, answers, store, training, evaluation by class and mode."""
     recipe = chat_recipe(tmp_path)
-    assert tiny.call("check", recipe) == 0
-    said = capsys.readouterr().out
-    assert "480 documents" in said and "a prompt, as the target's template writes it" in said, said
+    said = tiny.shown(capsys, "check", recipe)
+    assert (
+        f"{len(QUESTIONS.read_text().splitlines())} documents" in said
+        and "a prompt, as the target's template writes it" in said
+    ), said
     assert "<|im_start|>user" in said
     assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "eval") == 0
     run = Run(tmp_path / "tiny", load_recipe(recipe))
@@ -242,43 +244,15 @@ def test_spec_bench_from_questions_to_the_report(tmp_path: Path, capsys: pytest.
     assert "by class of prompt" in run.path("eval.md").read_text()
 
 
-@needs_shared
-@pytest.mark.slow
-def test_every_question_of_spec_bench(tmp_path: Path) -> None:
-    """All 480 go to training, validation or test, or are counted as too long; what is asked is answered and learnt."""
-    recipe = chat_recipe(tmp_path)
-    every = ["answers.prompts=480", "train.acceptance.prompts=480", "eval.prompts=480", "answers.new_tokens=16"]
-    every += ["train.acceptance.every=8", "eval.new_tokens=8"]
-    assert tiny.call("train", recipe, "--runs", tmp_path, *every) == 0
-    run = Run(tmp_path / "tiny", load_recipe(recipe, every))
-    summary = json.loads(run.path("corpus", "summary.json").read_text())
-    splits = ("train", "validation", "test")
-    assert sum(summary[split]["documents"] for split in splits) == 480
-    prompts = {split: read_prompts(run, split) for split in splits}
-    assert sum(map(len, prompts.values())) + summary["dropped"]["prompts too long for corpus.block"] == 480
-    for split in splits:
-        assert sum(one["texts"] for one in summary[split]["asked"]) == len(prompts[split])
-        assert sum(one["tokens"] for one in summary[split]["asked"]) == sum(len(one.ids) for one in prompts[split])
-    written = read_answers(run, "train")
-    assert {one.id.partition("/")[0] for one in written} == {one.id for one in prompts["train"]}
-    manifest = json.loads(run.path("answers", "manifest.json").read_text())
-    kept = [one for one in written if not drop_reason(one)]
-    assert sum(one["texts"] for one in manifest["by_class"]) == len(kept)
-    assert sum(one["tokens"] for one in manifest["by_class"]) == sum(len(one.answer) for one in kept)
-    scored = json.loads(run.path("teacher", "manifest.json").read_text())["scored_positions"]
-    assert scored == sum(len(one.answer) for one in kept), "each token of an answer is scored once, nothing else"
-    report = read_result(run.path("eval.json"), EvaluationReport)
-    assert sum(one.prompts for one in report.classes) == len(prompts["test"])
-    assert sum(one.tokens for one in report.classes) == report.domains["answers"]["after"].tokens
-    page = run.path("report.html").read_text()
-    assert all(one["label"] in page for one in summary["train"]["asked"])
-
-
 def chat_recipe(folder: Path) -> Path:
-    """A recipe on Spec-Bench's questions for a tiny target with a template."""
+    """A recipe on the repository's questions for a tiny target with a template."""
     build_instruct(folder)
     values = tiny.recipe_values(folder)
-    path = str(SHARED / "prompts" / "spec-bench.jsonl")
-    values["corpus"] |= {"sources": [{"kind": "jsonl", "path": path}], "validation": 0.1, "test": 0.1, "block": 256}
+    values["corpus"] |= {
+        "sources": [{"kind": "jsonl", "path": str(QUESTIONS)}],
+        "validation": 0.1,
+        "test": 0.1,
+        "block": 256,
+    }
     values["chat"] = {"thinking": 0.5}
     return tiny.write_recipe(folder / "recipe.yaml", values)

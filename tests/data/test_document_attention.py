@@ -1,4 +1,5 @@
-"""Attention document by document equals that with a mask, gradients too, and its memory grows with the block alone."""
+"""Attention document by document equals that with a mask (test_packing.py: documents do not see each other), gradients
+too, and its memory grows with the block alone."""
 
 from __future__ import annotations
 
@@ -154,17 +155,3 @@ def test_memory_grows_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
             saved_bytes(model, blocks(width // 2, width // 4, width // 4, width=width)) / width for width in (256, 2048)
         ]
         assert least < each[1] / each[0] < most, each
-
-
-def test_documents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states of a document do not depend on what is packed beside it."""
-    monkeypatch.setattr(packing, "masked_below", lambda device: 1)
-    model, packed = toy("mistral", sliding_window=4), blocks(11, 9, 18, 30)
-    with torch.no_grad():
-        found = hidden_states(model, packed)
-        for block in range(len(packed)):
-            for document in range(int(packed.documents[block].max()) + 1):
-                here = packed.documents[block] == document
-                alone = model.model(input_ids=packed.ids[block][here].long().unsqueeze(0), use_cache=False)
-                torch.testing.assert_close(found[block][here], alone.last_hidden_state[0], rtol=1e-5, atol=1e-5)
-    assert attention_mask(packed.documents).shape[-1] == 40

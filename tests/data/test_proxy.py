@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import Capture, Patch
 
 from distill.data.recorder import NOT_LEFT_OUT, Proxy, Recording, summary
 from distill.errors import RecipeError
@@ -257,7 +258,7 @@ async def test_pieces_pass_when_they_come(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_what_is_kept_and_what_is_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_what_is_kept_and_what_is_counted(tmp_path: Path, capfd: Capture) -> None:
     folder = tmp_path / "traffic"
     folder.mkdir()
     raws: list[bytes] = []
@@ -350,7 +351,7 @@ async def test_a_server_that_goes_ends_the_reply(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_a_server_that_cannot_be_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_server_that_cannot_be_reached(tmp_path: Path, capsys: Capture) -> None:
     async with served(tmp_path, None) as found:
         for _ in range(2):
             got = await found.ask(request("/v1/chat/completions", b" " * 300_000))
@@ -362,9 +363,7 @@ async def test_a_server_that_cannot_be_reached(tmp_path: Path, capsys: pytest.Ca
 
 
 @in_a_loop
-async def test_a_full_queue_and_a_writer_that_has_ended_cost_no_reply(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_full_queue_and_a_writer_that_has_ended_cost_no_reply(tmp_path: Path, capsys: Capture) -> None:
     async with served(tmp_path, stream, queue_bytes=10) as found:
         await found.ask_streams(3)
         assert found.left_out() == {"a full queue": 3}
@@ -375,7 +374,7 @@ async def test_a_full_queue_and_a_writer_that_has_ended_cost_no_reply(
     assert capsys.readouterr().err.count("the process that writes has ended") == 1
 
 
-def test_the_sample_and_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sample_and_the_size(tmp_path: Path, monkeypatch: Patch) -> None:
     async def run(sample: float, body: bytes) -> Proxy:
         async with served(tmp_path, stream, sample=sample) as found:
             await found.ask_streams(40, body)
@@ -440,9 +439,7 @@ async def test_replies_under_way_end_in_order(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_a_pattern_that_never_ends_costs_no_reply(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_pattern_that_never_ends_costs_no_reply(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr("distill.data.recorder.PARTING_SECONDS", 0.3)
     body = BODY.replace(b"Hi", b"a" * 60)
     async with served(tmp_path, stream, patterns=("(a+)+b",)) as found:
@@ -506,9 +503,7 @@ async def test_what_the_writer_had_not_read_is_written_at_the_end(tmp_path: Path
 
 
 @in_a_loop
-async def test_progress_is_not_taken_for_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_progress_is_not_taken_for_the_result(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr("distill.data.recorder.PROGRESS_SECONDS", 0.01)
     async with served(tmp_path, None) as found, asyncio.timeout(60):
         await found.ask(request())

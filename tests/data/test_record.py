@@ -15,6 +15,7 @@ import httpx2
 import pytest
 import tiny
 from loopback import LoopbackHandler, running
+from tiny import Capture, Patch
 
 from distill.cli.record import _consent
 from distill.data.recorder import Recording
@@ -111,13 +112,7 @@ def test_what_is_said_of_a_share_and_of_an_open_address() -> None:
         (["--host", "no.such.host.invalid"], ["no.such.host.invalid:8100 cannot be listened at"]),
     ],
 )
-def test_mistakes(
-    tmp_path: Path,
-    more: list[str],
-    words: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_mistakes(tmp_path: Path, more: list[str], words: list[str], monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     Path("FILE").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
-from test_export import needs_llama
 from test_gguf_reference import script
+from tiny import Capture, Patch, needs_llama
 
+from distill.errors import RunError
 from distill.export.parity import advice_of, origins
 from distill.export.results import ExportReport
 from distill.files import read_result, write_result
@@ -59,7 +62,7 @@ def test_a_model_card_comes_first(model: Path, tmp_path: Path) -> None:
     assert found["general.base_model.count"] == 1
 
 
-def test_several_types_read_each_tensor_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_types_read_each_tensor_once(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     kinds = ("f32", "q8_0", "q4_0")
     for kind in kinds:
         export_gguf(model, tmp_path / "alone" / f"{kind}.gguf", kind)
@@ -81,9 +84,7 @@ def test_several_types_read_each_tensor_once(model: Path, tmp_path: Path, monkey
 
 @needs_llama
 @pytest.mark.parametrize("first", ["f32", "f16"])
-def test_the_quantiser_reads_one_exact_file(
-    first: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_quantiser_reads_one_exact_file(first: str, model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """The source is fp32: an f32 output is the exact file itself, an f16 output is not."""
     kinds = (first, "q4_k_m", "q5_k_m")
     for kind in kinds:
@@ -102,34 +103,13 @@ def test_the_quantiser_reads_one_exact_file(
     assert tiny.contents(tmp_path / "all") == tiny.contents(tmp_path / "alone")
 
 
-def test_a_type_that_cannot_hold_the_weights_leaves_no_file_of_any(model: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    from distill.errors import DataError
-
-    shutil.copytree(model, tmp_path / "m")
-    weights = load_file(tmp_path / "m" / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e6
-    save_file(weights, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(DataError, match="too large for F16"):
-        export_files(tmp_path / "m", {tmp_path / "out" / f"{kind}.gguf": kind for kind in ("f32", "f16")})
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 @needs_llama
 @pytest.mark.parametrize(("free", "message"), [(0, "the disk is full"), (2**30, "cannot write")])
 def test_a_disk_that_fails_under_the_quantiser(
-    free: int, message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free: int, message: str, model: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """llama.cpp says "iostream error" for every fault of the disk; here files end at 50 kB."""
-    import resource
-    import shutil as system
-    from collections import namedtuple
-
-    from distill.errors import RunError
-    from distill.gguf import writer
-
-    real, limits = writer._quantise, resource.getrlimit(resource.RLIMIT_FSIZE)
+    real, limits = writing._quantise, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limited(*given: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
@@ -138,9 +118,8 @@ def test_a_disk_that_fails_under_the_quantiser(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    monkeypatch.setattr(writer, "_quantise", limited)
-    usage = namedtuple("usage", "total used free")(2**30, 0, free)
-    monkeypatch.setattr(system, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(writing, "_quantise", limited)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=2**30, used=0, free=free))
     with pytest.raises(RunError, match=message):
         export_gguf(model, tmp_path / "m.gguf", "q4_k_m")
     assert list(tmp_path.iterdir()) == []
@@ -189,7 +168,7 @@ def test_origins_of_a_run(tmp_path: Path, world: Path) -> None:
 
 
 @needs_llama
-def test_the_command_records_its_files(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_records_its_files(copied: Path, capsys: Capture) -> None:
     name, runs = "tiny", copied.parent
     stage = tiny.contents(copied / "gguf")
     assert tiny.call("export-gguf", name, "--runs", runs, "--outtype", "f16", "--outtype", "q8_0") == 0
@@ -199,20 +178,19 @@ def test_the_command_records_its_files(copied: Path, capsys: pytest.CaptureFixtu
         f"gguf/extra/{model}-{kind}.gguf" for model in ("draft", "target") for kind in ("f16", "q8_0")
     }
     assert all(file.parity is not None and file.faults == [] for file in files.values())
-    assert tiny.call("export-gguf", name, "--runs", runs, "--outtype", "f16", "--no-check", "--overwrite") == 0
-    assert capsys.readouterr().out.count("not checked") == 2
-    again = {file.path: file for file in read_result(path, ExportReport).files}
-    assert {name for name, file in again.items() if file.parity is None} == {
+    again = ("export-gguf", name, "--runs", runs, "--outtype", "f16", "--no-check", "--overwrite")
+    assert tiny.shown(capsys, *again).count("not checked") == 2
+    written = {file.path: file for file in read_result(path, ExportReport).files}
+    assert {name for name, file in written.items() if file.parity is None} == {
         "gguf/extra/draft-f16.gguf",
         "gguf/extra/target-f16.gguf",
     }
-    assert again["gguf/extra/draft-q8_0.gguf"] == files["gguf/extra/draft-q8_0.gguf"]
+    assert written["gguf/extra/draft-q8_0.gguf"] == files["gguf/extra/draft-q8_0.gguf"]
     assert {name: digest for name, digest in tiny.contents(copied / "gguf").items() if "extra" not in name} == stage
     found = fields_of(copied / "gguf" / "extra" / "draft-f16.gguf")
     assert found["general.name"] == "tiny draft" and found["distill.recipe"] == "tiny"
     capsys.readouterr()
-    served = ("--outtype", "f16", "--no-check", "--overwrite", "--target", copied / "gguf" / "target-f16.gguf")
-    assert tiny.call("export-gguf", name, "--runs", runs, *served) == 0
+    assert tiny.call(*again, "--target", copied / "gguf" / "target-f16.gguf") == 0
     shown = capsys.readouterr()
     assert "llama-server -m" in shown.out
     report = read_result(copied / "speedup.json", SpeedupReport)
@@ -223,15 +201,16 @@ def test_the_command_records_its_files(copied: Path, capsys: pytest.CaptureFixtu
 
 @needs_llama
 def test_a_check_that_fails_is_in_the_run_and_the_status(
-    copied: Path, world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    copied: Path, world: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     from distill.export import parity
 
     monkeypatch.setattr(parity, "LIMITS", {16: (-1.0, 0.0)})
     arguments = ("train", world / "recipe.yaml", "--runs", copied.parent)
     before = json.loads((copied / "stages" / "speedup.json").read_text())["time"]
-    assert tiny.call(*arguments, "--redo", "export", "--until", "speedup") == 2
-    assert "draft-f16.gguf: the mean KL is" in capsys.readouterr().err
+    assert "draft-f16.gguf: the mean KL is" in tiny.refused(
+        capsys, *arguments, "--redo", "export", "--until", "speedup"
+    )
     assert len(read_result(copied / "gguf" / "export.json", ExportReport).faults) == 2
     assert "the mean KL is" in (copied / "log.txt").read_text()
     assert json.loads((copied / "stages" / "speedup.json").read_text())["time"] >= before  # the stages after it run

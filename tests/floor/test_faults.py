@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 import tiny
+from tiny import Capture, Patch
 
 from distill.errors import DataError, RunError, disk_fault, server_words
 from distill.files import digest, write_atomically, write_folder
 from distill.run import Run
 
-Capture = pytest.CaptureFixture[str]
 STEPS = ("corpus/prompts-train", "answers/train-00001", "teacher/shard-00002", "cut", "step-000004", "draft", "eval.md")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,8 +55,9 @@ def test_a_run_of_another_version_is_refused_with_a_reason(world: Path, copied: 
     record = json.loads(path.read_text())
     del record["inputs"]["train"]["acceptance"]["patience"]
     path.write_text(json.dumps(record | {"key": digest(record["inputs"])}))
-    assert tiny.call("train", world / "recipe.yaml", "--runs", copied.parent, "--dry-run") == 2
-    assert "another version of distill made this run" in capsys.readouterr().err
+    assert "another version of distill made this run" in tiny.refused(
+        capsys, "train", world / "recipe.yaml", "--runs", copied.parent, "--dry-run"
+    )
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "model.safetensors"])
@@ -73,13 +74,11 @@ def test_a_changed_target_is_refused_by_the_name_of_its_file(
     capsys.readouterr()
     path = tmp_path / "target" / name
     path.write_bytes(path.read_bytes() + b" ")
-    assert tiny.call(*begin) == 2
-    said = capsys.readouterr().err
+    said = tiny.refused(capsys, *begin)
     assert f"target.model has other content: {name}\n" in said and "--redo corpus" in said
     assert tiny.contents(tmp_path / "tiny" / "answers") == before
     (tmp_path / "tiny" / "contents.json").write_text("[")  # without it, the refusal stays
-    assert tiny.call(*begin) == 2
-    assert "target.model has other content\n" in capsys.readouterr().err
+    assert "target.model has other content\n" in tiny.refused(capsys, *begin)
 
 
 def test_donor_of_another_tokenizer(world: Path, copied: Path, other: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -189,7 +188,7 @@ def trained(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_full_disk_and_read_only_folder_at_every_stage(
-    world: Path, trained: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    world: Path, trained: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     """One run meets a fault at each of several writes, in turn, and goes on where it was when the fault is gone."""
     capsys.readouterr()
@@ -217,9 +216,7 @@ def test_full_disk_and_read_only_folder_at_every_stage(
         "draft/README.md",
     ],
 )
-def test_full_disk_after_training(
-    world: Path, copied: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
+def test_full_disk_after_training(world: Path, copied: Path, capsys: Capture, monkeypatch: Patch, part: str) -> None:
     stage = {"target-f16.gguf": "export", "export.json": "export", "speedup.json": "speedup"}.get(part, "report")
     weights = tiny.digest(copied / "draft" / "model.safetensors")
     with monkeypatch.context() as patch:
@@ -308,7 +305,7 @@ def test_the_next_start_completes_a_folder(tmp_path: Path, start: Callable[[Path
     assert {one.name for one in tmp_path.iterdir()} <= {"draft", ".lock"}
 
 
-def test_a_rename_that_fails_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rename_that_fails_leaves_the_old_folder(tmp_path: Path, monkeypatch: Patch) -> None:
     path = tmp_path / "draft"
     write_folder(path, lambda folder: (folder / "a").write_text("old"))
     replace = os.replace

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import random
@@ -16,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_gguf_reference import script
+from tiny import needs_llama
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
@@ -28,17 +29,16 @@ from transformers import (
 
 from distill.data.texts import first_difference
 from distill.engines.llama_cpp.model import GgufModel
-from distill.errors import DataError, RunError
+from distill.errors import DataError
 from distill.export.parity import Source, compare
 from distill.gguf import tokenizer as export_tokenizer
 from distill.gguf.families import read_shape
 from distill.gguf.tensors import permute_for_llama, read_tensors
-from distill.gguf.writer import export_gguf
+from distill.gguf.writer import export_files, export_gguf
 from distill.recipe.measuring import OUTTYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared"))
-needs_llama = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
 
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -589,31 +589,21 @@ def test_damaged_folders(
         export_gguf(folder, tmp_path / "out.gguf", outtype)
 
 
-def test_weights_that_a_type_cannot_hold(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
+@pytest.mark.parametrize(
+    ("value", "outtypes", "message"), [(1e6, ("f32", "f16"), "too large"), (float("nan"), ("f32",), "NaN")]
+)
+def test_weights_that_a_type_cannot_hold_leave_no_file_of_any(
+    folder: Path, value: float, outtypes: tuple[str, ...], message: str
+) -> None:
     weights = load_file(folder / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
-    for value, outtype, message in ((1e6, "f16", "too large"), (float("nan"), "f32", "NaN")):
-        weights[name][0, 0] = value
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "out.gguf").write_bytes(b"before")
-        with pytest.raises(DataError, match=message):
-            export_gguf(folder, folder / "out.gguf", outtype)
-        assert (folder / "out.gguf").read_bytes() == b"before"
-        assert not list(folder.glob(".out.gguf*"))
-
-
-def test_full_disk_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from distill.gguf import writer
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(writer, "write_head", full)
-    with pytest.raises(RunError, match="the disk is full"):
-        export_gguf(folder, folder / "out.gguf", "f16")
-    assert not list(folder.glob("*out.gguf*"))
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    out = folder / "out"
+    out.mkdir()
+    (out / f"{outtypes[-1]}.gguf").write_bytes(b"before")
+    with pytest.raises(DataError, match=message):
+        export_files(folder, {out / f"{kind}.gguf": kind for kind in outtypes})
+    assert [path.read_bytes() for path in out.iterdir()] == [b"before"]
 
 
 def test_missing_llama_cpp_names_the_package(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import gguf
 import numpy as np
 import pytest
 import tiny
-from test_export import SIZES, build, held_out_texts, needs_llama, train_tokenizer
+from test_export import SIZES, build, held_out_texts, train_tokenizer
+from tiny import Capture, needs_llama
 from transformers import PreTrainedTokenizerFast
 
 from distill.errors import DataError
@@ -140,9 +141,7 @@ def write_imatrix(path: Path, sums: dict[str, Any], calls: int = 10) -> None:
 
 
 @pytest.mark.parametrize("form", ["gguf", "dat"])
-def test_an_importance_matrix_is_the_models_own(
-    form: str, wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_importance_matrix_is_the_models_own(form: str, wide: Path, tmp_path: Path, capsys: Capture) -> None:
     """Read in both forms of llama-imatrix by value; refused where llama.cpp would ignore it, or a part of it."""
     path = tmp_path / f"imatrix.{form}"
     write_imatrix(path, MATRIX | {"output.weight": np.full(256, 20.0)})
@@ -171,8 +170,7 @@ def test_an_importance_matrix_is_the_models_own(
     assert "--imatrix changes nothing in f16 and q8_0" in capsys.readouterr().err
     path.write_bytes(path.read_bytes()[:-3000])
     arguments = ("export-gguf", wide, "--to", tmp_path / "out", "--outtype", "q2_k", "--imatrix", path)
-    assert tiny.call(*arguments) == 2
-    assert "imatrix" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "imatrix" in tiny.refused(capsys, *arguments) and not (tmp_path / "out").exists()
 
 
 @needs_llama
@@ -218,18 +216,13 @@ def test_importance_measured_on_a_text(tmp_path: Path) -> None:
 
 
 @needs_llama
-def test_command_checks_and_says_so(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_checks_and_says_so(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: Capture) -> None:
     build("qwen2-untied", tmp_path / "model", tokenizer)
     arguments = ("export-gguf", tmp_path / "model", "--to", tmp_path / "out", "--outtype", "q4_k_m")
-    assert tiny.call(*arguments) == 0
-    line = capsys.readouterr().out
+    line = tiny.shown(capsys, *arguments)
     assert "rows do not fit" in line and "0 of" in line and "KL" in line
-    assert tiny.call(*arguments) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert tiny.call(*arguments, "--overwrite", "--no-check") == 0
-    assert "not checked" in capsys.readouterr().out
+    assert "exists already" in tiny.refused(capsys, *arguments)
+    assert "not checked" in tiny.shown(capsys, *arguments, "--overwrite", "--no-check")
     # A file that is not its source's: the weights are changed between the writing and the check.
     from unittest import mock
 
@@ -285,7 +278,7 @@ def test_a_missing_shard_leaves_no_file(outtype: str, tmp_path: Path, tokenizer:
 
 @needs_llama
 def test_a_draft_is_held_against_its_target(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: Capture
 ) -> None:
     build("qwen2-untied", tmp_path / "model", tokenizer)
     build("qwen2-untied", tmp_path / "other", train_tokenizer(size=560))
@@ -295,5 +288,4 @@ def test_a_draft_is_held_against_its_target(
     assert tiny.call(*arguments, "--target", tmp_path / "model.gguf") == 0
     draft = tmp_path / "out" / "model-bf16.gguf"
     assert f"llama-server -m {tmp_path / 'model.gguf'} -md {draft} --spec-type" in capsys.readouterr().out
-    assert tiny.call(*arguments, "--overwrite", "--target", tmp_path / "other.gguf") == 2
-    assert "does not fit" in capsys.readouterr().err
+    assert "does not fit" in tiny.refused(capsys, *arguments, "--overwrite", "--target", tmp_path / "other.gguf")

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_export import HARD_TEXTS, held_out_texts, needs_llama
+from test_export import HARD_TEXTS, held_out_texts
 from test_gguf_reference import TOKENIZERS, needs_tokenizers, script
 from test_import import check_ids, write_tokenizer
+from tiny import needs_llama
 from tokenizers import Tokenizer
 
 from distill.errors import DataError

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from test_export import build, needs_llama, some_ids, train_tokenizer
+from test_export import build, some_ids, train_tokenizer
 from test_import import cache, check_ids, write_tokenizer
+from tiny import needs_llama
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distill.engines.llama_cpp.model import GgufModel
@@ -144,8 +145,7 @@ def test_a_changed_type_is_said(files: dict[str, Path], tmp_path: Path, capsys: 
     content = files["llama"].read_bytes()
     assert content.count(data) == 1
     (tmp_path / "m.gguf").write_bytes(content.replace(data, np.minimum(types, 1).astype("<i4").tobytes()))
-    assert tiny.call("import-gguf", tmp_path / "m.gguf", tmp_path / "out") == 0
-    printed = capsys.readouterr().out
+    printed = tiny.shown(capsys, "import-gguf", tmp_path / "m.gguf", tmp_path / "out")
     assert "an answer ends with <|endoftext|>, <|im_end|>" in printed
     assert "special by name, as in llama.cpp, against the file's types: <|endoftext|>, <|im_end|>" in printed
 

@@ -24,10 +24,10 @@ from test_export import (
     SHARED,
     build,
     held_out_texts,
-    needs_llama,
     some_ids,
     train_tokenizer,
 )
+from tiny import Capture, Patch, needs_llama
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -238,7 +238,7 @@ def test_template_and_ends_come_back(tmp_path: Path, tokenizer: PreTrainedTokeni
 
 
 def test_a_file_is_a_model_wherever_a_folder_is(
-    tmp_path: Path, cache: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cache: Path, tokenizer: PreTrainedTokenizerFast, capsys: Capture
 ) -> None:
     export("llama", tmp_path, tokenizer, "f32")
     file = str(tmp_path / "m.gguf")
@@ -304,15 +304,13 @@ def test_a_file_cut_short_leaves_no_folder(tmp_path: Path, cache: Path, tokenize
 def recipe_of_a_file(world: Path, folder: Path, model: str = "served.gguf") -> Path:
     """The world's recipe with its target as the GGUF file served.gguf in this folder, or as `model` beside it."""
     export_gguf(world / "target", folder / "served.gguf", "f32")
-    values = tiny.recipe_values(world)
-    for source in values["corpus"]["sources"]:
-        source["path"] = str(world / source["path"])
+    values = tiny.recipe_values(world, elsewhere=True)
     values["target"]["model"] = f"./{model}"
     return tiny.write_recipe(folder / "recipe.yaml", values)
 
 
 @needs_llama
-def test_a_run_of_a_file(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_a_file(world: Path, tmp_path: Path, capsys: Capture) -> None:
     """A recipe whose target is a GGUF file makes the draft that its folder makes, and times the file itself."""
     folder = Path(shutil.copytree(world / "target", tmp_path / "folder"))
     recipe = recipe_of_a_file(world, tmp_path, "folder")
@@ -321,8 +319,7 @@ def test_a_run_of_a_file(world: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     with tiny.one_thread():
         assert tiny.call("train", recipe, "--runs", tmp_path / "of-folder", "--until", "train") == 0
     recipe = recipe_of_a_file(world, tmp_path)
-    assert tiny.call("check", recipe) == 0
-    assert "tensors fit its metadata" in capsys.readouterr().out
+    assert "tensors fit its metadata" in tiny.shown(capsys, "check", recipe)
     with tiny.one_thread():
         assert tiny.call("train", recipe, "--runs", tmp_path / "runs") == 0
     printed = capsys.readouterr()
@@ -352,7 +349,7 @@ def test_a_run_of_a_file(world: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "out" / "served-q8_0.gguf").exists()
 
 
-def engine_on_other_prompts(run: Path, world: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+def engine_on_other_prompts(run: Path, world: Path, capsys: Capture, *more: str) -> str:
     """What `distill speedup RUN --prompts FILE` decodes in, with no more options than `more`."""
     prompts = ("--prompts", world / "corpus" / "test" / "part2_0.py", "--prompt-tokens", 16)
     with tiny.one_thread():
@@ -363,9 +360,7 @@ def engine_on_other_prompts(run: Path, world: Path, capsys: pytest.CaptureFixtur
     return str(engine)
 
 
-def test_a_run_of_a_file_needs_no_llama_cpp(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_a_file_needs_no_llama_cpp(world: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     """The demo's settings on a machine without compilers: PyTorch alone, to the report."""
     recipe = recipe_of_a_file(world, tmp_path)
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
@@ -379,23 +374,19 @@ def test_a_run_of_a_file_needs_no_llama_cpp(
 
 
 def test_a_file_that_is_never_loaded_answers_itself(world: Path, tmp_path: Path) -> None:
-    values = tiny.recipe_values(world) | {"target": {"model": "./served.gguf", "load": False}}
-    for source in values["corpus"]["sources"]:
-        source["path"] = str(world / source["path"])
+    values = tiny.recipe_values(world, elsewhere=True) | {"target": {"model": "./served.gguf", "load": False}}
     values["cut"] |= {"donor": "./donor"}
     recipe = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
     file = str(tmp_path / "served.gguf")
-    assert recipe.answers.writer is not None and recipe.answers.writer.gguf == file
-    assert recipe.teacher.gguf == file
+    assert recipe.answers.writer is not None and recipe.answers.writer.gguf == file == recipe.teacher.gguf
     values["teacher"]["gguf"] = "./other.gguf"
     recipe = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
     assert recipe.teacher.gguf == str(tmp_path / "other.gguf")
 
 
-def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: Capture) -> None:
     export("llama", tmp_path, tokenizer, "q8_0")
-    assert tiny.call("import-gguf", tmp_path / "m.gguf", tmp_path / "half", "--dtype", "bfloat16") == 0
-    printed = capsys.readouterr().out
+    printed = tiny.shown(capsys, "import-gguf", tmp_path / "m.gguf", tmp_path / "half", "--dtype", "bfloat16")
     assert "Q8_0 dequantised" in printed and "an answer ends with <|endoftext|>, <|im_end|>" in printed
     assert {one.dtype for one in weights(tmp_path / "half").values()} == {torch.bfloat16}
     for arguments, message in (
@@ -405,8 +396,7 @@ def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys:
         (("m.gguf", "x", "--dtype", "int4"), "'int4' is not one of"),
     ):
         places = [tmp_path / name for name in arguments[:2]]
-        assert tiny.call("import-gguf", *places, *arguments[2:]) == 2
-        assert message in capsys.readouterr().err
+        assert message in tiny.refused(capsys, "import-gguf", *places, *arguments[2:])
     assert not (tmp_path / "x").exists()
 
 

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import tiny
 from table_model import TableModel
+from tiny import Capture, Patch
 from toys import speculative, toy
 
 from distill.data.prompts import read_user_prompts, sources_of
@@ -24,6 +25,7 @@ from distill.engines.torch.hugging_face import load_tokenizer
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
 from distill.files import read_result
+from distill.gguf.writer import export_gguf
 from distill.measuring.compare import TimedConfiguration, TimedText, by_class, by_depth, round_figures
 from distill.measuring.speedup import need_other_prompts
 from distill.measuring.speedup_results import Measurement, RoundFigures, SpeedupPart, SpeedupReport, StepFigures
@@ -31,12 +33,6 @@ from distill.measuring.speedup_tables import explain, verdict
 from distill.measuring.watch import Step, Watch
 from distill.recipe import Chat, Configuration, Corpus
 from distill.recipe.configuration import PLAIN
-
-Capture = pytest.CaptureFixture[str]
-LLAMA = pytest.mark.skipif(
-    not __import__("importlib.util").util.find_spec("llama_cpp"), reason="needs llama-cpp-python"
-)
-
 
 # Steps and rounds by hand.
 
@@ -120,7 +116,7 @@ def measured(configuration: Configuration, speedup: float, low: float, acceptanc
 def told(
     speedup: float,
     low: float,
-    costs: tuple[float, float, float],
+    costs: Sequence[float],
     tokens: float,
     draft: float = 0.1,
     predicted: float | None = None,
@@ -290,11 +286,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     messages = [{"messages": [{"role": "user", "content": one}]} for one in questions]
     (folder / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in messages))
     (folder / "plain.txt").write_text("\n".join(tiny.document(seed) for seed in range(100, 106)))
-    if shutil.which("cmake") or __import__("importlib.util").util.find_spec("llama_cpp"):
-        from distill.gguf.writer import export_gguf
-
-        for name in ("target", "draft"):
-            export_gguf(folder / name, folder / f"{name}.gguf", "f32")
+    for name in ("target", "draft"):
+        export_gguf(folder / name, folder / f"{name}.gguf", "f32")
     return folder
 
 
@@ -314,7 +307,7 @@ def test_prompts_go_through_the_template_of_the_target(name: str, place: Path) -
     assert set(found.classes()) == {"asked" if name == "chat.csv" else "chat.jsonl"}
 
 
-@LLAMA
+@tiny.needs_llama
 @pytest.mark.parametrize("name", ["chat.jsonl", "texts.jsonl", "plain.txt"])
 def test_a_gguf_file_gives_the_prompts_of_its_folder(name: str, place: Path) -> None:
     folder, file = asked(place, name), asked(place, name, "target.gguf")
@@ -387,7 +380,7 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
     assert "Predicted, for fixed lengths" in text
 
 
-@LLAMA
+@tiny.needs_llama
 def test_a_pair_of_gguf_files(place: Path, capsys: Capture) -> None:
     options = ("-ctk", "f32", "--flash-attn-draft", "on", "-o", "json")
     files = {"target": "target.gguf", "draft": "draft.gguf"}
@@ -416,7 +409,7 @@ def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Ca
     assert len(found["measurements"]) == 6 and all(row["different"] == 0 for row in found["measurements"])
 
 
-@LLAMA
+@tiny.needs_llama
 @pytest.mark.parametrize("length", [31, pytest.param(63, marks=pytest.mark.slow)])
 def test_texts_that_end_before_the_longest_draft(place: Path, capsys: Capture, length: int) -> None:
     """And steps of one more token that are timed in contexts that the texts do not need."""
@@ -459,7 +452,7 @@ def test_lookup_needs_no_draft(place: Path, capsys: Capture) -> None:
     assert report["draft"] is None and found["steps"]["draft"] == {} and found["rounds"][1]["draft_steps"] == 0
 
 
-@LLAMA
+@tiny.needs_llama
 def test_a_lookup_that_is_priced_needs_no_draft(place: Path, capsys: Capture) -> None:
     """Its costs are the target's steps, also where the context is as long as the texts."""
     priced = "{drafter: lookup, length: 8, rule: expected-value}"
@@ -522,8 +515,9 @@ def test_what_cannot_be_measured_is_one_error(options: list[str], words: str, pl
     given = ["--target", str(place / "target"), *([] if "--draft" in filled else ["--draft", str(place / "draft")])]
     given += ["--prompts", str(place / "texts.jsonl")] if options and "--prompts" not in filled else []
     quick = [] if "--tokens" in filled else ["--tokens", "12"]
-    assert tiny.call("speedup", *given, *quick, "--count", 4, "--prompt-tokens", 16, "--threads", 1, *filled) == 2
-    error = capsys.readouterr().err
+    error = tiny.refused(
+        capsys, "speedup", *given, *quick, "--count", 4, "--prompt-tokens", 16, "--threads", 1, *filled
+    )
     assert words.replace("{}", str(place)) in error and "Traceback" not in error
 
 
@@ -546,9 +540,7 @@ def test_the_pair_of_a_run_on_other_prompts(place: Path, finished: Path, world: 
     assert wanted == others[0] == others[1] and len(wanted) == 2
 
 
-def test_the_settings_of_a_run_hold_on_other_prompts(
-    place: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_settings_of_a_run_hold_on_other_prompts(place: Path, copied: Path, monkeypatch: Patch) -> None:
     """Its engine, threads and template, unless an option says otherwise."""
     import yaml
 
@@ -572,8 +564,9 @@ def test_the_settings_of_a_run_hold_on_other_prompts(
 
 
 def test_a_run_without_a_trained_draft_is_no_pair(place: Path, ready: Path, capsys: Capture) -> None:
-    assert tiny.call("speedup", ready, "--prompts", place / "plain.txt") == 2
-    assert f"{ready} has no trained draft yet" in capsys.readouterr().err
+    assert f"{ready} has no trained draft yet" in tiny.refused(
+        capsys, "speedup", ready, "--prompts", place / "plain.txt"
+    )
 
 
 def test_what_needs_other_prompts() -> None:

@@ -17,12 +17,12 @@ from distill.measuring.acceptance import STRETCH, worst_stretches
 from distill.measuring.slices import METRICS, SlicedValues
 
 Capture = pytest.CaptureFixture[str]
+pytestmark = pytest.mark.usefixtures("short_texts")
 
 
 def measured(capsys: Capture, *arguments: object) -> Any:
     capsys.readouterr()
-    assert tiny.call("eval", *arguments, "-o", "json") == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(tiny.shown(capsys, "eval", *arguments, "-o", "json"))
 
 
 def acceptance(report: Any) -> dict[str, float]:
@@ -34,7 +34,7 @@ def test_drafts_are_paired_by_prompt(finished: Path, world: Path, capsys: Captur
     the same draft in another place."""
     before, after = finished / "cut", finished / "draft"
     again = shutil.copytree(before, tmp_path / "cut")
-    common = ["--target", world / "target", "--text", world / "corpus", "--prompts", 8]
+    common = ["--target", world / "target", "--text", world / "corpus", "--prompts", 4]
     report = measured(capsys, *common, "--draft", before, "--draft", after, "--draft", again)
     names = [str(before), str(after), str(again)]  # two have one short name
     assert [*report["pairs"]] == names and not report["positions"] and set(report["domains"]) == {"answers"}
@@ -54,7 +54,7 @@ def test_drafts_are_paired_by_prompt(finished: Path, world: Path, capsys: Captur
 def test_a_draft_on_several_targets(finished: Path, world: Path, capsys: Capture) -> None:
     """The draft itself as a target accepts all of it, the other target less; with --acceptance rounds are decoded."""
     pair = ["--target", world / "target", "--target", finished / "draft", "--draft", finished / "draft"]
-    pair += ["--text", world / "corpus", "--prompts", 6]
+    pair += ["--text", world / "corpus", "--prompts", 4]
     report = measured(capsys, *pair, "--kl", "--acceptance")
     assert acceptance(report)["draft for draft"] == pytest.approx(1, abs=1e-5)
     assert report["pairs"]["draft for draft"]["difference"]["low"] > 0
@@ -62,8 +62,7 @@ def test_a_draft_on_several_targets(finished: Path, world: Path, capsys: Capture
     assert (
         report["tokens_per_round"]["draft for draft"]["mean"] > report["tokens_per_round"]["draft for target"]["mean"]
     )
-    assert tiny.call("eval", *pair) == 0
-    printed = capsys.readouterr().out
+    printed = tiny.shown(capsys, "eval", *pair)
     assert "difference to the first, by prompt" in printed and "draft for target: " in printed
 
 
@@ -88,7 +87,7 @@ def test_a_pair_in_several_types(world: Path, capsys: Capture) -> None:
     """The target as its own draft differs by its type and cache alone: not at all in f32, more in q4_0 than in q8_0.
     Predictions follow from the steps."""
     kinds = [word for kind in ("f32", "q8_0", "q4_0") for word in ("--outtype", kind)]
-    pair = ["--target", world / "target", "--draft", world / "target", "--text", world / "corpus", "--prompts", 6]
+    pair = ["--target", world / "target", "--draft", world / "target", "--text", world / "corpus", "--prompts", 4]
     report = measured(capsys, *pair, *kinds, "--target-outtype", "f32", "--cache-type", "f32", "--cache-type", "f16")
     assert len(report["pairs"]) == 6
     kl = {name: one["forward_kl"]["mean"] for name, one in report["domains"]["answers"].items()}
@@ -112,7 +111,7 @@ def test_types_agree_with_the_evaluation_of_the_files(
     for name, folder in (("target", world / "target"), ("draft", finished / "draft")):
         assert tiny.call("export-gguf", folder, "--outtype", "f16", "--to", tmp_path / name) == 0
     files = [next((tmp_path / name).glob("*.gguf")) for name in ("target", "draft")]
-    text = ["--text", world / "corpus", "--prompts", 6]
+    text = ["--text", world / "corpus", "--prompts", 4]
     pair = ["--target", files[0], "--draft", files[1], *text]
     folders = ["--target", world / "target", "--draft", finished / "draft", *text]
     own = measured(capsys, *pair, "--kl")["domains"]["answers"]["draft"]
@@ -122,8 +121,7 @@ def test_types_agree_with_the_evaluation_of_the_files(
         for name in ("forward_kl", "acceptance_sampling"):
             assert found[name]["mean"] == pytest.approx(own[name]["mean"], rel=1e-3)
     assert "has its types already" in tiny.refused(capsys, "eval", *pair, "--outtype", "q8_0")
-    assert tiny.call("eval", finished, "--outtype", "f16", "--outtype", "q8_0") == 0
-    printed = capsys.readouterr().out
+    printed = tiny.shown(capsys, "eval", finished, "--outtype", "f16", "--outtype", "q8_0")
     assert "speedup" in printed and "predicted from measured steps" in printed
 
 

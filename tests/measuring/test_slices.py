@@ -139,10 +139,8 @@ def test_rare_labels_are_joined() -> None:
 
 def test_a_run_by_slices(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weighted by their shares, the means of a slice are the mean of all."""
-    assert tiny.call("eval", finished, "-o", "json") == 0
-    whole = json.loads(capsys.readouterr().out)
-    assert tiny.call("eval", finished, "--by", "repetition", "--by", "token", "-o", "json") == 0
-    report = json.loads(capsys.readouterr().out)
+    whole = json.loads(tiny.shown(capsys, "eval", finished, "-o", "json"))
+    report = json.loads(tiny.shown(capsys, "eval", finished, "--by", "repetition", "--by", "token", "-o", "json"))
     assert not report["domains"] and not report["positions"]
     assert {one["slice"] for one in report["slices"]} <= {"repetition", "token"}
     measure = "acceptance_sampling" if whole["sampler"]["temperature"] else "acceptance_greedy"
@@ -152,7 +150,5 @@ def test_a_run_by_slices(finished: Path, capsys: pytest.CaptureFixture[str]) -> 
             assert sum(one["tokens"] for one in rows) == every["tokens"]
             mean = sum(one["share"] * one["acceptance"][draft]["mean"] for one in rows)
             assert mean == pytest.approx(every[measure]["mean"], abs=1e-6)
-    assert tiny.call("eval", finished, "--by", "token") == 0
-    assert "kind of token: " in capsys.readouterr().out
-    assert tiny.call("eval", finished, "--by", "colour") == 2
-    assert "--by colour is unknown" in capsys.readouterr().err
+    assert "kind of token: " in tiny.shown(capsys, "eval", finished, "--by", "token")
+    assert "--by colour is unknown" in tiny.refused(capsys, "eval", finished, "--by", "colour")

@@ -378,8 +378,7 @@ def test_the_stage_chooses_trees_on_its_own_curves(copied: Path, capsys: pytest.
     config = copied / "config.yaml"
     recipe = load_recipe(config, [f"speedup.{change}" for change in re.split(r" \| |\n *", changes.strip())])
     config.write_text(dump_recipe(recipe))
-    assert tiny.call("speedup", "tiny", "--runs", copied.parent) == 0
-    page = capsys.readouterr().out
+    page = tiny.shown(capsys, "speedup", "tiny", "--runs", copied.parent)
     ranks = read_ranks(read_json(copied / "speedup" / "calibration.json"), "here")
     assert len(ranks.tried) == RANKS and ranks.tried[0] >= sum(ranks.taken) > 0
     report = read_result(copied / "speedup.json", SpeedupReport)

@@ -105,8 +105,7 @@ def test_figures_of_an_earlier_draft_are_not_those_of_a_new_one(copied: Path, ca
     assert stale == {"eval", "export", "speedup", "report"}
     found = gather(run.recipe, run)
     assert (found.evaluation, found.export, found.speedup) == (None, None, None)
-    assert tiny.call("report", "tiny", "--runs", copied.parent) == 0
-    said = capsys.readouterr().err
+    said = tiny.told(capsys, "report", "tiny", "--runs", copied.parent)
     assert "left out: eval, export, speedup, made from what has been replaced" in said
     command = shlex.split(said.split("`")[1])
     assert command[:2] == ["distill", "train"] and tiny.call(*command[1:], "--dry-run") == 0

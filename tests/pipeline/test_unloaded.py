@@ -126,15 +126,12 @@ def test_a_whole_run_without_weights(which: str, request: pytest.FixtureRequest,
     assert sorted(one["name"] for one in report["classes"]) == ["back", "front"]
     assert sum(one["tokens"] for one in report["classes"]) == report["domains"]["answers"]["after"]["tokens"]
     capsys.readouterr()
-    assert tiny.call("eval", run, "-o", "csv") == 0
-    rows = capsys.readouterr().out
+    rows = tiny.shown(capsys, "eval", run, "-o", "csv")
     assert "sampled answers,share of the sampled answers' tokens that are the draft's argmax," in rows
     assert '"answers, bounds of the means","acceptance probability, rejection sampling",' in rows
-    assert tiny.call("eval", run, "--acceptance") == 0
-    shown = capsys.readouterr().out
+    shown = tiny.shown(capsys, "eval", run, "--acceptance")
     assert "share of the sampled answers" in shown and "bounds of the means" not in shown
-    assert tiny.call("runs", "--runs", run.parent) == 0
-    assert f"| {run.name} | finished |" in capsys.readouterr().out
+    assert f"| {run.name} | finished |" in tiny.shown(capsys, "runs", "--runs", run.parent)
 
 
 def test_held_out_tokens_add_up(from_file: Path) -> None:
@@ -352,11 +349,9 @@ def test_no_command_loads_the_target(from_file: Path, place: Path, capsys: Captu
         (("train", recipe, "--runs", runs, "--redo", "speedup"), "stage `speedup` is no part of this run"),
         (("generate", "def f(", "--run", from_file), "the recipe says never to (target.load: false)"),
     ):
-        assert tiny.call(*arguments) == 2, arguments
-        said = capsys.readouterr().err
-        assert expected in said and "Traceback" not in said, (arguments, said)
-    assert tiny.call("train", recipe, "--runs", runs, "--dry-run") == 0
-    said = capsys.readouterr().err
+        said = tiny.refused(capsys, *arguments)
+        assert expected in said, (arguments, said)
+    said = tiny.told(capsys, "train", recipe, "--runs", runs, "--dry-run")
     assert f"speedup: not run: {NOT_RUN}" in said and "report: up to date" in said
     assert tiny.call("export-gguf", from_file, "--outtype", "f16", "--to", place / "extra") == 0
     assert [path.name for path in (place / "extra").glob("*.gguf")] == ["draft-f16.gguf"]
@@ -364,13 +359,13 @@ def test_no_command_loads_the_target(from_file: Path, place: Path, capsys: Captu
 
 def test_check_counts_no_weights_of_the_target(place: Path, capsys: Capture) -> None:
     recipe = tiny.write_recipe(place / "checked.yaml", unloaded_worlds.values(place))
-    assert tiny.call("check", recipe) == 0
-    said = capsys.readouterr().out
+    said = tiny.shown(capsys, "check", recipe)
     assert f"no weights of {place / 'target'} are read or downloaded" in said
     assert "not run: speedup, decoded rounds" in said and f"tensors of {place / 'donor'}" in said
     assert f"tensors of {place / 'target'}" not in said and "no rounds are decoded" in said
-    assert tiny.call("check", recipe, "target.load=true", "answers.writer=null", "teacher.gguf=null") == 2
-    assert "has no weights" in capsys.readouterr().err, "where they are needed, they are missed"
+    assert "has no weights" in tiny.refused(
+        capsys, "check", recipe, "target.load=true", "answers.writer=null", "teacher.gguf=null"
+    ), "where they are needed, they are missed"
 
 
 def test_only_small_files_of_a_hub_target_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 import tiny
 import yaml
 from test_cost import enumerated
+from tiny import Capture, Patch
 from toys import toy
 from transformers import AutoModelForCausalLM, MambaConfig, T5Config
 
@@ -36,7 +37,6 @@ from distill.planning.plan import ALL, RATES, Case, SpeedupPlan, by_position, fo
 from distill.recipe import Recipe, load_recipe
 from distill.tables import document
 
-Capture = pytest.CaptureFixture[str]
 LENGTHS = (1, 2, 4, 8)
 
 
@@ -241,8 +241,7 @@ def test_descriptions_that_cannot_be_used(tmp_path: Path, change: Callable[[Any]
 
 
 def planned(capsys: Capture, *arguments: object) -> Any:
-    assert tiny.call("plan", *arguments, "-o", "json") == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(tiny.shown(capsys, "plan", *arguments, "-o", "json"))
 
 
 def saved(path: Path, seconds: Sequence[float], unit: str = "seconds") -> Path:
@@ -261,8 +260,11 @@ def test_saved_curves(tmp_path: Path, capsys: Capture) -> None:
     # After a round that was accepted whole, the draft's first step reads two tokens.
     assert mine["speedups"][1]["mean"] == pytest.approx(2.0 * (1 + 0.8 + 0.4) / (2.4 + 0.4 + 0.4 * 0.1))
     assert found["settings"][0].startswith("GGML_BATCH_COSTS=1,0.55,")
-    assert tiny.call("plan", "--target-curve", target, "--draft-cost", "0.1", "-o", "csv") == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    rows = list(
+        csv.DictReader(
+            io.StringIO(tiny.shown(capsys, "plan", "--target-curve", target, "--draft-cost", "0.1", "-o", "csv"))
+        )
+    )
     tables = [row["table"] for row in rows]
     assert len(rows) == len(RATES) + 1 + 2 and len({*tables}) == 2 and float(rows[0]["n = 1"]) > 0
     assert rows[0]["n = 1, low"] == ""
@@ -271,8 +273,9 @@ def test_saved_curves(tmp_path: Path, capsys: Capture) -> None:
 def test_a_log_of_llama_batched_bench(tmp_path: Path, capsys: Capture) -> None:
     lines = [json.dumps({"pp": 64, "tg": 32, "pl": m, "t_tg": 0.9 + 0.1 * m}) for m in (1, 2, 3)]
     (tmp_path / "log").write_text("\n".join(lines))
-    assert tiny.call("plan", "--batched-bench", tmp_path / "log", "--acceptance", "0.9", "--draft-cost", "0.05") == 0
-    said = capsys.readouterr().out
+    said = tiny.shown(
+        capsys, "plan", "--batched-bench", tmp_path / "log", "--acceptance", "0.9", "--draft-cost", "0.05"
+    )
     assert "--spec-draft-n-max 2" in said and f"at most {3 / 1.3:.2f}× (2 drafted)" in said
 
 
@@ -321,9 +324,7 @@ def test_a_recipe(world: Path, capsys: Capture) -> None:
     assert f"**{first}**" in shown.out and f"**{second}**" in shown.out
 
 
-def test_a_verdict_is_told_before_the_next_engine_is_measured(
-    world: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verdict_is_told_before_the_next_engine_is_measured(world: Path, capsys: Capture, monkeypatch: Patch) -> None:
     told = []
 
     def measured(_: object) -> Iterator[Case]:
@@ -379,9 +380,7 @@ def hours(recipe: Recipe, folder: Path) -> list[StageEstimate]:
     return estimated_hours(recipe, read_hardware(folder / "box.yaml"), works, planned_config(recipe))
 
 
-def test_a_training_that_must_pay(
-    world: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_that_must_pay(world: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     """A round costs more than a plain step: where nothing is accepted it cannot pay. Seconds are readings."""
     clock = SimpleNamespace(perf_counter=count().__next__)
     for module in ("costs", "decode", "drafters", "round_costs"):
@@ -417,9 +416,8 @@ def test_a_training_that_must_pay(
     ],
 )
 def test_mistakes(arguments: tuple[str, ...], words: str, capsys: Capture) -> None:
-    assert tiny.call("plan", *arguments) == 2
-    said = capsys.readouterr().err
-    assert words in said and "Traceback" not in said
+    said = tiny.refused(capsys, "plan", *arguments)
+    assert words in said
 
 
 def test_files_that_are_no_curves(tmp_path: Path) -> None:
@@ -432,8 +430,6 @@ def test_files_that_are_no_curves(tmp_path: Path) -> None:
 
 def test_curves_that_do_not_go_together(tmp_path: Path, capsys: Capture) -> None:
     target, draft = saved(tmp_path / "t.json", [1.0, 1.1], "T(1)"), saved(tmp_path / "d.json", [0.1, 0.2])
-    assert tiny.call("plan", "--target-curve", target, "--draft-curve", draft) == 2
-    assert "the draft's in seconds" in capsys.readouterr().err
+    assert "the draft's in seconds" in tiny.refused(capsys, "plan", "--target-curve", target, "--draft-curve", draft)
     short = saved(tmp_path / "s.json", [1.0])
-    assert tiny.call("plan", "--target-curve", short) == 2
-    assert "ends at m = 1" in capsys.readouterr().err
+    assert "ends at m = 1" in tiny.refused(capsys, "plan", "--target-curve", short)

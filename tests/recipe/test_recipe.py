@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from pydantic import ValidationError
 
 from distill.errors import DataError, RecipeError
 from distill.recipe import Recipe, Section, dump_recipe, load_recipe
@@ -59,13 +58,15 @@ def test_resolved_form_writes_every_default_out(small: Path) -> None:
             assert set(raw[name]) == set(field.annotation.model_fields), name
 
 
-def test_relative_paths_start_at_the_recipe(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_start_at_the_recipe(small: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir("/")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     recipe = load_recipe(small, ["cut.donor=../donor"])
     folder = small.parent.resolve()
     assert recipe.target.model == str(folder / "target")
     assert recipe.cut.donor == str(folder.parent / "donor")
     assert recipe.corpus.sources[0].path == str(folder / "code")
+    assert load_recipe(small, ["target.model=~/model"]).target.model == str(tmp_path.resolve() / "home" / "model")
 
 
 def test_source_paths_need_no_dot_and_hub_names_stay(small: Path) -> None:
@@ -75,19 +76,6 @@ def test_source_paths_need_no_dot_and_hub_names_stay(small: Path) -> None:
     assert load_recipe(small, ["target.model=Qwen/Some"]).target.model == "Qwen/Some"
     assert load_recipe(small, ["corpus.sources.0.path=python:stdlib"]).corpus.sources[0].path == "python:stdlib"
     assert load_recipe(small).cut.donor == "target"
-
-
-def test_home_is_expanded(small: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert load_recipe(small, ["target.model=~/model"]).target.model == str(tmp_path.resolve() / "model")
-
-
-def test_a_recipe_is_frozen(small: Path) -> None:
-    recipe = load_recipe(small)
-    with pytest.raises(ValidationError, match="frozen"):
-        recipe.seed = 1
-    with pytest.raises(ValidationError, match="frozen"):
-        recipe.train.steps = 1
 
 
 # Overrides
@@ -126,8 +114,6 @@ def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
         ("=3", "not of the form a.b=c"),
         ("train.steps=[1", "is not YAML"),
         ("corpus.sources.5.path=x", "`5` is not an index of a list of 2"),
-        ("corpus.sources.first.path=x", "`first` is not an index of a list of 2"),
-        ("corpus.sources.-1.path=x", "`-1` is not an index of a list of 2"),
         ("name.first=x", "`name` holds a value"),
         ("train.loss={forward_kl: 1, forward_kl: 2}", "`forward_kl` is written twice"),
         ("train.stepz=3", "train.stepz: unknown key; did you mean `steps`?"),

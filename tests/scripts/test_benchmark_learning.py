@@ -13,13 +13,14 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from test_scripts import run
+from tiny import Capture, Patch
 from trainings import trained
 
 from distill.recipe import dump_recipe, load_recipe
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+def script(monkeypatch: Patch) -> Any:
     return test_scripts.script("benchmarks/learning", monkeypatch)
 
 
@@ -52,12 +53,7 @@ def test_every_configuration_starts_from_adamw(script: Any, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_each_training_is_that_of_the_stage_and_is_made_once(
-    script: Any,
-    world: Path,
-    ready: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    script: Any, world: Path, ready: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     """One in a process of its own, as all are; the others here."""
     apart, drafts = script.train_apart, {}
@@ -115,7 +111,7 @@ def test_each_training_is_that_of_the_stage_and_is_made_once(
     ],
 )
 def test_what_cannot_be_compared_is_named(
-    script: Any, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+    script: Any, ready: Path, tmp_path: Path, monkeypatch: Patch, arguments: tuple[str, ...], words: str
 ) -> None:
     (tmp_path / "to").mkdir()
     with pytest.raises(SystemExit, match=words):

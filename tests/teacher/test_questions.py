@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ import question_worlds as worlds
 import tiny
 from killed_runs import run_jobs
 from question_worlds import scripted
+from tiny import Capture, Patch
 from writing_worlds import BadServer, Interrupted, interrupt_after
 
 from distill.data.chat_template import ChatTemplate
 from distill.data.corpus import corpus
 from distill.data.packing import Packed
 from distill.data.sources import read_documents, split_of, with_questions
-from distill.data.texts import AskedQuestions, CorpusTexts, QuestionTexts, Reply, Request, SplitTexts, read_prompts
+from distill.data.texts import AskedQuestions, CorpusTexts, QuestionTexts, Reply, Request, read_prompts
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError, RecipeError
 from distill.files import read_json, read_result
@@ -52,7 +54,6 @@ from distill.teacher.questions import (
 )
 from distill.teacher.writers import GgufWriter, TorchWriter
 
-Capture = pytest.CaptureFixture[str]
 WORDS = [
     f"{first}{second}" for first in ("ba", "ke", "lo", "mi", "nu", "ra") for second in ("den", "fil", "gor", "tam")
 ]
@@ -123,13 +124,7 @@ def test_mistakes(source: dict[str, Any], more: dict[str, Any], fault: str) -> N
 
 def test_defaults_and_what_is_written() -> None:
     found = recipe_of(ASKING).model_dump(mode="json")["corpus"]["sources"][0]
-    assert {name: found[name] for name in ("questions", "tokens", "temperature", "top_p", "turns")} == {
-        "questions": 5,
-        "tokens": 96,
-        "temperature": 1.0,
-        "top_p": 0.99,
-        "turns": 1,
-    }
+    assert [found[name] for name in ("questions", "tokens", "temperature", "top_p", "turns")] == [5, 96, 1.0, 0.99, 1]
     assert "path" not in found and "pattern" not in found
     assert parse_recipe(recipe_of(ASKING).model_dump(mode="json"), "again") == recipe_of(ASKING)
 
@@ -209,7 +204,7 @@ EVERY = "{% for m in messages %}"
         ("{{ raise_exception('only tools') }}", "only tools"),
     ],
 )
-def test_templates_without_a_header(talking: Path, monkeypatch: pytest.MonkeyPatch, template: str, fault: str) -> None:
+def test_templates_without_a_header(talking: Path, monkeypatch: Patch, template: str, fault: str) -> None:
     tokenizer = worlds.dressed(talking, "qwen-3", template)
     monkeypatch.setattr("distill.teacher.questions.load_tokenizer", lambda _: tokenizer)
     recipe = load_recipe(talking / "recipe.yaml", ["chat.system=[]"])
@@ -221,16 +216,14 @@ def test_what_check_refuses(talking: Path, capsys: Capture) -> None:
     recipe = talking / "recipe.yaml"
     assert tiny.call("check", recipe, f"target.model={talking / 'plain'}") == 2
     assert "need the target's chat template, and its tokenizer has none" in capsys.readouterr().err
-    assert tiny.call("check", recipe, "corpus.sources.0.tokens=90") == 2
-    told = capsys.readouterr().err
+    told = tiny.refused(capsys, "check", recipe, "corpus.sources.0.tokens=90")
     assert (
         "a question of corpus.sources may have 90 tokens" in told and "room for 104 before answers.new_tokens" in told
     )
 
 
 def test_check_shows_what_will_be_asked(talking: Path, capsys: Capture) -> None:
-    assert tiny.call("check", talking / "recipe.yaml", "chat.system=[]", "corpus.sources.0.questions=9") == 0
-    shown = capsys.readouterr().out
+    shown = tiny.shown(capsys, "check", talking / "recipe.yaml", "chat.system=[]", "corpus.sources.0.questions=9")
     assert (
         "questions: 9 of the target's own, from at most 27 texts of at most 32 tokens, at temperature 1 and top-p 0.99"
     ) in shown
@@ -297,7 +290,7 @@ def test_repeats_of_many_texts_with_one_beginning() -> None:
     assert compared < 20 * len(texts)
 
 
-def test_every_reason_is_counted(talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_reason_is_counted(talking: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """Constructed texts, one per reason and three that stay."""
     recipe, run = worlds.begin(talking, tmp_path, "corpus.sources.0.questions=24", "answers.batch=20")
     tokenizer = load_tokenizer(recipe.target.model)
@@ -360,7 +353,7 @@ def test_every_reason_is_counted(talking: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_rounds_go_on_until_enough_are_usable(
-    talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    talking: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     """Every third text is empty; system prompts and seeds are each text's own."""
     recipe, run = worlds.begin(talking, tmp_path, "corpus.sources.0.questions=24", "answers.batch=4")
@@ -383,9 +376,7 @@ def test_rounds_go_on_until_enough_are_usable(
     assert told.count("such as: ") == 3 and "3-grams 100 %" in told
 
 
-def test_too_few_are_told_and_none_refused(
-    talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_too_few_are_told_and_none_refused(talking: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     recipe, run = worlds.begin(talking, tmp_path / "few")
     scripted(monkeypatch, recipe, lambda request: sentence(request) if request.seed % 8 == 0 else "")
     questions(recipe, run)
@@ -449,7 +440,7 @@ def gguf(talking: Path) -> Path:
 @pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("kind", [TorchWriter, GgufWriter])
 def test_interrupted_questions_end_in_equal_bytes(
-    talking: Path, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, turns: int
+    talking: Path, gguf: Path, tmp_path: Path, monkeypatch: Patch, kind: Any, turns: int
 ) -> None:
     more = ["corpus.sources.0.questions=16", f"corpus.sources.0.turns={turns}", "corpus.block=192"]
     if kind is GgufWriter:
@@ -524,7 +515,7 @@ def test_a_gguf_file_and_a_server_write_questions(talking: Path, gguf: Path, tmp
 
 
 def test_a_template_whose_users_end_otherwise_is_stopped_there(
-    talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    talking: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     recipe, run = worlds.begin(
         talking, tmp_path, "chat={system: []}", "answers.repetition_penalty=1.3", "answers.stop=[x]"
@@ -556,7 +547,7 @@ def test_a_hash_of_the_question_gives_its_split(asked: Path, talking: Path) -> N
             assert [message["role"] for message in prompt.chat["messages"]] == ["system", "user"]
 
 
-def test_labels_weights_and_other_sources(talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_weights_and_other_sources(talking: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "other.jsonl").write_text("".join(json.dumps({"prompt": f"ask {n} of them"}) + "\n" for n in range(40)))
     sources = [
         {"kind": "target", "questions": 24, "tokens": 32, "label": "own", "weight": 1},
@@ -581,7 +572,7 @@ def talk(request: Request) -> str | list[int]:
     return "" if number == 1 and turn == "2" else f"{turn} {sentence(request)}"
 
 
-def test_further_turns(talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_further_turns(talking: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     more = ("corpus.sources.0.turns=3", "corpus.block=256", "corpus.tokens=9999", "sampler.temperature=0.5")
     more += ("chat.system=[]",)
     recipe, run = worlds.begin(talking, tmp_path, *more)
@@ -635,38 +626,18 @@ def test_a_rehearsal_asks_fewer(talking: Path, tmp_path: Path) -> None:
     assert (found.low, found.high) == (2 + 2 * 10, 2 + 2 * 10)
 
 
-def test_the_page_shows_questions_and_escapes_them(world: Path) -> None:
-    split = SplitTexts(10, 0, 0, 5)
-    one = AskedQuestions(
-        file="target.jsonl",
-        header="<|im_start|>user\n",
-        temperature=1.0,
-        top_p=0.99,
-        tokens=96,
-        wanted=200,
-        asked=256,
-        usable=202,
-        kept=200,
-        dropped={NOT_ENDED: 50, EQUAL: 4},
-        turns={"1": 20, "2": 180},
-        dropped_turns={"answer: looping": 20},
-        median_tokens=14.5,
-        most_tokens=33.0,
-        distinct=[0.31, 0.744, 0.92],
-        repeated=0.0156,
-        examples=["<script>alert(1)</script>", "What is & why?", "x" * 500],
-    )
+def test_the_page_shows_questions_and_escapes_them(asked: Path, talking: Path) -> None:
+    own = Run(asked, load_recipe(talking / "recipe.yaml"))
+    told = {"dropped": {NOT_ENDED: 50, EQUAL: 4}, "turns": {"1": 20, "2": 180}, "distinct": [0.31, 0.744, 0.92]}
+    told |= {"dropped_turns": {"answer: looping": 20}, "repeated": 0.0156, "median_tokens": 14.5, "wanted": 200}
+    one = replace(summary_of(own), **told, examples=["<script>alert(1)</script>", "What is & why?", "x" * 500])
     results = RunResults.__new__(RunResults)
-    for name, value in {
-        "questions": QuestionTexts("gguf", [one]),
-        "corpus": CorpusTexts({}, split, split, split),
-        "answers": None,
-        "held_out": {},
-        "command": "distill train",
-    }.items():
+    corpus = read_result(own.path("corpus", "summary.json"), CorpusTexts)
+    values = {"questions": QuestionTexts("gguf", [one]), "corpus": corpus, "answers": None, "held_out": {}}
+    for name, value in (values | {"command": "distill train"}).items():
         object.__setattr__(results, name, value)
     page = texts(results)
-    for shown in ("self-asked questions", "200", "256", "202", "14.5", "33.0", "31.0 %", "74.4 %", "92.0 %", "1.6 %"):
+    for shown in ("self-asked questions", "200", "14.5", "31.0 %", "74.4 %", "92.0 %", "1.6 %"):
         assert shown in page, shown
     assert "<script>" not in page and "&lt;script&gt;alert(1)" in page and "What is &amp; why?" in page
     assert "50 not ended within the limit; 4 equal to another" in page
@@ -682,8 +653,6 @@ def test_a_whole_run_without_any_data(talking: Path, tmp_path: Path, capsys: Cap
     page = (tmp_path / "tiny" / "report.html").read_text()
     assert "self-asked questions" in page
     capsys.readouterr()
-    assert tiny.call("train", recipe, "--runs", tmp_path, "--rehearse") == 0
-    assert "| questions |" in capsys.readouterr().out
+    assert "| questions |" in tiny.shown(capsys, "train", recipe, "--runs", tmp_path, "--rehearse")
     changed = ("corpus.sources.0.questions=30", "corpus.sources.0.turns=2", "corpus.block=192")
-    assert tiny.call("train", recipe, "--runs", tmp_path, *changed) == 2
-    assert "corpus.sources.0.questions: 24 -> 30" in capsys.readouterr().err
+    assert "corpus.sources.0.questions: 24 -> 30" in tiny.refused(capsys, "train", recipe, "--runs", tmp_path, *changed)

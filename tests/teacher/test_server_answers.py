@@ -22,7 +22,7 @@ from writing_worlds import BadServer, answer_lines, begin, llama_server
 
 from distill.data.texts import Request, read_answers
 from distill.engines.torch.hugging_face import encode, load_config, load_tokenizer
-from distill.errors import EndpointError
+from distill.errors import DataError, EndpointError
 from distill.files import read_json
 from distill.recipe import Recipe
 from distill.run import Run
@@ -79,15 +79,8 @@ def test_every_fault_that_passes_loses_nothing(
         _, run = write(world, tmp_path / "bad", 30, served(bad.url, timeout=1, retries=20))
     assert tiny.contents(run.path("answers")) == tiny.contents(whole.path("answers"))
     told = capsys.readouterr().err
-    for reason in (
-        "status 429",
-        "status 500",
-        "broken connection",
-        "no reply in time",
-        "not a JSON object",
-        "finished",
-    ):
-        assert reason in told, told
+    reasons = ("status 429", "status 500", "broken connection", "no reply in time", "not a JSON object", "finished")
+    assert all(reason in told for reason in reasons), told
     assert "30 answers of" in told
     body = bad.bodies[0]
     assert body["top_k"] == 0 and body["min_p"] == 0 and body["repeat_penalty"] == body["repetition_penalty"] == 1
@@ -155,35 +148,25 @@ def test_a_dead_server_ends_the_stage_soon(world: Path, tokenizer: Any, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("kind", "fault"),
+    ("kind", "retries", "fault"),
     [
-        ("400", r"the last 8 requests brought no answer; the last: refused by the server \(status 400\): no: "),
-        ("404", r"gives no completions \(status 404\): no: None"),
-        ("other model", r"a server answers for the model another, and tiny was asked"),
-        ("other tokens", r"the last: the server read other tokens than the prompt's"),
+        ("400", 6, r"the last 8 requests brought no answer; the last: refused by the server \(status 400\): no: "),
+        ("404", 6, r"gives no completions \(status 404\): no: None"),
+        ("other model", 6, r"a server answers for the model another, and tiny was asked"),
+        ("other tokens", 6, r"the last: the server read other tokens than the prompt's"),
+        ("no json", 0, r"no reply \(a reply that is not a JSON object\): <html>busy</html>"),
+        ("no choice", 0, r'no reply \(a reply without a finished choice\): \{"model": "tiny", "choices": \[\]'),
+        ("503", 0, r"no reply \(status 503\): no: None"),
     ],
 )
-def test_faults_that_do_not_pass(world: Path, tokenizer: Any, tmp_path: Path, kind: str, fault: str) -> None:
+def test_faults_that_do_not_pass_are_shown(
+    world: Path, tokenizer: Any, tmp_path: Path, kind: str, retries: int, fault: str
+) -> None:
     with BadServer(tokenizer, lambda *_: kind) as server:
-        recipe, run = begin(world, tmp_path, 12, served(server.url))
+        recipe, run = begin(world, tmp_path, 12, served(server.url, retries=retries))
         with pytest.raises(EndpointError, match=fault):
             answers(recipe, run)
         assert server.asked.total() < 13, "none is asked twice"
-
-
-@pytest.mark.parametrize(
-    ("kind", "fault"),
-    [
-        ("no json", r"no reply \(a reply that is not a JSON object\): <html>busy</html>"),
-        ("no choice", r'no reply \(a reply without a finished choice\): \{"model": "tiny", "choices": \[\]'),
-        ("503", r"no reply \(status 503\): no: None"),
-    ],
-)
-def test_a_malformed_reply_is_shown(world: Path, tokenizer: Any, tmp_path: Path, kind: str, fault: str) -> None:
-    with BadServer(tokenizer, lambda *_: kind) as server:
-        recipe, run = begin(world, tmp_path, 12, served(server.url, retries=0))
-        with pytest.raises(EndpointError, match=fault):
-            answers(recipe, run)
 
 
 def test_prompts_that_a_wrong_setting_refused_are_asked_again(world: Path, tokenizer: Any, tmp_path: Path) -> None:
@@ -420,12 +403,8 @@ def test_the_chat_api_is_asked_turn_by_turn(world: Path, tokenizer: Any, tmp_pat
 
 
 def test_chat_needs_chat_prompts(world: Path, tokenizer: Any, tmp_path: Path) -> None:
-    from distill.errors import DataError
-
-    with BadServer(tokenizer, ok) as server:
-        recipe, run = begin(world, tmp_path, 3, served(server.url, api="chat"))
-        with pytest.raises(DataError, match="the prompts are not chats"):
-            answers(recipe, run)
+    with BadServer(tokenizer, ok) as server, pytest.raises(DataError, match="the prompts are not chats"):
+        write(world, tmp_path, 3, served(server.url, api="chat"))
 
 
 # ── llama-cpp-python's own server ──
@@ -476,26 +455,26 @@ def until(condition: Callable[[], bool], seconds: float = 120) -> None:
 
 
 def test_a_real_server_answers_every_prompt_once(world: Path, gguf: Path, tmp_path: Path) -> None:
-    """200 prompts at concurrency 8, killed in the middle and started again. The texts are those of the GGUF writer."""
-    settings = (f"target.model={DEMO}", "sampler.temperature=0", "answers.new_tokens=5", "answers.group=60")
+    """100 prompts at concurrency 8, killed in the middle and started again. The texts are those of the GGUF writer."""
+    settings = (f"target.model={DEMO}", "sampler.temperature=0", "answers.new_tokens=5", "answers.group=30")
     with llama_server(gguf) as url:
         overrides = (served(url, concurrency=8), *settings)
-        recipe, run = begin(world, tmp_path / "run", 200, *overrides)
+        recipe, run = begin(world, tmp_path / "run", 100, *overrides)
         command = [sys.executable, "-c", JOB, str(world / "recipe.yaml"), str(run.folder), *overrides]
         environment = {**os.environ, "PYTHONPATH": str(tiny.ROOT)}
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
-            until(lambda: len(journalled(run)) >= 70 or job.poll() is not None)
+            until(lambda: len(journalled(run)) >= 35 or job.poll() is not None)
             job.send_signal(signal.SIGKILL)
         before = journalled(run)
-        assert 70 <= len(before) < 200 and job.returncode == -9
+        assert 35 <= len(before) < 100 and job.returncode == -9
         answers(recipe, run)
     lines = answer_lines(run)
-    assert Counter(line["id"] for line in lines) == Counter(f"p{n}" for n in range(200))
+    assert Counter(line["id"] for line in lines) == Counter(f"p{n}" for n in range(100))
     found = {line["id"]: line["answer"] for line in lines}
     assert {name: found[name] for name in before} == before, "what was there before the kill stays"
     assert not list(run.path("answers").glob(".*"))
 
-    local, own = begin(world, tmp_path / "own", 200, f"answers.writer.gguf={gguf}", *settings)
+    local, own = begin(world, tmp_path / "own", 100, f"answers.writer.gguf={gguf}", *settings)
     answers(local, own)
     tokenizer = load_tokenizer(recipe.target.model)
 
@@ -503,9 +482,9 @@ def test_a_real_server_answers_every_prompt_once(world: Path, gguf: Path, tmp_pa
         return tokenizer.decode(ids, skip_special_tokens=True)
 
     pairs = list(zip(read_answers(run, "train"), read_answers(own, "train"), strict=True))
-    assert sum(theirs.prompt == ours.prompt for theirs, ours in pairs) >= 180
+    assert sum(theirs.prompt == ours.prompt for theirs, ours in pairs) >= 90
     same = sum(text(theirs.answer) == text(ours.answer) for theirs, ours in pairs if theirs.prompt == ours.prompt)
-    assert same >= 160, f"{same} of 200"
+    assert same >= 80, f"{same} of 100"
 
 
 @pytest.mark.skipif(not wheel_server.INSTALLED, reason="needs xllamacpp")

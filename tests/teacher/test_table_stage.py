@@ -84,8 +84,8 @@ def test_commands_draft_from_a_runs_table(
     assert "--table is for --drafter table" in tiny.refused(capsys, "generate", prompt, *run, "--table", counted)
     pair = ("speedup", "--target", target, "--prompts", world / "corpus", "--count", 2, "--tokens", 8, "--lengths", 0)
     read = ("--configuration", "{drafter: table, nodes: 3}", "--table")
-    assert tiny.call(*pair, *read, counted, "-o", "json") == 0
-    assert json.loads(capsys.readouterr().out)["parts"][0]["measurements"][1]["drafter"] == "table"
+    report = json.loads(tiny.shown(capsys, *pair, *read, counted, "-o", "json"))
+    assert report["parts"][0]["measurements"][1]["drafter"] == "table"
     tiny.build_model(tmp_path / "other", vocabulary=300)
     refusal = tiny.refused(capsys, "speedup", "--target", tmp_path / "other", *pair[3:], *read, counted)
     assert "another vocabulary" in refusal and str(world / "target") in refusal

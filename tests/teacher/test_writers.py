@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from question_worlds import scripted
+from tiny import Capture, Patch
 from toys import KINDS, random_prompts, toy
 from writing_worlds import Interrupted, answer_lines, begin, interrupt_after
 
@@ -61,7 +62,7 @@ def test_refilled_rows_equal_each_text_alone(kind: str, sampler: Sampler) -> Non
     assert {reply.ended for reply in together.values()} == {True, False}
 
 
-def test_long_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_read_in_chunks(monkeypatch: Patch) -> None:
     model, asked = toy(), requests(6, seed=4, longest=40)
     whole = written(BatchedTorchModel(model, 3, V), asked, Sampler(), [])
     monkeypatch.setattr("distill.decoding.batch.CHUNK", 7)
@@ -134,7 +135,7 @@ def test_old_files_of_answers_load() -> None:
     assert drop_reason(Answer("a", [1], [2] * 9, True, dropped="truncated")) == "truncated"
 
 
-def test_interrupted_answers_end_in_equal_bytes(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_answers_end_in_equal_bytes(world: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """In bfloat16, where the texts of other rows matter; test_resume.py kills processes, in fp32."""
     overrides = ("target.dtype=bfloat16", "answers.group=6", "answers.batch=3")
     recipe, whole = begin(world, tmp_path / "whole", 20, *overrides)
@@ -166,7 +167,7 @@ def test_prompts_of_one_name_are_refused(world: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_takes_no_rows_is_asked_batch_by_batch(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    world: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     recipe, run = begin(world, tmp_path / "rows", 9)
     answers(recipe, run)
@@ -192,7 +193,7 @@ def echo(request: Request) -> Reply:
     return Reply(request.id, [request.ids[0], request.ids[-1], 0], True)
 
 
-def test_each_turn_is_an_answer_of_its_own(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_turn_is_an_answer_of_its_own(world: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     recipe, run = begin(world, tmp_path, 5)
     seen: list[tuple[str, list[str]]] = []
 
@@ -233,9 +234,7 @@ def gguf(world: Path) -> Path:
     return path
 
 
-def test_a_gguf_file_writes_what_the_target_writes(
-    world: Path, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_file_writes_what_the_target_writes(world: Path, gguf: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """The same sampler and seeds; llama.cpp's cache is in f16, so a few texts part ways. Kills change no byte."""
     overrides = (f"answers.writer.gguf={gguf}", "answers.repetition_penalty=1.1", "answers.stop=[buffer]")
     recipe, whole = begin(world, tmp_path / "gguf", 20, *overrides)
@@ -264,19 +263,20 @@ def test_a_gguf_file_writes_what_the_target_writes(
     assert tiny.contents(run.path("answers")) == tiny.contents(whole.path("answers"))
 
 
-def test_a_gguf_file_of_another_model_is_refused(
-    world: Path, gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gguf_file_of_another_model_is_refused(world: Path, gguf: Path, tmp_path: Path, capsys: Capture) -> None:
     from distill.gguf.writer import export_gguf
 
-    assert tiny.call("check", world / "recipe.yaml", f"answers.writer.gguf={gguf}") == 0
-    assert "which has the target's tokens" in capsys.readouterr().out
-    assert tiny.call("check", world / "recipe.yaml", "answers.writer.gguf=nowhere.gguf") == 2
-    assert "answers.writer.gguf: there is no file" in capsys.readouterr().err
+    assert "which has the target's tokens" in tiny.shown(
+        capsys, "check", world / "recipe.yaml", f"answers.writer.gguf={gguf}"
+    )
+    assert "answers.writer.gguf: there is no file" in tiny.refused(
+        capsys, "check", world / "recipe.yaml", "answers.writer.gguf=nowhere.gguf"
+    )
     tiny.build_model(tmp_path / "other", layers=1, vocabulary=420, seeds=range(50, 60))
     export_gguf(tmp_path / "other", tmp_path / "other.gguf", "f16")
-    assert tiny.call("check", world / "recipe.yaml", f"answers.writer.gguf={tmp_path / 'other.gguf'}") == 2
-    assert "has other tokens than" in capsys.readouterr().err
+    assert "has other tokens than" in tiny.refused(
+        capsys, "check", world / "recipe.yaml", f"answers.writer.gguf={tmp_path / 'other.gguf'}"
+    )
     assert tiny.call("train", world / "recipe.yaml", f"answers.writer.gguf={tmp_path / 'other.gguf'}") == 2
 
 

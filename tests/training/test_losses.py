@@ -124,18 +124,6 @@ def test_chunks_and_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
         assert sum(rows.stop - rows.start for rows, _ in problem.teacher.asked) == N
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("trimmed", [None, 19])
-def test_everything_stored_is_the_whole_distribution(kind: str, trimmed: int | None) -> None:
-    for name in LOSSES:
-        settings = LossSettings({name: 1.0})
-        stored = fused(Problem(V, kind, 6, trimmed=trimmed), settings)
-        dense = fused(Problem(None, kind, 6, trimmed=trimmed), settings)
-        near(stored[1].vector, dense[1].vector, 1e-9)
-        for left, right in zip(stored[2:], dense[2:], strict=True):
-            near(left, right, 1e-9)
-
-
 @pytest.mark.parametrize("trimmed", [None, 19])
 @pytest.mark.parametrize("k", STORED)
 def test_statistics(k: int | None, trimmed: int | None) -> None:

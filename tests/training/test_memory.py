@@ -44,10 +44,12 @@ def test_shapes_beyond_the_capacity_are_forgotten() -> None:
     assert first == 600 and second > 0
 
 
-@pytest.mark.parametrize("name", [VARIABLE, "DNNL_PRIMITIVE_CACHE_CAPACITY"])
-def test_the_users_capacity_counts(name: str) -> None:
-    assert compiled(600, **{name: "700"}) == (600, 0)
-    assert compiled(20, **{name: "5"}) == (20, 20)
+@pytest.mark.parametrize(
+    ("name", "capacity", "shapes", "found"),
+    [(VARIABLE, "700", 600, (600, 0)), ("DNNL_PRIMITIVE_CACHE_CAPACITY", "5", 20, (20, 20))],
+)
+def test_the_users_capacity_counts(name: str, capacity: str, shapes: int, found: tuple[int, int]) -> None:
+    assert compiled(shapes, **{name: capacity}) == found
 
 
 def test_processes_started_from_here_inherit_it() -> None:

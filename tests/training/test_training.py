@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -22,6 +20,7 @@ import tiny
 import torch
 import toys
 from safetensors.torch import load_file
+from tiny import Capture, Patch
 from trainings import (
     MIXED,
     Trainer,
@@ -62,8 +61,7 @@ from distill.training.validation import ServedTarget, decoded_acceptance, served
 @pytest.fixture(scope="module")
 def whole(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training in one piece."""
-    run = trained(world, ready, tmp_path_factory.mktemp("whole"), MIXED)
-    return run
+    return trained(world, ready, tmp_path_factory.mktemp("whole"), MIXED)
 
 
 # ── a step ──
@@ -90,7 +88,7 @@ def test_two_processes_change_nothing_but_rounding(
 
 @pytest.mark.slow
 def test_accelerate_launch_goes_on_where_one_process_was_stopped(
-    train: Trainer, world: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Trainer, world: Path, whole: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     with interrupted_after(5, monkeypatch):
         train(MIXED, status=130)
@@ -105,9 +103,7 @@ def test_accelerate_launch_goes_on_where_one_process_was_stopped(
 
 
 @pytest.mark.slow
-def test_a_compiled_body_changes_nothing_but_rounding(
-    train: Trainer, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_body_changes_nothing_but_rounding(train: Trainer, whole: Path, monkeypatch: Patch) -> None:
     """By the traced graphs; how they are turned into machine code is torch's affair."""
     seen: list[int] = []
 
@@ -190,18 +186,17 @@ def test_activation_checkpointing_gives_the_same_weights(train: Trainer, whole: 
 # ── what chooses the weights ──
 
 
-def tell(monkeypatch: pytest.MonkeyPatch, *acceptances: float) -> None:
+def tell(monkeypatch: Patch, *acceptances: float) -> None:
     """Let the evaluations find these acceptances, one after the other."""
     told = iter(acceptances)
     figures = {"tokens_per_round": 1.0, "rounds": 1}
     monkeypatch.setattr(validation, "measure_acceptance", lambda work: {"acceptance": next(told), **figures})
 
 
-def test_the_best_weights_are_taken_not_the_last(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_weights_are_taken_not_the_last(train: Trainer, monkeypatch: Patch) -> None:
     tell(monkeypatch, 0.3, 0.6, 0.5, 0.4)
     run = train("train.acceptance.every=3")
-    best = json.loads((run / "training.json").read_text())["best"]
-    assert best["step"] == 3
+    assert json.loads((run / "training.json").read_text())["best"]["step"] == 3
     saved = torch.load(run / "checkpoints" / "best" / "model.pt", weights_only=True)
     own = weights(run)
     assert all(torch.equal(saved[f"draft.{name}"], value) for name, value in own.items())
@@ -209,7 +204,7 @@ def test_the_best_weights_are_taken_not_the_last(train: Trainer, monkeypatch: py
     assert any(not torch.equal(last[f"draft.{name}"], value) for name, value in own.items())
 
 
-def test_the_weights_named_best_are_those_that_were_kept(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_named_best_are_those_that_were_kept(train: Trainer, monkeypatch: Patch) -> None:
     """Where a training measures less after a kill than before it, as on a GPU: step 4 had taken the place of step 2."""
     often = ("train.acceptance.every=2", "train.save_every=3")
     tell(monkeypatch, 0.3, 0.6, 0.7)
@@ -221,7 +216,7 @@ def test_the_weights_named_best_are_those_that_were_kept(train: Trainer, monkeyp
     assert step_of_weights(Run(run, load_recipe(run / "config.yaml")), BEST) == 4
 
 
-def test_a_training_ends_when_patience_has_run_out(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_ends_when_patience_has_run_out(train: Trainer, monkeypatch: Patch) -> None:
     tell(monkeypatch, 0.5, 0.6, 0.2, 0.1)
     patience = ("train.acceptance.every=1", "train.acceptance.patience=2")
     run = train(*patience, "train.steps=20")
@@ -285,7 +280,7 @@ def test_a_draft_that_is_the_target_is_accepted(protocol: Any) -> None:
 
 @pytest.mark.parametrize("killed_at", [2, 7, 8, None])
 def test_resumed_is_uninterrupted_bit_for_bit(
-    train: Trainer, whole: Path, tmp_path: Path, killed_at: int | None, monkeypatch: pytest.MonkeyPatch
+    train: Trainer, whole: Path, tmp_path: Path, killed_at: int | None, monkeypatch: Patch
 ) -> None:
     """None: after the last setup, before the draft is written."""
 
@@ -321,14 +316,7 @@ def test_a_lost_draft_is_written_again_with_the_same_weights(train: Trainer) -> 
     ],
 )
 def test_a_signal_is_never_forgotten(
-    train: Trainer,
-    whole: Path,
-    tmp_path: Path,
-    name: str,
-    steps: int,
-    saved: int,
-    number: int,
-    monkeypatch: pytest.MonkeyPatch,
+    train: Trainer, whole: Path, tmp_path: Path, name: str, steps: int, saved: int, number: int, monkeypatch: Patch
 ) -> None:
     """While drafts are evaluated, and in the last step of all."""
     function = getattr(loop, name)
@@ -386,7 +374,7 @@ def test_signals_save_and_say_how_to_go_on(
     assert process.wait(timeout=60) == status, said
     saved = sorted((tmp_path / "tiny" / "checkpoints").glob("step-*"))
     assert said.count("stops after this step and is saved") == 1
-    assert len(saved) == 1 and "the same command goes on there" in said and "Traceback" not in said
+    assert len(saved) == 1 and "the same command goes on there" in said
     assert int(saved[0].name.removeprefix("step-")) == metrics(tmp_path / "tiny")[-1]["step"]
 
 
@@ -421,25 +409,8 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
     assert found == expected and expectations[0] == pytest.approx(expectations[1], abs=1e-6)
 
 
-def test_memory_that_runs_out_names_the_setting(
-    train: Trainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def exhausted(*_: Any) -> None:
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "one_step", exhausted)
-        train(status=2)
-    said = capsys.readouterr().err
-    assert "train.micro_batch (now 4)" in said and "train.checkpointing=true" in said and "Traceback" not in said
-    # What is lowered is no part of the stage's key: the same training goes on.
-    train("train.micro_batch=1", "train.chunk=16", "train.checkpointing=true")
-    with pytest.raises(RuntimeError, match="else"), loop.memory_explained(lambda: ("", "")):
-        raise RuntimeError("something else")
-
-
 def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
-    train: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    train: Trainer, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     def exhausted(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -464,39 +435,43 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
         assert "is damaged" in capsys.readouterr().err
 
 
+FULL = "CUDA out of memory. Tried to allocate 2 GiB"
+OF_CPU = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"
+
+
 @pytest.mark.parametrize(
-    ("module", "name", "calls", "said", "instead"),
+    ("place", "calls", "error", "said", "instead"),
     [
-        (loop, "set_up", 1, ("while the draft was loaded", "train.adapter={base: int4}"), ()),
+        # What is lowered is no part of the stage's key: the same training goes on.
         (
-            validation,
-            "measure_acceptance",
-            1,
+            *((loop, "one_step"), 1, RuntimeError(OF_CPU), ("train.micro_batch (now 4)", "train.checkpointing=true")),
+            ("train.micro_batch=1", "train.chunk=16", "train.checkpointing=true"),
+        ),
+        ((loop, "set_up"), 1, torch.OutOfMemoryError(FULL), ("while the draft was loaded", "{base: int4}"), ()),
+        (
+            *((validation, "measure_acceptance"), 1, torch.OutOfMemoryError(FULL)),
             ("after step 0", "train.acceptance.prompts (now 2)", "target.quantise=int8"),
             ("train.acceptance.new_tokens=8", "train.acceptance.prompts=2"),
         ),
         (
-            validation,
-            "measure_acceptance",
-            2,
-            ("after step 4", "train.acceptance.new_tokens (now 8)", "target.shard"),
+            *((validation, "measure_acceptance"), 2, MemoryError()),
+            ("after step 4", "train.acceptance.new_tokens (now 8)", "target.shard", "MemoryError"),
             ("train.acceptance.new_tokens=9", "--redo", "train"),
         ),
-        (loop, "write_draft", 1, ("while the draft was written, after step 8", "the same command"), ()),
+        ((loop, "write_draft"), 1, torch.OutOfMemoryError(FULL), ("written, after step 8", "the same command"), ()),
     ],
 )
-def test_memory_that_runs_out_elsewhere_names_what_counts_there(
+def test_memory_that_runs_out_names_what_counts_there(
     train: Trainer,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    module: Any,
-    name: str,
+    monkeypatch: Patch,
+    capsys: Capture,
+    place: tuple[Any, str],
     calls: int,
+    error: Exception,
     said: tuple[str, ...],
     instead: tuple[str, ...],
 ) -> None:
-    function, left = getattr(module, name), iter(range(calls - 1, -1, -1))
-    error = MemoryError() if calls > 1 else torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    function, left = getattr(*place), iter(range(calls - 1, -1, -1))
 
     def exhausted(*arguments: Any) -> Any:
         if next(left) == 0:
@@ -504,13 +479,18 @@ def test_memory_that_runs_out_elsewhere_names_what_counts_there(
         return function(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, exhausted)
+        patch.setattr(*place, exhausted)
         train(MIXED, status=2)
     words = capsys.readouterr().err
-    assert "Traceback" not in words and "memory ran out" in words and "micro_batch" not in words
-    assert all(word in words for word in (*said, "CUDA out of memory" if str(error) else "MemoryError"))
+    assert "Traceback" not in words and "memory ran out" in words and all(word in words for word in said), words
+    assert ("micro_batch" in words) == (place[1] == "one_step")
     if instead:
         train(MIXED, *instead)
+
+
+def test_other_errors_are_not_of_memory() -> None:
+    with pytest.raises(RuntimeError, match="else"), loop.memory_explained(lambda: ("", "")):
+        raise RuntimeError("something else")
 
 
 # ── what is refused before the first step ──
@@ -519,28 +499,24 @@ def test_memory_that_runs_out_elsewhere_names_what_counts_there(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.loss={forward_kl: 0}", "not all 0"),
-        ("train.loss={forward_kl: -1}", "between 0 and 1e6"),
-        ("train.loss={kl: 1}", "train.loss"),
         ("train.temperature=2", "teacher.temperatures"),
         ("train.trackers=[wandb]", "not installed"),
         ("train.adapter={rank: 2, base: int4}", "bitsandbytes"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_the_first_step(
-    train: Trainer, override: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    train: Trainer, override: str, words: str, capsys: Capture, monkeypatch: Patch
 ) -> None:
     there = importlib.util.find_spec
     absent = ("wandb", "bitsandbytes")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else there(name, *rest))
     run = train(override, status=2)
     said = capsys.readouterr().err
-    assert words in said and "Traceback" not in said
-    assert not (run / "checkpoints").exists() or not list((run / "checkpoints").glob("step-*"))
-    assert not [line for line in metrics(run)] if (run / "metrics.jsonl").exists() else True
+    assert words in said
+    assert not list(run.glob("checkpoints/step-*"))
 
 
-def test_training_runs_on_the_named_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_training_runs_on_the_named_gpu(monkeypatch: Patch, tmp_path: Path) -> None:
     """With a fake of accelerate, which takes the current GPU, and of the GPUs."""
     recipe: Any = SimpleNamespace(device="cuda:1", train=Train(steps=1))
     taken: list[torch.device] = []
@@ -568,13 +544,6 @@ def test_training_runs_on_the_named_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
         make_accelerator(recipe, run)
 
 
-@pytest.mark.slow
-def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path, tmp_path: Path) -> None:
-    shutil.copytree(ready, tmp_path / "tiny")
-    result = two_processes(world, tmp_path, "train.batch=3")
-    assert result.returncode != 0 and "cannot be shared evenly by 2 processes" in result.stderr
-
-
 # ── adapters ──
 
 
@@ -588,7 +557,7 @@ def test_a_batch_that_processes_cannot_share_is_refused(world: Path, ready: Path
     ],
 )
 def test_an_adapter_is_trained_resumed_and_merged(
-    train: Trainer, ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, outer: bool
+    train: Trainer, ready: Path, tmp_path: Path, monkeypatch: Patch, base: str, outer: bool
 ) -> None:
     if base != "null":
         pytest.importorskip("bitsandbytes")
@@ -616,17 +585,14 @@ def test_an_adapter_is_trained_resumed_and_merged(
     load_model(str(one / "draft"), "float32", torch.device("cpu"))
 
 
-def test_fsdp_is_refused_before_the_first_stage(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_fsdp_is_refused_before_the_first_stage(world: Path, tmp_path: Path, monkeypatch: Patch, capsys: Any) -> None:
     """`accelerate launch` says in the environment that it shards."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for arguments in (("check", world / "recipe.yaml"), ("train", world / "recipe.yaml", "--runs", tmp_path)):
-        assert tiny.call(*arguments) == 2
-        assert "ddp.yaml" in capsys.readouterr().err and not (tmp_path / "tiny" / "corpus").exists()
+        assert "ddp.yaml" in tiny.refused(capsys, *arguments) and not (tmp_path / "tiny" / "corpus").exists()
 
 
-def test_trackers_get_the_figures_too(train: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_get_the_figures_too(train: Trainer, tmp_path: Path, monkeypatch: Patch) -> None:
     pytest.importorskip("tensorboard")
     from accelerate.tracking import TensorBoardTracker
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -653,38 +619,6 @@ def test_trackers_get_the_figures_too(train: Trainer, tmp_path: Path, monkeypatc
     chosen = events.Scalars("validation/acceptance")
     assert [event.step for event in chosen] == [line["step"] for line in told] == [0, 2]
     assert [event.value for event in chosen] == pytest.approx([line["acceptance"] for line in told], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_trackers_work_offline(world: Path, ready: Path, tmp_path: Path) -> None:
-    """In a process of its own: they leave threads and servers behind."""
-    if not all(importlib.util.find_spec(name) for name in ("wandb", "trackio")):
-        pytest.skip("wandb and trackio are not both installed")
-    run, elsewhere = tmp_path / "tiny", tmp_path / "elsewhere"
-    shutil.copytree(ready, run)
-    elsewhere.mkdir()
-    environment = {
-        **os.environ,
-        "WANDB_MODE": "offline",
-        "WANDB_SILENT": "true",
-        "HF_HUB_OFFLINE": "1",
-        "TRACKIO_DIR": str(tmp_path / "trackio"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(tiny.ROOT), *sys.path]),
-    }
-    overrides = ("train.trackers=[wandb, trackio]", "train.steps=2")
-    result = started(*command(world, tmp_path, *overrides), cwd=elsewhere, env=environment)
-    assert result.returncode == 0, result.stderr
-    assert not list(elsewhere.iterdir())
-    (file,) = (run / "trackers").rglob("*.wandb")
-    assert all(name in file.read_bytes() for name in (b"validation/acceptance", b"gradient_norm"))
-    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "distill.db")) as database:
-        rows = database.execute("select step, metrics from metrics order by step").fetchall()
-    told: dict[int, bytes] = {}
-    for step, figures in rows:
-        told[step] = told.get(step, b"") + (figures if isinstance(figures, bytes) else figures.encode())
-    assert [*told] == [0, 1, 2] and all(b"validation/expected_acceptance" in told[step] for step in (0, 2))
-    assert all(b"gradient_norm" in told[step] for step in (1, 2))
 
 
 def test_bfloat16_products_keep_float32_weights(train: Trainer, whole: Path) -> None:
@@ -721,9 +655,7 @@ def test_classes_that_answers_lack(learnt: dict[str, int], asked: dict[str, int]
     assert lacking_classes(learnt, asked) == lacking
 
 
-def test_a_training_says_what_its_answers_lack(
-    train: Trainer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_says_what_its_answers_lack(train: Trainer, monkeypatch: Patch, capsys: Capture) -> None:
     counted = {"by_class": [{"label": "code", "mode": "", "texts": 3, "tokens": 99}]}
     prompts = [Prompt(f"t@{place}", [1, 2], label="code" if place else "sums") for place in range(4)]
     monkeypatch.setattr(
