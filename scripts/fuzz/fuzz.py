@@ -166,33 +166,51 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (now + MOST_MEMORY, resource.RLIM_INFINITY))
 
 
-def feed_isolated(kind: Kind, world: World, given: Any) -> tuple[str, Failure | None]:
-    """The outcome of an input in a child of its own: read, refused, failed, or aborted by C code."""
+def forked(work: Callable[[], bytes], hangs: Callable[[], bool]) -> tuple[bytes, int]:
+    """What `work` gives in a forked child, and its exit status; killed once `hangs` says so, asked each second."""
     receive, send = os.pipe()
+    sys.stdout.flush()
     child = os.fork()
     if child == 0:
         os.close(receive)
+        try:
+            os.write(send, work())
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    os.close(send)
+    data, piece = b"", b"-"
+    while piece:
+        if select.select([receive], [], [], 1.0)[0]:
+            data += (piece := os.read(receive, 1 << 20))
+        elif hangs():
+            os.kill(child, signal.SIGKILL)
+    os.close(receive)
+    return data, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def ended(status: int) -> str:
+    """How a process ended, in words."""
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+
+def feed_isolated(kind: Kind, world: World, given: Any) -> tuple[str, Failure | None]:
+    """The outcome of an input in a child of its own: read, refused, failed, or aborted by C code."""
+
+    def work() -> bytes:
         limit_memory()
         signal.signal(signal.SIGALRM, _hang)
         alarm(kind)
-        refused, failure = failure_of(kind, world, given)
+        found = failure_of(kind, world, given)
         alarm(kind, 0)
-        os.write(send, pickle.dumps((refused, failure))[:60_000])
-        os._exit(0)
-    os.close(send)
-    ready, _, _ = select.select([receive], [], [], kind.most_seconds + 5)
-    data = b""
-    while ready and (piece := os.read(receive, 65536)):
-        data += piece
-    os.close(receive)
-    if not ready:
-        os.kill(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if not ready:
+        return pickle.dumps(found)
+
+    limit = time.monotonic() + kind.most_seconds + 5
+    data, status = forked(work, lambda: time.monotonic() > limit)
+    if status == -signal.SIGKILL and time.monotonic() > limit:
         return "failed", Failure("hang in C code", "killed", repr(given))
     if status != 0 or not data:
-        name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        return "aborted", Failure(f"process ended: {name}", name, repr(given))
+        return "aborted", Failure(f"process ended: {ended(status)}", ended(status), repr(given))
     refused, failure = pickle.loads(data)
     return ("failed" if failure else "refused" if refused else "read"), failure
 
@@ -296,35 +314,26 @@ def in_child(kind: Kind, number: int, count: int, base: Path, seed: int) -> Outc
     """The outcome of a batch that a forked child feeds; where it dies or hangs, with the input that it was reading."""
     place = Path(tempfile.mkdtemp(prefix="fuzz-"))
     current = place / "current.pickle"
-    receive, send = os.pipe()
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        os.close(receive)
+
+    def work() -> bytes:
         try:
             outcome = vars(feed(kind, number, count, World(base, place / "world"), seed, current))
         except BaseException as error:
             outcome = {"broken": "".join(traceback.format_tb(error.__traceback__)[-6:]) + repr(error)[:300]}
-        os.write(send, json.dumps(outcome).encode())
-        os._exit(0)
-    os.close(send)
-    data, piece = b"", b"-"
-    while piece:
-        if select.select([receive], [], [], 1.0)[0]:
-            data += (piece := os.read(receive, 1 << 20))
-        elif current.exists() and time.time() - current.stat().st_mtime > kind.most_seconds * 3 + 60:
-            os.kill(child, signal.SIGKILL)  # longer than Python could interrupt it
-    os.close(receive)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return json.dumps(outcome).encode()
+
+    def hangs() -> bool:  # longer than Python could interrupt it
+        return current.exists() and time.time() - current.stat().st_mtime > kind.most_seconds * 3 + 60
+
+    data, status = forked(work, hangs)
     try:
         if data:
             found = json.loads(data)
             if "broken" in found:
                 raise SystemExit(f"fuzz.py itself failed on {kind.name}:\n{found['broken']}")
             return Outcome(**found)
-        name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         given = pickle.loads(current.read_bytes()) if current.exists() else None  # it may die while it warms up
-        failure = Failure(f"process ended: {name}", name, repr(given))
+        failure = Failure(f"process ended: {ended(status)}", ended(status), repr(given))
         return Outcome(kind.name, number, count, failed=count, failures=[vars(failure)])
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -456,7 +465,7 @@ def replay(path: Path, base: Path) -> int:
     """Feed one saved input in this process."""
     name, _, example = path.read_text(encoding="utf-8").partition("\n")
     kind = next(kind for kind in KINDS if kind.name == name)
-    given = eval_example(example)
+    given = ast.literal_eval(example)
     with tempfile.TemporaryDirectory() as place:
         signal.signal(signal.SIGALRM, _hang)
         world = World(base, Path(place))
@@ -466,11 +475,6 @@ def replay(path: Path, base: Path) -> int:
         refused, failure = failure_of(kind, world, given)
     print("refused" if refused else "read" if failure is None else f"{failure.place}\n{failure.words}")
     return int(failure is not None)
-
-
-def eval_example(text: str) -> Any:
-    """The input that `repr` wrote."""
-    return ast.literal_eval(text)
 
 
 def examples(kind: Kind, world: World, seed: int, count: int) -> Iterator[Outcome]:

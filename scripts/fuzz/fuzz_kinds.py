@@ -85,15 +85,6 @@ class World:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The target's tokenizer, with a chat template."""
-        from distill.engines.torch.hugging_face import load_tokenizer
-
-        found = load_tokenizer(str(self.target))
-        found.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        return found
-
-    @cached_property
-    def thinking_tokenizer(self) -> Any:
         """The target's tokenizer, with a template that writes thinking, tools and documents."""
         from distill.engines.torch.hugging_face import load_tokenizer
 
@@ -216,7 +207,7 @@ def read_data_records(world: World, found: list[Any]) -> Readers:
     from distill.data.prompts import ChatPrompts
     from distill.data.sources import read_documents
 
-    chat = ChatPrompts(ChatTemplate(world.thinking_tokenizer, Chat()), 10**6, 0)
+    chat = ChatPrompts(ChatTemplate(world.tokenizer, Chat()), 10**6, 0)
     lines = "".join(json.dumps(record) + "\n" for record in found)
     path = str(world.put("records.jsonl", lines.encode("utf-8", "surrogatepass")))
 
@@ -262,13 +253,7 @@ RECORDS = [
 ]
 MADE: dict[str, Any] = {  # valid contents of files that the tiny run does not have
     "stages/redo.json": {"asked": ["eval"], "started": ["eval"]},
-    "parent.json": {
-        "generation": 2,
-        "run": "tiny.1",
-        "digest": "0" * 64,
-        "files": {"config.json": "0"},
-        "traffic": None,
-    },
+    "parent.json": {"generation": 2, "run": "tiny.1", "digest": "0" * 64, "files": {}, "traffic": None},
     "cut/kept_tokens.json": {"format": 1, "vocabulary": 400, "kept": [0, 1, 2, 5, 399], "forced": 2},
     "draft/sparsity.json": {"sentence": "a", "layers": [], "before": 1, "after": 1},
     "compared/compared.json": {"backend": "gguf", "heal_steps": 1, "target_seconds": [], "cuts": [], "command": ""},
@@ -415,17 +400,25 @@ def header_of(path: Path) -> tuple[Any, bytes]:
     return json.loads(raw[8 : 8 + size]), raw[8 + size :]
 
 
+def safetensors(path: Path) -> tuple[Strategy, Strategy]:
+    """Copies of a safetensors file whose header is edited, and copies whose bytes are."""
+    header, data = header_of(path)
+    plain = dumped(header)
+    edited = Tree(header).edited().map(lambda found: safetensors_bytes(dumped(found), data))
+    return edited, edited_bytes(safetensors_bytes(plain, data), 8 + len(plain))
+
+
 def weight_files(world: World) -> Strategy:
     header, data = header_of(world.target / "model.safetensors")
-    tree, plain = Tree(header), dumped(header)
+    by_header, by_bytes = safetensors(world.target / "model.safetensors")
     names = ["model.safetensors", "missing.safetensors", "../x", "", "a\0b", ".", "tokenizer.json", 3, None, ["x"]]
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(header, "model.safetensors")}
     maps = st.dictionaries(st.sampled_from(list(header)), st.sampled_from(names), max_size=3)
     lengths = st.sampled_from([0, 1, 2**20, 2**31, 2**40, 2**63])
     weights = weighted(
-        (6, tree.edited().map(lambda found: safetensors_bytes(dumped(found), data))),
-        (3, edited_bytes(safetensors_bytes(plain, data), 8 + len(plain))),
-        (1, lengths.map(lambda length: safetensors_bytes(plain, data, length))),
+        (6, by_header),
+        (3, by_bytes),
+        (1, lengths.map(lambda length: safetensors_bytes(dumped(header), data, length))),
         (1, values.map(lambda found: safetensors_bytes(dumped(found), b""))),
     )
     indices = weighted((3, Tree(index).files()), (1, maps.map(lambda found: dumped({"weight_map": found}))))
@@ -461,12 +454,7 @@ def tables(world: World) -> Strategy:
 
     path = world.place / "whole.safetensors"
     write_table(path, count_ngrams([[i * i % 11 for i in range(60)], [3, 4, 3, 4, 5]]), {"tokenizer": "ours"})
-    whole = path.read_bytes()
-    header, data = header_of(path)
-    return weighted(
-        (3, Tree(header).edited().map(lambda found: safetensors_bytes(dumped(found), data))),
-        (3, edited_bytes(whole, len(whole))),
-    )
+    return st.one_of(*safetensors(path))
 
 
 def read_tables(world: World, data: bytes) -> Readers:
@@ -702,19 +690,13 @@ def read_gguf(world: World, found: bytes) -> Readers:
 # ── teacher store and checkpoints ──
 
 
+SHARD = "shard-00001.safetensors"
+
+
 def shards(world: World) -> Strategy:
     manifest = world.json("runs/tiny/teacher/manifest.json")
-    header, data = header_of(world.finished / "teacher" / "shard-00001.safetensors")
-    plain = dumped(header)
-    files = st.one_of(
-        st.tuples(st.just("manifest.json"), Tree(manifest).files()),
-        st.tuples(st.just("manifest.json"), Tree(manifest).files()),
-        st.tuples(
-            st.just("shard-00001.safetensors"),
-            Tree(header).edited().map(lambda found: safetensors_bytes(dumped(found), data)),
-        ),
-        st.tuples(st.just("shard-00001.safetensors"), edited_bytes(safetensors_bytes(plain, data), 8 + len(plain))),
-    )
+    edited = st.one_of(*safetensors(world.finished / "teacher" / SHARD))
+    files = st.one_of(st.tuples(st.just("manifest.json"), Tree(manifest).files()), st.tuples(st.just(SHARD), edited))
     return st.tuples(files, st.booleans())
 
 
@@ -727,7 +709,7 @@ def read_shards(world: World, found: tuple[tuple[str, bytes], bool]) -> Readers:
 
     (name, data), recorded = found
     run = world.run
-    for other in ("manifest.json", "shard-00001.safetensors"):
+    for other in ("manifest.json", SHARD):
         restored(world, f"teacher/{other}")
     record = world.json("runs/tiny/stages/teacher.json")
     path = run.path("teacher", name)
@@ -800,7 +782,7 @@ def read_checkpoints(world: World, found: tuple[tuple[str, bytes], bool]) -> Rea
     return [newest]
 
 
-# ── grammars and stop strings ──
+# ── grammars ──
 
 SCHEMA = {
     "type": "object",
@@ -819,23 +801,8 @@ LARK = 'start: item ("," item)*\nitem: NAME | NUMBER\nNAME: /[a-z]+/\nNUMBER: /[
 REGEX = r"(alpha|beta)+ [0-9]{2,4}(\.[a-f]+)?\s*"
 PIECES = [
     *("(", ")", "((" * 2000, "[", "]", "{", "}", "{1,99999}", "{999999999}", "*", "+", "?", "|", "\\", "\\p{L}", "."),
-    *(
-        "\\x",
-        "\\UFFFFFFFF",
-        "\\ud800",
-        "^",
-        "$",
-        "::=",
-        "root",
-        '"',
-        "/",
-        "(?i)",
-        "(?=a)",
-        "\\1",
-        "a" * 3000,
-        "\n",
-        "#",
-    ),
+    *("\\x", "\\UFFFFFFFF", "\\ud800", "^", "$", "::=", "root", '"', "/", "(?i)", "(?=a)", "\\1", "a" * 3000),
+    *("\n", "#"),
     *("%import x", "<[1]>", "&", "~", "\0", "é", "(a*)*" * 20, "[^]", "[z-a]", "root ::= root\n", "start: start\n"),
 ]
 
@@ -889,26 +856,6 @@ def read_llama_grammar(world: World, found: str) -> Readers:
                 state = rules.next(state, int(state.mask(model.vocabulary_size).argmax()))
 
     return [steps]
-
-
-def stop_strings(world: World) -> Strategy:
-    return st.tuples(st.lists(texts, max_size=3), st.lists(st.integers(0, 378), max_size=12))
-
-
-def read_stop_strings(world: World, found: tuple[list[str], list[int]]) -> Readers:
-    from distill.decoding.rules import stop_before
-
-    wanted, tokens = found
-    # The command line refuses what is not UTF-8 before.
-    stop = [text.encode("utf-8", "replace").decode() for text in wanted]
-
-    def run() -> None:
-        rule = stop_before(lambda token: world.tokens.bytes_of[token], stop)
-        if rule is not None:
-            kept = rule(tokens, 0).kept
-            assert 0 <= kept <= len(tokens)
-
-    return [run]
 
 
 # ── logs of benchmarks, texts ──
@@ -1118,7 +1065,6 @@ KINDS = [
     Kind("checkpoints", 1, checkpoint_files, read_checkpoints, batch=100),
     Kind("grammars", 5, grammars, read_grammar),
     Kind("grammars in llama.cpp", 0.3, llama_grammars, read_llama_grammar, isolated=True, batch=50),
-    Kind("stop strings", 5, stop_strings, read_stop_strings),
     Kind("logs of llama-batched-bench", 10, bench_logs, read_bench_log),
     Kind("folders of texts", 5, text_folders, read_text_folder),
     Kind("command lines", 1.5, command_lines, run_command, batch=100),
