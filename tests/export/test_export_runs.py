@@ -206,7 +206,7 @@ def test_a_check_that_fails_is_in_the_run_and_the_status(
     from distill.export import parity
 
     monkeypatch.setattr(parity, "LIMITS", {16: (-1.0, 0.0)})
-    arguments = ("train", world / "recipe.yaml", "--runs", copied.parent)
+    arguments = ("train", world / "recipe.yaml", "--runs", copied.parent, "speedup.backends=[pytorch]")
     before = json.loads((copied / "stages" / "speedup.json").read_text())["time"]
     assert "draft-f16.gguf: the mean KL is" in tiny.refused(
         capsys, *arguments, "--redo", "export", "--until", "speedup"

@@ -26,22 +26,19 @@ STATIC = PyTorch(static=True)
 
 def test_a_static_pair_continues_as_the_other(folders: Path, capsys: Capture) -> None:
     """Also beyond the draft's context, with trees, and with a grammar."""
-    for request in (
-        asked(drafter="none"),
-        asked(),
-        asked(rule="p_min", p_min=0.2),
-        asked(drafter="lookup+draft"),
-        asked(drafter="tree"),
-        asked(grammar=("regex", "[a-z ]+")),
+    beyond = [asked(drafter=name) for name in ("none", "lookup+draft", "tree")]
+    beyond += [asked(rule="p_min", p_min=0.2), asked(grammar=("regex", "[a-z ]+"))]
+    elsewhere = PyTorch(static=True, draft_device="cpu")
+    for draft, request, static in (
+        *(("short", request, STATIC) for request in beyond),
+        *(("draft", request, STATIC) for request in (asked(), asked(drafter="tree"))),
+        ("draft", asked(), elsewhere),
     ):
-        for draft in ("draft", "short"):
-            texts = []
-            for settings in (PyTorch(), STATIC, PyTorch(static=True, draft_device="cpu")):
-                stream(
-                    Target(model=str(folders / "target")), str(folders / draft), PROMPT, 30, request, "cpu", 1, settings
-                )
-                texts.append(capsys.readouterr().out)
-            assert texts[0] == texts[1] == texts[2] and len(texts[0]) > len(PROMPT) + 5
+        texts = []
+        for settings in (PyTorch(), static):
+            stream(Target(model=str(folders / "target")), str(folders / draft), PROMPT, 30, request, "cpu", 1, settings)
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1] and len(texts[0]) > len(PROMPT) + 5
 
 
 def test_the_size_comes_from_the_request(folders: Path) -> None:

@@ -59,9 +59,9 @@ PROGRAMS = [
         ],
     ),
 ]
-LIMIT = 48
+LIMIT = 32
 SAMPLED = SamplerSettings(temperature=0.8)
-TEXTS = 400
+TEXTS = 250
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -103,6 +102,17 @@ def gone(pid: int) -> bool:
     return not alive(pid)
 
 
+class Saying(LoopbackHandler):
+    """A server that says the same to every request: `owner` is the status and the body."""
+
+    def do_GET(self) -> None:
+        self.reply(*self.owner)
+
+    def do_POST(self) -> None:
+        self.body()
+        self.reply(*self.owner)
+
+
 # The process.
 
 
@@ -152,17 +162,14 @@ def test_a_server_that_does_not_start(
 
 
 def test_a_port_in_use(settings: LlamaServer, monkeypatch: Patch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with running(Saying, (404, {})) as port:
         # A free one that is taken before the server binds it: the next is tried, and a third one.
         ports = iter([*[port] * 3, port, free_port()])
         monkeypatch.setattr("distill.serving.llama_server.free_port", lambda: next(ports))
         with pytest.raises(ServingError, match="another program listens"), started(settings, 10):
             pass
-        with started(settings, 10) as running:
-            assert not running.url.endswith(f":{port}")
+        with started(settings, 10) as server:
+            assert not server.url.endswith(f":{port}")
 
 
 def test_programs_that_are_none(tmp_path: Path) -> None:
@@ -626,17 +633,6 @@ def test_a_running_vllm() -> None:
 def test_each_fault_of_vllm_is_one_message(serving: VllmServing, message: str) -> None:
     with serving.running(), pytest.raises(ServingError, match=message):
         check_addresses(wanted(seconds=(20.0, 1.0 if serving.fault == "slow" else 20.0)), Addresses(serving.url))
-
-
-class Saying(LoopbackHandler):
-    """A server that says the same to every request: `owner` is the status and the body."""
-
-    def do_GET(self) -> None:
-        self.reply(*self.owner)
-
-    def do_POST(self) -> None:
-        self.body()
-        self.reply(*self.owner)
 
 
 TIMINGS = {"predicted_n": 1, "draft_n": "many"}
