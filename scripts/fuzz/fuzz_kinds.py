@@ -728,9 +728,6 @@ def read_shards(world: World, found: tuple[tuple[str, bytes], bool]) -> Readers:
     return [store]
 
 
-CHECKPOINT = ("model.pt", "optimizer.pt", "digests.json", "state.json")
-
-
 def learner() -> tuple[Any, Any]:
     """A learner of 20 parameters and its optimizer after a step."""
     import torch

@@ -20,15 +20,7 @@ from distill.engines.torch.hugging_face import trim_head
 from distill.engines.torch.model import TorchModel
 from distill.errors import DataError
 from distill.intervals import Interval, ratio_interval
-from distill.measuring.measure import (
-    Measured,
-    RowLogits,
-    block_values,
-    position_acceptance,
-    sum_by_document,
-    text_values,
-    tokens_per_round,
-)
+from distill.measuring import measure
 from distill.measuring.slices import METRICS, all_metrics, position_metrics
 from distill.sampler import Sampler
 
@@ -89,7 +81,7 @@ def test_blocks_are_measured_by_document() -> None:
     prompts = random_prompts(9, 61, seed=3)
     blocks = pack([(p, 2) for p in prompts], 24, split_long=False)
     sampler = Sampler(0.8, 10)
-    found = sum_by_document(block_values(target, {"d": draft}, blocks, sampler, 61, batch=2))["d"]
+    found = measure.sum_by_document(measure.block_values(target, {"d": draft}, blocks, sampler, 61, batch=2))["d"]
     sums, counts = found.least, found.counts
     assert found.units == list(range(9)) and numpy.array_equal(sums, found.most)
     assert counts.tolist() == [len(p) - 2 for p in prompts]
@@ -98,14 +90,16 @@ def test_blocks_are_measured_by_document() -> None:
             logits = [m(torch.tensor([prompt])).logits[0, 1:-1] for m in (target, draft)]
             expected = position_metrics(*logits, sampler, 61).double().sum(0)
             assert sums[row] == pytest.approx(expected.numpy(), rel=1e-4, abs=1e-4)
-    texts = sum_by_document(text_values(TorchModel(target), {"d": TorchModel(draft)}, blocks, sampler, 61, "own"))["d"]
+    texts = measure.sum_by_document(
+        measure.text_values(TorchModel(target), {"d": TorchModel(draft)}, blocks, sampler, 61, "own")
+    )["d"]
     assert texts.units == found.units and texts.counts.tolist() == counts.tolist()
     assert texts.least == pytest.approx(sums, rel=1e-4, abs=1e-4)
     table = found.divergences()
     assert table.tokens == counts.sum() and table.prompts == 9
     assert table.forward_kl.mean == pytest.approx(sums[:, 0].sum() / counts.sum())
     assert table.acceptance_ceiling.mean == pytest.approx(sums[:, -1].sum() / counts.sum())
-    same = sum_by_document(block_values(target, {"d": target}, blocks, sampler, 61))["d"].least
+    same = measure.sum_by_document(measure.block_values(target, {"d": target}, blocks, sampler, 61))["d"].least
     assert same[:, :3] == pytest.approx(0, abs=1e-6)
     assert same[:, [3, 4, 7]] == pytest.approx(numpy.stack([counts] * 3, 1))
 
@@ -118,8 +112,8 @@ def test_a_document_in_several_blocks_is_one_unit() -> None:
     pieces = sum(int((row.max() + 1).clamp(min=0)) for row in blocks.documents)
     assert pieces > len(prompts), "documents are split here"
 
-    def measured(blocks: Packed, batch: int = 2) -> Measured:
-        return sum_by_document(block_values(target, {"d": draft}, blocks, Sampler(0.8), 61, batch))["d"]
+    def measured(blocks: Packed, batch: int = 2) -> measure.Measured:
+        return measure.sum_by_document(measure.block_values(target, {"d": draft}, blocks, Sampler(0.8), 61, batch))["d"]
 
     found = measured(blocks)
     sums, counts = found.least, found.counts
@@ -139,12 +133,12 @@ def rounds_of(*pairs: tuple[int, int]) -> list[Round]:
 
 def test_position_acceptance_by_hand() -> None:
     rounds = [rounds_of((3, 3), (3, 0), (3, 1)), rounds_of((2, 2), (0, 0)), rounds_of((3, 2))]
-    table = position_acceptance(rounds, 4)
+    table = measure.position_acceptance(rounds, 4)
     # position 1: all but the round that drafted nothing; 2: where 1 stood; 3: not where only two were drafted
     assert [(r.position, r.drafted, r.accepted) for r in table] == [(1, 5, 4), (2, 4, 3), (3, 2, 1), (4, 0, 0)]
     assert [r.rate.mean for r in table[:3]] == [4 / 5, 3 / 4, 1 / 2] and math.isnan(table[3].rate.mean)
     assert all(r.rate.low <= r.rate.mean <= r.rate.high for r in table[:3])
-    assert tokens_per_round(rounds).mean == (4 + 1 + 2 + 3 + 1 + 3) / 6
+    assert measure.tokens_per_round(rounds).mean == (4 + 1 + 2 + 3 + 1 + 3) / 6
 
 
 @settings(max_examples=60, deadline=None)
@@ -163,7 +157,7 @@ def test_position_acceptance_by_walking_the_drafts(pairs: list[list[tuple[int, i
             if position > accepted:
                 break
             walked[position][1] += 1
-    table = position_acceptance([rounds_of(*own) for own in pairs], 6)
+    table = measure.position_acceptance([rounds_of(*own) for own in pairs], 6)
     assert {r.position: [r.drafted, r.accepted] for r in table} == walked
 
 
@@ -227,7 +221,7 @@ def test_logits_of_a_few_rows_are_the_model_s_own() -> None:
         "not its head's": (Shifted(toy(seed=1)), False),
     }
     for name, (model, by_rows) in models.items():
-        whole, rows = model(**packed_inputs(model, blocks)).logits, RowLogits(model)
+        whole, rows = model(**packed_inputs(model, blocks)).logits, measure.RowLogits(model)
         found = rows.of(blocks)
         for block in range(len(blocks)):
             here = blocks.mask[block].nonzero()[:, 0]

@@ -37,7 +37,7 @@ from distill.measuring.compare import PairSettings, TimedText
 from distill.measuring.speedup_results import PairMeasured
 from distill.measuring.stream import Request, begin, stream
 from distill.measuring.timing import PairTexts, measure_pair, sample_texts
-from distill.recipe import Configuration, Recipe, Target, load_recipe, parse_recipe
+from distill.recipe import Configuration, Target, load_recipe
 from distill.recipe.configuration import TREES
 from distill.sampler import Sampler
 
@@ -46,19 +46,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared")) / "tokenizers"
 Capture = pytest.CaptureFixture[str]
 PROMPT = "def f(self): return self.value + other"
-
-
-def pair_recipe(target: Path, draft: Path) -> Recipe:
-    return parse_recipe(
-        {
-            "name": "pair",
-            "threads": 1,
-            "target": {"model": str(target)},
-            "cut": {"donor": str(draft)},
-            "corpus": {"sources": [{"kind": "text", "path": ".", "split": "test"}]},
-        },
-        "a test",
-    )
 
 
 def asked(

@@ -23,6 +23,7 @@ from distill.export.results import ExportedFile, Parity
 from distill.files import from_json, write_result
 from distill.folders import ModelSizes
 from distill.intervals import Interval
+from distill.measuring import speedup_results
 from distill.measuring.evaluation_results import (
     MEASURES,
     RELIABILITIES,
@@ -30,15 +31,6 @@ from distill.measuring.evaluation_results import (
     Reliability,
     ReliabilityBin,
     SliceResult,
-)
-from distill.measuring.speedup_results import (
-    ChosenLength,
-    Measurement,
-    Sample,
-    Segment,
-    SpeedupPart,
-    SpeedupReport,
-    StepFigures,
 )
 from distill.recipe import Recipe
 from distill.report import card as cards
@@ -112,22 +104,24 @@ def positions(first: float) -> list[dict[str, Any]]:
 def speedup_rows(pair: str, backend: str, peak: float) -> list[dict[str, Any]]:
     speeds = {length: peak - 0.045 * (length - 4) ** 2 / 2 for length in (1, 2, 3, 4, 5, 6, 8)}
     plain = (3072, 84.31, 36.44, 36.44, None, None, 1.0, 1.0, 1.0, None, 24, 0, 0, None)
-    rows = [Measurement(pair, backend, "plain", 0, None, None, None, None, *plain)]
+    rows = [speedup_results.Measurement(pair, backend, "plain", 0, None, None, None, None, *plain)]
     for length, speed in speeds.items():
         named = (pair, backend, f"draft, γ = {length}", length, "draft", "fixed", "greedy", None)
         pace = (3072, 84.31 / speed, 36.44 * speed, 36.44, 1 + 0.52 * length, 0.71 - 0.02 * length)
-        rows.append(Measurement(*named, *pace, speed, speed - 0.07, speed + 0.06, speed * 1.05, 23, 1, 0, None))
+        rows.append(
+            speedup_results.Measurement(*named, *pace, speed, speed - 0.07, speed + 0.06, speed * 1.05, 23, 1, 0, None)
+        )
     return [asdict(row) for row in rows]
 
 
 def speedup_part(pair: str, backend: str, peak: float, **others: Any) -> dict[str, Any]:
     costs = PaidCosts(0.027, {1: 0.03, 2: 0.04}, NO_STEPS, NO_STEPS, 0.01, 0.001)
-    part = SpeedupPart(
+    part = speedup_results.SpeedupPart(
         *(pair, backend, []),
-        ChosenLength(4, peak, peak - 0.07, peak + 0.06, 36.44 * peak),
+        speedup_results.ChosenLength(4, peak, peak - 0.07, peak + 0.06, 36.44 * peak),
         1e-4,
         costs,
-        StepFigures(256, {m: 0.0214 * (0.94 + 0.06 * m) for m in range(1, 17)}, {1: 0.0021, 2: 0.0022}),
+        speedup_results.StepFigures(256, {m: 0.0214 * (0.94 + 0.06 * m) for m in range(1, 17)}, {1: 0.0021, 2: 0.0022}),
     )
     return asdict(part) | {"measurements": speedup_rows(pair, backend, peak)} | others
 
@@ -145,7 +139,7 @@ def exported(
 
 
 def sample(prompt: str, *segments: tuple[str, str]) -> dict[str, Any]:
-    return asdict(Sample("draft, γ = 4", prompt, [Segment(*one) for one in segments]))
+    return asdict(speedup_results.Sample("draft, γ = 4", prompt, [speedup_results.Segment(*one) for one in segments]))
 
 
 def make_metadata() -> dict[str, Any]:
@@ -221,7 +215,7 @@ def make_metadata() -> dict[str, Any]:
         ),
         "export": {"command": "distill export-gguf demo", "files": files},
         "speedup": asdict(
-            SpeedupReport("distill speedup demo", {}, 24, 128, {"temperature": 0.8, "top_k": 0}, parts)  # type: ignore[arg-type]
+            speedup_results.SpeedupReport("distill speedup demo", {}, 24, 128, {"temperature": 0.8, "top_k": 0}, parts)  # type: ignore[arg-type]
         ),
     }
 
@@ -583,7 +577,7 @@ def test_curves_have_room_above_and_steps_are_whole() -> None:
     """A curve whose values lie close together is not drawn along the edge, and no step is 2.5."""
     results = as_results(make_metadata())
     assert results.speedup is not None
-    part = replace(results.speedup.parts[0], steps=StepFigures(64, {1: 0.01, 2: 0.0101}, {}))
+    part = replace(results.speedup.parts[0], steps=speedup_results.StepFigures(64, {1: 0.01, 2: 0.0101}, {}))
     heights = [float(y) for y in re.findall(r'<use xlink:href="#[^"]*" x="[^"]*" y="([^"]*)"', plots.cost_curves(part))]
     assert heights and min(heights) > 10
     labels = re.findall(r"<text[^>]*>([^<]+)</text>", plots.loss_curve(results.steps[:20]))

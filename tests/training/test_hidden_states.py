@@ -10,15 +10,7 @@ import pytest
 import tiny
 import torch
 import toys
-from trainings import (
-    MIXED,
-    interrupted_after,
-    largest_difference,
-    metrics,
-    same_up_to_rounding,
-    trained,
-    trained_by_two,
-)
+import trainings
 
 from distill.data.packing import Packed, hidden_states, pack
 from distill.errors import RecipeError
@@ -128,13 +120,13 @@ def test_its_weight_falls_in_a_line_to_nothing() -> None:
 @pytest.fixture(scope="module")
 def whole(world: Path, exact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training with the loss, in one piece."""
-    run = trained(world, exact, tmp_path_factory.mktemp("whole"), EXACT, MIXED, PULL)
+    run = trainings.trained(world, exact, tmp_path_factory.mktemp("whole"), EXACT, trainings.MIXED, PULL)
     return run
 
 
 def test_it_is_learnt_and_logged(world: Path, exact: Path, whole: Path, tmp_path: Path) -> None:
     """Its part of the loss is logged until its weight is 0, and its error falls faster than without it."""
-    lines = metrics(whole)
+    lines = trainings.metrics(whole)
     assert ["hidden_states" in line["losses"] for line in lines] == [True] * 6 + [False] * 2  # 0.7 of 8 steps
     first = lines[0]
     assert first["loss"] == pytest.approx(
@@ -145,18 +137,18 @@ def test_it_is_learnt_and_logged(world: Path, exact: Path, whole: Path, tmp_path
     errors = {}
     for weight in (1e-9, 0.5):
         pull = f"train.hidden_states={{weight: {weight}, end: 1}}"
-        run = trained(world, exact, tmp_path / str(weight), EXACT, pull, "train.rate=0.01", "train.steps=16")
-        errors[weight] = [line["losses"]["hidden_states"] for line in metrics(run)]
+        run = trainings.trained(world, exact, tmp_path / str(weight), EXACT, pull, "train.rate=0.01", "train.steps=16")
+        errors[weight] = [line["losses"]["hidden_states"] for line in trainings.metrics(run)]
     assert errors[0.5][0] == errors[1e-9][0] and errors[0.5][-1] < 0.9 * errors[1e-9][-1]
 
 
 def test_resumed_is_uninterrupted_bit_for_bit(
     world: Path, exact: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with interrupted_after(5, monkeypatch):
-        trained(world, exact, tmp_path, EXACT, MIXED, PULL, status=130)
-    run = trained(world, exact, tmp_path, EXACT, MIXED, PULL)
-    assert largest_difference(run, whole) == 0
+    with trainings.interrupted_after(5, monkeypatch):
+        trainings.trained(world, exact, tmp_path, EXACT, trainings.MIXED, PULL, status=130)
+    run = trainings.trained(world, exact, tmp_path, EXACT, trainings.MIXED, PULL)
+    assert trainings.largest_difference(run, whole) == 0
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -164,12 +156,12 @@ def test_micro_batches_and_processes_change_nothing_but_rounding(
     world: Path, exact: Path, whole: Path, tmp_path: Path, processes: int
 ) -> None:
     """In micro-batches of 3 of 4 blocks, so that they are unequal."""
-    overrides = (EXACT, MIXED, PULL)
+    overrides = (EXACT, trainings.MIXED, PULL)
     if processes == 1:
-        run = trained(world, exact, tmp_path, *overrides, "train.micro_batch=3")
+        run = trainings.trained(world, exact, tmp_path, *overrides, "train.micro_batch=3")
     else:
-        run, _ = trained_by_two(world, exact, tmp_path, *overrides, "train.micro_batch=1")
-    same_up_to_rounding(run, whole)
+        run, _ = trainings.trained_by_two(world, exact, tmp_path, *overrides, "train.micro_batch=1")
+    trainings.same_up_to_rounding(run, whole)
 
 
 # ── refusals ──
@@ -195,6 +187,6 @@ def test_what_cannot_be_compared_is_refused_by_check_and_before_the_first_step(
         check_hidden_states(settings, "exact", 48, 64)
     check_hidden_states(settings, "online", 64, 64)
     check_hidden_states(Train(), "compact", 48, 64)
-    run = trained(world, ready, tmp_path / "run", PULL, status=2)
+    run = trainings.trained(world, ready, tmp_path / "run", PULL, status=2)
     assert "compact teacher" in capsys.readouterr().err
     assert not (run / "checkpoints").exists()

@@ -11,18 +11,9 @@ import pytest
 import tiny
 import torch
 import toys
+import trainings
 from safetensors.torch import load_file
 from tiny import Capture, Patch
-from trainings import (
-    MIXED,
-    Trainer,
-    interrupted_after,
-    largest_difference,
-    last_weights,
-    metrics,
-    trained,
-    trained_by_two,
-)
 
 from distill import machine
 from distill.engines.torch.hugging_face import load_config
@@ -35,7 +26,7 @@ from distill.training.optimizer import make_optimizer, orthogonalised, peak_rate
 from distill.training.step import loss_settings, protocol_of
 
 MUON = ("train.optimizer=muon", "train.matrix_rate=0.004")
-TEN = (MIXED, "train.steps=10")
+TEN = (trainings.MIXED, "train.steps=10")
 
 
 def settings_of(**values: Any) -> Train:
@@ -178,7 +169,7 @@ def test_the_rate_follows_what_the_cut_leaves(world: Path, ready: Path, tmp_path
     dropped = load_recipe(world / "recipe.yaml", ["cut.layers=null", "cut.mlp_width=null", 'cut.drop_layers="1"'])
     assert kept_share(dropped) == pytest.approx(1 - 1 / donor.num_hidden_layers)
     assert f"at up to {peak_rate(left):g}: " in tiny.shown(capsys, "check", world / "recipe.yaml", "train.rate=null")
-    run = trained(world, ready, tmp_path, "train.rate=null", "train.steps=2", "train.acceptance=null")
+    run = trainings.trained(world, ready, tmp_path, "train.rate=null", "train.steps=2", "train.acceptance=null")
     assert json.loads((run / "training.json").read_text())["rate"] == peak_rate(left)
 
 
@@ -204,8 +195,8 @@ def test_a_rate_that_is_constant_and_then_falls_in_a_line() -> None:
 @pytest.mark.parametrize(
     ("overrides", "killed_at"),
     [
-        pytest.param((*MUON, MIXED), 5, marks=pytest.mark.slow),
-        ((*MUON, MIXED), 7),
+        pytest.param((*MUON, trainings.MIXED), 5, marks=pytest.mark.slow),
+        ((*MUON, trainings.MIXED), 7),
         pytest.param((*MUON, "train.embedding_steps=5"), 3, marks=pytest.mark.slow),
         (("train.embedding_steps=5",), 3),
         ((*MUON, "train.adapter={rank: 4}", "train.acceptance=null"), 5),
@@ -215,10 +206,10 @@ def test_a_rate_that_is_constant_and_then_falls_in_a_line() -> None:
     ],
 )
 def test_resumed_is_uninterrupted_bit_for_bit(
-    train: Trainer, tmp_path: Path, overrides: tuple[str, ...], killed_at: int, monkeypatch: Patch
+    train: trainings.Trainer, tmp_path: Path, overrides: tuple[str, ...], killed_at: int, monkeypatch: Patch
 ) -> None:
     whole = train(*overrides, folder=tmp_path / "whole")
-    with interrupted_after(killed_at, monkeypatch):
+    with trainings.interrupted_after(killed_at, monkeypatch):
         train(*overrides, status=130, folder=tmp_path / "two")
     assert list((tmp_path / "two" / "tiny" / "checkpoints").glob("step-*"))
     run = train(*overrides, folder=tmp_path / "two")
@@ -227,13 +218,13 @@ def test_resumed_is_uninterrupted_bit_for_bit(
     for name in ("model", "optimizer"):
         one, other = (torch.load(r / "checkpoints" / last / f"{name}.pt", weights_only=True) for r in (whole, run))
         assert json.dumps(one, default=torch.Tensor.tolist) == json.dumps(other, default=torch.Tensor.tolist)
-    assert largest_difference(run, whole) == 0
+    assert trainings.largest_difference(run, whole) == 0
 
 
 @pytest.fixture(scope="module")
 def muon(world: Path, ready: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten steps under Muon, trained in one piece."""
-    return trained(world, ready, tmp_path_factory.mktemp("muon"), *TEN, *MUON)
+    return trainings.trained(world, ready, tmp_path_factory.mktemp("muon"), *TEN, *MUON)
 
 
 def strayed(run: Path, whole: Path, start: Path) -> float:
@@ -241,25 +232,25 @@ def strayed(run: Path, whole: Path, start: Path) -> float:
 
     Muon orthogonalises in bf16, whose rounding shows: after ten steps, matrices are 1 to 3 % apart.
     """
-    for a, b in zip(metrics(run), metrics(whole), strict=True):
+    for a, b in zip(trainings.metrics(run), trainings.metrics(whole), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-3) and a["tokens"] == b["tokens"]
         assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=0.02)
     found = []
-    one, other = last_weights(run), last_weights(whole)
+    one, other = trainings.last_weights(run), trainings.last_weights(whole)
     for name, before in load_file(start / "cut" / "model.safetensors").items():
         a, b = one[f"draft.{name}"], other[f"draft.{name}"]
         found.append(float((a - b).norm() / (b - before).norm()))
     return max(found)
 
 
-def test_micro_batches_change_nothing_but_rounding(train: Trainer, ready: Path, muon: Path) -> None:
+def test_micro_batches_change_nothing_but_rounding(train: trainings.Trainer, ready: Path, muon: Path) -> None:
     run = train(*TEN, *MUON, "train.micro_batch=3")
     assert strayed(run, muon, ready) < 0.05
 
 
 @pytest.mark.slow
 def test_two_processes_change_nothing_but_rounding(world: Path, ready: Path, muon: Path, tmp_path: Path) -> None:
-    run, _ = trained_by_two(world, ready, tmp_path, *TEN, *MUON)
+    run, _ = trainings.trained_by_two(world, ready, tmp_path, *TEN, *MUON)
     assert strayed(run, muon, ready) < 0.05
 
 
