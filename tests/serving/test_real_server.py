@@ -61,7 +61,7 @@ PROGRAMS = [
 ]
 LIMIT = 32
 SAMPLED = SamplerSettings(temperature=0.8)
-TEXTS = 250
+TEXTS = 400
 
 
 @pytest.fixture(scope="module")
