@@ -127,7 +127,7 @@ def decode(
         raise RecipeError(f"`{configuration.title}` leaves the tree's size open, which a run chooses", "give its nodes")
     if tokens < 1:
         raise RecipeError(f"{tokens} new tokens are requested", "request at least one")
-    if configuration.branches and pair.backend == "gguf" and not pair.target.max_leaves:
+    if configuration.branches and pair.backend != "pytorch" and not pair.target.max_leaves:
         raise RecipeError("these GGUF files were loaded without room for trees", "load_pair(…, nodes=N)")
     ids = pair.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not ids or len(ids) >= pair.target.capacity:

@@ -41,6 +41,9 @@ if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.fi
     settings+=('speedup.backends=[pytorch]' 'export.outtypes=[]')
     without_llama="demo: llama-cpp-python is not installed: PyTorch alone. Not checked: GGUF files and llama.cpp's speed."
     echo "$without_llama"
+elif [[ -z "$toy" ]] && ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("ik_llama_cpp") is None)'; then
+    settings+=('speedup.backends=[pytorch, gguf]')
+    echo "demo: ik-llama-cpp-python is not installed: ik_llama.cpp is not measured"
 fi
 [[ -n "$toy$full" ]] || echo "demo: on 2 quiet cores the first table comes after about 15 minutes, all after about 26; the first after about 40 on a CPU without bfloat16 instructions"
 .venv/bin/distill train "$recipe" ${settings[@]+"${settings[@]}"} "$@"

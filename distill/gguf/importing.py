@@ -294,7 +294,7 @@ def folder_of(reference: str, weights: bool = True) -> Path:
     Raises DataError for a file that cannot be imported, RunError where the disk is too small.
     """
     path = Path(reference)
-    folder = cache_folder() / _name_of(path)
+    folder = cache_folder("imported") / file_name(path)
     if not (folder / "config.json").is_file():
         imported = read_import(path)
         _into(folder, lambda place: _write_small(place, imported))
@@ -310,17 +310,15 @@ def folder_of(reference: str, weights: bool = True) -> Path:
     return folder
 
 
-def cache_folder() -> Path:
-    """Where imported files are kept: DISTILL_CACHE, else `distill` in the user's cache folder."""
+def cache_folder(kind: Literal["imported", "batches"]) -> Path:
+    """Where imported files, or what was found of files, are kept: below DISTILL_CACHE, else the user's cache folder."""
     own = os.environ.get("DISTILL_CACHE")
-    if own:
-        return Path(own).expanduser().absolute() / "imported"
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().absolute() / "distill" / "imported"
+    base = own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "distill"
+    return Path(base).expanduser().absolute() / kind
 
 
-def _name_of(path: Path) -> str:
-    """The folder's name: that of the file, and a digest of what tells it from another file of that name."""
+def file_name(path: Path) -> str:
+    """The name of a file in the cache: its own, and a digest of what tells it from another file of that name."""
     try:
         with path.open("rb") as file:
             head = file.read(2**16)

@@ -1,4 +1,5 @@
-"""llama.cpp's library: what its build can do, a model's options as its parameters, and a file as it loads it."""
+"""llama.cpp's library, or ik_llama.cpp's in its place: what a build can do, a model's options as its parameters, and a
+file as it loads it."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from distill.errors import DataError, RecipeError
 from distill.gguf.head import FileHead, known_type, open_head, type_name
+from distill.gguf.ik import ik_library, repacks
 from distill.gguf.tokens import NO_TOKEN
 from distill.machine import COMPILE_LLAMA, WITHOUT_AMX, install_extra, thread_count
 from distill.progress import is_verbose
@@ -52,22 +54,30 @@ def library() -> Any:
 
     if AMX in compiled_with(module):
         raise DataError(NOT_BESIDE_PYTORCH, f"compile it without: {WITHOUT_AMX} {COMPILE_LLAMA}")
-    level_before = [0]
-
-    def remember(level: int, text: bytes, _user_data: Any) -> None:
-        if level == LOG_LEVEL_CONTINUED:
-            level = level_before[0]
-        level_before[0] = level
-        line = text.decode("utf-8", "replace").strip()
-        if level == LOG_LEVEL_ERROR and line:
-            ERRORS.append(line)
-        if line and is_verbose():
-            print(f"llama.cpp: {line}", file=sys.stderr)
-
-    module.distill_log_callback = module.llama_log_callback(remember)
+    module.distill_log_callback = module.llama_log_callback(_remember)
     module.llama_log_set(module.distill_log_callback, ctypes.c_void_p(0))
     module.llama_backend_init()
     return module
+
+
+_level_before = [0]
+
+
+def _remember(level: int, text: bytes, _user_data: Any) -> None:
+    if level == LOG_LEVEL_CONTINUED:
+        level = _level_before[0]
+    _level_before[0] = level
+    line = text.decode("utf-8", "replace").strip()
+    if level == LOG_LEVEL_ERROR and line:
+        ERRORS.append(line)
+    if line and is_verbose():
+        print(f"llama.cpp: {line}", file=sys.stderr)
+
+
+def engine_of(options: GgufOptions) -> Any:
+    """The library that computes under `options`, with llama.cpp's names of its functions; DataError where it is not
+    installed."""
+    return ik_library(_remember) if options.library == "ik" else library()
 
 
 def last_errors() -> str:
@@ -134,6 +144,8 @@ def require_build(options: GgufOptions, where: str) -> None:
         "tensor_split": bool(options.tensor_split),
     }
     first = next((name for name, requested in gpu_settings.items() if requested), None)
+    if first is not None and options.library == "ik":
+        raise RecipeError(f"{where}: {first} with library ik: it computes on the CPU here", "leave one of them out")
     if first is not None:
         _require_gpus(options, f"{where}: {first} {_shown(getattr(options, first))}")
 
@@ -179,9 +191,12 @@ def require_possible(head: FileHead, options: GgufOptions) -> None:
 
 
 def model_settings(options: GgufOptions) -> tuple[Any, list[Any]]:
-    """llama.cpp's parameters of a model, and what they point to, which must live until it is loaded."""
-    llama = library()
-    settings, kept = llama.llama_model_default_params(), []
+    """The library's parameters of a model, and what they point to, which must live until it is loaded."""
+    llama = engine_of(options)
+    settings, kept = llama.llama_model_default_params(), list[Any]()
+    settings.check_tensors = True  # damaged weights load silently otherwise
+    if options.library == "ik":
+        return settings, kept
     if options.n_gpu_layers is not None:
         settings.n_gpu_layers = options.n_gpu_layers
     if options.device == (NO_DEVICE,):
@@ -198,18 +213,24 @@ def model_settings(options: GgufOptions) -> tuple[Any, list[Any]]:
     return settings, kept
 
 
+FLASH_ATTENTION = {
+    "on": "LLAMA_FLASH_ATTN_TYPE_ENABLED",
+    "off": "LLAMA_FLASH_ATTN_TYPE_DISABLED",
+    "auto": "LLAMA_FLASH_ATTN_TYPE_AUTO",
+}
+
+
 def fill_context(settings: Any, options: GgufOptions) -> None:
     """Give a context's parameters their options; `n_batch` is set before."""
-    llama = library()
     # More threads than cores make llama.cpp many times slower.
     settings.n_threads = thread_count(options.threads)
     settings.n_threads_batch = settings.n_threads if options.threads_batch is None else options.threads_batch
     settings.n_ubatch = min(options.ubatch_size or settings.n_batch, settings.n_batch)
-    settings.flash_attn_type = {
-        "on": llama.LLAMA_FLASH_ATTN_TYPE_ENABLED,
-        "off": llama.LLAMA_FLASH_ATTN_TYPE_DISABLED,
-        "auto": llama.LLAMA_FLASH_ATTN_TYPE_AUTO,
-    }[options.flash_attn]
+    if options.library == "ik":
+        settings.flash_attn = options.flash_attn != "off"
+    else:
+        settings.flash_attn_type = getattr(library(), FLASH_ATTENTION[options.flash_attn])
+        settings.kv_unified = settings.n_seq_max > 1
     settings.type_k = cache_type(options.cache_type_k)
     settings.type_v = cache_type(options.cache_type_v)
 
@@ -236,36 +257,48 @@ class GgufFile:
     """The loaded file, or with `vocabulary_only` its tokenizer without the weights.
 
     Its functions raise ValueError once it is closed.
-    `head_rows` are the rows of the head, `vocabulary_size` those of them that stand for tokens; `model` and
-    `vocabulary` are llama.cpp's handles, valid while it is open.
-    Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind,
-    RecipeError for `options` that this build or this file does not allow.
+    `head_rows` are the rows of the head, `vocabulary_size` those of them that stand for tokens. `model` and
+    `vocabulary` are handles, valid while it is open: the model's of `engine`, which computes, the vocabulary's of
+    `library`, which is llama.cpp's whatever computes. Raises DataError when a library is missing or the file is
+    missing, damaged or of an unsupported kind, RecipeError for `options` that this build or this file does not allow.
     """
 
     def __init__(self, path: Path, *, vocabulary_only: bool = False, options: GgufOptions = ON_CPU) -> None:
-        self.path = path
-        self.library = library()
+        self.path, self.library, self.engine = path, library(), engine_of(options)
+        self.model: Any = None
+        self._tokenizer: Any = None  # where another library computes
         head = open_head(path)
         require_loadable(head)
         require_possible(head, options)
-        ERRORS.clear()
-        llama = self.library
         parameters, kept = model_settings(options)
+        if options.library == "ik":
+            parameters.repack_tensors = repacks(head)
         parameters.vocab_only = vocabulary_only
-        parameters.check_tensors = True  # damaged weights load silently otherwise
-        self.model: Any = llama.llama_model_load_from_file(os.fsencode(path), parameters)
+        self.model = self._load(self.engine, parameters)
         del kept  # what the parameters point to
-        if not self.model:
-            raise DataError(
-                f"{path} cannot be loaded: {last_errors()}",
-                hint="see that its disk works; else export or copy it again",
-            )
-        if llama.llama_model_is_recurrent(self.model) or llama.llama_model_is_hybrid(self.model):
+        if self.engine is not self.library:
+            parameters = self.library.llama_model_default_params()
+            parameters.vocab_only = True
+            self._tokenizer = self._load(self.library, parameters)
+        engine = self.engine
+        if engine.llama_model_is_recurrent(self.model) or engine.llama_model_is_hybrid(self.model):
             self.close()
             raise DataError(f"{path} is a recurrent model, which cannot be rolled back", hint="use a transformer")
-        self.vocabulary: Any = llama.llama_model_get_vocab(self.model)
-        self.head_rows = int(llama.llama_vocab_n_tokens(self.vocabulary))
+        self.vocabulary: Any = self.library.llama_model_get_vocab(self._tokenizer or self.model)
+        self.head_rows = int(self.library.llama_vocab_n_tokens(self.vocabulary))
         self.vocabulary_size = self.head_rows - self._padding_rows()
+        self.context_length = head.size("context_length", 1, 2**31 - 1) or sys.maxsize
+
+    def _load(self, llama: Any, parameters: Any) -> Any:
+        ERRORS.clear()
+        model = llama.llama_model_load_from_file(os.fsencode(self.path), parameters)
+        if not model:
+            self.close()
+            raise DataError(
+                f"{self.path} cannot be loaded: {last_errors()}",
+                hint="see that its disk works; else export or copy it again",
+            )
+        return model
 
     def _padding_rows(self) -> int:
         """Rows at the end that stand for no token: converters name them `[PAD<id>]` and mark them unused."""
@@ -323,8 +356,10 @@ class GgufFile:
     def close(self) -> None:
         """Free the weights; safe to call twice."""
         if self.model:
-            self.library.llama_model_free(self.model)
-        self.model = None
+            self.engine.llama_model_free(self.model)
+        if self._tokenizer:
+            self.library.llama_model_free(self._tokenizer)
+        self.model = self._tokenizer = None
 
 
 def require_loadable(head: FileHead) -> None:

@@ -377,7 +377,8 @@ def _load(
         return {name: pair_of_models(*parts, model, big.tokenizer, big.pytorch) for name, model in models.items()}
     small = {}
     for name, (draft, cache) in drafts.items():
-        options = Gguf(target=gguf.draft if cache is None else with_cache(gguf.draft, cache))
+        own = gguf.of("draft")
+        options = Gguf(target=own if cache is None else with_cache(own, cache))
         alone = load_pair(Target(model=draft), tokens=tokens, threads=grid.threads, gguf=options)
         small[name] = stack.enter_context(alone).target
     big = stack.enter_context(load_pair(Target(model=target), tokens=tokens, threads=grid.threads, gguf=gguf))

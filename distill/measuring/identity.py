@@ -1,11 +1,17 @@
-"""Whether greedy speculative text is the plain one, and which first differences rounding explains."""
+"""Whether a text, or a distribution, is the target's: greedy speculative text is the plain one but where rounding
+explains a first difference; the target in another engine or type of file has a KL to its own distributions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from distill.data.texts import first_difference
+from distill.decoding.decode import plain
+from distill.divergences import forward_kl
 from distill.engines.model import Model
 from distill.recipe import Target
 
@@ -110,3 +116,37 @@ def measured_rounding(
     # A text may end before the longest length.
     noise = max((rounding_noise(target, prompt, piece) for piece in pieces if len(piece) > 1), default=0.0)
     return Rounding(noise, tuple(sorted({*range(2, max(lengths) + 2), *(length + 1 for length in others)})))
+
+
+# ── How far the same target in another engine or type of file is from its own distributions ──
+
+COMPARED = 4, 64  # prompts, and tokens after each
+
+
+class OwnDistributions:
+    """What the target itself says in greedy texts of its own, by which other engines and files are judged."""
+
+    def __init__(self, target: Model, prompts: Sequence[Sequence[int]]) -> None:
+        count, tokens = COMPARED
+        self._texts: list[tuple[list[int], list[int], Tensor]] = []
+        for prompt in prompts[:count]:
+            target.rollback([0])
+            new = plain(target, prompt, min(tokens, target.capacity - len(prompt))).tokens
+            self._texts.append((list(prompt), new, _logits(target, prompt, new)))
+
+    def kl(self, model: Model) -> float:
+        """Mean KL in nats (the target's own ‖ `model`'s) of all positions."""
+        apart = []
+        for prompt, new, own in self._texts:
+            other = _logits(model, prompt, new[: model.capacity - len(prompt) + 1])
+            count, size = len(other), min(own.shape[1], other.shape[1])  # rows beyond are padding
+            apart.append(forward_kl(*(rows[:count, :size].double().log_softmax(-1) for rows in (own, other))))
+        return float(torch.cat(apart).mean())
+
+
+def _logits(model: Model, prompt: Sequence[int], new: Sequence[int]) -> Tensor:
+    """Logits [n, V] that choose each of the tokens `new` after a prompt, one token at a time as plain decoding does."""
+    model.rollback([0])
+    rows = [model.extend(prompt, want=[len(prompt) - 1]).full()]
+    rows += [model.extend([token]).full() for token in new[:-1]]
+    return torch.cat([row.cpu() for row in rows])

@@ -16,14 +16,15 @@ from distill.decoding.other_vocabulary import read_with
 from distill.decoding.round_costs import PROMPTS
 from distill.engines.llama_cpp.model import MOST_LEAVES
 from distill.engines.loaded import LoadedPair, context_of, load_pair
-from distill.engines.torch.hugging_face import end_ids, load_tokenizer
+from distill.engines.torch.hugging_face import end_ids, load_tokenizer, local_folder
 from distill.errors import RecipeError
 from distill.files import read_result, write_result, write_text
 from distill.gguf.importing import file_type
-from distill.gguf.writer import own_file
+from distill.gguf.writer import export_gguf, own_file
 from distill.machine import machine
 from distill.measuring.calibrate import Calibrated, calibrate_pair, calibrate_run, need_calibration, validation_prompts
 from distill.measuring.compare import PairSettings
+from distill.measuring.identity import OwnDistributions
 from distill.measuring.speedup_results import PairMeasured, SpeedupPart, SpeedupReport
 from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.timing import PairTexts, measure_pair, require_rows
@@ -45,17 +46,25 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     counted = any(one.counts_ngrams for one in settings.configurations)
     table = open_table(run.folder, recipe.target.model) if counted else None
     calibrated = calibrate_run(recipe, run, _settings(recipe, run, "pytorch"), table)
-    parts = []
-    for backend in settings.backends:
-        path = run.path("speedup", f"{backend}.json")
+    own = _own_backend(recipe)
+    reference: OwnDistributions | None = None
+    parts = {}
+    for backend in sorted(settings.backends, key=lambda backend: backend != own):  # the target's own comes first
+        path = run.path("speedup", f"{backend.replace(':', '-')}.json")
         if path.exists():
             run.say(f"  {backend}: measured before the interruption")
         else:
-            label, own = _label(recipe, backend), _settings(recipe, run, backend)
-            with _load(recipe, own, backend) as pair:
+            label, how = _label(recipe, backend), _settings(recipe, run, backend)
+            with _load(recipe, how, backend) as pair:
                 run.say(f"  {label.pair}, {backend}")
-                write_result(path, _measure(recipe, run, pair, label, own, calibrated, table))
-        parts.append(read_result(path, SpeedupPart))
+                part = _measure(recipe, run, pair, label, how, calibrated, table)
+                if backend == own and len(settings.backends) > 1:
+                    reference = OwnDistributions(pair.target, _prompts(recipe, run))
+                elif own in settings.backends:
+                    reference = reference or _read_own(recipe, run, own)
+                    part = replace(part, kl=reference.kl(pair.target))
+                write_result(path, part)
+        parts[backend] = read_result(path, SpeedupPart)
         gc.collect()
     report = SpeedupReport(
         command=run.command,
@@ -63,9 +72,10 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         prompts=settings.prompts,
         new_tokens=settings.new_tokens,
         sampler=Sampler.of(recipe.sampler).describe(),
-        parts=parts,
+        parts=[parts[backend] for backend in settings.backends],
+        most_kl=settings.most_kl,
         calibration=None if calibrated is None else calibrated.table,
-        gguf=recipe.gguf.described() if "gguf" in settings.backends else "",
+        gguf=recipe.gguf.described() if settings.files else "",
     )
     write_result(run.path("speedup.json"), report)
     write_text(run.path("speedup.md"), document(speedup_blocks(report)))
@@ -82,7 +92,7 @@ def _measure(
     table: NGramTable | None,
 ) -> SpeedupPart:
     """All measurements of the pair by one backend, on test prompts; their explanations are said, too."""
-    prompts = [prompt.ids for prompt in read_prompts(run, "test")][: recipe.speedup.prompts]
+    prompts = _prompts(recipe, run)
     spare = validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS)
     if not spare:
         run.say("    there is no validation text: costs are timed on the test prompts, which does not change them")
@@ -96,12 +106,28 @@ def _measure(
     return replace(part, explanations=explanations)
 
 
+def _prompts(recipe: Recipe, run: Run) -> list[list[int]]:
+    return [prompt.ids for prompt in read_prompts(run, "test")][: recipe.speedup.prompts]
+
+
+def _own_backend(recipe: Recipe) -> str:
+    """The backend that decodes the target in the form that the user gave it: a GGUF file in llama.cpp, or a folder."""
+    return "pytorch" if own_file(recipe) is None else "gguf"
+
+
+def _read_own(recipe: Recipe, run: Run, backend: str) -> OwnDistributions:
+    """What the target itself says, where its own backend was measured before an interruption."""
+    with _load(recipe, replace(_settings(recipe, run, backend), draft=None), backend) as pair:
+        return OwnDistributions(pair.target, _prompts(recipe, run))
+
+
 def _settings(recipe: Recipe, run: Run, backend: str) -> PairSettings:
     """The run's target and trained draft, and how they are measured."""
     counts, target, draft = recipe.speedup, recipe.target, str(run.path("draft"))
-    if backend == "gguf":
-        target = Target(model=str(own_file(recipe) or run.path("gguf", f"target-{counts.outtype}.gguf")))
-        draft = str(run.path("gguf", f"draft-{counts.outtype}.gguf"))
+    options = Gguf()
+    if backend in counts.files:
+        target = Target(model=str(_file_of_target(recipe, run, backend)))
+        draft, options = str(run.path("gguf", f"draft-{counts.files[backend]}.gguf")), recipe.gguf_pair(backend)
     return PairSettings(
         target=target,
         draft=draft,
@@ -111,7 +137,7 @@ def _settings(recipe: Recipe, run: Run, backend: str) -> PairSettings:
         sampler=recipe.sampler,
         seed=recipe.seed,
         device=recipe.device,
-        gguf=Gguf(target=recipe.gguf_options("target"), draft=recipe.gguf_options("draft")),
+        gguf=options,
         pytorch=recipe.pytorch,
     )
 
@@ -122,8 +148,27 @@ def _label(recipe: Recipe, backend: str) -> PairMeasured:
     if backend == "pytorch":
         title += recipe.pytorch.suffix
     elif (own := own_file(recipe)) is not None:
-        title += f", target {file_type(own)}, draft {recipe.speedup.outtype}"
+        kind, type_of_own = recipe.speedup.files[backend], file_type(own)
+        again = ":" in backend and kind != type_of_own
+        title += f", target {f'{kind} (from {type_of_own})' if again else type_of_own}, draft {kind}"
+    elif ":" in backend:
+        title += f", {recipe.speedup.files[backend]}"
     return PairMeasured(title, backend)
+
+
+def _file_of_target(recipe: Recipe, run: Run, backend: str) -> Path:
+    """The target's GGUF file for a backend: its own, the exported one, or its own in another type, written here."""
+    kind, own = recipe.speedup.files[backend], own_file(recipe)
+    exported = run.path("gguf", f"target-{kind}.gguf")
+    if own is None:
+        return exported
+    if ":" not in backend or file_type(own) == kind:
+        return own
+    written = run.path("speedup", exported.name)
+    if not written.exists():
+        run.say(f"  {backend}: the target is quantised again, to {kind}")
+        export_gguf(local_folder(recipe.target.model), written, kind)
+    return written
 
 
 def _load(recipe: Recipe, settings: PairSettings, backend: str) -> LoadedPair:
@@ -131,7 +176,7 @@ def _load(recipe: Recipe, settings: PairSettings, backend: str) -> LoadedPair:
         return load_pair(settings.target, settings.draft, device=settings.device, pytorch=settings.pytorch)
     nodes = min(settings.largest_tree, MOST_LEAVES)
     pair = load_pair(settings.target, settings.draft, tokens=recipe.corpus.block, nodes=nodes, gguf=settings.gguf)
-    # Both backends end their texts with the same tokens: llama.cpp knows some more by their names.
+    # All backends end their texts with the same tokens: llama.cpp knows some more by their names.
     return replace(pair, ends=end_ids(recipe.target.model, load_tokenizer(recipe.target.model)))
 
 
@@ -218,7 +263,7 @@ def measure_any_pair(
             sampler=Sampler.of(settings.sampler).describe(),
             parts=[part],
             calibration=None if calibrated is None else calibrated.table,
-            gguf=settings.gguf.described() if pair.backend == "gguf" else "",
+            gguf=settings.gguf.described() if pair.backend != "pytorch" else "",
             pytorch=settings.pytorch.suffix.removeprefix(", "),
             target=names[0],
             draft=names[1],

@@ -230,7 +230,9 @@ class SpeedupPart(PairMeasured):
 
     `noise` is the rounding below which two logits count as tied. `chosen` is None where no lengths are swept, `costs`
     where nothing reads them. `not_batched` says which configurations cannot decode several texts at once, where that
-    was asked for.
+    was asked for. `kl` is the mean KL in nats of the target's own distributions to those of this backend, None where
+    this is its own, or nothing was compared; `prompt_seconds` are the mean seconds until plain decoding has a first
+    token.
     """
 
     measurements: list[Measurement]
@@ -246,6 +248,8 @@ class SpeedupPart(PairMeasured):
     by_depth: list[GroupFigures] = field(default_factory=list)
     batches: list[BatchFigures] = field(default_factory=list)
     not_batched: list[str] = field(default_factory=list)
+    kl: float | None = None
+    prompt_seconds: float | None = None
 
 
 def _fastest(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -263,7 +267,7 @@ class SpeedupReport:
 
     `calibration` is as in calibration.json. `gguf` and `pytorch` name the engines' settings that are not the defaults.
     Of any two models, `target` and `draft` are their names as they were given, `classes` counts their prompts by class,
-    and `dropped` the records that were left out, by reason.
+    and `dropped` the records that were left out, by reason. A backend whose KL is above `most_kl` is not the target's.
     """
 
     command: str
@@ -273,6 +277,7 @@ class SpeedupReport:
     sampler: dict[str, int | float]
     parts: list[SpeedupPart]
     calibration: dict[str, Any] | None = None
+    most_kl: float = math.inf
     gguf: str = ""
     pytorch: str = ""
     target: str = ""
@@ -284,6 +289,11 @@ class SpeedupReport:
     def measurements(self) -> list[Measurement]:
         """Of all parts, in order."""
         return [measurement for part in self.parts for measurement in part.measurements]
+
+    @property
+    def _accepted(self) -> list[Measurement]:
+        """Those of backends that decode the target's own distributions, or nearly so."""
+        return [one for part in self.parts if (part.kl or 0) <= self.most_kl for one in part.measurements]
 
     @property
     def sweep(self) -> list[Measurement]:
@@ -310,8 +320,8 @@ class SpeedupReport:
 
     @property
     def rivals(self) -> list[Measurement]:
-        """All ways to the target's greedy text but plain decoding."""
-        greedy = (one for one in self.measurements if one.sampler is None and one.lossy is None)
+        """All ways to the target's greedy text but plain decoding, of backends whose KL is accepted."""
+        greedy = (one for one in self._accepted if one.sampler is None and one.lossy is None)
         return [one for one in greedy if not one.is_plain]
 
     @property
@@ -322,7 +332,7 @@ class SpeedupReport:
     @property
     def plain(self) -> list[Measurement]:
         """Plain greedy decoding of each part, the fastest first."""
-        plain = (one for one in self.measurements if one.is_plain and one.sampler is None)
+        plain = (one for one in self._accepted if one.is_plain and one.sampler is None)
         return sorted(plain, key=lambda one: -one.tokens_per_second)
 
     @property

@@ -17,9 +17,9 @@ from distill.measuring.speedup_results import (
     StepFigures,
 )
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
+from distill.recipe.measuring import engine_name
 from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, listed, shown, table_of
 
-ENGINES = {"gguf": "llama.cpp", "pytorch": "PyTorch"}  # by backend
 INTERLEAVED = (
     "distinct prompts, interleaved, cold caches; times include the prompt. Speedup over this decoder's own plain run "
     "of the same sampler, intervals by prompt."
@@ -128,22 +128,54 @@ def verdict(report: SpeedupReport) -> list[str]:
     if not report.rivals or not report.plain:
         return []
     best, (plain, *_) = report.fastest_way, report.plain
-    way = f"{best.tokens_per_second:.1f} tokens/s, `{best.configuration}` in {ENGINES[best.backend]}"
+    way = f"{best.tokens_per_second:.1f} tokens/s, `{best.configuration}` in {engine_name(best.backend)}"
     own = f"{shown(speedup_of(best), '×')} plain decoding there"
     if best.is_plain:
         own = "nothing that drafts is faster"
     elif plain.key != best.key:
         ratio = best.tokens_per_second / plain.tokens_per_second
         own += f", {ratio:.2f}× the fastest plain decoding measured ({plain.tokens_per_second:.1f}, {plain.pair}, "
-        own += f"{ENGINES[plain.backend]}; one engine after the other)"
-    lines = [f"Fastest here: {way}: {own}."]
+        own += f"{engine_name(plain.backend)}; one engine after the other)"
+    kl = next((part.kl for part in report.parts if part.key == best.key), None)
+    apart = "" if kl is None else f" (KL {kl:.2g} nats to the target's own)"
+    lines = [f"Fastest here: {way}{apart}: {own}."]
+    lines += [
+        f"{part.pair}, {engine_name(part.backend)}, does not count: its distributions are {part.kl:.2g} nats of KL "
+        f"from the target's own, and speedup.most_kl accepts {report.most_kl:g}."
+        for part in report.parts
+        if (part.kl or 0) > report.most_kl
+    ]
     for one in report.best:
         if one.key != plain.key and one.speedup > 1 and one.tokens_per_second < plain.tokens_per_second:
             lines.append(
-                f"The {one.speedup:.2f}× of `{one.configuration}` ({one.pair}, {ENGINES[one.backend]}) is "
-                f"{one.tokens_per_second:.1f} tokens/s, slower than plain decoding in {ENGINES[plain.backend]}."
+                f"The {one.speedup:.2f}× of `{one.configuration}` ({one.pair}, {engine_name(one.backend)}) is "
+                f"{one.tokens_per_second:.1f} tokens/s, slower than plain decoding in {engine_name(plain.backend)}."
             )
     return lines
+
+
+def engine_table(report: SpeedupReport) -> Table:
+    """What each engine and type of file gives: plain decoding, and its fastest way."""
+    best = {one.key: one for one in report.best}
+    rows: list[Row] = []
+    for part in report.parts:
+        plain = next(one for one in part.measurements if one.is_plain)
+        fastest = best.get(part.key, plain)
+        rows.append(
+            [
+                part.pair,
+                part.backend,
+                Cell(part.kl, ".4f"),
+                Cell(None if part.prompt_seconds is None else 1e3 * part.prompt_seconds, ".0f"),
+                plain.tokens_per_second,
+                fastest.configuration,
+                fastest.tokens_per_second,
+                Cell(1.0 if fastest.is_plain else speedup_of(fastest), "×"),
+            ]
+        )
+    heads = ["pair", "backend", "KL", "first token, ms", "plain tokens/s", "fastest way", "tokens/s", "speedup"]
+    note = "KL: mean nats of the target's own distributions to this engine's, on its greedy texts."
+    return Table(heads, rows, report.command, "engines", note)
 
 
 def speedup_blocks(report: SpeedupReport) -> list[Block]:
@@ -151,6 +183,7 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
     blocks: list[Block] = [
         *verdict(report),
         *_head(report),
+        *([engine_table(report)] if len(report.parts) > 1 else []),
         measurement_table(report.measurements, report.command, report.best),
     ]
     if any((row.length or row.nodes) and row.predicted is not None for row in report.measurements):

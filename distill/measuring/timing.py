@@ -177,6 +177,7 @@ def measure_pair(
         by_depth=by_depth(texts, prepared),
         batches=measure_batches(settings, pair, prompts, batches, prepared, fitted),
         not_batched=not_batched(prepared) if batches else [],
+        prompt_seconds=prompt_seconds(texts)[PLAIN.title],
     )
 
 

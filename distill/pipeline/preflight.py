@@ -222,7 +222,7 @@ def check_disk(recipe: Recipe, folder: Path | None = None) -> list[str]:
 def check_export(recipe: Recipe) -> list[str]:
     """Target and draft can be written as GGUF, and llama.cpp is here to read them, where the recipe asks for files."""
     load = recipe.target.load
-    if not recipe.export.outtypes and not (load and "gguf" in recipe.speedup.backends):
+    if not recipe.export.outtypes and not (load and recipe.speedup.files):
         return []
     without = "train without GGUF files: export.outtypes=[] speedup.backends=[pytorch]"
     for package, name in (("gguf", "gguf"), ("llama_cpp", "llama-cpp-python")):
@@ -231,6 +231,12 @@ def check_export(recipe: Recipe) -> list[str]:
                 f"export.outtypes and speedup.backends ask for GGUF files, and {name} is not installed",
                 f"{pip_install(name) if name == package else install_extra('llama')}; or {without}",
             )
+    fork = any(backend.startswith("ik") for backend in recipe.speedup.files)
+    if fork and importlib.util.find_spec("ik_llama_cpp") is None:
+        raise RecipeError(
+            "speedup.backends names ik, and ik-llama-cpp-python is not installed",
+            f"{install_extra('ik')}; or leave ik out",
+        )
     lines = []
     for model in dict.fromkeys([recipe.target.model, recipe.donor_model]):
         written = load or model != recipe.target.model  # the draft has the target's tokenizer in any case
@@ -250,7 +256,7 @@ def check_export(recipe: Recipe) -> list[str]:
 def check_gguf(recipe: Recipe) -> list[str]:
     """The build of llama.cpp, and that it can do what section gguf asks; nothing where no GGUF file is opened."""
     writer = recipe.answers.writer
-    timed = recipe.target.load and "gguf" in recipe.speedup.backends
+    timed = recipe.target.load and recipe.speedup.files
     target = timed or recipe.teacher.gguf is not None or (writer is not None and writer.gguf is not None)
     opened = {"target": target, "draft": timed}
     given = [role for role in ("draft", "target") if getattr(recipe.gguf, role).given()]

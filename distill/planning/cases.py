@@ -296,7 +296,7 @@ def load_planned(recipe: Recipe, backend: str, scratch: Path) -> LoadedPair:
             write_kept(folder, list(range(recipe.cut.trim.size)), model.config.vocab_size, {})
     if backend == "pytorch":
         return load_pair(recipe.target, str(folder), device=recipe.device, pytorch=recipe.pytorch)
-    export_gguf(folder, scratch / "draft.gguf", recipe.speedup.outtype)
-    target = target_file(recipe, scratch / "target.gguf")
-    options = Gguf(target=recipe.gguf_options("target"), draft=recipe.gguf_options("draft"))
-    return load_pair(Target(model=str(target)), str(scratch / "draft.gguf"), tokens=recipe.corpus.block, gguf=options)
+    kind, options = recipe.speedup.files[backend], recipe.gguf_pair(backend)
+    draft = export_gguf(folder, scratch / f"draft-{kind}.gguf", kind).path
+    target = target_file(recipe, scratch / f"target-{kind}.gguf", backend)
+    return load_pair(Target(model=str(target)), str(draft), tokens=recipe.corpus.block, gguf=options)

@@ -25,12 +25,17 @@ UNQUANTISED = ("f32", "f16", "bf16")  # types of a cache; llama.cpp quantises va
 NO_DEVICE = "none"
 MOST_DEVICES = 16  # llama.cpp's LLAMA_MAX_DEVICES
 # What changes logits by more than rounding; all others change speed, memory and rounding alone.
-CHANGES_LOGITS = ("flash_attn", "cache_type_k", "cache_type_v")
+CHANGES_LOGITS = ("library", "flash_attn", "cache_type_k", "cache_type_v")
 
 
 class GgufOptions(Section):
     """Options of one model. Options that this build of llama.cpp lacks, or that would have no effect, are refused."""
 
+    library: Literal["llama.cpp", "ik"] | None = Field(
+        None,
+        description="what computes: llama.cpp, or ik: ik_llama.cpp, whose kernels for CPUs verify several tokens at "
+        "less cost; null: llama.cpp, for a draft the target's",
+    )
     n_gpu_layers: int | None = Field(
         None,
         ge=0,
@@ -90,6 +95,12 @@ class GgufOptions(Section):
                 f"cache_type_v {self.cache_type_v} needs flash attention: flash_attn on, or a type that is not "
                 "quantised (f32, f16, bf16)"
             )
+        kinds = {"f16", "q8_0"} if self.flash_attn == "on" else {"f16"}
+        if self.library == "ik" and (self.cache_type_v not in kinds or self.cache_type_k not in {"f16", "q8_0"}):
+            raise ValueError(
+                "library ik caches keys in f16 or q8_0, and values in f16, or with flash_attn on in q8_0; it ends the "
+                "process on others"
+            )
         without = self.n_gpu_layers == 0 or self.device == (NO_DEVICE,)
         if self.device == (NO_DEVICE,) and self.n_gpu_layers:
             raise ValueError(f"n_gpu_layers {self.n_gpu_layers} with device none: no layer can be on a GPU")
@@ -129,6 +140,11 @@ class Gguf(Section):
     target: GgufOptions = Field(GgufOptions(), description="the target's files")
     draft: GgufOptions = Field(GgufOptions(), description="the draft's files, with the same options")
 
+    def of(self, role: Literal["target", "draft"]) -> GgufOptions:
+        """One model's options; a draft takes its target's library where it has none of its own."""
+        library = getattr(self, role).library or self.target.library
+        return getattr(self, role).model_copy(update={"library": library})
+
     def described(self) -> str:
         """The options that differ from their defaults, in words; empty where none does."""
         roles = {"target": self.target, "draft": self.draft}
@@ -136,6 +152,15 @@ class Gguf(Section):
 
 
 # ── Recipe sections: what is measured, and the files that others load ──
+
+
+# By the name of a decoder, or what stands before its colon.
+ENGINES = {"pytorch": "PyTorch", "gguf": "llama.cpp", "ik": "ik_llama.cpp"}
+
+
+def engine_name(backend: str) -> str:
+    """The engine of a backend, such as ik_llama.cpp of ik:q8_0."""
+    return ENGINES[backend.partition(":")[0]]
 
 
 class Evaluate(Section):
@@ -156,8 +181,17 @@ class Export(Section):
 class Speedup(Section):
     """Plain decoding against speculative decoding."""
 
-    backends: tuple[Literal["pytorch", "gguf"], ...] = Field(("pytorch", "gguf"), description="decoders to measure")
-    outtype: OutType = Field("f16", description="GGUF type of both models")
+    backends: tuple[str, ...] = Field(
+        ("pytorch", "gguf"),
+        description="decoders to measure: pytorch, gguf (llama.cpp) and ik (ik_llama.cpp); gguf:TYPE and ik:TYPE with "
+        "both models in another type of file",
+    )
+    outtype: OutType = Field("f16", description="GGUF type of both models; a target that is a GGUF file keeps its own")
+    most_kl: float = Field(
+        0.01,
+        gt=0,
+        description="mean KL in nats to the target's own file up to which a decoder can be the fastest way to its text",
+    )
     lengths: tuple[int, ...] = Field((1, 2, 4, 6, 8), min_length=1, description="fixed draft lengths to measure")
     prompts: int = Field(12, ge=2, description="distinct test prompts")
     new_tokens: int = Field(96, ge=8, description="tokens decoded per prompt")
@@ -176,6 +210,23 @@ class Speedup(Section):
     allow_lossy: bool = Field(
         False, description="also run configurations that change the target's distribution, labelled LOSSY"
     )
+
+    @field_validator("backends")
+    @classmethod
+    def _backends_exist(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for backend in value:
+            engine, colon, kind = backend.partition(":")
+            if engine not in ENGINES or (colon and (engine == "pytorch" or kind not in OUTTYPES)):
+                raise ValueError(f"{backend} is none of {', '.join(ENGINES)}, gguf:TYPE and ik:TYPE, such as ik:q8_0")
+        if len(set(value)) < len(value):
+            raise ValueError("each decoder is named once")
+        return value
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The backends that open GGUF files, with the type of those that are written for them."""
+        kinds = {backend: backend.partition(":")[2] for backend in self.backends if backend != "pytorch"}
+        return {backend: kind or self.outtype for backend, kind in kinds.items()}
 
     @field_validator("configurations")
     @classmethod

@@ -54,11 +54,20 @@ class Recipe(Section):
 
     def gguf_options(self, role: Literal["target", "draft"]) -> GgufOptions:
         """How llama.cpp opens a file of the target or the draft: null options follow `threads` and `device`."""
-        options: GgufOptions = getattr(self.gguf, role)
+        options = self.gguf.of(role)
         threads = options.threads or self.threads
         if self.device == "cpu" and options.n_gpu_layers is None and not options.device and not options.tensor_split:
             return options.model_copy(update={"threads": threads, "device": ON_CPU.device})
         return options.model_copy(update={"threads": threads})
+
+    def gguf_pair(self, backend: str) -> Gguf:
+        """How a backend that opens GGUF files opens both models."""
+        pair = {}
+        for role in ("target", "draft"):
+            options = self.gguf_options(role)
+            library = "ik" if backend.startswith("ik") else options.library
+            pair[role] = options.model_copy(update={"library": library})
+        return Gguf(**pair)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -72,8 +81,9 @@ class Recipe(Section):
             needing = list(self._weights_needed())
             if needing:
                 raise ValueError(f"target.load is false: {'; '.join(needing)}")
-        elif "gguf" in self.speedup.backends and self.speedup.outtype not in self.export.outtypes:
-            raise ValueError(f"speedup.outtype {self.speedup.outtype} is not among export.outtypes")
+        for backend, kind in self.speedup.files.items() if self.target.load else ():
+            if kind not in self.export.outtypes:
+                raise ValueError(f"speedup measures {backend} in {kind}, which is not among export.outtypes")
         return self
 
     def _can_ask_the_target(self) -> None:

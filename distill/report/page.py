@@ -12,6 +12,7 @@ from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, tr
 from distill.measuring.evaluation_results import MEASURES, SIDES, EvaluationReport
 from distill.measuring.speedup_results import FASTER, SLOWER, UNCLEAR, Measurement, SpeedupReport
 from distill.measuring.speedup_tables import speedup_of, verdict
+from distill.recipe.measuring import engine_name
 from distill.report import sections, tables
 from distill.report.sections import (
     Html,
@@ -259,15 +260,15 @@ def _length(fastest: dict[str, Measurement], backend: str) -> int:
 
 def _verdict(fastest: dict[str, Measurement], backend: str) -> str:
     """Whether a fixed length pays in an engine on the machine of the run."""
-    names = {"gguf": "llama.cpp's library", "pytorch": "PyTorch"}
     one = fastest.get(backend)
     if one is None and fastest:
         return (
-            f"It was not timed in {names[backend]}: the length shown was the fastest in {names[next(iter(fastest))]}."
+            f"It was not timed in {engine_name(backend)}: the length shown was the fastest in "
+            f"{engine_name(next(iter(fastest)))}."
         )
     if one is None:
         return "No draft length was timed; the one shown is only a starting point."
-    best = f"{one.length} drafted, {shown(speedup_of(one), '×')} over plain decoding in {names[backend]}"
+    best = f"{one.length} drafted, {shown(speedup_of(one), '×')} over plain decoding in {engine_name(backend)}"
     if one.verdict == SLOWER:
         return (
             f"It does not pay on the run's machine: the best fixed length was slower than plain decoding ({best}). "

@@ -100,7 +100,7 @@ def compare_cuts(
     `donor` and `target` are loaded models; `apply_cut` is called on copies of the donor. Steps are those of GGUF files
     of type speedup.outtype where the recipe measures the speedup of those, else PyTorch's.
     """
-    backend: Literal["pytorch", "gguf"] = "gguf" if "gguf" in recipe.speedup.backends else "pytorch"
+    backend: Literal["pytorch", "gguf"] = "gguf" if recipe.speedup.files else "pytorch"
     folder = run.path("compared")
     costs_path = folder / "target.json"
     if not costs_path.exists():

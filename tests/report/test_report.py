@@ -485,7 +485,7 @@ def test_the_command_names_the_files_that_were_timed() -> None:
     assert "llama-server -m served.gguf -md draft.gguf" in card and "`distill export-gguf RUN` does" in card.replace(
         "\\", ""
     )
-    assert "It was not timed in llama.cpp's library: the length shown was the fastest in PyTorch." in card
+    assert "It was not timed in llama.cpp: the length shown was the fastest in PyTorch." in card
     results["speedup"] = None
     assert "No draft length was timed; the one shown is only a starting point." in build_card(results)
 

@@ -24,6 +24,7 @@ from distill.gguf.library import ERRORS, GgufFile, fill_context, last_errors
 from distill.recipe import GgufOptions
 from distill.sampler import Place, finite_argmax, place_of
 
+NO_SLOT = 1  # what llama_decode returns where the cache has no cells for the tokens
 FEW = 64  # most tokens of a step or verification; longer calls are prompts, where overhead does not matter
 
 
@@ -45,7 +46,7 @@ class GgufContext:
     ) -> None:
         self._batch: Any = None
         self.path, self.generation = file.path, 0
-        self._file, self._library, self._pad_single = file, file.library, pad_single
+        self._file, self._library, self._pad_single = file, file.engine, pad_single
         llama = self._library
         settings = llama.llama_context_default_params()
         spare = SPARE_NODES if sequences > 1 else 0
@@ -53,7 +54,6 @@ class GgufContext:
         settings.n_ctx = capacity + int(pad_single) + spare
         settings.n_batch = min(batch, capacity + spare)
         settings.n_seq_max = sequences
-        settings.kv_unified = sequences > 1
         fill_context(settings, options)
         ERRORS.clear()
         self._context: Any = llama.llama_init_from_model(file.model, settings)
@@ -63,6 +63,8 @@ class GgufContext:
                 hint="ask for a shorter context or free memory",
             )
         self._memory = llama.llama_get_memory(self._context)
+        # ik_llama.cpp puts the tokens of a call into cells side by side, and kept branches leave holes.
+        self._defragment = getattr(llama, "llama_kv_cache_defrag", None)
         self.batch_size = int(llama.llama_n_batch(self._context))
         if pad_single:  # no lone token may be left for a micro-batch of its own
             self.batch_size = min(self.batch_size, int(llama.llama_n_ubatch(self._context)))
@@ -164,6 +166,9 @@ class GgufContext:
         self.generation += 1
         ERRORS.clear()
         code = self._library.llama_decode(self._context, self._batch)
+        if code == NO_SLOT and self._defragment is not None:
+            self._defragment(self._context)
+            code = self._library.llama_decode(self._context, self._batch)
         if code != 0:
             raise DataError(
                 f"{self.path}: llama.cpp could not decode {count} tokens at {start} (code {code}): {last_errors()}",

@@ -15,10 +15,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from distill.engines.llama_cpp.batches import checked_batches
 from distill.engines.llama_cpp.context import FEW, Branches, GgufContext, GgufLogits
 from distill.engines.model import Ints, check_call, check_chain, check_lengths
 from distill.errors import DataError
 from distill.gguf.library import ERRORS, GgufFile
+from distill.progress import note
 from distill.recipe import GgufOptions
 from distill.recipe.measuring import ON_CPU
 
@@ -67,6 +69,10 @@ class GgufModel:
         self.head_rows, self.vocabulary_size = self._file.head_rows, self._file.vocabulary_size
         try:
             options = options.model_copy(update={"threads": options.threads or threads})
+            self.batches = checked_batches(self._file, options)
+            if self.batches is not None and self.batches.largest is not None:
+                note(f"{self.path.name}: {self.batches.describe()}")
+                options = options.model_copy(update={"ubatch_size": self.batches.largest})
             self._context = GgufContext(self._file, context, batch, max_leaves + 1, pad_single, options)
         except BaseException:
             self._file.close()

@@ -1,0 +1,115 @@
+"""Whether a library computes several tokens at once as it computes them one by one: measured before it is believed.
+
+A kernel for batches that is wrong gives a text that looks like one (ik_llama.cpp 0.1.5, q4_1 files, from 32 tokens on,
+a KL of 1.6 nats on the processor where it was found), and speculative decoding verifies in batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distill.divergences import forward_kl
+from distill.engines.llama_cpp.context import GgufContext
+from distill.errors import DataError
+from distill.files import digest, read_result, write_result
+from distill.gguf.importing import cache_folder, file_name
+from distill.gguf.library import GgufFile
+from distill.machine import machine, version_of
+from distill.recipe import GgufOptions
+
+SIZES = (2, 8, 16, 31, 32, 64)
+MOST_KL = 0.01  # nats, mean of the positions
+TEXT = (
+    "The bicycle was invented in the nineteenth century, when builders in several countries tried to make machines "
+    "that a rider moves with the feet. The first ones were heavy, made of wood and hard to steer; later ones had "
+    "pedals, chains and tyres of rubber, and soon millions of people used them every day to go to work or to see more."
+)
+PACKAGES = {"llama.cpp": "llama-cpp-python", "ik_llama.cpp": "ik-llama-cpp-python"}
+
+
+@dataclass(frozen=True)
+class BatchCheck:
+    """What a library makes of a file's tokens in batches of each size.
+
+    `kl` is the mean KL in nats (one by one ‖ together), `equal` the largest size up to which the logits are equal bit
+    for bit, 1 where none is.
+    """
+
+    library: str
+    equal: int
+    kl: dict[int, float]
+
+    @property
+    def largest(self) -> int | None:
+        """The most tokens that may be computed at once; None: as many as were tried, or more."""
+        sound = list(takewhile(lambda size: self.kl[size] <= MOST_KL, sorted(self.kl)))
+        return None if len(sound) == len(self.kl) else max(sound, default=1)
+
+    def describe(self) -> str:
+        """What was found, in a sentence."""
+        worst = max(self.kl, key=lambda size: self.kl[size])
+        equal = f"up to {self.equal} tokens at once give the logits of single ones bit for bit"
+        rest = f"{worst} differ by a KL of {self.kl[worst]:.2g}"
+        if self.equal == max(self.kl):
+            return f"{self.library}: {equal}"
+        found = f"{equal}; {rest}" if self.equal > 1 else f"tokens computed at once differ from single ones: {rest}"
+        parts = "" if self.largest is None else f", so that no more than {self.largest} are computed at once"
+        return f"{self.library}: {found}{parts}"
+
+
+def checked_batches(file: GgufFile, options: GgufOptions) -> BatchCheck | None:
+    """Compare batches with single tokens, once for each file, build, processor and options that compute.
+
+    None where every token is computed alone. DataError where the library computes two tokens otherwise than one.
+    """
+    sizes = [size for size in SIZES if size <= min(options.ubatch_size or size, file.context_length)]
+    if not sizes:
+        return None
+    library = "ik_llama.cpp" if options.library == "ik" else "llama.cpp"
+    given = {name: value for name, value in options.given().items() if not name.startswith("threads")}
+    build = [library, version_of(PACKAGES[library]), machine()["cpu"], given, sizes]
+    place = cache_folder("batches") / f"{file_name(file.path)}-{digest(build)[:12]}.json"
+    try:
+        check = read_result(place, BatchCheck)
+    except DataError:
+        check = _measure(file, library, options, sizes)
+        write_result(place, check)
+    if check.largest == 1:
+        raise DataError(
+            f"{file.path}: {library} computes 2 tokens at once otherwise than one by one (KL {check.kl[2]:.2g} nats)",
+            "use another library or type of file; ubatch_size 1 computes each alone, at no gain",
+        )
+    return check
+
+
+def _measure(file: GgufFile, library: str, options: GgufOptions, sizes: list[int]) -> BatchCheck:
+    count = max(sizes)
+    ids = np.resize(np.array(file.tokenize(TEXT) or [0]), count)
+    context = GgufContext(file, count, count, 1, False, options.model_copy(update={"ubatch_size": count}))
+    try:
+        single = np.concatenate([_rows(context, ids[place : place + 1], place) for place in range(count)])
+        equal, kl = 1, {}
+        for size in sizes:  # ascending: each removes what the one before it decoded
+            context.remove(0, count - size)
+            together = _rows(context, ids[count - size :], count - size)
+            kl[size] = _mean_kl(single[count - size :], together)
+            if equal == max([1, *(smaller for smaller in sizes if smaller < size)]):
+                equal = size if np.array_equal(single[count - size :], together) else equal
+    finally:
+        context.close()
+    return BatchCheck(library, equal, kl)
+
+
+def _rows(context: GgufContext, ids: NDArray[np.int64], start: int) -> NDArray[np.float32]:
+    return context.decode_chain(ids, np.ones(len(ids), dtype=np.int8), start).copy()
+
+
+def _mean_kl(p: NDArray[np.float32], q: NDArray[np.float32]) -> float:
+    """Mean KL(p ‖ q) in nats of logits [n, V]."""
+    first, second = (torch.from_numpy(rows).double().log_softmax(-1) for rows in (p, q))
+    return float(forward_kl(first, second).mean())

@@ -1,0 +1,166 @@
+"""ik_llama.cpp as the library of a GGUF model: the texts of llama.cpp's protocol, and batches checked before use."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from toys import blurred, save_toy, toy, toy_tokenizer
+
+pytest.importorskip("llama_cpp")
+pytest.importorskip("ik_llama_cpp", reason="the package ik-llama-cpp-python is not installed")
+
+from distill.decoding.decode import decode_text, plain
+from distill.decoding.drafters import ModelDrafter
+from distill.decoding.lengths import Fixed
+from distill.decoding.rules import Rules
+from distill.engines.llama_cpp import batches
+from distill.engines.llama_cpp.batches import BatchCheck
+from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.loaded import load_pair
+from distill.errors import DataError, RecipeError
+from distill.files import write_result
+from distill.gguf.writer import export_gguf
+from distill.recipe import Gguf, GgufOptions, Target
+from distill.sampler import Sampler
+
+IK = GgufOptions(library="ik", threads=1)
+PROMPT = list(range(5, 25))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target in f32 and q8_0, and a draft near it."""
+    folder, tokenizer = tmp_path_factory.mktemp("ik"), toy_tokenizer()
+    target = toy(vocabulary=len(tokenizer), seed=11)
+    source, near = (
+        save_toy(target, tokenizer, folder / "t"),
+        save_toy(blurred(target, 12, 0.015), tokenizer, folder / "d"),
+    )
+    found = {kind: export_gguf(source, folder / f"{kind}.gguf", kind).path for kind in ("f32", "q8_0")}
+    return found | {"draft": export_gguf(near, folder / "draft.gguf", "f32").path}
+
+
+def apart(first: torch.Tensor, second: torch.Tensor) -> float:
+    """The largest total variation of two distributions, from logits [n, V]: keys and values are cached in f16."""
+    return float((first.softmax(-1) - second.softmax(-1)).abs().sum(-1).max() / 2)
+
+
+@pytest.fixture
+def model(files: dict[str, Path]) -> Iterator[GgufModel]:
+    with GgufModel(files["f32"], context=256, max_leaves=8, options=IK) as opened:
+        yield opened
+
+
+def test_logits_are_those_of_llama_cpp(files: dict[str, Path], model: GgufModel) -> None:
+    with GgufModel(files["f32"], context=256, options=IK.model_copy(update={"library": None})) as other:
+        assert apart(model.extend(PROMPT).full(), other.extend(PROMPT).full()) < 1e-3
+
+
+def test_a_tree_is_its_chains_and_a_cache_of_kept_branches_fills_up(model: GgufModel) -> None:
+    model.extend(PROMPT)
+    tree = model.extend([10, 11, 12, 13], parents=[-1, -1, 0, 0]).full()
+    model.keep([[0, 2]])
+    after = model.extend([14]).full()
+    model.rollback([len(PROMPT)])
+    chain = model.extend([10, 12, 14]).full()
+    assert apart(torch.stack([tree[0], tree[2], after[0]]), chain) < 1e-3
+
+    # Kept branches leave holes between them, which ik_llama.cpp fills only after it has moved the cells together.
+    model.rollback([len(PROMPT)])
+    text = list(PROMPT)
+    while len(text) < model.capacity - 8:
+        nodes = [(len(text) + node) % 50 + 5 for node in range(8)]
+        model.extend(nodes, parents=[-1, -1, -1, 0, 0, 1, 3, 6])
+        model.keep([[0, 4]])
+        text += [nodes[0], nodes[4]]
+    last = model.extend([7]).full()
+    model.rollback([0])
+    whole = model.extend([*text, 7], want=[len(text)]).full()
+    assert apart(last, whole) < 0.02
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_greedy_texts_are_the_plain_ones(files: dict[str, Path], kind: str) -> None:
+    options = Gguf(target=IK)
+    with load_pair(Target(model=str(files[kind])), str(files["draft"]), tokens=128, gguf=options) as pair:
+        assert pair.backend == "ik"
+        expected = plain(pair.target, PROMPT, 64).tokens
+        drafter = ModelDrafter(pair.draft, Fixed(4), Sampler(0), random.Random(0).random)
+        found = decode_text(pair.target, drafter, PROMPT, 64, Rules())
+    assert found.tokens == expected
+    assert any(r.accepted for r in found.rounds)
+
+
+def test_what_it_cannot_do_is_refused(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RecipeError, match="n_gpu_layers with library ik: it computes on the CPU"):
+        GgufModel(files["f32"], options=GgufOptions(library="ik", n_gpu_layers=4))
+    with pytest.raises(ValueError, match="library ik caches keys in f16 or q8_0, and values in f16"):
+        GgufOptions(library="ik", cache_type_v="f32", flash_attn="on")
+    from distill.gguf import ik
+
+    monkeypatch.setattr(ik.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
+    ik.ik_library.cache_clear()
+    try:
+        with pytest.raises(DataError, match="library ik needs ik-llama-cpp-python") as raised:
+            GgufModel(files["f32"], options=IK)
+        assert "ik" in str(raised.value.hint)
+    finally:
+        ik.ik_library.cache_clear()
+
+
+# ── Batches against single tokens ──
+
+
+@pytest.mark.parametrize(
+    ("kl", "largest"),
+    [
+        ({2: 0.0, 8: 0.0, 64: 0.0}, None),
+        ({2: 0.001, 8: 0.009, 64: 0.0}, None),
+        ({2: 0.0, 8: 0.0, 31: 0.0, 32: 1.6, 64: 0.0}, 31),
+        ({2: 0.02, 8: 0.0}, 1),
+    ],
+)
+def test_no_more_tokens_are_computed_at_once_than_are_sound(kl: dict[int, float], largest: int | None) -> None:
+    assert BatchCheck("llama.cpp", 1, kl).largest == largest
+
+
+def test_a_wrong_kernel_is_found_kept_in_mind_and_worked_around(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path))
+    rows, wrong_from, calls = batches._rows, 32, []
+
+    def kernel(context: object, ids: np.ndarray, start: int) -> np.ndarray:
+        calls.append(len(ids))
+        logits = rows(context, ids, start)  # type: ignore[arg-type]
+        return logits[:, ::-1].copy() if len(ids) >= wrong_from else logits
+
+    monkeypatch.setattr(batches, "_rows", kernel)
+    with GgufModel(files["f32"], context=256, options=IK) as model:
+        assert model.batches is not None
+        assert (model.batches.equal, model.batches.largest) == (31, 31)
+        assert model._context._library.llama_n_ubatch(model._context._context) == 31
+        long = list(range(5, 45))
+        together = model.extend(long).full()
+        model.rollback([0])
+        single = torch.cat([model.extend([token]).full() for token in long])
+    assert torch.equal(together, single)
+    assert "no more than 31 are computed at once" in capsys.readouterr().err
+    assert sorted(calls) == [*[1] * 64, 2, 8, 16, 31, 32, 64]
+
+    calls.clear()
+    with GgufModel(files["f32"], context=256, options=IK):
+        assert not calls, "what was found is kept by file and build"
+    (kept,) = (tmp_path / "batches").iterdir()
+    kept.write_text("{}", encoding="utf-8")
+    with GgufModel(files["f32"], context=256, options=IK):
+        assert calls, "a damaged record is measured again"
+
+    write_result(kept, BatchCheck("ik_llama.cpp", 1, {2: 1.9}))
+    with pytest.raises(DataError, match=r"computes 2 tokens at once otherwise than one by one \(KL 1.9 nats\)"):
+        GgufModel(files["f32"], context=256, options=IK)
