@@ -9,21 +9,20 @@ import math
 import operator
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from distill.engines.model import Model, resent
 from distill.errors import DataError
 from distill.files import read_object, write_json
 from distill.machine import machine
 from distill.progress import Progress
-
-if TYPE_CHECKING:
-    from distill.engines.model import Model
 
 FORMAT = 1  # of saved curves
 MEASURE_IT = "write one with `distill profile MODEL --out FILE`"
@@ -72,12 +71,29 @@ def doubt(medians: Sequence[float], fastest: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds at one depth: the target's T(1..), the draft's D(1) and D(2), and the overhead of a round."""
+    """Seconds at one depth: the target's T(1..), the draft's D(1) and D(2), and the overhead of a round.
+
+    `resent` tells how many tokens the target's next step computes again; None where it never does.
+    """
 
     target: tuple[float, ...]
     draft: float
     draft_two: float
     overhead: float = 0.0
+    resent: Callable[[], int] | None = field(default=None, compare=False)
+
+    def again(self, drafted: int, expected: float, whole: float) -> float:
+        """Seconds beyond T(n + 1) for tokens that are computed again, now and because of this round.
+
+        `expected` tokens E come from the round, which is accepted whole with the probability S. If it is not, all of
+        its tokens are computed again: E + r − (n + 1 + r)·S in the mean, where r are computed again now. Each costs as
+        much as a token more in a step.
+        """
+        if self.resent is None:
+            return 0.0
+        now = self.resent()
+        later = expected + now - (drafted + 1 + now) * whole
+        return (now + later) * (self.target[-1] - self.target[0]) / max(len(self.target) - 1, 1)
 
 
 @dataclass(frozen=True)
@@ -247,8 +263,11 @@ class PaidCosts:
     draft_prompt: float
     settled: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
-    def step_costs(self) -> StepCosts:
+    def step_costs(self, alone: Model | None = None) -> StepCosts:
         """The costs that length rules and trees use, up to the first length that was not timed.
+
+        `alone`: the target where it was timed without rounds (`measure_paid`), so that no step had anything to compute
+        again; in rounds of a pair that is part of their time.
 
         What the first draft step costs beyond the others is the round's overhead. Rounds of more tokens are taken to
         cost no less (a shorter one could always be padded), which few repeats show only up to noise: see `rising`.
@@ -258,7 +277,8 @@ class PaidCosts:
         while len(verified) + 1 in self.verify:
             verified.append(self.verify[len(verified) + 1])
         two = steps.later + max(steps.first_two - steps.first, 0.0)
-        return StepCosts((self.token, *rising(verified)), steps.later, two, max(steps.first - steps.later, 0.0))
+        again = partial(resent, alone) if alone is not None and hasattr(alone, "resent") else None
+        return StepCosts((self.token, *rising(verified)), steps.later, two, max(steps.first - steps.later, 0.0), again)
 
     def round_seconds(self, length: int, whole: float) -> float:
         """Seconds of a round of fixed `length` > 0; a share `whole` of rounds follow one that was accepted whole."""

@@ -19,7 +19,9 @@ from distill.decoding.lengths import ROOT, LengthRule, Proposal
 from distill.decoding.on_device import RowRound, round_of_text, rounds_of_text, rounds_on_device
 from distill.decoding.rules import Rules, require_lossless
 from distill.decoding.verify import CHAINS, TREES, draw_chain, draw_token, verify_greedy, walk, walk_greedy
-from distill.engines.model import Logits, Model
+from distill.engines.model import Logits, Model, resent
+
+MOST_RESENT = 8  # tokens that the target computes again with a round: where there are more, a plain step takes them
 
 
 class Round(NamedTuple):
@@ -171,6 +173,7 @@ def decode(
         depth = target.lengths[0]
         # No more than can still be used: the round emits one token beyond those accepted.
         room = min(limit - len(result.tokens) - 1, target.capacity - depth - 1, drafter.room(depth + 1))
+        room = 0 if resent(target) > MOST_RESENT else room
         if rounds is not None:
             proposal, accepted, token = round_of_text(rounds, drafter, context, room, rules)
         else:

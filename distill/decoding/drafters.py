@@ -327,14 +327,15 @@ class LookupPrice:
 
     def best(self, match: int, limit: int) -> int:
         """How many of `limit` tokens after a match are verified; 0: none is worth it."""
-        target, rate = self.costs.target, self.rate
-        best, count = max(1 - rate * target[0], self.rival), 0
+        costs, rate = self.costs, self.rate
+        best, count = max(1 - rate * (costs.target[0] + costs.again(0, 1.0, 1.0)), self.rival), 0
         expected = survival = 1.0
-        for n in range(1, min(limit, len(target) - 1) + 1):
+        for n in range(1, min(limit, len(costs.target) - 1) + 1):
             survival *= self.chance(match + n - 1)
             expected += survival
-            if expected - rate * target[n] > best:
-                best, count = expected - rate * target[n], n
+            value = expected - rate * (costs.target[n] + costs.again(n, expected, survival))
+            if value > best:
+                best, count = value, n
         return count
 
     def observe(self, match: int, drafted: int, accepted: int, seconds: float) -> None:

@@ -183,10 +183,11 @@ class _Value:
         self._expected, self.count = 1.0, 0
         self._best = float("-inf")
         self._costs: list[float] | None = None  # λ·T(n + 1)
+        self._price = price
         if price is not None:
             rate = price.rate
             self._costs = [rate * seconds for seconds in price.costs.target[: most + 1]]
-            self._best = 1 - self._costs[0]
+            self._best = 1 - self._costs[0] - rate * price.costs.again(0, 1.0, 1.0)
 
     def may_rise(self, nodes: int, chance: float) -> bool:
         """Whether more than `nodes` nodes could be worth more, if each had the chance of the next one."""
@@ -202,9 +203,13 @@ class _Value:
     def add(self, nodes: int, chance: float) -> None:
         """Another node is there, `nodes` in all."""
         self._expected += chance
-        if self._costs is None:
+        if self._costs is None or self._price is None:
             self.count = nodes
-        elif (value := self._expected - self._costs[nodes]) > self._best:
+            return
+        # Only chains are computed again, and the chance of a chain's last node is that of the whole.
+        value = self._expected - self._costs[nodes]
+        value -= self._price.rate * self._price.costs.again(nodes, self._expected, chance)
+        if value > self._best:
             self._best, self.count = value, nodes
 
 

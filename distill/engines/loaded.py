@@ -26,7 +26,8 @@ from distill.engines.torch.hugging_face import (
     real_tokens,
     text_folder,
 )
-from distill.engines.torch.model import TorchModel, model_name
+from distill.engines.torch.model import TorchModel, model_name, state_refusal
+from distill.engines.torch.recurrent import RecurrentTorchModel
 from distill.errors import DataError, RecipeError
 from distill.gguf.head import open_head
 from distill.gguf.importing import is_gguf, one_engine
@@ -145,7 +146,8 @@ def torch_decoder(
 
 def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = True) -> TorchModel:
     """`torch_decoder` with a growing cache, whatever the recipe says: to count or time steps, nothing is compiled."""
-    return TorchModel(_packed(model, prepack), vocabulary)
+    kind = TorchModel if state_refusal(type(model), model.config) is None else RecurrentTorchModel
+    return kind(_packed(model, prepack), vocabulary)
 
 
 def _packed(model: Any, prepack: bool) -> Any:

@@ -7,9 +7,10 @@ they were added since the last keep, rollback or committing extend; ROOT is the 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -109,6 +110,12 @@ class Model(Protocol):
         ...
 
 
+def resent(model: Model) -> int:
+    """Committed tokens that the model computes again with its next call; most models never do (see `Retold`)."""
+    count: int = getattr(model, "resent", 0)
+    return count
+
+
 class AroundModel:
     """What a model of one row that drives another passes on; ValueError for one of several rows."""
 
@@ -124,6 +131,11 @@ class AroundModel:
     def lengths(self) -> list[int]:
         """Committed tokens of the one row."""
         return self.model.lengths
+
+    @property
+    def resent(self) -> int:
+        """Those of the model."""
+        return resent(self.model)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """See `Model`."""
@@ -188,6 +200,44 @@ class PendingTree:
                 raise ValueError(f"{path} is not a path from {ROOT} in a tree with parents {self.parents}")
             above = node
         return path
+
+
+SNAPSHOTS = 16  # of a row: a draft returns to the place before any of its last tokens
+NO_TREES = "trees need layers of keys and values, and some of this model's have a recurrent state"
+
+
+class Retold:
+    """The committed text of a cache that cannot be cut, and copies of its state at the last lengths that it had.
+
+    Going back means to return to a copy; the committed tokens after it are computed again with those of the next call.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._copies: deque[tuple[int, Any]] = deque(maxlen=SNAPSHOTS)
+        self._alone = 0  # calls of one token since the last other one, and since the last return
+
+    def due(self, taken: int, count: int) -> bool:
+        """Whether the state after `taken` tokens, all that the cache holds, is to be copied before a call of `count`.
+
+        Not where there is such a copy, and not in plain decoding, which takes one token after the other and keeps them.
+        """
+        self._alone = self._alone + 1 if count == 1 else 0
+        return taken > 0 and self._alone <= SNAPSHOTS and not (self._copies and self._copies[-1][0] == taken)
+
+    def copied(self, taken: int, state: Any) -> None:
+        """Keep a copy of the state after `taken` tokens, and forget the oldest one where there are too many."""
+        self._copies.append((taken, state))
+
+    def latest(self, length: int) -> tuple[int, Any]:
+        """The tokens and the state of the latest copy of at most `length` tokens, without a copy (0, None).
+
+        Later copies are forgotten.
+        """
+        self._alone = 0
+        while self._copies and self._copies[-1][0] > length:
+            self._copies.pop()
+        return self._copies[-1] if self._copies else (0, None)
 
 
 def check_call(tokens: Ints, counts: Ints | None, parents: Ints, want: Ints | None, vocabulary: int) -> None:

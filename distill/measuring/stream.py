@@ -201,7 +201,7 @@ def _drafter(
         longest = configuration.longest_round
         if longest not in pair.costs:
             paid = measure_paid(pair.target, pair.draft, [ids], range(1, longest + 1), COST_REPEATS)
-            pair.costs[longest] = paid.step_costs()
+            pair.costs[longest] = paid.step_costs(pair.target if pair.draft is pair.target else None)
         costs = pair.costs[longest]
     asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)
     table = None if request.table is None else open_table(request.table, pair.reference)

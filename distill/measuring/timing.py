@@ -200,7 +200,7 @@ def _fit(
         longest = max(*(one.max_length for one in settings.sweep), *priced, counts.max_tokens - 1 if chooses else 1)
         lengths = range(1, longest + 1)
         paid = measure_paid(pair.target, pair.draft, spare, lengths, counts.repeats, counts.new_tokens)
-        costs = paid.step_costs()
+        costs = paid.step_costs(pair.target if pair.draft is pair.target else None)
     calibrations: Mapping[str, Calibration] = {}
     if calibrated is not None and any(one.needs_calibration for one in configurations):
         calibrations = read_calibrations(calibrated.table, calibrated.source)

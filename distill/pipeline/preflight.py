@@ -28,6 +28,7 @@ from distill.engines.torch.hugging_face import (
     text_folder,
 )
 from distill.engines.torch.model import state_refusal
+from distill.engines.torch.recurrent import growing_cache
 from distill.engines.torch.static import require_static
 from distill.errors import DataError, DistillError, RecipeError, RunError
 from distill.gguf.families import read_shape
@@ -152,11 +153,8 @@ def check_stages(recipe: Recipe) -> list[str]:
         )
     if recipe.target.load:
         kind = AutoModelForCausalLM._model_mapping.get(type(target), type(None))
-        if (reason := state_refusal(kind, target)) is not None:
-            raise RecipeError(
-                f"{recipe.target.model} cannot be decoded here: {reason}",
-                "leave it on a server or in a GGUF file (target.load: false)",
-            )
+        if state_refusal(kind, target) is not None:
+            growing_cache(target, recipe.target.model)
     lines = check_cut(recipe) + check_training(recipe)
     lines += map(Caution, check_configurations(recipe.speedup, recipe.sampler))  # what it names is lossy
     check_trees(recipe, recipe.donor_model)

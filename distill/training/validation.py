@@ -24,8 +24,9 @@ from distill.data.texts import Prompt, prompt_seed, read_prompts
 from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded
 from distill.decoding.rules import Rules
+from distill.engines.loaded import growing_decoder
 from distill.engines.torch.hugging_face import KeptHead, end_ids, load_tokenizer
-from distill.engines.torch.model import BatchedTorchModel, TorchModel
+from distill.engines.torch.model import BatchedTorchModel
 from distill.errors import DistillError, RunError
 from distill.files import from_json
 from distill.processes import agree
@@ -161,7 +162,7 @@ class ServedTarget:
         rules = Rules(self.sampler, VERIFIERS[self.protocol], self.ends)
         randoms = [random.Random(prompt_seed(self.seed, prompt.id)).random for prompt in prompts]
         ids = [prompt.ids for prompt in prompts]
-        target, small = (TorchModel(model, self.vocabulary) for model in (self.model, draft))
+        target, small = (growing_decoder(model, self.vocabulary, prepack=False) for model in (self.model, draft))
         decode = partial(decode_batch, limit=new_tokens, rules=rules, length=length, argmax=self.protocol == "match")
         if not (target.max_leaves and small.max_leaves):
             alone = zip(ids, randoms, strict=True)

@@ -128,8 +128,7 @@ class TorchModel:
     def __init__(self, model: Any, vocabulary: int | None = None) -> None:
         from transformers import DynamicCache
 
-        if (reason := state_refusal(type(model), model.config)) is not None:
-            raise DataError(f"{model_name(model)} cannot be decoded here: {reason}", "name a model of attention layers")
+        self._require_layers(model)
         self.model = model
         self.device = next(model.parameters()).device
         self.vocabulary_size: int = min(model.config.vocab_size, vocabulary or model.config.vocab_size)
@@ -138,6 +137,12 @@ class TorchModel:
         self._cache = DynamicCache()
         self._length = 0
         self._tree = PendingTree()
+
+    @staticmethod
+    def _require_layers(model: Any) -> None:
+        """Raise DataError for a model whose cache cannot be cut."""
+        if (reason := state_refusal(type(model), model.config)) is not None:
+            raise DataError(f"{model_name(model)} cannot be decoded here: {reason}", "name a model of attention layers")
 
     @property
     def lengths(self) -> list[int]:
@@ -329,6 +334,8 @@ class BatchedTorchModel:
 
         if rows < 1:
             raise ValueError(f"a batch has at least one row, got {rows}")
+        if (reason := state_refusal(type(model), model.config)) is not None:
+            raise ValueError(f"rows of different lengths cannot be decoded together: {reason}")
         alone = TorchModel(model, vocabulary)
         if not alone.max_leaves:  # masks of rows and masks of trees need the same kind of attention
             config = model.config

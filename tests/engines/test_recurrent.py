@@ -1,0 +1,241 @@
+"""Models with recurrent layers: their caches return to copies of the state, and their texts are those of plain decoding.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from branches import every
+from test_tree_cache import Mirror, close, prefill
+from toys import CLASSES, blurred, toy
+
+from distill.decoding.costs import StepCosts
+from distill.decoding.decode import MOST_RESENT, decode_text, plain
+from distill.decoding.drafters import FallbackDrafter, LookupDrafter, LookupPrice, ModelDrafter
+from distill.decoding.lengths import Fixed
+from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.table import TableDrafter
+from distill.engines.loaded import growing_decoder, torch_decoder
+from distill.engines.model import SNAPSHOTS, resent
+from distill.engines.torch.model import BatchedTorchModel, TorchModel
+from distill.engines.torch.recurrent import RecurrentTorchModel
+from distill.errors import DataError
+from distill.recipe import PyTorch
+from distill.sampler import Sampler
+
+torch.set_num_threads(1)
+
+V = 61
+DELTA: dict[str, Any] = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "head_dim": 8,
+}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+# By model type: the names of its classes without Config and ForCausalLM, and what it needs beside the toys' settings.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3Next", "Qwen3Next", DELTA | EXPERTS),
+    "qwen3_5_text": ("Qwen3_5Text", "Qwen3_5", DELTA | {"head_dim": 8}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", "Qwen3_5Moe", DELTA | EXPERTS),
+    "nemotron_h": (
+        "NemotronH",
+        "NemotronH",
+        {
+            "layers_block_type": ["mamba", "attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 1,
+            "ssm_state_size": 8,
+            "chunk_size": 8,
+            "head_dim": 8,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        "GraniteMoeHybrid",
+        MAMBA | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 32},
+    ),
+    "falcon_h1": ("FalconH1", "FalconH1", MAMBA | {"mamba_d_ssm": 64, "head_dim": 8}),
+    "olmo_hybrid": ("OlmoHybrid", "OlmoHybrid", DELTA),
+    "bamba": ("Bamba", "Bamba", MAMBA | {"attn_layer_indices": [1]}),
+    "lfm2": ("Lfm2", "Lfm2", {"layer_types": ["conv", "full_attention"]}),
+}
+CLASSES.update(
+    {
+        kind: (getattr(transformers, f"{config}Config"), getattr(transformers, f"{model}ForCausalLM"))
+        for kind, (config, model, _) in FAMILIES.items()
+    }
+)
+PROMPT = [5, 7, 9, 5, 7, 11, 5, 7]
+
+
+def family(kind: str, vocabulary: int = V, **changes: Any) -> Any:
+    return toy(kind, vocabulary, **FAMILIES[kind][2] | changes)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_after_anything_it_is_a_fresh_prefill(kind: str) -> None:
+    hugging_face = family(kind)
+    model = growing_decoder(hugging_face)
+    assert isinstance(model, RecurrentTorchModel) and model.max_leaves == 0
+    mirror, draws = Mirror(model, lambda text: prefill(hugging_face, text), close), random.Random(kind)
+    for _ in range(40):
+        mirror.step(draws, 0)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_greedy_texts_are_those_of_plain_decoding_and_of_transformers(kind: str) -> None:
+    hugging_face = family(kind)
+    target, draft = growing_decoder(hugging_face), growing_decoder(blurred(hugging_face, 6, 0.1))
+    ids = torch.tensor([PROMPT])
+    options: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
+    expected = hugging_face.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(PROMPT) :].tolist()
+    assert plain(target, PROMPT, 32).tokens == expected
+    lookup, drafts = LookupDrafter(3), ModelDrafter(draft, Fixed(3), GREEDY, lambda: 0.0)
+    table = FallbackDrafter(LookupDrafter(4, 2), TableDrafter(None, 6, 6, max_leaves=1))
+    for drafter in (lookup, drafts, table):
+        found = decode_text(target, drafter, PROMPT, 32, Rules())
+        assert found.tokens == expected and any(r.drafted > r.accepted for r in found.rounds)
+
+
+def test_sampled_texts_follow_the_target_exactly() -> None:
+    """Texts of four tokens, by enumeration of every draw; some rounds begin with tokens that are computed again."""
+    vocabulary, prompt, sampler, again = 3, [0, 1], Sampler(0.8), 0
+    models = [family("qwen3_next", vocabulary, max_position_embeddings=16, initializer_range=0.1)]
+    models.append(blurred(models[0], 3, 0.7))
+    target, draft = (growing_decoder(model.double()) for model in models)
+    extend = target.extend
+
+    def watched(*args: Any, **options: Any) -> Any:
+        nonlocal again
+        again += resent(target) > 0
+        return extend(*args, **options)
+
+    target.extend = watched  # type: ignore[method-assign]
+
+    def run(draw: Any) -> tuple[int, ...]:
+        drafter = ModelDrafter(draft, Fixed(2), sampler, draw)
+        return tuple(decode_text(target, drafter, prompt, 4, Rules(sampler, "token", random=draw)).tokens)
+
+    found: dict[tuple[int, ...], float] = {}
+    for weight, text in every(run):
+        found[text] = found.get(text, 0.0) + weight
+    assert len(found) == vocabulary**4 and again > 9
+    for text, chance in found.items():
+        with torch.inference_mode():
+            logits = models[0](torch.tensor([[*prompt, *text]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        own = torch.softmax(logits.double() / 0.8, -1)[range(4), list(text)].prod()
+        assert abs(float(own) - chance) < 1e-6, text
+
+
+def test_only_tokens_after_a_snapshot_are_computed_again() -> None:
+    """None after a round that was accepted whole, none of a draft that drops its last ones, and never ever more."""
+    hugging_face = family("falcon_h1")
+    model, taken = growing_decoder(hugging_face), list[int]()
+    hugging_face.register_forward_pre_hook(
+        lambda _, __, inputs: taken.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    model.model.forward = hugging_face.forward
+    for tokens in ([1] * 9, [2, 3, 4], [5], [6], [7]):
+        model.extend(tokens)
+    model.rollback([13])  # before 6
+    assert resent(model) == 0
+    model.extend([8, 9])
+    model.rollback([14])
+    assert resent(model) == 1
+    model.extend([3], want=[0])
+    assert resent(model) == 0 and model.lengths == [15]
+    for token in range(SNAPSHOTS + 2):
+        model.extend([token, token])
+    model.rollback([15])  # all copies that old are gone
+    assert resent(model) == 15
+    close(model.extend([4]).full()[0], prefill(hugging_face, [*[1] * 9, 2, 3, 4, 5, 8, 3, 4]))
+
+
+def test_a_plain_step_takes_too_many_resent_tokens() -> None:
+    """A drafter of which the first token is right and the second wrong leaves two more every round."""
+    hugging_face = family("olmo_hybrid")
+    target = growing_decoder(hugging_face)
+    text = plain(target, PROMPT, 40).tokens
+
+    class HalfRight(LookupDrafter):
+        def propose(self, context: Any, limit: int, ends: Any) -> Any:
+            place = len(context) - len(PROMPT)
+            following = text[place : place + 1]
+            return super().propose([], 0, ()).chain([*following, *((token + 1) % V for token in following)][:limit])
+
+    found = decode_text(target, HalfRight(2), PROMPT, 40, Rules())
+    drafted = [r.drafted for r in found.rounds]
+    assert found.tokens == text and 0 in drafted[:-2]
+    assert drafted.index(0) * 2 > MOST_RESENT >= (drafted.index(0) - 1) * 2
+
+
+def test_prices_count_what_is_computed_again() -> None:
+    """Costs of 1 + (m − 1)/10: each token that is or will be computed again is worth a tenth of a step."""
+    count = 0
+    costs = StepCosts(tuple(1 + m / 10 for m in range(9)), 0.0, 0.0, resent=lambda: count)
+    assert costs.again(0, 1.0, 1.0) == 0
+    assert costs.again(2, 2.5, 0.6) == pytest.approx((2.5 - 3 * 0.6) / 10)
+    count = 4
+    assert costs.again(0, 1.0, 1.0) == pytest.approx(0.4)
+    # Of 1, 2 or 3 tokens with chances .2, .2, .6, and 4 before them, 5 or 6 or none are left.
+    assert costs.again(2, 1 + 0.8 + 0.6, 0.6) == pytest.approx(0.4 + (0.2 * 5 + 0.2 * 6) / 10)
+    steep = tuple(1 + m / 4 for m in range(9))
+    some = [LookupPrice(StepCosts(steep, 0.0, 0.0, resent=again)).best(2, 8) for again in (None, lambda: 0, lambda: 9)]
+    assert some[0] > some[1] > some[2] == 0
+
+
+def test_what_a_recurrent_state_does_not_allow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hugging_face = family("granitemoehybrid")
+    model = growing_decoder(hugging_face)
+    with pytest.raises(ValueError, match="trees need layers of keys and values, and some"):
+        model.extend([1, 2], parents=[-1, -1])
+    with pytest.raises(ValueError, match="rows of different lengths cannot be decoded together: it has"):
+        BatchedTorchModel(hugging_face, 2)
+    with pytest.raises(DataError, match="cannot decode with a static cache: it has"):
+        torch_decoder(hugging_face, pytorch=PyTorch(static=True))
+    with pytest.raises(DataError, match="cannot be decoded here: it has"):
+        TorchModel(hugging_face)
+    settings = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8, "chunk_size": 8}
+    config = transformers.Mamba2Config(vocab_size=V, hidden_size=32, num_hidden_layers=2, **settings)
+    config.max_position_embeddings = 99
+    with pytest.raises(DataError, match=r"from a cache differ from those of the whole text by \d+.\d% of their spread"):
+        growing_decoder(transformers.Mamba2ForCausalLM(config))
+    monkeypatch.setattr(hugging_face, "forward", lambda *_, **__: 1 / 0)
+    with pytest.raises(DataError, match=r"its cache cannot be continued \(division by zero\)"):
+        growing_decoder(hugging_face)
+
+
+def test_a_failed_step_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    hugging_face = family("qwen3_5_text")
+    model = growing_decoder(hugging_face)
+    model.extend([1, 2, 3, 4])
+    model.rollback([3])
+    inner = model.model.model.layers[1]
+    with monkeypatch.context() as broken:
+        broken.setattr(inner, "forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.extend([5])
+    close(model.extend([6]).full()[0], prefill(hugging_face, [1, 2, 3, 6]))
