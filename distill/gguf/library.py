@@ -257,10 +257,11 @@ class GgufFile:
     """The loaded file, or with `vocabulary_only` its tokenizer without the weights.
 
     Its functions raise ValueError once it is closed.
-    `head_rows` are the rows of the head, `vocabulary_size` those of them that stand for tokens. `model` and
-    `vocabulary` are handles, valid while it is open: the model's of `engine`, which computes, the vocabulary's of
-    `library`, which is llama.cpp's whatever computes. Raises DataError when a library is missing or the file is
-    missing, damaged or of an unsupported kind, RecipeError for `options` that this build or this file does not allow.
+    `head_rows` are the rows of the head, `vocabulary_size` those of them that stand for tokens; `recurrent`:
+    some layers have a recurrent state. `model` and `vocabulary` are handles, valid while it is open: the model's of
+    `engine`, which computes, the vocabulary's of `library`, which is llama.cpp's whatever computes. Raises DataError
+    when a library is missing or the file is missing, damaged or of an unsupported kind, RecipeError for `options` that
+    this build or this file does not allow.
     """
 
     def __init__(self, path: Path, *, vocabulary_only: bool = False, options: GgufOptions = ON_CPU) -> None:
@@ -281,9 +282,10 @@ class GgufFile:
             parameters.vocab_only = True
             self._tokenizer = self._load(self.library, parameters)
         engine = self.engine
-        if engine.llama_model_is_recurrent(self.model) or engine.llama_model_is_hybrid(self.model):
+        self.recurrent = bool(engine.llama_model_is_recurrent(self.model) or engine.llama_model_is_hybrid(self.model))
+        if self.recurrent and engine is not self.library:
             self.close()
-            raise DataError(f"{path} is a recurrent model, which cannot be rolled back", hint="use a transformer")
+            raise DataError(f"{path} has recurrent layers, which ik_llama.cpp cannot roll back", "leave library out")
         self.vocabulary: Any = self.library.llama_model_get_vocab(self._tokenizer or self.model)
         self.head_rows = int(self.library.llama_vocab_n_tokens(self.vocabulary))
         self.vocabulary_size = self.head_rows - self._padding_rows()

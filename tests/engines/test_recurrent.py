@@ -1,4 +1,4 @@
-"""Models with recurrent layers: their caches return to copies of the state, and their texts are those of plain decoding.
+"""Models with recurrent layers: caches return to copies of the state, and texts are those of plain decoding.
 
 Legend: V vocabulary.
 """
@@ -6,13 +6,16 @@ Legend: V vocabulary.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
 from branches import every
-from test_tree_cache import Mirror, close, prefill
+from test_export import needs_llama
+from test_tree_cache import Mirror, close, gguf_prefill, prefill
 from toys import CLASSES, blurred, toy
 
 from distill.decoding.costs import StepCosts
@@ -21,6 +24,7 @@ from distill.decoding.drafters import FallbackDrafter, LookupDrafter, LookupPric
 from distill.decoding.lengths import Fixed
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.table import TableDrafter
+from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import growing_decoder, torch_decoder
 from distill.engines.model import SNAPSHOTS, resent
 from distill.engines.torch.model import BatchedTorchModel, TorchModel
@@ -239,3 +243,95 @@ def test_a_failed_step_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ZeroDivisionError):
             model.extend([5])
     close(model.extend([6]).full()[0], prefill(hugging_face, [1, 2, 3, 6]))
+
+
+# GGUF files: qwen35, of which llama.cpp takes the last tokens of a call back by itself, and falcon-h1, of which it does
+# not.
+
+
+def write_gguf(path: Path, kind: str, keys: dict[str, Any], layers: list[dict[str, tuple[int, ...]]]) -> Path:
+    """A file of random weights; shapes as numpy has them."""
+    gguf = pytest.importorskip("gguf")
+    writer, draws = gguf.GGUFWriter(path, kind), numpy.random.default_rng(0)
+    shared = {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 8}
+    shared |= {"attention.value_length": 8, "rope.freq_base": 1e4, "ssm.conv_kernel": 4, "ssm.state_size": 16}
+    shared |= {"ssm.inner_size": 64, "ssm.time_step_rank": 4, "attention.layer_norm_rms_epsilon": 1e-6}
+    shared |= {"block_count": len(layers), "context_length": 256, "embedding_length": 32, "feed_forward_length": 48}
+    for name, value in (shared | keys).items():
+        add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
+        add(f"{kind}.{name}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([f"t{token}" for token in range(V)])
+    writer.add_token_types([1] * V)
+    writer.add_token_merges(["t 1"])
+    writer.add_eos_token_id(0)
+    tensors = {"token_embd.weight": (V, 32), "output_norm.weight": (32,)}
+    tensors |= {f"blk.{index}.{name}": shape for index, layer in enumerate(layers) for name, shape in layer.items()}
+    for name, shape in tensors.items():
+        noise = draws.standard_normal(shape).astype(numpy.float32)
+        if name.endswith("norm.weight"):
+            noise = 1 + noise / 10
+        elif name.endswith("ssm_a"):
+            noise = -numpy.exp(noise / 2)
+        writer.add_tensor(name, noise * 0.3 if len(shape) > 1 and "ssm_a" not in name else noise)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+MLP = {"ffn_gate.weight": (48, 32), "ffn_down.weight": (32, 48), "ffn_up.weight": (48, 32), "attn_norm.weight": (32,)}
+ATTENTION = {"attn_k.weight": (16, 32), "attn_v.weight": (16, 32), "attn_output.weight": (32, 32)}
+
+
+def qwen35(path: Path) -> Path:
+    norms = {"post_attention_norm.weight": (32,)}
+    gates = {"ssm_dt.bias": (4,), "ssm_a": (4,), "ssm_beta.weight": (4, 32), "ssm_alpha.weight": (4, 32)}
+    inner = {"attn_qkv.weight": (128, 32), "attn_gate.weight": (64, 32), "ssm_conv1d.weight": (128, 4)}
+    delta = MLP | norms | gates | inner | {"ssm_norm.weight": (16,), "ssm_out.weight": (32, 64)}
+    heads = {"attn_q.weight": (64, 32), "attn_q_norm.weight": (8,), "attn_k_norm.weight": (8,)}
+    keys = {"rope.dimension_sections": [2, 1, 1, 0], "rope.dimension_count": 8, "ssm.group_count": 2}
+    return write_gguf(path, "qwen35", keys | {"full_attention_interval": 2}, [delta, MLP | norms | ATTENTION | heads])
+
+
+def falcon_h1(path: Path) -> Path:
+    state = {"ssm_in.weight": (164, 32), "ssm_conv1d.weight": (96, 4), "ssm_conv1d.bias": (96,), "ssm_dt.bias": (4,)}
+    state |= {"ssm_a": (4, 1), "ssm_d": (4, 1), "ssm_norm.weight": (1, 64), "ssm_out.weight": (32, 64)}
+    layer = MLP | ATTENTION | state | {"attn_q.weight": (32, 32), "ffn_norm": (32,)}
+    return write_gguf(path, "falcon-h1", {"ssm.group_count": 1}, [layer, layer])
+
+
+@needs_llama
+@pytest.mark.parametrize("write", [qwen35, falcon_h1])
+def test_gguf(write: Any, tmp_path: Path) -> None:
+    """After anything a fresh prefill; texts are those of plain decoding; what is not possible is refused."""
+    path = write(tmp_path / "m.gguf")
+    with (
+        GgufModel(path, context=64, batch=24, threads=1, max_leaves=4) as model,
+        GgufModel(path, context=64, threads=1) as fresh,
+    ):
+        taken = [0]
+        decode = model._context._run
+        model._context._run = lambda size, *rest: (taken.append(size), decode(size, *rest))  # type: ignore[assignment, func-returns-value]
+        for seed in range(8):
+            model.rollback([0])
+            mirror, draws = Mirror(model, lambda text: gguf_prefill(fresh, text), close), random.Random(seed)
+            for _ in range(30):
+                mirror.step(draws, 0)
+        del taken[:]
+        text = plain(model, PROMPT, 40).tokens
+        drafters = [LookupDrafter(3), ModelDrafter(fresh, Fixed(3), GREEDY, lambda: 0.0)]
+        for drafter in drafters:
+            found = decode_text(model, drafter, PROMPT, 40, Rules())
+            assert found.tokens == text and any(one.accepted for one in found.rounds)
+        del taken[:]
+        found = decode_text(model, LookupDrafter(3), PROMPT, 40, Rules())
+        rounds = [(one.drafted, one.accepted) for one in found.rounds]
+        sent = sum(taken) - len(PROMPT) - sum(drafted + 1 for drafted, _ in rounds)
+        assert any(accepted < drafted for drafted, accepted in rounds)
+        assert sent == 0 if write is qwen35 else sent > 0
+        assert model.max_leaves == 0
+        with pytest.raises(ValueError, match="trees need layers of keys and values"):
+            model.extend([1], parents=[-1])

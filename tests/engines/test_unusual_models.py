@@ -22,7 +22,7 @@ from distill.engines.loaded import encode_prompt
 from distill.engines.pairs import VocabularyMetadata, distill_rule
 from distill.engines.torch.hugging_face import encode, end_ids, load_model, load_tokenizer
 from distill.engines.torch.model import TorchModel
-from distill.errors import DataError, PairError, RecipeError
+from distill.errors import DataError, PairError
 from distill.files import remove_left, write_atomically
 from distill.gguf.tokenizer import read_tokenizer
 from distill.pipeline.preflight import check_stages
@@ -85,15 +85,19 @@ def convolutional() -> Any:
 
 
 @pytest.mark.parametrize("make", [recurrent, convolutional])
-def test_a_state_that_cannot_be_rolled_back_is_refused(make: Any, world: Path, tmp_path: Path) -> None:
-    model = make()
+def test_a_state_that_cannot_be_cut_is_refused(make: Any) -> None:
+    """By the class that cuts; test_recurrent.py has the one that returns to copies."""
     with pytest.raises(DataError, match="cannot be decoded here: it has"):
-        TorchModel(model)
-    model.save_pretrained(tmp_path / "target")
+        TorchModel(make())
+
+
+def test_a_kind_of_layer_without_a_cache_is_refused_before_weights_are_read(world: Path, tmp_path: Path) -> None:
+    config = transformers.Lfm2Config(vocab_size=61, num_hidden_layers=1, layer_types=["indexed_attention"])
+    config.save_pretrained(tmp_path / "target")
     recipe = load_recipe(
         world / "recipe.yaml", [f"target.model={tmp_path / 'target'}", f"cut.donor={world / 'target'}"]
     )
-    with pytest.raises(RecipeError, match="cannot be decoded here: it has"):
+    with pytest.raises(DataError, match="cannot be decoded here: it has layers of kind"):
         check_stages(recipe)
 
 

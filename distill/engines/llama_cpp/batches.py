@@ -92,10 +92,18 @@ def _measure(file: GgufFile, library: str, options: GgufOptions, sizes: list[int
     ids = np.resize(np.array(file.tokenize(TEXT) or [0]), count)
     context = GgufContext(file, count, count, 1, False, options.model_copy(update={"ubatch_size": count}))
     try:
-        single = np.concatenate([_rows(context, ids[place : place + 1], place) for place in range(count)])
+        rows, states = [], {}
+        for place in range(count):
+            if file.recurrent and place and count - place in sizes:
+                states[place] = context.state()
+            rows.append(_rows(context, ids[place : place + 1], place))
+        single = np.concatenate(rows)
         equal, kl = 1, {}
         for size in sizes:  # ascending: each removes what the one before it decoded
-            context.remove(0, count - size)
+            if count - size in states:
+                context.restore(states[count - size], count - size)
+            else:
+                context.remove(0, count - size)
             together = _rows(context, ids[count - size :], count - size)
             kl[size] = _mean_kl(single[count - size :], together)
             if equal == max([1, *(smaller for smaller in sizes if smaller < size)]):

@@ -25,6 +25,7 @@ from distill.recipe import GgufOptions
 from distill.sampler import Place, finite_argmax, place_of
 
 NO_SLOT = 1  # what llama_decode returns where the cache has no cells for the tokens
+UNDOABLE = 16  # tokens of a call that a recurrent model is asked to be able to take back
 FEW = 64  # most tokens of a step or verification; longer calls are prompts, where overhead does not matter
 
 
@@ -32,7 +33,8 @@ class GgufContext:
     """A cache of `capacity` tokens and `sequences` sequences over a file, of the types that `options` name.
 
     `cells` is the size of the cache in tokens, `batch_size` the most tokens of one call, `generation` counts the calls
-    that overwrite logits returned before. For `pad_single` see `GgufModel`. Raises DataError when there is no room.
+    that overwrite logits returned before. For `pad_single` see `GgufModel`. `undoable` is how many of a call's last
+    tokens llama.cpp can take back from a recurrent state. Raises DataError when there is no room.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class GgufContext:
         settings.n_batch = min(batch, capacity + spare)
         settings.n_seq_max = sequences
         fill_context(settings, options)
+        if file.recurrent:
+            settings.n_rs_seq = min(UNDOABLE, settings.n_ubatch - 1)
         ERRORS.clear()
         self._context: Any = llama.llama_init_from_model(file.model, settings)
         if not self._context:
@@ -65,6 +69,7 @@ class GgufContext:
         self._memory = llama.llama_get_memory(self._context)
         # ik_llama.cpp puts the tokens of a call into cells side by side, and kept branches leave holes.
         self._defragment = getattr(llama, "llama_kv_cache_defrag", None)
+        self.undoable = int(llama.llama_n_rs_seq(self._context)) if file.recurrent else 0  # in some architectures none
         self.batch_size = int(llama.llama_n_batch(self._context))
         if pad_single:  # no lone token may be left for a micro-batch of its own
             self.batch_size = min(self.batch_size, int(llama.llama_n_ubatch(self._context)))
@@ -184,6 +189,22 @@ class GgufContext:
         if not self.withdraw(sequence, begin):
             raise DataError(f"{self.path}: this model's cache cannot be rolled back", hint="use a transformer")
 
+    def state(self) -> NDArray[np.uint8]:
+        """A copy of the recurrent state of sequence 0."""
+        llama = self._library
+        flags = llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        copied = np.empty(llama.llama_state_seq_get_size_ext(self._context, 0, flags), dtype=np.uint8)
+        llama.llama_state_seq_get_data_ext(self._context, _bytes(copied), copied.size, 0, flags)
+        return copied
+
+    def restore(self, state: NDArray[np.uint8], length: int) -> None:
+        """Bring the state back, and with it the keys and values of the first `length` tokens."""
+        llama = self._library
+        flags = llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        if not llama.llama_state_seq_set_data_ext(self._context, _bytes(state), state.size, 0, flags):
+            raise DataError(f"{self.path}: llama.cpp does not take its own state back: {last_errors()}")
+        self.remove(0, length)
+
     def withdraw(self, sequence: int, begin: int) -> bool:
         """As `remove`, but False instead of an error, for use after a failure that is the one to report."""
         return bool(self._library.llama_memory_seq_rm(self._memory, sequence, begin, -1))
@@ -199,6 +220,10 @@ class GgufContext:
         if self._context:
             self._library.llama_free(self._context)
         self._context = None
+
+
+def _bytes(array: NDArray[np.uint8]) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
 class GgufLogits:

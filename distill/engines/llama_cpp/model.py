@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from distill.engines.llama_cpp.batches import checked_batches
 from distill.engines.llama_cpp.context import FEW, Branches, GgufContext, GgufLogits
-from distill.engines.model import Ints, check_call, check_chain, check_lengths
+from distill.engines.model import NO_TREES, Ints, Retold, check_call, check_chain, check_lengths
 from distill.errors import DataError
 from distill.gguf.library import ERRORS, GgufFile
 from distill.progress import note
@@ -35,6 +35,9 @@ class GgufModel:
     token, and a lone output, with other kernels than two or more. `pad_single` avoids both, so that logits do not
     depend, bit for bit, on how a text was divided into calls (for f32, f16, bf16, q8_0, q4_0 files on a CPU, flash
     attention off). After a tree that holds only up to rounding: a kept path may lie in the cache in another order.
+
+    A recurrent model takes no trees and is not padded. It returns to copies of its state (`Retold`); where llama.cpp
+    takes back the last tokens of a call by itself, which depends on the architecture, nothing is computed again.
 
     Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind,
     RecipeError for options that this build or this file does not allow.
@@ -61,11 +64,15 @@ class GgufModel:
         if not 0 <= max_leaves <= MOST_LEAVES or (max_leaves and max_leaves >= min(batch, context)):
             raise ValueError(f"max_leaves must lie in 0..{MOST_LEAVES} and below batch and context, got {max_leaves}")
         self.capacity = context
-        pad_single = pad_single and options.ubatch_size != 1  # then every token is computed alone
-        self.pad_single = pad_single
-        self.max_leaves = max_leaves
         self._length = 0
         self._file = GgufFile(self.path, options=options)
+        self._text = Retold() if self._file.recurrent else None
+        max_leaves = 0 if self._file.recurrent else max_leaves
+        # With ubatch_size 1 every token is computed alone.
+        pad_single = pad_single and options.ubatch_size != 1 and not self._file.recurrent
+        self.pad_single = pad_single
+        self.max_leaves = max_leaves
+        self._undoable = 0  # of the last tokens, by llama.cpp itself; −1 where it has just taken some back
         self.head_rows, self.vocabulary_size = self._file.head_rows, self._file.vocabulary_size
         try:
             options = options.model_copy(update={"threads": options.threads or threads})
@@ -82,7 +89,12 @@ class GgufModel:
     @property
     def lengths(self) -> list[int]:
         """Committed tokens of the one row."""
-        return [self._length]
+        return [self._length if self._text is None else len(self._text.tokens)]
+
+    @property
+    def resent(self) -> int:
+        """Committed tokens of a recurrent model that the next call computes again."""
+        return 0 if self._text is None else len(self._text.tokens) - self._length
 
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
@@ -94,12 +106,52 @@ class GgufModel:
         the cache has cells or a batch has tokens; DataError when llama.cpp fails.
         """
         self._file.require_open()
+        if self._text is not None:
+            return self._extend_text(self._text, list(tokens), counts, parents, want)
+        return self._extend(tokens, counts, parents, want)
+
+    def _extend(self, tokens: Ints, counts: Ints | None, parents: Ints | None, want: Ints | None) -> GgufLogits:
         if parents is None and counts is None and self._is_short_step(tokens, want):
             rows = self._decode_few(tokens, want is not None)
             return GgufLogits(self._context, rows, range(self._length - len(rows) + 1, self._length + 1))
         if parents is None:
             return self._extend_chain(tokens, counts, want)
         return self._extend_tree(tokens, counts, parents, want)
+
+    def _extend_text(
+        self, text: Retold, tokens: list[int], counts: Ints | None, parents: Ints | None, want: Ints | None
+    ) -> GgufLogits:
+        """`extend` of a recurrent model."""
+        if parents is not None:
+            raise ValueError(NO_TREES)
+        check_chain(tokens, counts, want, self.lengths, self.capacity, self.vocabulary_size)
+        if text.due(self._length, len(tokens)) and self._undoable >= 0:
+            text.copied(self._length, self._context.state())
+        again = text.tokens[self._length :]
+        if again:
+            want = [len(again) + index for index in (range(len(tokens)) if want is None else want)]
+        try:
+            logits = self._extend([*again, *tokens], None, None, want)
+        except BaseException:
+            self._undoable = 0
+            self._return(text, self._length)
+            raise
+        text.tokens += tokens
+        last = (len(again) + len(tokens) - 1) % self._context.batch_size  # a prompt is decoded in chunks
+        self._undoable = min(self._context.undoable, last)
+        return logits
+
+    def _return(self, text: Retold, length: int) -> None:
+        """Go back to `length` tokens, or to the latest copy before them."""
+        size, state = text.latest(length)
+        if 0 < self._length - length <= self._undoable and length and self._context.withdraw(0, length):
+            self._length, self._undoable = length, -1
+            return
+        self._length, self._undoable = size, 0
+        if state is None:
+            self._context.remove(0, 0)
+        else:
+            self._context.restore(state, size)
 
     def _is_short_step(self, tokens: Ints, want: Ints | None) -> bool:
         """Whether a chain is a valid step or verification, which can skip the bookkeeping of prompts and trees."""
@@ -180,7 +232,12 @@ class GgufModel:
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget a pending tree and the tokens beyond `lengths` (one number); ValueError outside 0..the committed."""
         self._file.require_open()
-        (length,) = check_lengths(lengths, [self._length])
+        (length,) = check_lengths(lengths, self.lengths)
+        if self._text is not None:
+            del self._text.tokens[length:]
+            if length < self._length or length == 0:
+                self._return(self._text, length)
+            return
         if len(self._branches):
             self._branches.drop(self._length)
         # A signal may have come between llama.cpp's step and our count of it: a new text begins in an empty cache.
