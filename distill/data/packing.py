@@ -185,6 +185,7 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
 # model can read it as a mask by mistake.
 # Legend: n blocks, S positions per block, H hidden, h heads, d their size, W positions of a window.
 
+RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # layers with another state than keys and values
 LONG = 2048  # positions of a block from which on documents attend one by one on an accelerator
 
 
@@ -231,8 +232,33 @@ def _kinds(config: Any) -> set[str]:
 
 def hidden_states(model: Any, blocks: Packed) -> Tensor:
     """The hidden states [n, S, H] after the final norm, on the device of the model's last layer."""
-    states: Tensor = model.base_model(**packed_inputs(model, blocks)).last_hidden_state
-    return states
+    return _over(model, blocks, model.base_model, "last_hidden_state")
+
+
+def packed_logits(model: Any, blocks: Packed) -> Tensor:
+    """The model's own logits [n, S, V]."""
+    return _over(model, blocks, model, "logits")
+
+
+def _over(model: Any, blocks: Packed, module: Any, name: str) -> Tensor:
+    """The output `name` of `module`, the model or its trunk, over blocks.
+
+    A recurrent state runs on from one document into the next: models with such layers read each document alone.
+    """
+    output: Tensor
+    if not RECURRENT & set(getattr(model.config.get_text_config(), "layer_types", None) or []):
+        output = getattr(module(**packed_inputs(model, blocks)), name)
+        return output
+    device, lines = model.get_input_embeddings().weight.device, []
+    for line in range(len(blocks)):
+        lengths = blocks.documents[line].unique_consecutive(return_counts=True)[1].tolist()
+        parts = zip(blocks.ids[line].long().split(lengths), blocks.positions[line].long().split(lengths), strict=True)
+        read = [
+            module(input_ids=ids[None].to(device), position_ids=positions[None].to(device), use_cache=False)
+            for ids, positions in parts
+        ]
+        lines.append(torch.cat([getattr(one, name)[0] for one in read]))
+    return torch.stack(lines)
 
 
 def document_masks(model: Any, documents: Tensor) -> Any:

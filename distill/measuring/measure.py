@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.data.packing import Packed, hidden_states, packed_inputs, scored_documents
+from distill.data.packing import Packed, hidden_states, packed_logits, scored_documents
 from distill.decoding.calibration import Recorded, Recorder
 from distill.decoding.decode import Round, decode_text, room_for
 from distill.decoding.drafters import ModelDrafter
@@ -111,7 +111,7 @@ class RowLogits:
         if self._by_rows is None:
             self._by_rows = self._own(blocks)
         if not self._by_rows:
-            logits = self.model(**packed_inputs(self.model, blocks)).logits
+            logits = packed_logits(self.model, blocks)
             return lambda block, rows: logits[block][rows.to(logits.device)]
         states = hidden_states(self.model, blocks)
         return lambda block, rows: self._head(states[block][rows.to(states.device)])
@@ -124,7 +124,7 @@ class RowLogits:
         size = min(TRIED, blocks.ids.shape[1])
         parts = {name: getattr(blocks, name)[:1, :size] for name in ("ids", "documents", "positions", "mask")}
         few = replace(blocks.take(slice(0, 1)), **parts)
-        own = self.model(**packed_inputs(self.model, few)).logits.float()
+        own = packed_logits(self.model, few).float()
         found = self._head(hidden_states(self.model, few))
         if found.shape != own.shape:
             return False

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.packing import Packed, hidden_states, packed_inputs
+from distill.data.packing import Packed, hidden_states, packed_logits
 from distill.engines.torch.cpu_products import filled
 from distill.engines.torch.model import model_name
 from distill.errors import DataError
@@ -200,7 +200,7 @@ Teacher = CompactTeacher | DenseTeacher  # the distributions of N scored positio
 def require_head(model: Any, head: Head, blocks: Packed) -> None:
     """Raise DataError unless `head` and the first block's hidden states give the model's own logits."""
     first = blocks.take(slice(0, 1))
-    expected = model(**packed_inputs(model, first)).logits[..., : len(head.weight)].float()
+    expected = packed_logits(model, first)[..., : len(head.weight)].float()
     require_finite([float(expected.amax())], lambda row: model_name(model))
     found = head.logits(hidden_states(model, first)[0].to(head.weight.device)).to(expected.device)
     error = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-12))

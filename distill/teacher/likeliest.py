@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from distill.data.packing import Packed, packed_inputs, scored_documents
+from distill.data.packing import Packed, packed_logits, scored_documents
 from distill.data.texts import decoded
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.torch.hugging_face import encode, load_config, load_tokenizer, real_tokens
@@ -87,7 +87,7 @@ class ModelReader:
     @torch.inference_mode()
     def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
         """See `Reader`."""
-        logits = self.model(**packed_inputs(self.model, blocks)).logits.flatten(0, 1)  # [n·S, V]
+        logits = packed_logits(self.model, blocks).flatten(0, 1)  # [n·S, V]
         scored = blocks.mask.flatten().nonzero().squeeze(-1).to(logits.device)
         return entries_of((logits[rows] for rows in scored.split(ROWS)), k, self.vocabulary, temperatures)
 

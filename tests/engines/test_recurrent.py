@@ -18,6 +18,7 @@ from test_export import needs_llama
 from test_tree_cache import Mirror, close, gguf_prefill, prefill
 from toys import CLASSES, blurred, toy
 
+from distill.data.packing import hidden_states, pack, packed_logits
 from distill.decoding.costs import StepCosts
 from distill.decoding.decode import MOST_RESENT, decode_text, plain
 from distill.decoding.drafters import FallbackDrafter, LookupDrafter, LookupPrice, ModelDrafter
@@ -127,7 +128,7 @@ def test_greedy_texts_are_those_of_plain_decoding_and_of_transformers(kind: str)
 def test_sampled_texts_follow_the_target_exactly() -> None:
     """Texts of four tokens, by enumeration of every draw; some rounds begin with tokens that are computed again."""
     vocabulary, prompt, sampler, again = 3, [0, 1], Sampler(0.8), 0
-    models = [family("qwen3_next", vocabulary, max_position_embeddings=16, initializer_range=0.1)]
+    models = [family("qwen3_5_text", vocabulary, max_position_embeddings=16, initializer_range=0.1)]
     models.append(blurred(models[0], 3, 0.7))
     target, draft = (growing_decoder(model.double()) for model in models)
     extend = target.extend
@@ -209,6 +210,23 @@ def test_prices_count_what_is_computed_again() -> None:
     steep = tuple(1 + m / 4 for m in range(9))
     some = [LookupPrice(StepCosts(steep, 0.0, 0.0, resent=again)).best(2, 8) for again in (None, lambda: 0, lambda: 9)]
     assert some[0] > some[1] > some[2] == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1"])
+def test_packed_documents_are_read_alone(kind: str) -> None:
+    """Logits and hidden states of a block are those of each of its documents, gradients included."""
+    model = family(kind)
+    texts = [[1 + 7 * place % 59 for place in range(size)] for size in (9, 4, 11)]
+    blocks = pack([(text, 0) for text in texts], 16, split_long=False)
+    logits, states = packed_logits(model, blocks), hidden_states(model, blocks)
+    assert len(blocks) == 2 and logits.requires_grad
+    found = {(line, number) for line in range(2) for number in blocks.documents[line].tolist() if number >= 0}
+    assert len(found) == 3
+    for line, number in found:
+        places = blocks.documents[line] == number
+        text = blocks.ids[line][places].long()
+        close(logits[line][places], model(text[None], use_cache=False).logits[0])
+        close(model.get_output_embeddings()(states[line][places]), logits[line][places])
 
 
 def test_what_a_recurrent_state_does_not_allow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
