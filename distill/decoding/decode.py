@@ -21,7 +21,7 @@ from distill.decoding.rules import Rules, require_lossless
 from distill.decoding.verify import CHAINS, TREES, draw_chain, draw_token, verify_greedy, walk, walk_greedy
 from distill.engines.model import Logits, Model, resent
 
-MOST_RESENT = 8  # tokens that the target computes again with a round: where there are more, a plain step takes them
+MOST_RESENT = 4  # tokens that the target computes again with a round: where there are more, a plain step takes them
 
 
 class Round(NamedTuple):
