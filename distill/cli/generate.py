@@ -93,6 +93,7 @@ def generate(
         bool | None, typer.Option(help=f"{shared.COMPILE_HELP} Off if left out, or as the run's recipe says.")
     ] = None,
     draft_device: Annotated[str | None, typer.Option(help=shared.DRAFT_DEVICE_HELP)] = None,
+    draft_weights: Annotated[str | None, typer.Option(help=shared.DRAFT_WEIGHTS_HELP)] = None,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     gguf: Gguf | None = None,
@@ -114,7 +115,7 @@ def generate(
         context,
         (target or draft, "runs", shared.NO_RUN),
         (not asked_draft and configuration.drafts, "draft", f"is not asked by drafter {configuration.drafter}"),
-        (not asked_draft, "draft_device", "is for a draft, and none is asked"),
+        (not asked_draft, "draft_device draft_weights", "is for a draft, and none is asked"),
         (not configuration.counts_ngrams, "table", "is for --drafter table"),
     )
     constraint = _grammar(regex, json_schema, grammar)
@@ -137,7 +138,8 @@ def generate(
     if configuration.counts_ngrams:
         table = shared.place_of_table(table, found)
     require_used(gguf, place.model, model if configuration.asks_the_draft else None)
-    pytorch = shared.pytorch_settings(settings, place.model, static=static, compile=compile, draft_device=draft_device)
+    own = {"static": static, "compile": compile, "draft_device": draft_device, "draft_weights": draft_weights}
+    pytorch = shared.pytorch_settings(settings, place.model, **own)
     shared.prepare(threads)
     from distill.data.prompts import user_message
     from distill.measuring.stream import Request, stream

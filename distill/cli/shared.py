@@ -41,6 +41,7 @@ ThreadsOption = Annotated[
 STATIC_HELP = "PyTorch: caches of fixed size, and rounds that stay on the device (docs/decoding.md)."
 COMPILE_HELP = "With --static: compile the step of each number of tokens, 10 to 30 s each."
 DRAFT_DEVICE_HELP = "PyTorch: the draft's device; the target's if left out."
+DRAFT_WEIGHTS_HELP = "PyTorch on a CPU: round the draft's weights to int8 or int4; as they are if left out."
 PREPACK_HELP = "PyTorch on a CPU: repack linear layers for steps of few tokens; takes their memory again."
 DTYPE_HELP = "Type of folders: float32, bfloat16, float16, or auto: bfloat16 where the device has instructions for it."
 DEFAULT_RUNS = Path("runs")

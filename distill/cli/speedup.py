@@ -20,7 +20,15 @@ from distill.recipe.load import read_yaml
 from distill.run import Run
 
 PAIR = "Any pair, without a run"
-OF_FOLDERS = ["batch", "dtype", "static", "compile", "draft_device", "prepack"]  # options that PyTorch alone takes
+OF_FOLDERS = [
+    "batch",
+    "dtype",
+    "static",
+    "compile",
+    "draft_device",
+    "draft_weights",
+    "prepack",
+]  # options that PyTorch alone takes
 # Options of pairs without a run, in a group of their own in the help; and those that take a finite number.
 pair_option = partial(typer.Option, rich_help_panel=PAIR)
 pair_number = partial(shared.number_option, rich_help_panel=PAIR)
@@ -77,6 +85,7 @@ def speedup(
     static: Annotated[bool | None, pair_option(help=shared.STATIC_HELP)] = None,
     compile: Annotated[bool | None, pair_option(help=shared.COMPILE_HELP)] = None,
     draft_device: Annotated[str | None, pair_option(help=shared.DRAFT_DEVICE_HELP)] = None,
+    draft_weights: Annotated[str | None, pair_option(help=shared.DRAFT_WEIGHTS_HELP)] = None,
     prepack: Annotated[bool | None, pair_option(help=shared.PREPACK_HELP)] = None,
     seed: Annotated[int, pair_number(min=0, help="Seed of all draws.")] = 0,
     table: Annotated[
@@ -136,7 +145,7 @@ def speedup(
     shared.refuse_idle(
         context,
         (big.endswith(".gguf"), "dtype", shared.TYPES_OF_ITS_OWN),
-        (small is None, "draft_device", "is for a draft, and none is loaded"),
+        (small is None, "draft_device draft_weights", "is for a draft, and none is loaded"),
         (not any(one.counts_ngrams for one in every), "table", "is for configurations of drafter table"),
     )
     batches = _batch_sizes(batch, big)
@@ -148,7 +157,8 @@ def speedup(
     from distill.measuring.speedup import measure_any_pair
     from distill.measuring.speedup_tables import speedup_blocks
 
-    given = {"static": static, "compile": compile, "draft_device": draft_device, "prepack": prepack}
+    given = {"static": static, "compile": compile, "draft_device": draft_device}
+    given |= {"draft_weights": draft_weights, "prepack": prepack}
     engine = PyTorch() if own is None or big.endswith(".gguf") else own.pytorch
     settings = PairSettings(
         target=shared.target_settings(big, dtype),

@@ -417,7 +417,7 @@ def read_with(target: Target, draft: str, device: str, rows: int, pytorch: PyTor
     `pytorch` says how it decodes.
     """
     both, own = (Vocabulary.read(text_folder(reference)) for reference in (target.model, draft))
-    model = torch_decoder(load_model(draft, target.dtype, pick_device(device)), own.size, pytorch)
+    model = torch_decoder(load_model(draft, target.dtype, pick_device(device)), own.size, pytorch, is_draft=True)
     return DraftReader(model, both, own, rows)
 
 

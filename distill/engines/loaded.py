@@ -13,7 +13,7 @@ from typing import Any, Literal
 from distill.engines.llama_cpp.model import GgufModel, ends_of
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata
-from distill.engines.torch.cpu_products import prepacked
+from distill.engines.torch.cpu_products import prepacked, rounded
 from distill.engines.torch.hugging_face import (
     encode_text,
     end_ids,
@@ -119,7 +119,8 @@ def load_pair(
     if is_gguf(target.model):
         if pytorch != GROWING:
             raise RecipeError(
-                f"{target.model} runs in llama.cpp; static, compile, draft_device and prepack are settings of PyTorch"
+                f"{target.model} runs in llama.cpp; static, compile, draft_device, draft_weights and "
+                "prepack are settings of PyTorch"
             )
         return _load_files(target.model, draft, tokens, nodes, threads, gguf or Gguf())
     place = pick_device(device)
@@ -130,12 +131,18 @@ def load_pair(
 
 
 def torch_decoder(
-    model: Any, vocabulary: int | None = None, pytorch: PyTorch = GROWING, tokens: int | None = None
+    model: Any,
+    vocabulary: int | None = None,
+    pytorch: PyTorch = GROWING,
+    tokens: int | None = None,
+    is_draft: bool = False,
 ) -> Model:
     """A model of transformers ready to decode as `pytorch` says; DataError where it cannot.
 
     Ids from `vocabulary` on are padding. `tokens` are those that a text is expected to hold.
     """
+    if is_draft and pytorch.draft_weights is not None:
+        return TorchModel(rounded(model, pytorch.draft_weights, model_name(model)), vocabulary)
     if not pytorch.static:
         return growing_decoder(model, vocabulary, pytorch.prepack)
     from distill.engines.torch.static import StaticTorchModel
@@ -169,7 +176,7 @@ def pair_of_models(
     """The pair of two models of transformers that are loaded already; `reference` names the vocabulary's folder."""
     vocabulary = real_tokens(target.config, tokenizer)
     big = torch_decoder(target, vocabulary, pytorch, tokens)
-    small = big if draft is None else torch_decoder(draft, vocabulary, pytorch, tokens)
+    small = big if draft is None else torch_decoder(draft, vocabulary, pytorch, tokens, is_draft=True)
     ends = end_ids(reference, tokenizer)
     return LoadedPair(
         "pytorch", reference, big, small, ends, tokenizer, (target, target if draft is None else draft), pytorch

@@ -126,8 +126,12 @@ def check_device(recipe: Recipe) -> list[str]:
     """The device exists, holds the target as configured, and suits the processes of this command; a warning for each
     type that this processor has no instructions for."""
     device = pick_device(recipe.device)
-    if recipe.pytorch.draft_device is not None:
-        pick_device(recipe.pytorch.draft_device)
+    drafts = device if recipe.pytorch.draft_device is None else pick_device(recipe.pytorch.draft_device)
+    if recipe.pytorch.draft_weights is not None and drafts.type != "cpu":
+        raise RecipeError(
+            f"pytorch.draft_weights {recipe.pytorch.draft_weights} is for a draft on a CPU, this one is on {drafts}",
+            "leave draft_weights out, or set pytorch.draft_device: cpu",
+        )
     check_placement(recipe.target.quantise, device, recipe.target.shard)
     require_processes(recipe, device)
     if recipe.train.adapter is not None and recipe.train.adapter.base is not None:

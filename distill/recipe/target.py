@@ -304,6 +304,11 @@ class PyTorch(Section):
         "graphs on CUDA",
     )
     draft_device: str | None = Field(None, description="the draft's device; null: the target's")
+    draft_weights: Literal["int8", "int4"] | None = Field(
+        None,
+        description="CPU: round the weights of the draft's linear layers to 8 bits with a scale for each row, or to 4 "
+        "with one for each 32 numbers; a step takes less time, the target's text is the same. null: as they are",
+    )
     prepack: bool = Field(
         True,
         description="CPU: store the weights of linear layers a second time, in the layout of oneDNN's kernels for few "
@@ -314,6 +319,8 @@ class PyTorch(Section):
     def _compiled_steps_are_static(self) -> PyTorch:
         if self.compile and not self.static:
             raise ValueError("compile: a cache that grows gives each step another shape; set static, too")
+        if self.draft_weights is not None and self.static:
+            raise ValueError(f"draft_weights {self.draft_weights} is for caches that grow; leave static off")
         return self
 
     @property
@@ -323,6 +330,7 @@ class PyTorch(Section):
             ("static cache", self.static),
             ("compiled", self.compile),
             (f"draft on {self.draft_device}", self.draft_device is not None),
+            (f"draft in {self.draft_weights}", self.draft_weights is not None),
             ("not prepacked", not self.prepack),
         ]
         return "".join(f", {name}" for name, holds in names if holds)

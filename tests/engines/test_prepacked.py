@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from toys import toy
+from toys import speculative, toy
 
+from distill.decoding.batch import continue_prompts
+from distill.decoding.decode import plain
 from distill.engines.loaded import torch_decoder
 from distill.engines.torch import cpu_products as module
-from distill.engines.torch.cpu_products import PrepackedLinear, prepacked, works
+from distill.engines.torch.cpu_products import GROUP, Bits, Layer, PrepackedLinear, RoundedLinear, prepacked, works
 from distill.engines.torch.hugging_face import KeptHead
 from distill.engines.torch.model import BatchedTorchModel, TorchModel
 from distill.engines.torch.static import StaticTorchModel
+from distill.errors import DataError, RecipeError
 from distill.recipe import PyTorch
+from distill.recipe.target import parse_section
+from distill.sampler import Sampler
 
 # Skipped only where torch itself says that it cannot: a `works` that is wrong must fail here, not hide these tests.
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
@@ -48,17 +53,34 @@ def test_products_equal_those_of_double_precision(dtype: torch.dtype, count: int
     assert ((found.double() - exact).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3"])
-def test_decoding_steps_give_the_logits_of_the_model(kind: str) -> None:
-    model = toy(kind)
+CASES: list[tuple[str, dict[str, Any], bool]] = [
+    *((kind, {}, True) for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma3")),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}, True),
+    ("mistral", {"sliding_window": 6}, True),  # longer texts than the window
+    ("gemma3", {"final_logit_softcapping": 5.0}, False),
+    ("llama", {"hidden_act": "relu"}, False),
+    ("llama", {"attn_implementation": "eager"}, False),
+    ("gemma2", {}, False),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "few"), CASES)
+def test_decoding_steps_give_the_logits_of_the_model(kind: str, changes: dict[str, Any], few: bool) -> None:
+    model = toy(kind, **changes)
     before = copy.deepcopy(model.state_dict())
-    plain, fast = TorchModel(model), torch_decoder(model)
+    own, fast = TorchModel(model), torch_decoder(model)
     assert isinstance(fast, TorchModel) and fast.model is not model and not linear_layers(fast.model)
-    for tokens in ([3, 1, 4, 1, 5], [9], [2, 6], [5, 3, 5, 8, 9, 7, 9, 3]):
-        expected, found = plain.extend(tokens).full(), fast.extend(tokens).full()
+    assert isinstance(fast.model.model.layers[0], Layer) is few
+    for tokens in ([3, 1, 4, 1, 5], [9], [2, 6], [5, 3, 5, 8, 9, 7, 9, 3], [8], [4] * 12, [7, 7]):
+        expected, found = own.extend(tokens).full(), fast.extend(tokens).full()
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-        length = plain.lengths[0] - 1
-        plain.rollback([length])
+        if own.max_leaves and fast.max_leaves:
+            tree = [one.extend([1, 2, 3], parents=[-1, -1, 0], want=[0, 2]).full() for one in (own, fast)]
+            torch.testing.assert_close(tree[1], tree[0], atol=1e-4, rtol=1e-4)
+            for one in (own, fast):
+                one.keep([[1]])
+        length = own.lengths[0] - 1
+        own.rollback([length])
         fast.rollback([length])
     assert linear_layers(model)  # the model itself is what it was
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -70,9 +92,9 @@ def test_static_caches_decode_with_them_unless_compiled() -> None:
     model = toy("llama")
     fast = torch_decoder(model, pytorch=PyTorch(static=True), tokens=40)
     assert isinstance(fast, StaticTorchModel) and not linear_layers(fast.model)
-    plain = TorchModel(model)
+    own = TorchModel(model)
     for tokens in ([3, 1, 4, 1, 5], [9], [2, 6]):
-        torch.testing.assert_close(fast.extend(tokens).full(), plain.extend(tokens).full(), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(fast.extend(tokens).full(), own.extend(tokens).full(), atol=1e-4, rtol=1e-4)
     for settings in (PyTorch(static=True, compile=True), PyTorch(static=True, prepack=False)):
         left = torch_decoder(model, pytorch=settings, tokens=40)
         assert isinstance(left, StaticTorchModel) and left.model is model
@@ -87,6 +109,77 @@ def test_trimmed_heads_and_rows_of_batches() -> None:
     found = [BatchedTorchModel(one, 2).extend(tokens, counts).full() for one in (model, fast)]
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
     assert torch.isinf(found[1]).sum() == found[1].shape[0] * (found[1].shape[1] - 4)
+
+
+def test_padded_rows_and_static_caches_of_windows() -> None:
+    for kind in ("llama", "gemma3"):
+        model = toy(kind)
+        prompts, ends = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3]], [60]
+        texts = [
+            continue_prompts(one, prompts, Sampler(0.0), 24, [0, 1, 2], ends) for one in (model, prepacked(model)[0])
+        ]
+        assert texts[0] == texts[1] and max(map(len, texts[0])) == 24
+        own, fast = TorchModel(model), torch_decoder(model, pytorch=PyTorch(static=True), tokens=80)
+        for tokens in ([3, 1, 4, 1, 5] * 5, [9], [2, 6]):
+            torch.testing.assert_close(fast.extend(tokens).full(), own.extend(tokens).full(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_rounded_products_are_those_of_the_rounded_weight(bits: Bits, dtype: torch.dtype) -> None:
+    numbers = torch.Generator().manual_seed(3)
+    weight, bias = torch.randn(50, 64, generator=numbers).to(dtype), torch.randn(50, generator=numbers).to(dtype)
+    x = torch.randn(2, 3, 64, generator=numbers).to(dtype)
+    product = RoundedLinear(bits, weight, bias)
+    zero = PrepackedLinear(weight, None)(x)  # what the product is combined with
+    rows = weight.double()
+    if bits == "int8":  # half a level of each row's largest
+        allowed = rows.abs().amax(1, keepdim=True).expand_as(rows) / 127 / 2
+    else:  # half of 15 levels between the least and the most of each 32
+        groups = rows.unflatten(1, (-1, GROUP))
+        allowed = ((groups.amax(-1) - groups.amin(-1)) / 15 / 2).repeat_interleave(GROUP, 1)
+    allowed = allowed + 4 * torch.finfo(dtype).eps * rows.abs().amax()  # scales and zeros are of the weight's type
+    exact = torch.nn.functional.linear(x.double(), rows, bias.double())
+    error = (product(x).double() - exact).abs()
+    bound = torch.nn.functional.linear(x.double().abs(), allowed) + 4 * torch.finfo(dtype).eps * (1 + exact.abs())
+    assert product(x).shape == exact.shape and (error <= bound).all()
+    assert error.max() > 1e-3  # it is rounded
+    torch.testing.assert_close(product(x, zero), product(x) + zero)
+    torch.testing.assert_close(product(x, zero, "mul"), product(x) * zero)
+    torch.testing.assert_close(
+        RoundedLinear(bits, weight, bias, "silu")(x), torch.nn.functional.silu(product(x)), rtol=1e-2, atol=1e-2
+    )
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_a_rounded_draft_leaves_the_text_as_it_is(bits: Bits) -> None:
+    for kind in ("llama", "gemma2"):  # in few operators, and in transformers' own
+        model = toy(kind, intermediate_size=64)
+        settings = PyTorch(draft_weights=bits)
+        target, draft = torch_decoder(model), torch_decoder(model, None, settings, is_draft=True)
+        assert isinstance(draft, TorchModel) and not linear_layers(draft.model)
+        logits = draft.extend([3, 1, 4, 1, 5]).full()
+        exact = target.extend([3, 1, 4, 1, 5]).full()
+        shared = torch.minimum(logits.softmax(-1), exact.softmax(-1)).sum(-1)
+        assert shared.min() > 0.6 and not torch.allclose(logits, exact, atol=1e-3)
+        assert speculative(target, draft, [3, 1, 4], 24, 3).tokens == plain(target, [3, 1, 4], 24).tokens
+
+
+def test_refusals_of_rounded_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = PyTorch(draft_weights="int8")
+    for model, reason in (
+        (toy("llama"), "rows of a multiple of 32 numbers, and some of its have 48"),
+        (toy("llama", intermediate_size=64).double(), "does not multiply float64 by int8"),
+        (toy("llama").to("meta"), "not all of one type and on a CPU"),
+    ):
+        with pytest.raises(DataError, match=reason):
+            torch_decoder(model, None, settings, is_draft=True)
+    assert isinstance(torch_decoder(toy("llama"), None, settings), TorchModel)  # the target is not rounded
+    monkeypatch.setattr(torch, "_weight_int8pack_mm", _refuses)
+    with pytest.raises(DataError, match="does not multiply float32 by int8"):
+        torch_decoder(toy("llama", intermediate_size=64), None, settings, is_draft=True)
+    with pytest.raises(RecipeError, match="draft_weights int4 is for caches that grow"):
+        parse_section(PyTorch, {"draft_weights": "int4", "static": True})
 
 
 def test_weights_that_change_later_do_not_reach_the_copy() -> None:

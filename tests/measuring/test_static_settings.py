@@ -82,4 +82,5 @@ def test_check_refuses_a_target_that_cannot(world: Path, tmp_path: Path, capsys:
 
 def test_tables_say_how_a_pair_decodes() -> None:
     assert PyTorch().suffix == "" and STATIC.suffix == ", static cache"
+    assert PyTorch(draft_weights="int4").suffix == ", draft in int4"
     assert PyTorch(static=True, compile=True, draft_device="cpu").suffix == ", static cache, compiled, draft on cpu"
