@@ -277,7 +277,7 @@ class PaidCosts:
         while len(verified) + 1 in self.verify:
             verified.append(self.verify[len(verified) + 1])
         two = steps.later + max(steps.first_two - steps.first, 0.0)
-        again = partial(resent, alone) if alone is not None and hasattr(alone, "resent") else None
+        again = partial(resent, alone) if alone is not None and getattr(alone, "resends", False) else None
         return StepCosts((self.token, *rising(verified)), steps.later, two, max(steps.first - steps.later, 0.0), again)
 
     def round_seconds(self, length: int, whole: float) -> float:

@@ -19,7 +19,7 @@ from test_tree_cache import Mirror, close, gguf_prefill, prefill, within
 from toys import CLASSES, blurred, toy
 
 from distill.data.packing import hidden_states, pack, packed_logits
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import NO_STEPS, PaidCosts, StepCosts
 from distill.decoding.decode import MOST_RESENT, decode_text, plain
 from distill.decoding.drafters import FallbackDrafter, LookupDrafter, LookupPrice, ModelDrafter
 from distill.decoding.lengths import Fixed, Proposal
@@ -350,6 +350,8 @@ def test_gguf(write: Any, tmp_path: Path) -> None:
         sent = sum(taken) - len(PROMPT) - sum(drafted + 1 for drafted, _ in rounds)
         assert any(accepted < drafted for drafted, accepted in rounds)
         assert sent == 0 if write is qwen35 else sent > 0
+        paid = PaidCosts(1.0, {1: 1.5}, NO_STEPS, NO_STEPS, 0.0, 0.0)
+        assert (paid.step_costs(model).resent is None) == (write is qwen35)
         assert model.max_leaves == 0
         with pytest.raises(ValueError, match="trees need layers of keys and values"):
             model.extend([1], parents=[-1])

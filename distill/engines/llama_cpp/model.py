@@ -84,6 +84,8 @@ class GgufModel:
         except BaseException:
             self._file.close()
             raise
+        # Whether rejected tokens leave others that are computed again.
+        self.resends = self._text is not None and not self._context.undoable
         self._branches = Branches(self._context, max_leaves)
 
     @property

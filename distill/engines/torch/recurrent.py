@@ -28,6 +28,8 @@ class RecurrentTorchModel(TorchModel):
     DataError for layers of other kinds, and for a model whose logits from its cache are not those of the whole text.
     """
 
+    resends = True
+
     def __init__(self, model: Any, vocabulary: int | None = None) -> None:
         super().__init__(model, vocabulary)
         self._new_cache = partial(growing_cache, model.config, model_name(model))
