@@ -91,6 +91,8 @@ OPTIONS: dict[str, Setter] = {
     "--load-mode": _set("load_mode", _one_of("llama_load_mode", "LLAMA_LOAD_MODE_")),
     "--chat-template": _set("chat_template", str),
     "--spec-type": _types,
+    "--lookup-cache-static": _set("speculative.ngram_cache.lookup_cache_static", str),
+    "--lookup-cache-dynamic": _set("speculative.ngram_cache.lookup_cache_dynamic", str),
     "--spec-draft-sampling": _sampling,
     "--spec-draft-n-max": _set("speculative.draft.n_max", int),
     "--spec-draft-n-min": _set("speculative.draft.n_min", int),

@@ -18,7 +18,7 @@ from distill.cli.check import check, recipes
 from distill.cli.doctor import doctor
 from distill.cli.evaluate import evaluate
 from distill.cli.generate import generate
-from distill.cli.gguf import export_gguf, import_gguf
+from distill.cli.gguf import export_gguf, export_lookup, import_gguf
 from distill.cli.plan import plan, profile
 from distill.cli.record import record
 from distill.cli.runs import list_runs, report
@@ -51,6 +51,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "speedup": speedup,
     "profile": profile,
     "export-gguf": export_gguf,
+    "export-lookup": export_lookup,
     "import-gguf": import_gguf,
     "transplant": transplant,
     "cut": cut,

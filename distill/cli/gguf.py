@@ -1,4 +1,4 @@
-"""`distill export-gguf` and `distill import-gguf`: a model folder as GGUF files, and back."""
+"""`distill export-gguf`, `export-lookup` and `import-gguf`: files for servers, and a GGUF file as a folder."""
 
 from __future__ import annotations
 
@@ -186,6 +186,39 @@ def _override(value: str) -> tuple[str, str]:
     if not equals or not pattern or not kind:
         raise RecipeError(f"--tensor-type {value!r} is not PATTERN=TYPE", "write for example token_embd=q4_0")
     return pattern, kind
+
+
+# ── `distill export-lookup` ──
+
+
+def export_lookup(
+    name: shared.RunArgument = None,
+    server: Annotated[
+        Literal["llama.cpp", "ik_llama", "sglang", "vllm"], typer.Option("--for", help="The server that will read it.")
+    ] = "llama.cpp",
+    to: Annotated[Path | None, typer.Option(help="The file (by default in the run's folder lookup).")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+) -> None:
+    """Write the n-grams of a run's train answers as servers draft from them, without a draft model (docs/serving.md)."""
+    shared.require_place(to)
+    recipe, run = shared.find_run(name, runs)
+    from distill.engines.server_commands import drafting_from_texts
+    from distill.export.lookup import FORMS
+    from distill.export.lookup import export_lookup as export
+
+    path = to or run.path("lookup", FORMS[server][0])
+    if path.exists() and not overwrite:
+        raise DataError(f"{path} exists already", "--overwrite replaces it; --to FILE writes elsewhere")
+    announce(path)
+    written = export(recipe, run, server, path)
+    print(
+        f"{path}  {path.stat().st_size / 1e6:.2f} MB  {written.content}, of {written.texts} answers, "
+        f"{written.tokens} tokens"
+    )
+    ending = ".gguf" if server in ("llama.cpp", "ik_llama") else ""
+    target = recipe.target.model if recipe.target.model.endswith(".gguf") == bool(ending) else f"TARGET{ending}"
+    print(drafting_from_texts(server, target, str(path), written.texts, written.tokens))
 
 
 # ── `distill import-gguf` ──

@@ -34,6 +34,9 @@ OF_DRAFT = {
 TAKEN = ("flash_attn", "ubatch_size", "tensor_split")  # by a draft from its target
 SPEC_TYPE, N_MAX, P_MIN = "--spec-type", "--spec-draft-n-max", "--spec-draft-p-min"
 DRAWN_AMONG = 10  # likeliest tokens of the draft, of probabilistic drafts (common/speculative.cpp, spec_retune)
+IK_DEPTH, IK_INSERTED = 64, 2**28  # of ik_llama.cpp's suffix tree; the most tokens × depth of a corpus that it reads
+SGLANG_NODES, SGLANG_TOKENS = 8, 10_000_000  # of its 12 drafted tokens, those from the file; its own limit of a file
+VLLM_REQUESTS = 10_000  # whose texts its suffix cache keeps by default
 SAMPLING = "--spec-draft-sampling"  # greedy, its default, or probabilistic; older builds do not have it
 
 
@@ -98,6 +101,40 @@ def vllm(target: str, draft: str, length: int, probabilistic: bool = False, same
     return (
         f"vllm serve {shlex.quote(target)} \\\n"
         f"  --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}"
+    )
+
+
+def suffix_depth(tokens: int) -> int:
+    """The deepest suffix tree, up to ik_llama.cpp's own, for which it reads a corpus of so many tokens."""
+    return min(IK_DEPTH, IK_INSERTED // max(tokens, 1))
+
+
+def drafting_from_texts(server: str, target: str, file: str, texts: int, tokens: int) -> str:
+    """The command of a server that drafts from a file of so many texts and tokens (export/lookup.py), without a draft
+    model."""
+    model = shlex.quote(target)
+    if server == "llama.cpp":
+        return f"llama-server -m {model} {SPEC_TYPE} ngram-cache --lookup-cache-static {shlex.quote(file)}"
+    if server == "ik_llama":
+        quoted = file.replace("\\", "\\\\").replace("'", "\\'")
+        stage = f"suffix:suffix_max_depth={suffix_depth(tokens)},suffix_corpus='{quoted}'"
+        return f"llama-server -m {model} {SPEC_TYPE} {shlex.quote(stage)}"
+    if server == "sglang":
+        budget = ["--speculative-ngram-external-sam-budget", str(SGLANG_NODES)]
+        if texts + tokens > SGLANG_TOKENS:  # it counts a mark between texts
+            budget += ["--speculative-ngram-external-corpus-max-tokens", str(texts + tokens)]
+        return (
+            f"python -m sglang.launch_server --model-path {model} --speculative-algorithm NGRAM \\\n"
+            f"  --speculative-ngram-external-corpus-path {shlex.quote(file)} {' '.join(budget)}"
+        )
+    config: dict[str, str | int] = {"method": "suffix"}
+    if texts > VLLM_REQUESTS:
+        config["suffix_decoding_max_cached_requests"] = texts
+    return (
+        f"vllm serve {model} --speculative-config {shlex.quote(json.dumps(config))}  # needs arctic-inference\n"
+        "while read -r request; do\n"
+        "  curl -s http://localhost:8000/v1/completions -H 'Content-Type: application/json' -d \"$request\" -o /dev/null\n"
+        f"done < {shlex.quote(file)}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distill.data.texts import drop_reason, read_answers
+from distill.data.texts import Answer, drop_reason, read_answers
 from distill.decoding.ngrams import ORDER, NGramTable, count_ngrams, write_table
 from distill.engines.torch.hugging_face import load_tokenizer
 from distill.errors import DataError
@@ -16,12 +16,9 @@ FILE = ("table", "ngrams.safetensors")  # in a run
 
 
 def table(recipe: Recipe, run: Run) -> list[Path]:
-    """Count the answers that training learns from, each behind the last tokens of its prompt; held-out texts never."""
-    kept = [answer for answer in read_answers(run, "train") if not drop_reason(answer)]
-    texts = [[*answer.prompt[-ORDER:], *answer.answer] for answer in kept]
-    if not texts:
-        raise DataError("no answer is left to count n-grams of: all were dropped", "answers/ says why")
-    levels = count_ngrams(texts)
+    """Count n-grams of the run's train answers."""
+    kept = learnt_answers(run)
+    levels = count_ngrams(map(counted_text, kept))
     path = run.path(*FILE)
     about = {"target": recipe.target.model, "tokenizer": tokenizer_digest(recipe.target.model)}
     tokens = sum(len(answer.answer) for answer in kept)
@@ -30,6 +27,19 @@ def table(recipe: Recipe, run: Run) -> list[Path]:
     size = path.stat().st_size
     run.say(f"  {len(kept)} answers of {tokens} tokens: {ngrams} n-grams, {size / 1e6:.1f} MB")
     return [path]
+
+
+def learnt_answers(run: Run) -> list[Answer]:
+    """The answers that training learns from, never held-out ones; DataError where all were dropped."""
+    kept = [answer for answer in read_answers(run, "train") if not drop_reason(answer)]
+    if not kept:
+        raise DataError("no answer is left to count n-grams of: all were dropped", "answers/ says why")
+    return kept
+
+
+def counted_text(answer: Answer) -> list[int]:
+    """The ids that n-grams are counted of: an answer behind the last tokens of its prompt."""
+    return [*answer.prompt[-ORDER:], *answer.answer]
 
 
 def tokenizer_digest(target: str) -> str:

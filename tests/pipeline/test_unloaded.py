@@ -355,6 +355,9 @@ def test_no_command_loads_the_target(from_file: Path, place: Path, capsys: Captu
     assert f"speedup: not run: {NOT_RUN}" in said and "report: up to date" in said
     assert tiny.call("export-gguf", from_file, "--outtype", "f16", "--to", place / "extra") == 0
     assert [path.name for path in (place / "extra").glob("*.gguf")] == ["draft-f16.gguf"]
+    for server in ("llama.cpp", "sglang", "vllm"):
+        assert tiny.call("export-lookup", from_file, "--for", server, "--to", place / "extra" / server) == 0
+        assert (place / "extra" / server).stat().st_size > 1000
 
 
 def test_check_counts_no_weights_of_the_target(place: Path, capsys: Capture) -> None:

@@ -1,0 +1,365 @@
+"""distill beside OpenVINO GenAI on a CPU: whole requests and tokens behind the first, and the KL of each to float32.
+
+    python -m venv PEER && PEER/bin/pip install openvino-genai==2026.4.1.0 optimum-intel nncf torch
+    python scripts/benchmarks/beside_openvino.py RUN --openvino PEER/bin/python --to FOLDER --library llama.cpp --library ik
+
+RUN has a trained draft, a table and test prompts; its test prompts are continued greedily. Every way to decode is a
+process of its own in every round, in another order each; a process continues the first prompt once before it is timed.
+FOLDER keeps what is made once: the models as OpenVINO's own tools convert them, the greedy texts of float32 with their
+distributions, the KL of each model on them, token by token, and rounds.jsonl. A call adds --rounds to that file, and the
+table is of all rounds in it: seconds are medians of a prompt's rounds, intervals resample prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+PLAIN = "plain"
+CONTEXT = 1024
+Text = tuple[list[int], float, float]  # its ids, seconds to the first of them, seconds in all
+
+
+# ── In a process of its own: OpenVINO's environment has no distill, so nothing above may need it. ──
+
+
+def openvino_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
+    import openvino
+    import openvino_genai
+
+    threads = {"INFERENCE_NUM_THREADS": given["threads"]}
+    drafting: dict[str, Any] = {"prompt_lookup": True} if one["drafter"] == "lookup" else {}
+    if one["drafter"] == "draft":
+        drafting = {"draft_model": openvino_genai.draft_model(one["draft"], "CPU", **threads)}
+    pipeline = openvino_genai.LLMPipeline(one["model"], "CPU", **threads, **drafting)
+    config = pipeline.get_generation_config()
+    config.max_new_tokens, config.do_sample, config.apply_chat_template = given["tokens"], False, False
+    config.set_eos_token_id(given["ends"][0])
+    config.stop_token_ids = set(given["ends"])
+    if drafting:
+        config.num_assistant_tokens = one["length"]
+    if one["drafter"] == "lookup":
+        config.max_ngram_size = 3
+    found = []
+    for ids in [given["prompts"][0], *given["prompts"]]:
+        inputs = [openvino.Tensor(numpy.array([row], numpy.int64)) for row in (ids, [1] * len(ids))]
+        started = time.perf_counter()
+        result = pipeline.generate(openvino_genai.TokenizedInputs(*inputs), config)
+        seconds = time.perf_counter() - started
+        found.append((list(result.tokens[0]), result.perf_metrics.get_ttft().mean / 1e3, seconds))
+    return found[1:]
+
+
+def openvino_logits(one: dict[str, Any], given: dict[str, Any], prompt: list[int], text: list[int]) -> Iterable[Any]:
+    """Of every position of `text` behind `prompt`, as it is decoded: the prompt at once, then token by token."""
+    import openvino
+
+    request = _openvino_request(one["model"], given["threads"])
+    request.reset_state()
+    names = {name for port in request.model_inputs for name in port.names}
+    for start, step in [(0, prompt), *((len(prompt) + at, [token]) for at, token in enumerate(text[:-1]))]:
+        end = start + len(step)
+        values = {
+            "input_ids": [step],
+            "attention_mask": [[1] * end],
+            "position_ids": [list(range(start, end))],
+            "beam_idx": [0],
+        }
+        kinds = {name: numpy.int32 if name == "beam_idx" else numpy.int64 for name in values}
+        request.infer({n: openvino.Tensor(numpy.array(v, kinds[n])) for n, v in values.items() if n in names})
+        yield request.get_tensor("logits").data[0, -1]
+
+
+_requests: dict[str, Any] = {}
+
+
+def _openvino_request(folder: str, threads: int) -> Any:
+    import openvino
+
+    if folder not in _requests:
+        core = openvino.Core()
+        model = core.read_model(f"{folder}/openvino_model.xml")
+        _requests[folder] = core.compile_model(model, "CPU", {"INFERENCE_NUM_THREADS": threads}).create_infer_request()
+    return _requests[folder]
+
+
+def our_pair(one: dict[str, Any], given: dict[str, Any]) -> Any:
+    import torch
+
+    from distill.engines.loaded import load_pair
+    from distill.recipe import Configuration, Gguf, Target, parse_section
+
+    torch.set_num_threads(given["threads"])
+    configuration = parse_section(Configuration, one["configuration"])
+    target = parse_section(Target, {"model": one["model"], "dtype": one["dtype"]})
+    options = {"target": {"library": "ik"}} if one["engine"] == "ik" else {}
+    draft = one["draft"] if configuration.asks_the_draft else None
+    nodes = 0 if target.model.endswith(".gguf") is False else configuration.most_nodes
+    gguf = parse_section(Gguf, options)
+    return load_pair(target, draft, tokens=CONTEXT, nodes=nodes, threads=given["threads"], gguf=gguf)
+
+
+def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
+    from distill.decoding.decode import Decoded
+    from distill.measuring.calibrate import load_calibrations
+    from distill.measuring.stream import Request, begin
+    from distill.recipe import Configuration, parse_section
+    from distill.sampler import Sampler
+
+    run, configuration = Path(given["run"]), parse_section(Configuration, one["configuration"])
+    path = run / "speedup" / "calibration.json"
+    fitted = load_calibrations(path) if path.exists() else {}
+    table = run if configuration.counts_ngrams else None
+    request = Request(configuration, Sampler(temperature=0), fitted=fitted, table=table)
+    found = []
+    with our_pair(one, given) as pair:
+        for ids in [given["prompts"][0], *given["prompts"]]:
+            result = Decoded()
+            for _ in begin(pair, None, request, ids, given["tokens"]).rounds(result):
+                pass
+            found.append((result.tokens, result.prefill_seconds, result.prefill_seconds + result.seconds))
+    return found[1:]
+
+
+def our_logits(one: dict[str, Any], given: dict[str, Any], prompt: list[int], text: list[int]) -> Iterable[Any]:
+    if one["model"] not in _requests:
+        _requests[one["model"]] = our_pair(one, given)
+    target = _requests[one["model"]].target
+    target.rollback([0])
+    for step in [prompt, *([token] for token in text[:-1])]:
+        logits = target.extend(step, want=[len(step) - 1]).full()[-1].float().numpy()
+        yield logits
+
+
+def logprobs(logits: Any) -> Any:
+    shifted = logits.astype(numpy.float64) - logits.max()
+    return shifted - numpy.log(numpy.exp(shifted).sum())
+
+
+def divergence(one: dict[str, Any], given: dict[str, Any]) -> float:
+    """Mean KL(float32 ‖ it) of the positions of float32's greedy texts, in nats."""
+    folder = Path(given["folder"])
+    texts = json.loads((folder / "texts.json").read_text())
+    exact = numpy.load(folder / "logprobs.npy", mmap_mode="r")
+    logits = openvino_logits if one["engine"] == "openvino" else our_logits
+    own = itertools.chain.from_iterable(logits(one, given, *text) for text in texts)
+    found = []
+    for p, row in zip(exact, own, strict=True):
+        p = p.astype(numpy.float64)
+        q = logprobs(row[: len(p)])
+        found.append(float((numpy.exp(p) * (p - q)).sum()))
+    return statistics.fmean(found)
+
+
+def write_exact(one: dict[str, Any], given: dict[str, Any]) -> None:
+    """The greedy texts of float32, and its distributions at their positions."""
+    folder = Path(given["folder"])
+    texts = [(ids, new) for ids, (new, *_) in zip(given["prompts"], our_texts(one, given), strict=True)]
+    rows = [logprobs(row) for text in texts for row in our_logits(one, given, *text)]
+    numpy.save(folder / "logprobs.npy", numpy.array(rows, numpy.float32))
+    (folder / "texts.json").write_text(json.dumps(texts))
+
+
+WORK: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
+    "exact": write_exact,
+    "kl": divergence,
+    "texts": lambda one, given: (openvino_texts if one["engine"] == "openvino" else our_texts)(one, given),
+}
+
+
+# ── The benchmark ──
+
+
+def ask(work: str, one: dict[str, Any], given: dict[str, Any], openvino: str) -> Any:
+    """What a fresh process finds."""
+    python = openvino if one["engine"] == "openvino" else sys.executable
+    environment = os.environ | {"OMP_NUM_THREADS": str(given["threads"])}
+    done = subprocess.run(
+        [python, __file__, "--worker", work],
+        input=json.dumps([one, given]),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{one['name']}: {work} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def convert(python: str, model: Path, kind: str, place: Path) -> Path:
+    """A Hugging Face folder as OpenVINO's own tool writes it."""
+    if not (place / "openvino_model.xml").exists():
+        command = [str(Path(python).parent / "optimum-cli"), "export", "openvino", "--model", str(model)]
+        command += ["--task", "text-generation-with-past", "--weight-format", kind, str(place)]
+        print(shlex.join(command), file=sys.stderr)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{shlex.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+    return place
+
+
+def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Every way to decode, and what all of them are given."""
+    from distill.data.texts import read_prompts
+    from distill.engines.torch.hugging_face import end_ids, load_tokenizer
+    from distill.gguf.importing import read_import, write_import
+    from distill.gguf.writer import export_gguf
+    from distill.machine import thread_count
+    from distill.recipe import load_recipe
+    from distill.run import Run
+
+    recipe = load_recipe(options.run / "config.yaml")
+    run, folder = Run(options.run.resolve(), recipe), options.to.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    target, source, draft = recipe.target.model, folder / "target", str(run.path("draft"))
+    if not target.endswith(".gguf"):
+        source = Path(target)
+    elif not source.exists():
+        write_import(read_import(Path(target)), source)
+    files = {"llama.cpp": Path(target) if target.endswith(".gguf") else folder / "target-f16.gguf"}
+    files["ik"] = folder / "target-q8_0.gguf"
+    for name, file in files.items():
+        if name in options.library and not file.exists():
+            export_gguf(source, file, file.stem.rpartition("-")[2])
+    ways: list[dict[str, Any]] = []
+
+    def add(engine: str, model: Path, **settings: Any) -> None:
+        name = f"{engine}, {model.stem if model.suffix == '.gguf' else settings['dtype']}, {settings['drafter']}"
+        length = f" of {settings['length']}" if settings.get("length") else ""
+        ways.append({"name": name + length, "engine": engine, "model": str(model), **settings})
+
+    for engine, model in {"pytorch": source, **{name: files[name] for name in options.library}}.items():
+        for drafter in [PLAIN, *options.drafters]:
+            configuration = {"drafter": drafter, "rule": "expected-value"} if drafter != PLAIN else {"drafter": "none"}
+            dtype = "bfloat16" if engine == "pytorch" else "auto"
+            add(engine, model, drafter=drafter, configuration=configuration, dtype=dtype, draft=draft)
+    for kind in ("int8", "fp16"):
+        model = convert(options.openvino, source, kind, folder / kind)
+        add("openvino", model, dtype=kind, drafter=PLAIN)
+        for length in (3, 5):
+            add("openvino", model, dtype=kind, drafter="lookup", length=length)
+        small = convert(options.openvino, Path(draft), kind, folder / f"draft-{kind}")
+        add("openvino", model, dtype=kind, drafter="draft", length=1, draft=str(small))
+    prompts = [prompt.ids for prompt in read_prompts(run, "test")][: options.count]
+    ends = end_ids(str(source), load_tokenizer(str(source)))
+    given = {"run": str(run.folder), "folder": str(folder), "prompts": prompts, "tokens": options.tokens}
+    given |= {"threads": thread_count(options.threads), "ends": ends}
+    if options.only:
+        ways = [one for one in ways if one["drafter"] == PLAIN or any(word in one["name"] for word in options.only)]
+    return ways, given
+
+
+def table(ways: Sequence[dict[str, Any]], rounds: list[dict[str, Any]], kl: dict[str, float], command: str) -> str:
+    """Markdown, the fastest whole requests first."""
+    from distill.intervals import speed_ratio
+    from distill.tables import Cell, Row, Table, document
+
+    def columns(name: str) -> tuple[list[int], list[float], list[float]]:
+        """Of each prompt: tokens, median seconds behind the first token, median seconds in all."""
+        own = [one["texts"] for one in rounds if one["name"] == name]
+        prompts = list(zip(*own, strict=True))
+        seconds = [[statistics.median(part(text) for text in texts) for texts in prompts] for part in (later, whole)]
+        return [len(texts[0][0]) for texts in prompts], seconds[0], seconds[1]
+
+    def later(text: Text) -> float:
+        return text[2] - text[1]
+
+    def whole(text: Text) -> float:
+        return text[2]
+
+    def texts_of(name: str) -> list[list[int]]:
+        return [text[0] for text in next(one["texts"] for one in rounds if one["name"] == name)]
+
+    rows: list[tuple[float, Row]] = []
+    for one in ways:
+        plain = next(two["name"] for two in ways if (two["model"], two["drafter"]) == (one["model"], PLAIN))
+        tokens, behind, seconds = columns(one["name"])
+        base_tokens, _, base = columns(plain)
+        gain = speed_ratio(tokens, seconds, base_tokens, base)
+        same = sum(left == right for left, right in zip(texts_of(one["name"]), texts_of(plain), strict=True))
+        rate = sum(tokens) / sum(seconds)
+        first = statistics.median(all_ - rest for all_, rest in zip(seconds, behind, strict=True)) * 1e3
+        cells: Row = [
+            one["name"],
+            Cell(kl[one["model"]], ".4f"),
+            Cell(first, ".0f"),
+            Cell((sum(tokens) - len(tokens)) / sum(behind), ".1f"),
+            Cell(rate, ".1f"),
+            "" if one["drafter"] == PLAIN else f"{gain.mean:.2f} [{gain.low:.2f}, {gain.high:.2f}]",
+            "" if one["drafter"] == PLAIN else f"{same} of {len(tokens)}",
+        ]
+        rows.append((-rate, cells))
+    heads = ["decoder", "KL", "first token, ms", "tokens/s after it", "tokens/s with the prompt", "÷ its plain"]
+    ordered = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    return document([Table([*heads, "texts as plain"], ordered, command=command)])
+
+
+def main() -> None:
+    """Make what is missing, measure the rounds, print the table."""
+    if sys.argv[1:2] == ["--worker"]:
+        print(json.dumps(WORK[sys.argv[2]](*json.load(sys.stdin))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--openvino", required=True, help="the Python of OpenVINO's environment")
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--library", action="append", choices=["llama.cpp", "ik"], default=[])
+    parser.add_argument("--drafters", type=lambda text: text.split(","), default=["lookup", "table"])
+    parser.add_argument("--only", action="append", default=[], help="drafting rows whose name has this; plain ones stay")
+    parser.add_argument("--count", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--rounds", type=int, default=1)
+    options = parser.parse_args()
+    from distill.errors import DistillError
+    from distill.machine import machine
+
+    try:
+        ways, given = prepared(options)
+    except DistillError as error:
+        sys.exit(f"beside_openvino: {error}")
+    folder = Path(given["folder"])
+    if not (folder / "texts.json").exists():
+        one = next(one for one in ways if one["engine"] == "pytorch")
+        ask("exact", one | {"dtype": "float32"}, given, options.openvino)
+    kept = folder / "kl.json"
+    kl: dict[str, float] = json.loads(kept.read_text()) if kept.exists() else {}
+    for one in ways:
+        if one["model"] not in kl:
+            kl[one["model"]] = ask("kl", one, given, options.openvino)
+            kept.write_text(json.dumps(kl))
+    path = folder / "rounds.jsonl"
+    done = len(path.read_text().splitlines()) if path.exists() else 0
+    for number in range(options.rounds):
+        for place in range(len(ways)):
+            one = ways[(place + (done + number) * 5) % len(ways)]
+            print(f"round {number + 1}: {one['name']}", file=sys.stderr)
+            texts = ask("texts", one, given, options.openvino)
+            with path.open("a") as file:
+                file.write(json.dumps({"name": one["name"], "texts": texts}) + "\n")
+    rounds = [json.loads(line) for line in path.read_text().splitlines()]
+    least = min(sum(each["name"] == one["name"] for each in rounds) for one in ways)
+    command = (
+        f"`python scripts/benchmarks/{Path(__file__).name} {shlex.join(sys.argv[1:])}`, {datetime.date.today()}; "
+        f"{machine()['cpu']}, {given['threads']} threads; {len(given['prompts'])} test prompts × {options.tokens} "
+        f"tokens, {least} rounds"
+    )
+    print(table(ways, rounds, kl, command))
+
+
+if __name__ == "__main__":
+    main()
