@@ -92,7 +92,6 @@ OPTIONS: dict[str, Setter] = {
     "--chat-template": _set("chat_template", str),
     "--spec-type": _types,
     "--lookup-cache-static": _set("speculative.ngram_cache.lookup_cache_static", str),
-    "--lookup-cache-dynamic": _set("speculative.ngram_cache.lookup_cache_dynamic", str),
     "--spec-draft-sampling": _sampling,
     "--spec-draft-n-max": _set("speculative.draft.n_max", int),
     "--spec-draft-n-min": _set("speculative.draft.n_min", int),

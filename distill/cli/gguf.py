@@ -200,7 +200,7 @@ def export_lookup(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
 ) -> None:
-    """Write the n-grams of a run's train answers as servers draft from them, without a draft model (docs/serving.md)."""
+    """Write n-grams of a run's train answers, from which servers draft without a draft model (docs/serving.md)."""
     shared.require_place(to)
     recipe, run = shared.find_run(name, runs)
     from distill.engines.server_commands import drafting_from_texts

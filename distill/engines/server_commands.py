@@ -133,7 +133,7 @@ def drafting_from_texts(server: str, target: str, file: str, texts: int, tokens:
     return (
         f"vllm serve {model} --speculative-config {shlex.quote(json.dumps(config))}  # needs arctic-inference\n"
         "while read -r request; do\n"
-        "  curl -s http://localhost:8000/v1/completions -H 'Content-Type: application/json' -d \"$request\" -o /dev/null\n"
+        "  curl -s http://localhost:8000/v1/completions -H 'Content-Type: application/json' -d \"$request\"\n"
         f"done < {shlex.quote(file)}"
     )
 

@@ -96,7 +96,7 @@ def _external_corpus(recipe: Recipe, answers: Sequence[Answer]) -> Written:
 
 
 def _requests(recipe: Recipe, answers: Sequence[Answer]) -> Written:
-    """Requests to /v1/completions for texts like the answers: vLLM's cache takes what it writes itself, nothing else."""
+    """Requests to /v1/completions for texts like the answers: vLLM's cache holds what it wrote itself, nothing else."""
     sampler = recipe.sampler.model_dump(mode="json") | {"repetition_penalty": recipe.answers.repetition_penalty}
     stop = {"stop": list(recipe.answers.stop)} if recipe.answers.stop else {}
     requests = [

@@ -11,7 +11,7 @@ takes. All programs draft up to --n-max tokens with p_min 0 and the same threads
 turn, --repeats times. Speeds are of the tokens behind the first: each program's own clock, so that neither a process's
 start nor the reading of the prompt counts. llama-speculative-simple takes text: prompts whose ids do not come back from
 their text are left out, and counted; it also drafts the first token behind the prompt, which the others do not.
---types are further values of llama-server's --spec-type, each a server of its own.
+--types are further values of llama-server's --spec-type, each a server of its own; options may follow a value.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def measure(arguments: argparse.Namespace) -> str:
     command += ["--ctx-size", str(context), "--threads", str(threads)]
     settings = LlamaServer(server, target, draft, arguments.n_max, threads=threads, context=context)
     # The server's last --spec-type counts.
-    others = {types: replace(settings, further=("--spec-type", types)) for types in arguments.types}
+    others = {types: replace(settings, further=("--spec-type", *shlex.split(types))) for types in arguments.types}
     place = parse_section(Target, {"model": str(target)})
     with contextlib.ExitStack() as stack:
         clients = {}
@@ -197,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", type=Path, required=True, help="llama-server")
     parser.add_argument("--simple", type=Path, help="llama-speculative-simple")
-    parser.add_argument("--types", action="append", default=[], help="ngram-simple, or ngram-mod,draft-simple")
+    parser.add_argument("--types", action="append", default=[], help="ngram-simple, or 'ngram-cache --lookup-cache-static FILE'")
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)

@@ -1,13 +1,13 @@
 """distill beside OpenVINO GenAI on a CPU: whole requests and tokens behind the first, and the KL of each to float32.
 
     python -m venv PEER && PEER/bin/pip install openvino-genai==2026.4.1.0 optimum-intel nncf torch
-    python scripts/benchmarks/beside_openvino.py RUN --openvino PEER/bin/python --to FOLDER --library llama.cpp --library ik
+    python scripts/benchmarks/beside_openvino.py RUN --openvino PEER/bin/python --to FOLDER --library llama.cpp
 
-RUN has a trained draft, a table and test prompts; its test prompts are continued greedily. Every way to decode is a
-process of its own in every round, in another order each; a process continues the first prompt once before it is timed.
-FOLDER keeps what is made once: the models as OpenVINO's own tools convert them, the greedy texts of float32 with their
-distributions, the KL of each model on them, token by token, and rounds.jsonl. A call adds --rounds to that file, and the
-table is of all rounds in it: seconds are medians of a prompt's rounds, intervals resample prompts.
+RUN has a trained draft, a table and test prompts, which are continued greedily. Every way to decode is a process of its
+own in every round, in another order each; it continues the first prompt once before it is timed. FOLDER keeps what is
+made once: the models as OpenVINO's own tools convert them, the greedy texts of float32 with their distributions, the KL
+of each model on them, token by token, and rounds.jsonl. A call adds --rounds to that file, and the table is of all
+rounds in it: seconds are medians of a prompt's rounds, intervals resample prompts.
 """
 
 from __future__ import annotations
@@ -319,7 +319,9 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--library", action="append", choices=["llama.cpp", "ik"], default=[])
     parser.add_argument("--drafters", type=lambda text: text.split(","), default=["lookup", "table"])
-    parser.add_argument("--only", action="append", default=[], help="drafting rows whose name has this; plain ones stay")
+    parser.add_argument(
+        "--only", action="append", default=[], help="drafting rows whose name has this; plain ones stay"
+    )
     parser.add_argument("--count", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int)

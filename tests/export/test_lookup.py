@@ -81,7 +81,8 @@ def test_what_cannot_be_exported_is_refused(copied: Path, tmp_path: Path, capsys
     assert tiny.call("export-lookup", copied.name, *runs) == 0
     said = capsys.readouterr().out
     place = copied / "lookup" / "llama.cpp-static.bin"
-    assert said.startswith(f"{place}  ") and f"-m TARGET.gguf --spec-type ngram-cache --lookup-cache-static {place}" in said
+    assert said.startswith(f"{place}  ")
+    assert f"-m TARGET.gguf --spec-type ngram-cache --lookup-cache-static {place}" in said
     assert "--overwrite replaces it" in tiny.refused(capsys, "export-lookup", copied.name, *runs)
     assert tiny.call("export-lookup", copied.name, *runs, "--overwrite") == 0
     (file,) = list((copied / "answers").glob("train-00000*"))
@@ -104,7 +105,7 @@ def test_what_a_server_takes_is_in_its_command(monkeypatch: pytest.MonkeyPatch) 
     assert "max_cached_requests" not in command("vllm", 9) and "10001" in command("vllm", 9, texts=10_001)
     monkeypatch.setattr("distill.export.lookup.IK_INSERTED", 60)
     monkeypatch.setattr(server_commands, "IK_INSERTED", 60)
-    with pytest.raises(DataError, match="11 tokens of answers: ik_llama.cpp reads at most 10"):
+    with pytest.raises(DataError, match=r"11 tokens of answers: ik_llama\.cpp reads at most 10"):
         FORMS["ik_llama"][1](None, [Answer("a", [1, 2, 3, 4], [5] * 7, False)])  # type: ignore[arg-type]
 
 
