@@ -197,7 +197,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", type=Path, required=True, help="llama-server")
     parser.add_argument("--simple", type=Path, help="llama-speculative-simple")
-    parser.add_argument("--types", action="append", default=[], help="ngram-simple, or 'ngram-cache --lookup-cache-static FILE'")
+    parser.add_argument(
+        "--types", action="append", default=[], help="ngram-simple, or 'ngram-cache --lookup-cache-static FILE'"
+    )
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)

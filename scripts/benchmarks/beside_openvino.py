@@ -6,8 +6,8 @@
 RUN has a trained draft, a table and test prompts, which are continued greedily. Every way to decode is a process of its
 own in every round, in another order each; it continues the first prompt once before it is timed. FOLDER keeps what is
 made once: the models as OpenVINO's own tools convert them, the greedy texts of float32 with their distributions, the KL
-of each model on them, token by token, and rounds.jsonl. A call adds --rounds to that file, and the table is of all
-rounds in it: seconds are medians of a prompt's rounds, intervals resample prompts.
+of each model on them, token by token, and the rounds: a call that was stopped goes on, and more --rounds add to them.
+Seconds are medians of a prompt's rounds, intervals resample prompts.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,10 @@ def table(ways: Sequence[dict[str, Any]], rounds: list[dict[str, Any]], kl: dict
     return document([Table([*heads, "texts as plain"], ordered, command=command)])
 
 
+def read_rounds(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def main() -> None:
     """Make what is missing, measure the rounds, print the table."""
     if sys.argv[1:2] == ["--worker"]:
@@ -345,22 +350,22 @@ def main() -> None:
             kl[one["model"]] = ask("kl", one, given, options.openvino)
             kept.write_text(json.dumps(kl))
     path = folder / "rounds.jsonl"
-    done = len(path.read_text().splitlines()) if path.exists() else 0
+    done = Counter(one["name"] for one in read_rounds(path))
     for number in range(options.rounds):
         for place in range(len(ways)):
-            one = ways[(place + (done + number) * 5) % len(ways)]
+            one = ways[(place + number * 5) % len(ways)]
+            if done[one["name"]] > number:
+                continue
             print(f"round {number + 1}: {one['name']}", file=sys.stderr)
             texts = ask("texts", one, given, options.openvino)
             with path.open("a") as file:
                 file.write(json.dumps({"name": one["name"], "texts": texts}) + "\n")
-    rounds = [json.loads(line) for line in path.read_text().splitlines()]
-    least = min(sum(each["name"] == one["name"] for each in rounds) for one in ways)
     command = (
         f"`python scripts/benchmarks/{Path(__file__).name} {shlex.join(sys.argv[1:])}`, {datetime.date.today()}; "
         f"{machine()['cpu']}, {given['threads']} threads; {len(given['prompts'])} test prompts × {options.tokens} "
-        f"tokens, {least} rounds"
+        f"tokens, {options.rounds} rounds"
     )
-    print(table(ways, rounds, kl, command))
+    print(table(ways, read_rounds(path), kl, command))
 
 
 if __name__ == "__main__":
