@@ -108,7 +108,7 @@ def our_pair(one: dict[str, Any], given: dict[str, Any]) -> Any:
     target = parse_section(Target, {"model": one["model"], "dtype": one["dtype"]})
     options = {"target": {"library": "ik"}} if one["engine"] == "ik" else {}
     draft = one["draft"] if configuration.asks_the_draft else None
-    nodes = 0 if target.model.endswith(".gguf") is False else configuration.most_nodes
+    nodes = configuration.most_nodes if target.model.endswith(".gguf") and configuration.counts_ngrams else 0
     gguf = parse_section(Gguf, options)
     return load_pair(target, draft, tokens=CONTEXT, nodes=nodes, threads=given["threads"], gguf=gguf)
 
