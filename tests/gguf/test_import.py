@@ -364,7 +364,7 @@ def test_a_run_of_a_file_needs_no_llama_cpp(world: Path, tmp_path: Path, monkeyp
     """The demo's settings on a machine without compilers: PyTorch alone, to the report."""
     recipe = recipe_of_a_file(world, tmp_path)
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    alone = ("speedup.backends=[pytorch]", "export.outtypes=[]")
+    alone = ("speedup.backends=[pytorch]", "export.outtypes=[]", "train.steps=2", "train.acceptance=null")
     with tiny.one_thread():
         assert tiny.call("train", recipe, "--runs", tmp_path / "runs", *alone) == 0, capsys.readouterr().err
     assert json.loads((tmp_path / "runs" / "tiny" / "gguf" / "export.json").read_text())["files"] == []

@@ -460,6 +460,7 @@ OF_CPU = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocat
         ),
         ((loop, "write_draft"), 1, torch.OutOfMemoryError(FULL), ("written, after step 8", "the same command"), ()),
     ],
+    ids=["in a step", "loading the draft", "in the first evaluation", "in a later evaluation", "writing the draft"],
 )
 def test_memory_that_runs_out_names_what_counts_there(
     train: Trainer,
