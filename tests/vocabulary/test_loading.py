@@ -53,7 +53,14 @@ def test_tokenizer_json_decides(kind: str, tmp_path: Path) -> None:
             same_ids(load_tokenizer(str(copy)), folder)
 
 
-@pytest.mark.parametrize("name", ["deepseek-llm", "gpt-2", "llama-2", "llama-3", "qwen2.5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt-2",
+        "llama-2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-llm", "llama-3", "qwen2.5")),
+    ],
+)
 def test_real_tokenizers_decide(name: str, tmp_path: Path) -> None:
     if not (SHARED / name).is_dir():
         pytest.skip(f"no tokenizer {name} in {SHARED}; set DISTILL_SHARED")

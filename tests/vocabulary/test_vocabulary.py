@@ -21,7 +21,13 @@ from distill.vocabulary.vocabulary import BYTE_MAP, NEVER_IN_UTF8, from_mapped, 
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared")) / "tokenizers"
-REAL = ("deepseek-llm", "gpt-2", "llama-2", "llama-3", "qwen2.5")
+# Each kind once; the others take a second or two of reading each.
+REAL = [
+    "gpt-2",
+    "llama-2",
+    "qwen2.5",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-llm", "llama-3")),
+]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\t▁ÿĠ'0aZ日🙂"), max_size=60)
 
 
