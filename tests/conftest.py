@@ -116,6 +116,8 @@ LONG = (
     "test_other_vocabulary",
     "test_cli",
     "test_samples",
+    "test_real_server",
+    "test_import",
 )
 
 
