@@ -370,11 +370,6 @@ def test_characters_that_do_not_exist(escape: str) -> None:
         grammar.lark(f'root ::= "{escape}"')
 
 
-def test_options_in_our_words(capsys: pytest.CaptureFixture[str]) -> None:
-    found = tiny.refused(capsys, "generate", "x", "--tokens", "many")
-    assert "--tokens" in found and "an integer is needed (got 'many')" in found and "Input should" not in found
-
-
 def test_metrics_without_a_step_are_left_out() -> None:
     lines = [{"stage": "train", "loss": 1.0}, {"stage": "train", "loss": 2.0, "step": []}]
     assert [one.loss for one in training_steps([*lines, {"stage": "train", "loss": 3.0, "step": 1}])] == [3.0]

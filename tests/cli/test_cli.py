@@ -172,7 +172,7 @@ def test_a_run_without_a_trained_draft_is_not_trained_by_other_commands(
     run = tmp_path / "tiny"
     shutil.copytree(ready, run)
     commands = [(name, run) for name in ("report", "eval", "speedup", "export-gguf")]
-    for command in (*commands, ("generate", "x", "--run", run)):
+    for command in (*commands, ("generate", "x", "--run", run), ("speedup", run, "--prompts", __file__)):
         said = tiny.refused(capsys, *command)
         assert f"{run} has no trained draft yet\n" in said and f"distill train {run}/config.yaml --runs " in said
     (run / "checkpoints" / "step-000004").mkdir(parents=True)
@@ -244,6 +244,7 @@ HOT = ["--temperature", "0.9"]
         (["report", "nothing", *EMPTY], "there is no run at "),
         (["generate", "a", *EMPTY], "there are no runs in "),
         (["generate", "", "--run", "RUN"], "the prompt is empty"),
+        (["generate", "x", "--tokens", "many"], "an integer is needed (got 'many')"),
         (["eval", *PAIR], "--text"),
         (["eval", "--target", "TARGET"], "--draft"),
         (["eval", "--target", "./nowhere", "--draft", "DRAFT", "--text", "RECIPE"], "nowhere"),

@@ -15,7 +15,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from distill.cli import app as application
-from distill.cli.shared import find_run, local_reference, numbers, prepare, read_texts
+from distill.cli.shared import find_run, local_reference, numbers, read_texts
 from distill.data.sources import read_documents
 from distill.data.texts import read_prompts
 from distill.data.traffic import parse_line
@@ -236,11 +236,6 @@ def test_samplers(name: str, value: float) -> None:
 def test_lists_of_numbers(text: str) -> None:
     with pytest.raises(RecipeError, match="finite and not negative"):
         numbers(text, "--acceptance", float)
-
-
-def test_threads_that_crash_libraries() -> None:
-    with pytest.raises(RecipeError, match="threads is 100000"):
-        prepare(100_000)
 
 
 @pytest.mark.parametrize(

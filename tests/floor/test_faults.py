@@ -129,25 +129,19 @@ def test_truncated_answers(world: Path, copied: Path, capsys: Capture) -> None:
     assert "train: up to date" in said
 
 
-def test_lost_draft_is_made_from_the_last_checkpoint(world: Path, copied: Path, capsys: Capture) -> None:
-    whole = tiny.digest(copied / "draft" / "model.safetensors")
-    (copied / "draft" / "model.safetensors").unlink()
-    assert train(world, copied.parent, "--until", "train") == 0
-    assert "resuming at step 8 of 8" in capsys.readouterr().err
-    assert tiny.digest(copied / "draft" / "model.safetensors") == whole
-
-
-def test_damaged_checkpoint(world: Path, copied: Path, capsys: Capture) -> None:
-    whole = tiny.digest(copied / "draft" / "model.safetensors")
-    (copied / "draft" / "model.safetensors").unlink()
-    newest = copied / "checkpoints" / "step-000008"
-    (newest / "optimizer.pt").write_bytes((newest / "optimizer.pt").read_bytes()[:1000])
-    said = refused(capsys, world, copied.parent, "--until", "train")
-    assert "step-000008 is damaged" in said and f"delete {newest}" in said
-    shutil.rmtree(newest)
-    assert train(world, copied.parent, "--until", "train") == 0
-    assert "resuming at step 6 of 8" in capsys.readouterr().err
-    assert tiny.digest(copied / "draft" / "model.safetensors") == whole
+def test_a_lost_draft_is_made_from_the_last_whole_checkpoint(world: Path, copied: Path, capsys: Capture) -> None:
+    draft, newest = copied / "draft" / "model.safetensors", copied / "checkpoints" / "step-000008"
+    whole = tiny.digest(draft)
+    for step in (8, 6):
+        draft.unlink()
+        if step == 6:
+            (newest / "optimizer.pt").write_bytes((newest / "optimizer.pt").read_bytes()[:1000])
+            said = refused(capsys, world, copied.parent, "--until", "train")
+            assert "step-000008 is damaged" in said and f"delete {newest}" in said
+            shutil.rmtree(newest)
+        assert train(world, copied.parent, "--until", "train") == 0
+        assert f"resuming at step {step} of 8" in capsys.readouterr().err
+        assert tiny.digest(draft) == whole
 
 
 @pytest.mark.parametrize("name", ["stages/train.json", "eval.json", "config.yaml"])

@@ -563,12 +563,6 @@ def test_the_settings_of_a_run_hold_on_other_prompts(place: Path, copied: Path, 
     assert not second.pytorch.prepack and same == chat
 
 
-def test_a_run_without_a_trained_draft_is_no_pair(place: Path, ready: Path, capsys: Capture) -> None:
-    assert f"{ready} has no trained draft yet" in tiny.refused(
-        capsys, "speedup", ready, "--prompts", place / "plain.txt"
-    )
-
-
 def test_what_needs_other_prompts() -> None:
     def needs(**settings: Any) -> bool:
         return need_other_prompts([Configuration(**settings)])

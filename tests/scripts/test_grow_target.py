@@ -30,11 +30,6 @@ def logits(model: Any) -> torch.Tensor:
     return model(IDS).logits
 
 
-def reloaded(model: Any, folder: Path) -> Any:
-    model.save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
 @pytest.mark.parametrize("layers", [2, 3, 5, 8])
 @pytest.mark.parametrize("tile", [1, 2, 3, 4])
 def test_grown_models_say_the_same(tile: int, layers: int) -> None:
@@ -51,18 +46,11 @@ def test_grown_models_say_the_same(tile: int, layers: int) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_grown_models_decode_and_reload(tmp_path: Path) -> None:
-    model = toy("qwen2", layers=3, seed=5)
-    larger = grow(model, 3, 5)
-    ids = IDS[:1, :5]
-
-    def greedy(m: Any) -> list[int]:
-        return m.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, pad_token_id=0)[
-            0
-        ].tolist()
-
-    assert greedy(larger) == greedy(model)
-    torch.testing.assert_close(logits(reloaded(larger, tmp_path)), logits(larger), rtol=1e-6, atol=1e-6)
+def test_grown_models_reload(tmp_path: Path) -> None:
+    larger = grow(toy("qwen2", layers=3, seed=5), 3, 5)
+    larger.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logits(again), logits(larger), rtol=1e-6, atol=1e-6)
 
 
 def test_grown_sliding_windows() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -469,18 +467,6 @@ def test_a_killed_stage_goes_on(asked: Path, talking: Path, tmp_path: Path) -> N
         run = Path(job["argv"][-1]) / "tiny"
         for folder in ("questions", "corpus"):
             assert tiny.contents(run / folder) == tiny.contents(asked / folder)
-
-
-@pytest.mark.slow
-def test_two_processes_write_the_same_files(asked: Path, talking: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml"]
-    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "distill", "train"]
-    command += [str(talking / "recipe.yaml"), "--runs", str(tmp_path), "--until", "corpus"]
-    found = subprocess.run(command, cwd=tiny.ROOT, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr
-    assert "of process 0" in found.stderr
-    for folder in ("questions", "corpus"):
-        assert tiny.contents(tmp_path / "tiny" / folder) == tiny.contents(asked / folder)
 
 
 # ── writers ──

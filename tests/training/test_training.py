@@ -297,16 +297,6 @@ def test_resumed_is_uninterrupted_bit_for_bit(
     assert (run / "training.json").read_text() == (whole / "training.json").read_text()
 
 
-def test_a_lost_draft_is_written_again_with_the_same_weights(train: Trainer) -> None:
-    run = train(MIXED)
-    before = weights(run)
-    saved = torch.load(run / "checkpoints" / "best" / "model.pt", weights_only=True)
-    assert all(torch.equal(saved[f"draft.{name}"], value) for name, value in before.items())
-    shutil.rmtree(run / "draft")
-    train(MIXED)
-    assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
-
-
 @pytest.mark.parametrize(
     ("name", "steps", "saved", "number"),
     [
