@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import json
@@ -391,14 +392,24 @@ def read_result(path: Path, kind: type[Result]) -> Result:
     return from_json(read_json(path), kind, str(path))
 
 
-def from_json(value: Any, kind: type[Result], source: str) -> Result:
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def from_json(
+    value: Any,
+    kind: type[Result],
+    source: str,
+    hint: str = "make it again: `distill train RECIPE --redo STAGE`, with the stage that wrote it",
+) -> Result:
     """A dataclass from JSON values, nested ones too; raises DataError, which names `source`, for another form."""
     try:
-        return TypeAdapter(kind).validate_python(value)
+        found: Result = _adapter(kind).validate_python(value)
+        return found
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(
-            f"{source} does not hold what this version writes: {where or 'it'} is missing or of another kind",
-            "make it again: `distill train RECIPE --redo STAGE`, with the stage that wrote it",
+            f"{source} does not hold what this version writes: {where or 'it'} is missing or of another kind", hint
         ) from error

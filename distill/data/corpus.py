@@ -13,10 +13,10 @@ from distill.data.chat_template import ChatTemplate
 from distill.data.packing import Packed, concatenate, pack
 from distill.data.prompts import ChatPrompts, cut_prompts
 from distill.data.sources import SPLITS, UNREAD, Document, Split, read_documents, require_splits, with_questions
-from distill.data.texts import Prompt, count_texts, write_lines
+from distill.data.texts import CorpusTexts, Prompt, SplitTexts, count_texts, write_lines
 from distill.engines.torch.hugging_face import encode_text, end_ids, load_tokenizer
 from distill.errors import DataError
-from distill.files import write_atomically, write_json
+from distill.files import write_atomically, write_result
 from distill.progress import Caution
 from distill.recipe import Corpus, Recipe
 from distill.run import Run
@@ -50,7 +50,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         "validation": train.acceptance.prompts if train.acceptance else 0,  # for the choice of weights
         "test": max(recipe.eval.prompts, recipe.speedup.prompts),
     }
-    summary: dict[str, Any] = {}
+    summary: dict[str, SplitTexts] = {}
     for split in SPLITS:
         own = [document for document in documents if document.split == split]
         random.Random(recipe.seed).shuffle(own)
@@ -65,14 +65,9 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         _require_prompts(recipe, split, prompts, counts[split])
         write_lines(folder / f"prompts-{split}.jsonl", (prompt.line() for prompt in prompts))
         total = sum(tokens.total() for tokens in given.values())
-        summary[split] = {
-            "documents": len(own),
-            "tokens": total,
-            "blocks": len(packed),
-            "prompts": len(prompts),
-            "given": {name: dict(tokens) for name, tokens in given.items()},
-            "asked": count_texts((prompt.label, prompt.mode, len(prompt.ids)) for prompt in prompts),
-        }
+        asked = count_texts((prompt.label, prompt.mode, len(prompt.ids)) for prompt in prompts)
+        kept = {name: dict(tokens) for name, tokens in given.items()}
+        summary[split] = SplitTexts(len(own), total, len(packed), len(prompts), kept, asked)
         short = f" of {counts[split]} asked for" if len(prompts) < counts[split] else ""
         run.say(f"  {split}: {len(own)} documents, {total} tokens kept, {len(prompts)} prompts{short}")
     write_lines(
@@ -83,7 +78,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         dropped += chat.dropped
     if dropped:
         run.say("  dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.items()))
-    write_json(folder / "summary.json", {"dropped": dict(dropped), **summary})
+    write_result(folder / "summary.json", CorpusTexts(dict(dropped), **summary))
     return [folder]
 
 

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from distill.errors import DataError
-from distill.files import has_form, parse_object, write_text
+from distill.files import Result, from_json, has_form, parse_object, write_text
 from distill.run import Run
 
-LARGEST_ID = 2**31 - 1  # token ids are stored as int32
-# The forms of the lines of prompts-SPLIT.jsonl and of answers.
-PROMPT = {"id": str, "ids": [int]}
+Ids = list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]]  # token ids are stored as int32
 CHAT = {"messages": [{"role": str, "content": str}], "turns": [str]}  # of a prompt that has a conversation
 LACKING = 0.25  # see lacking_classes
-ANSWER = {"id": str, "prompt": [int], "answer": [int], "looping": bool}
-# Fields that a line may lack, as those of older versions do.
-FURTHER = {**dict.fromkeys(("source", "label", "mode", "dropped"), str), "ended": bool, "number": int | None}
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class Prompt:
     """
 
     id: str
-    ids: list[int]
+    ids: Ids
     source: str = ""
     chat: dict[str, Any] | None = None
     label: str = ""
@@ -65,8 +61,8 @@ class Answer:
     """
 
     id: str
-    prompt: list[int]
-    answer: list[int]
+    prompt: Ids
+    answer: Ids
     looping: bool
     source: str = ""
     ended: bool = True
@@ -74,6 +70,14 @@ class Answer:
     number: int | None = None
     dropped: str = ""
     mode: str = ""
+
+
+@dataclass(frozen=True)
+class RawText:
+    """A document of a held-out split, for the checks of an export."""
+
+    name: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,6 @@ class Request:
     limit: int
     messages: list[dict[str, Any]] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
-
-
-Text = TypeVar("Text", Prompt, Answer)
 
 
 @dataclass(frozen=True)
@@ -119,26 +120,24 @@ def drop_reason(answer: Answer) -> str:
     return "looping" if answer.looping else "empty" if len(answer.answer) < 2 else ""
 
 
-def is_looping(ids: Sequence[int], longest_period: int = 16, repeats: int = 6) -> bool:
-    """Whether a text ends in `repeats` copies of the same at most `longest_period` tokens."""
-    for period in range(1, longest_period + 1):
-        tail = ids[-period * repeats :]
-        if len(tail) == period * repeats and all(tail[i] == tail[i - period] for i in range(period, len(tail))):
+LONGEST_PERIOD, REPEATS = 16, 6  # tokens; copies
+
+
+def is_looping(ids: Sequence[int]) -> bool:
+    """Whether a text ends in REPEATS copies of the same at most LONGEST_PERIOD tokens."""
+    for period in range(1, LONGEST_PERIOD + 1):
+        tail = ids[-period * REPEATS :]
+        if len(tail) == period * REPEATS and all(tail[i] == tail[i - period] for i in range(period, len(tail))):
             return True
     return False
 
 
-def count_texts(texts: Iterable[tuple[str, str, int]]) -> list[dict[str, Any]]:
+def count_texts(texts: Iterable[tuple[str, str, int]]) -> list[TextCount]:
     """Texts and their tokens by label and mode, from (label, mode, tokens) of each, in the order of their first."""
-    counts: Counter[tuple[str, str]] = Counter()
-    sums: Counter[tuple[str, str]] = Counter()
+    found: dict[tuple[str, str], list[int]] = {}
     for label, mode, tokens in texts:
-        counts[label, mode] += 1
-        sums[label, mode] += tokens
-    return [
-        {"label": label, "mode": mode, "texts": count, "tokens": sums[label, mode]}
-        for (label, mode), count in counts.items()
-    ]
+        found.setdefault((label, mode), []).append(tokens)
+    return [TextCount(*kind, len(own), sum(own)) for kind, own in found.items()]
 
 
 def lacking_classes(learnt: Mapping[str, int], asked: Mapping[str, int]) -> list[str]:
@@ -169,15 +168,8 @@ def prompt_seed(seed: int, prompt_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()[:7], "big")
 
 
-def _fits(record: dict[str, Any], form: dict[str, Any]) -> bool:
-    """Whether a line has the fields of its form, those of FURTHER that it has, and ids that a tensor can hold."""
-    if not has_form(record, form) or not has_form(record, {name: FURTHER[name] for name in FURTHER if name in record}):
-        return False
-    ids = [record[name] for name, kind in form.items() if kind == [int]]
-    return all(min(one) >= 0 and max(one) <= LARGEST_ID for one in ids if one)
-
-
-def _read_lines(path: Path, stage: str, form: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_lines(path: Path, stage: str, kind: type[Result]) -> list[Result]:
+    """The lines of a jsonl file, whose unknown fields do not count."""
     again = f"make it again with `distill train RECIPE --redo {stage}`"
     try:
         lines = path.read_bytes().split(b"\n")
@@ -186,16 +178,10 @@ def _read_lines(path: Path, stage: str, form: dict[str, Any]) -> list[dict[str, 
     records = []
     for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
         record = parse_object(line)
-        if isinstance(record, str) or not _fits(record, form):
-            fault = record if isinstance(record, str) else "fields are missing or of another kind"
-            raise DataError(f"{path} is damaged: line {number}: {fault}", again)
-        records.append(record)
+        if isinstance(record, str):
+            raise DataError(f"{path} is damaged: line {number}: {record}", again)
+        records.append(from_json(record, kind, f"{path} is damaged: line {number}", again))
     return records
-
-
-def _from_line(kind: type[Text], line: Mapping[str, Any]) -> Text:
-    """The prompt or answer of a line, whose unknown fields do not count."""
-    return kind(**{one.name: line[one.name] for one in fields(kind) if one.name in line})
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -208,16 +194,16 @@ def read_prompts(run: Run, split: str) -> list[Prompt]:
 
     Raises DataError when a file is damaged.
     """
-    lines = []
+    prompts = []
     for stage in ("answers", "corpus"):
         path = run.path(stage, f"prompts-{split}.jsonl")
         if stage == "answers" and not path.exists():
             continue
-        own = _read_lines(path, stage, PROMPT)
-        if not all(has_form(line["chat"], CHAT) for line in own if line.get("chat") is not None):
+        own = _read_lines(path, stage, Prompt)
+        if not all(has_form(prompt.chat, CHAT) for prompt in own if prompt.chat is not None):
             raise DataError(f"{path}: a conversation is damaged", f"`--redo {stage}` makes it again")
-        lines += own
-    return [_from_line(Prompt, line) for line in lines]
+        prompts += own
+    return prompts
 
 
 def read_answers(run: Run, name: str, stage: str = "answers") -> list[Answer]:
@@ -226,15 +212,13 @@ def read_answers(run: Run, name: str, stage: str = "answers") -> list[Answer]:
     Stage `answers` has those to `train` prompts. Raises DataError when a file is damaged.
     """
     paths = sorted(run.path(stage).glob(f"{name}-*.jsonl"))
-    answers = [_from_line(Answer, line) for path in paths for line in _read_lines(path, stage, ANSWER)]
+    answers = [answer for path in paths for answer in _read_lines(path, stage, Answer)]
     return sorted(answers, key=lambda answer: (answer.number is None, answer.number or 0))
 
 
 def read_documents_of(run: Run, split: str) -> list[str]:
     """The raw texts of a held-out split from stage `corpus`."""
-    return [
-        line["text"] for line in _read_lines(run.path("corpus", f"documents-{split}.jsonl"), "corpus", {"text": str})
-    ]
+    return [one.text for one in _read_lines(run.path("corpus", f"documents-{split}.jsonl"), "corpus", RawText)]
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

@@ -39,7 +39,7 @@ from distill.pipeline.stages import NAMES, require_part
 from distill.progress import Caution
 from distill.recipe import Recipe, is_path
 from distill.recipe.recipe import HELD_OUT, REASON, not_run
-from distill.surgery.checks import check_cut, check_smaller
+from distill.surgery.cutter import check_cut, check_smaller
 from distill.teacher.answers import check_writer
 from distill.teacher.questions import check_questions
 from distill.teacher.stage import check_teacher

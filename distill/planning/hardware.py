@@ -25,7 +25,7 @@ from distill.gguf.importing import is_gguf
 from distill.recipe import parse_section
 from distill.recipe.load import read_yaml
 from distill.recipe.target import Section
-from distill.surgery.checks import EXPERTS
+from distill.surgery.cutter import EXPERTS
 
 CACHED_BYTES = 2  # of a cached key or value: both engines cache 16 bits by default
 IN_LAYER = re.compile(r"(^blk|\blayers)\.\d+\.")

@@ -29,20 +29,21 @@ class Adapter(Section):
 class Sparsity(Section):
     """An L1 penalty during training drives neurons or weights to zero; they are removed and the rest is debiased."""
 
-    method: Literal["group", "unstructured"] = Field(
-        "group",
-        description="group: whole MLP neurons, removed at the end; unstructured: single weights, which stay as zeros "
-        "and make nothing faster",
+    mlp_width: int | None = Field(
+        None, ge=32, description="MLP neurons left per layer; the others are removed at the end"
     )
-    mlp_width: int | None = Field(None, ge=32, description="group: neurons left per layer")
-    share: float | None = Field(None, gt=0, lt=1, description="unstructured: share of the weights that become zero")
+    share: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="instead of mlp_width: share of single weights that become zero, which makes nothing faster",
+    )
     ramp: float = Field(0.2, gt=0, le=1, description="share of the steps over which the penalty grows")
 
     @model_validator(mode="after")
     def _wants_one_goal(self) -> Sparsity:
-        goal, other = ("mlp_width", "share") if self.method == "group" else ("share", "mlp_width")
-        if getattr(self, goal) is None or getattr(self, other) is not None:
-            raise ValueError(f"method {self.method} needs {goal} and no {other}")
+        if (self.mlp_width is None) == (self.share is None):
+            raise ValueError("give mlp_width or share")
         return self
 
 

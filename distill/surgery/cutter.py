@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,22 +25,26 @@ from distill.engines.torch.hugging_face import (
     load_config,
     load_model,
     load_tokenizer,
+    local_folder,
     real_tokens,
     text_folder,
 )
-from distill.errors import DataError
+from distill.errors import DataError, RecipeError
 from distill.files import require_new_folder, write_folder
 from distill.folders import copy_tokenizer
 from distill.progress import Progress
 from distill.recipe import Cut, Recipe
 from distill.run import Run
-from distill.surgery.checks import check_shape
 from distill.surgery.layers import (
+    BATCH,
     Loss,
+    check_layers,
+    check_width,
     choose_layers,
     decoder_layers,
     keep_layers,
     narrow,
+    parse_layers,
     parts_of,
     read_changes,
     record_change,
@@ -51,15 +55,19 @@ from distill.surgery.layers import (
     watching,
 )
 from distill.surgery.results import Change
+from distill.surgery.sparsity import require_fewer
+from distill.surgery.subtokens import check_transplant
+from distill.surgery.trim import always_kept, check_size
 from distill.teacher.distributions import TeacherChunk, logit_form
 from distill.teacher.store import TeacherStore, compress, held_out
+from distill.vocabulary import Vocabulary
 from distill.vocabulary.files import opening_of
 
 States = list[list[Tensor]]  # of each kept layer, of each batch of blocks, [n, S, H]
 
 
 @torch.no_grad()
-def states_behind(model: Any, kept: Sequence[int], blocks: Packed, batch: int = 4) -> States:
+def states_behind(model: Any, kept: Sequence[int], blocks: Packed) -> States:
     """The stream of the uncut model where each of the `kept` layers (ascending) is to end: what the next one reads, and
     behind the last layer.
 
@@ -67,7 +75,7 @@ def states_behind(model: Any, kept: Sequence[int], blocks: Packed, batch: int = 
     """
     ends = [*kept[1:], len(decoder_layers(model))]
     states: dict[int, list[Tensor]] = {end: [] for end in ends}
-    for part in parts_of(model, blocks, batch):
+    for part in parts_of(model, blocks):
         state = model.model.embed_tokens(part.ids)
         for index in range(ends[-1]):
             state = run_layer(model, index, part, state)
@@ -78,14 +86,7 @@ def states_behind(model: Any, kept: Sequence[int], blocks: Packed, batch: int = 
 
 @torch.no_grad()
 def refit_layers(
-    model: Any,
-    kept: Sequence[int],
-    ends: States,
-    blocks: Packed,
-    *,
-    ridges: Sequence[float],
-    loss: Loss,
-    batch: int = 4,
+    model: Any, kept: Sequence[int], ends: States, blocks: Packed, *, ridges: Sequence[float], loss: Loss
 ) -> dict[str, Any]:
     """Refit down_proj of the layers of `model`, which are the `kept` ones of the model whose `ends` are given.
 
@@ -104,7 +105,7 @@ def refit_layers(
     progress = Progress("layers: refitted", len(ridges) * (len(kept) - _gap(kept)), brief=True)
     for ridge in ridges:
         _set_weights(downs, start)
-        errors = _refit(model, kept, ends, blocks, ridge, batch, progress)
+        errors = _refit(model, kept, ends, blocks, ridge, progress)
         choices.append((ridge, float(loss(model)), errors, [down.weight.detach() for down in downs]))
     finite = [choice for choice in choices if math.isfinite(choice[1])]
     if not finite:
@@ -126,10 +127,10 @@ def _gap(kept: Sequence[int]) -> int:
 
 
 def _refit(
-    model: Any, kept: Sequence[int], ends: States, blocks: Packed, ridge: float, batch: int, progress: Progress
+    model: Any, kept: Sequence[int], ends: States, blocks: Packed, ridge: float, progress: Progress
 ) -> dict[str, list[float]]:
     """Refit every layer from the first gap on; the relative errors."""
-    parts = parts_of(model, blocks, batch)
+    parts = parts_of(model, blocks)
     streams = [model.model.embed_tokens(part.ids) for part in parts]
     report: dict[str, list[float]] = {"lost_without_refit": [], "lost": []}
     count = sum(int(tokens(part.documents).sum()) for part in parts)
@@ -193,12 +194,12 @@ class TargetDistributions:
 
     @classmethod
     @torch.inference_mode()
-    def measure(cls, target: Any, blocks: Packed, vocabulary: int, batch: int = 4) -> TargetDistributions:
+    def measure(cls, target: Any, blocks: Packed, vocabulary: int) -> TargetDistributions:
         """One forward pass of the target over the blocks."""
-        parts, starts = [], range(0, len(blocks), batch)
+        parts, starts = [], range(0, len(blocks), BATCH)
         progress = Progress("the target's distributions, batches", len(starts), brief=True)
         for i in starts:
-            logits = scored_logits(target, blocks.take(slice(i, i + batch)))
+            logits = scored_logits(target, blocks.take(slice(i, i + BATCH)))
             parts.append(compress(logits, min(STORED, vocabulary - 1), vocabulary))
             progress.step()
         columns = (torch.cat([getattr(p, name).cpu() for p in parts]) for name in TeacherChunk.__dataclass_fields__)
@@ -215,12 +216,12 @@ class TargetDistributions:
         return cls(store.packed.take(index), distributions, store.vocabulary)
 
     @torch.inference_mode()
-    def kl(self, model: Any, batch: int = 4) -> float:
+    def kl(self, model: Any) -> float:
         """KL(target ‖ model) in nats, the mean over the scored positions. All tokens outside the stored entries are one
         bucket, so it is a lower bound of the full KL, and close to it with this many entries."""
         total, at = 0.0, 0
-        for start in range(0, len(self.blocks), batch):
-            logits = scored_logits(model, self.blocks.take(slice(start, start + batch))).float()
+        for start in range(0, len(self.blocks), BATCH):
+            logits = scored_logits(model, self.blocks.take(slice(start, start + BATCH))).float()
             logits[:, self.vocabulary :] = -torch.inf
             rows = slice(at, at + len(logits))
             at += len(logits)
@@ -236,6 +237,123 @@ def scored_logits(model: Any, part: Packed) -> Tensor:
     """Logits [N, V] of a model at the scored positions of some blocks, in order."""
     hidden = hidden_states(model, part)
     return logit_form(model.config).apply(model.get_output_embeddings()(hidden[part.mask.to(hidden.device)]))
+
+
+# ── What a recipe's cuts need, from configurations alone: possible sizes, a draft smaller than its target ──
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # such a model's step does not read all its weights
+SHAPE = {
+    "layers": "num_hidden_layers",
+    "hidden size": "hidden_size",
+    "MLP width": "intermediate_size",
+    "KV heads": "num_key_value_heads",
+    "rows": "vocab_size",
+}
+
+
+def check_shape(config: Any, settings: Cut) -> None:
+    """Raise RecipeError for cuts that a model of this configuration does not allow, with the possible ones."""
+    checks: list[tuple[str, Callable[[Any, Any], object], Any]] = [
+        *(("compare.layers", check_layers, one.layers) for one in settings.compare),
+        *(("compare.mlp_width", check_width, one.mlp_width) for one in settings.compare),
+        ("layers", check_layers, settings.layers),
+        ("drop_layers", lambda config, text: parse_layers(text, config.num_hidden_layers), settings.drop_layers),
+        ("mlp_width", check_width, settings.mlp_width),
+    ]
+    for key, check, value in checks:
+        if value is not None:
+            try:
+                check(config, value)
+            except RecipeError as error:
+                raise RecipeError(f"cut.{key}: {error.what}", error.hint) from None
+
+
+def check_cut(recipe: Recipe) -> list[str]:
+    """The planned draft, in lines to print; raises for an impossible donor or cut. Loads no weights."""
+    settings, donor = recipe.cut, recipe.donor_model
+    config = load_config(donor)
+    require_supported(config.model_type)
+    lines = []
+    if settings.transplant is not None:
+        check_transplant(local_folder(donor), text_folder(recipe.target.model), settings.transplant.overrides)
+        lines.append(f"transplant: {donor} gets the vocabulary of {recipe.target.model}")
+    else:
+        require_pair(recipe.target.model, donor)
+        rows = load_config(recipe.target.model).get_text_config().vocab_size
+        if rows != config.vocab_size:
+            lines.append(
+                f"rows: the draft gets the target's {rows} rows instead of the donor's {config.vocab_size}, so that "
+                "vLLM takes it too; only padding differs"
+            )
+    check_shape(config, settings)
+    if settings.trim is not None:
+        vocabulary = Vocabulary.read(text_folder(recipe.target.model))
+        check_size(settings.trim.size, len(always_kept(vocabulary)), vocabulary.size, recipe.teacher.top_k)
+    sparsity, full = recipe.train.sparsity, settings.mlp_width or config.intermediate_size
+    if sparsity is not None and sparsity.mlp_width is not None:
+        require_fewer(sparsity.mlp_width, full)
+    if settings.compare:
+        lines.append(f"compared before the cut: {'; '.join(one.name for one in settings.compare)}")
+    layers = config.num_hidden_layers
+    kept, _ = _left(settings, layers, full)
+    return [*lines, f"cut: {layers} layers -> {kept}, MLP {config.intermediate_size} -> {full}"]
+
+
+def _shape(config: Any) -> dict[str, int] | None:
+    """The sizes that a step's cost depends on; None for a model that does not name them all, or has experts."""
+    config = config.get_text_config()
+    sizes = {word: getattr(config, name, None) for word, name in SHAPE.items()}
+    if any(getattr(config, name, None) for name in EXPERTS):
+        return None
+    return {word: size for word, size in sizes.items() if isinstance(size, int)} if all(sizes.values()) else None
+
+
+def _left(cut: Cut, layers: int, width: int) -> tuple[int, int]:
+    """Layers and MLP width that a cut leaves of a donor's."""
+    dropped = 0 if cut.drop_layers is None else len(parse_layers(cut.drop_layers, layers))
+    return (cut.layers or layers) - dropped, cut.mlp_width or width
+
+
+def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | None:
+    """The sizes of the draft that a recipe cuts, by the words of SHAPE; None for a model that does not name its own."""
+    cut, sparsity, draft = recipe.cut, recipe.train.sparsity, _shape(donor)
+    if draft is None:
+        return None
+    layers, width = _left(cut, draft["layers"], draft["MLP width"])
+    if sparsity is not None and sparsity.mlp_width is not None:
+        width = min(width, sparsity.mlp_width)
+    return draft | {
+        "layers": layers,
+        "MLP width": width,
+        "rows": target.get_text_config().vocab_size,
+    }
+
+
+def kept_share(recipe: Recipe, draft: Any = None) -> float:
+    """The share of the donor's layers that a cut leaves, narrower MLPs in proportion: that of the configuration of a
+    `draft`, else that of the recipe's cut."""
+    donor = load_config(recipe.donor_model).get_text_config()
+    layers, width = donor.num_hidden_layers, donor.intermediate_size
+    if draft is not None:
+        return float(draft.num_hidden_layers * draft.intermediate_size / (layers * width))
+    left, narrower = _left(recipe.cut, layers, width)
+    return float(left * narrower / (layers * width))
+
+
+def check_smaller(recipe: Recipe, target: Any, donor: Any) -> None:
+    """Raise RecipeError for a draft that is in no size below its target."""
+    full, draft = _shape(target), planned_sizes(recipe, target, donor)
+    if full is None or draft is None or recipe.cut.trim is not None:
+        return
+    if all(draft[word] >= full[word] for word in SHAPE):
+        sizes = ", ".join(
+            f"{draft[word]} {word}" if word in ("layers", "rows") else f"{word} {draft[word]}" for word in SHAPE
+        )
+        raise RecipeError(
+            f"cut: the draft costs as much as its target ({sizes}): drafting with it cannot save time",
+            "cut it, for instance cut.layers="
+            f"{max(1, full['layers'] // 4)}, or name a smaller cut.donor, or set cut.allow_full_size: true",
+        )
 
 
 # ── Layers and MLP width of a loaded model, cut in this order, and of any folder without a recipe ──

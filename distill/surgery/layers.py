@@ -91,6 +91,7 @@ def record_change(folder: Path, before: list[dict[str, Any]], *changes: Change) 
 # one batch, H hidden, F neurons of an MLP.
 
 Watch = tuple[Any, Callable[[Tensor], None]]  # a module, and the function that gets its inputs
+BATCH = 4  # blocks of a forward pass
 
 
 def tokens(documents: Tensor) -> Tensor:
@@ -113,17 +114,17 @@ def watching(watches: Sequence[Watch]) -> Iterator[None]:
             handle.remove()
 
 
-def parts_of(model: Any, blocks: Packed, batch: int) -> list[Packed]:
+def parts_of(model: Any, blocks: Packed) -> list[Packed]:
     """The blocks in batches on the model's device; raises DataError when they hold no token."""
     if not bool(tokens(blocks.documents).any()):
         raise DataError("the blocks to observe the model on hold no token", "give it text: enlarge the corpus")
     device = next(model.parameters()).device
-    parts = [blocks.take(slice(start, start + batch)) for start in range(0, len(blocks), batch)]
+    parts = [blocks.take(slice(start, start + BATCH)) for start in range(0, len(blocks), BATCH)]
     return [Packed(*(x.to(device) for x in (p.ids.long(), p.documents, p.positions.long(), p.mask))) for p in parts]
 
 
 @torch.no_grad()
-def observe(model: Any, blocks: Packed, watches: Sequence[Watch], batch: int = 4) -> int:
+def observe(model: Any, blocks: Packed, watches: Sequence[Watch]) -> int:
     """One pass over the blocks; each watch gets its module's inputs [T, ·] in fp32, at the positions with a token.
 
     Returns the number of these positions. Raises DataError when the blocks hold no token.
@@ -135,14 +136,14 @@ def observe(model: Any, blocks: Packed, watches: Sequence[Watch], batch: int = 4
 
     total = 0
     with watching([(module, partial(see_used, see)) for module, see in watches]):
-        for part in parts_of(model, blocks, batch):
+        for part in parts_of(model, blocks):
             used = tokens(part.documents)
             total += int(used.sum())
             hidden_states(model, part)
     return total
 
 
-def block_influence(model: Any, blocks: Packed, batch: int = 4) -> list[float]:
+def block_influence(model: Any, blocks: Packed) -> list[float]:
     """1 − mean cosine of each layer's input and output, [L] (block influence, Men et al. 2024, arXiv 2403.03853).
 
     Raises DataError when the blocks hold no token.
@@ -162,7 +163,7 @@ def block_influence(model: Any, blocks: Packed, batch: int = 4) -> list[float]:
             influence[index] += float((chord.square() / 2).sum())
         units.clear()
 
-    total = observe(model, blocks, [*((layer, keep) for layer in layers), (model.model.norm, finish)], batch)
+    total = observe(model, blocks, [*((layer, keep) for layer in layers), (model.model.norm, finish)])
     return [value / total for value in influence]
 
 
@@ -343,7 +344,7 @@ def take(module: Any, index: Tensor, dim: int) -> None:
         module.bias = torch.nn.Parameter(bias, requires_grad=module.bias.requires_grad)
 
 
-def neuron_scores(model: Any, blocks: Packed, batch: int = 4) -> list[Tensor]:
+def neuron_scores(model: Any, blocks: Packed) -> list[Tensor]:
     """E[a²]·‖down column‖² [F] of each layer's neurons: the mean square that each adds to the residual stream."""
     downs = [layer.mlp.down_proj for layer in decoder_layers(model)]
     squares = [torch.zeros(down.in_features, device=down.weight.device) for down in downs]
@@ -352,12 +353,12 @@ def neuron_scores(model: Any, blocks: Packed, batch: int = 4) -> list[Tensor]:
         total.add_(a.square().sum(0))
 
     watches = [(down, partial(add, total)) for down, total in zip(downs, squares, strict=True)]
-    count = observe(model, blocks, watches, batch)
+    count = observe(model, blocks, watches)
     columns = [down.weight.detach().float().square().sum(0) for down in downs]
     return [total / count * column for total, column in zip(squares, columns, strict=True)]
 
 
-def narrow(model: Any, blocks: Packed, width: int, batch: int = 4) -> dict[str, Any]:
+def narrow(model: Any, blocks: Packed, width: int) -> dict[str, Any]:
     """Keep `width` neurons of every layer's MLP, those of largest score in their order; the model is changed in place.
 
     Returns JSON-able details: neurons kept per layer, and the share of its score they hold. Raises RecipeError for a
@@ -365,7 +366,7 @@ def narrow(model: Any, blocks: Packed, width: int, batch: int = 4) -> dict[str, 
     """
     check_width(model.config, width)
     neurons, shares = [], []
-    for scores in neuron_scores(model, blocks, batch):
+    for scores in neuron_scores(model, blocks):
         kept = scores.sort(descending=True, stable=True).indices[:width].sort().values
         mass = float(scores.sum())
         neurons.append(kept.tolist())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import RecipeError
-from distill.surgery.layers import decoder_layers, keep_neurons
+from distill.surgery.layers import MULTIPLE, decoder_layers, keep_neurons
 
 # ── The phases of a training and the schedule of λ ──
 # A run has three phases: dense (the first `start` of the steps), ramp (a proximal step after every optimizer step),
@@ -45,6 +45,15 @@ def require_ramp(steps: int, embedding_steps: int, ramp: float) -> None:
         )
 
 
+def require_fewer(width: int, neurons: int) -> None:
+    """Raise RecipeError unless a group lasso can leave `width` of each layer's neurons."""
+    if not 0 < width < neurons or width % MULTIPLE:
+        raise RecipeError(
+            f"train.sparsity.mlp_width is {width}; training starts with {neurons} neurons a layer",
+            f"ask for a multiple of {MULTIPLE} below that, such as {max(1, neurons // 2 // MULTIPLE) * MULTIPLE}",
+        )
+
+
 class Penalty(ABC):
     """The phases of a penalty over the steps of a training; `start` and `ramp` are shares of them.
 
@@ -52,11 +61,7 @@ class Penalty(ABC):
     """
 
     def __init__(self, steps: int, start: float, ramp: float) -> None:
-        if not 0 <= start <= 1 - ramp:
-            raise RecipeError(
-                f"sparsity: start is {start}; with a ramp of {ramp} it leaves no room", f"ask for 0 to {1 - ramp:g}"
-            )
-        require_ramp(steps, 0, ramp)
+        require_ramp(steps, round(start * steps), ramp)
         self.ramp = round(ramp * steps)  # steps
         self.dense = min(round(start * steps), steps - self.ramp)  # steps
         self.step = 0
@@ -171,12 +176,7 @@ class GroupLasso(Penalty):
     def __init__(self, model: Any, width: int, steps: int, *, start: float = 0.0, ramp: float = 0.2) -> None:
         self.layers = list(decoder_layers(model))
         self.neurons = int(self.layers[0].mlp.down_proj.in_features)
-        if not 0 < width < self.neurons or width % 32:
-            raise RecipeError(
-                f"sparsity: width is {width}; it must be a multiple of 32 and less than the {self.neurons} neurons "
-                "that each layer has",
-                f"for instance {max(32, (self.neurons // 2) // 32 * 32)}" if self.neurons > 32 else "leave width out",
-            )
+        require_fewer(width, self.neurons)
         super().__init__(steps, start, ramp)
         self.width = width
         self.to_remove = self.neurons - width

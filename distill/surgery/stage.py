@@ -7,7 +7,7 @@ import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,8 +43,7 @@ from distill.recipe import Cut, Recipe
 from distill.recipe.recipe import REASON
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.surgery.checks import kept_share
-from distill.surgery.cutter import TargetDistributions, cut_model, scored_logits
+from distill.surgery.cutter import TargetDistributions, cut_model, kept_share, scored_logits
 from distill.surgery.layers import record_change, size_of
 from distill.surgery.results import Change, Comparison, CutReport, PricedCut
 from distill.surgery.transplant import transplant
@@ -134,7 +133,7 @@ def price_vocabulary(
     counts: Mapping[str, Counts],
     order: Sequence[int],
     least: int,
-) -> tuple[int, list[dict[str, float]]]:
+) -> tuple[int, list[dict[str, Any]]]:
     """The number of kept tokens with the most predicted tokens per second, and every number tried.
 
     A copy of the cut model is healed once with its full head; a trimmed one's acceptance probability is that times the
@@ -152,10 +151,11 @@ def price_vocabulary(
         mass = min(shares.values())
         step = _draft_seconds(recipe, healed, "pytorch")
         point = price(f"head of {size}", size, None, whole * mass, costs, step)
-        rate = point.tokens_per_second
-        figures = {"acceptance": whole * mass, "draft_seconds": step, "length": point.length, "tokens_per_second": rate}
-        tried.append({"size": size, "mass": mass, **figures})
-        run.say(f"  {point.name}: {mass:.2%} of the target's tokens, step {step * 1e3:.2f} ms, {rate:.1f} tokens/s")
+        tried.append({"size": size, "mass": mass, **asdict(point)})
+        run.say(
+            f"  {point.name}: {mass:.2%} of the target's tokens, step {step * 1e3:.2f} ms, "
+            f"{point.tokens_per_second:.1f} tokens/s"
+        )
     best = max(tried, key=lambda row: row["tokens_per_second"])
     return int(best["size"]), tried
 
@@ -203,19 +203,19 @@ def _draft_seconds(recipe: Recipe, model: Any, backend: Literal["pytorch", "gguf
 
 
 @torch.inference_mode()
-def acceptance(recipe: Recipe, target: Any, distributions: TargetDistributions, draft: Any, batch: int = 2) -> float:
+def acceptance(recipe: Recipe, target: Any, distributions: TargetDistributions, draft: Any) -> float:
     """Mean Σ min(p, q) over the scored positions of the blocks, both distributions through the recipe's sampler."""
     blocks, vocabulary, sampler = distributions.blocks, distributions.vocabulary, Sampler.of(recipe.sampler)
     total, count = 0.0, 0
-    for start in range(0, len(blocks), batch):
-        part = blocks.take(slice(start, start + batch))
+    for start in range(0, len(blocks), 2):  # whole distributions take much memory
+        part = blocks.take(slice(start, start + 2))
         p, q = (sampler.probabilities(scored_logits(model, part)[:, :vocabulary]) for model in (target, draft))
         total += float(divergences.acceptance_sampling(p, q.to(p.device)).double().sum())
         count += len(p)
     return total / max(1, count)
 
 
-# ── Stage `cut`: from a donor to a draft by transplant, layers, widths and head, each step with its KL ──
+# ── The stage ──
 
 
 def cut(recipe: Recipe, run: Run) -> list[Path]:

@@ -24,8 +24,6 @@ from distill.vocabulary import Vocabulary
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import RARE, role_counterparts, stand_ins
 
-# ── The donor tokens that write each token of a target, byte for byte, and rows as weighted sums of donor rows ──
-
 # How a row came about: no token there; the same bytes; several subtokens; the user's override; the same role; the same
 # string, special in the donor too; a special token's own text, in subtokens.
 ORIGINS = ("unused", "copy", "mean", "override", "role", "same", "text")

@@ -21,6 +21,7 @@ from distill import processes
 from distill.data.chat_template import ChatTemplate, messages_after, next_prompt
 from distill.data.texts import (
     Answer,
+    AnswerTexts,
     Prompt,
     Reply,
     Request,
@@ -37,7 +38,7 @@ from distill.data.texts import (
 from distill.data.traffic import write_traffic
 from distill.engines.torch.hugging_face import end_ids, load_config, load_tokenizer
 from distill.errors import DataError, EndpointError, faults_explained
-from distill.files import has_form, parse_object, write_json
+from distill.files import has_form, parse_object, write_json, write_result
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
@@ -367,22 +368,21 @@ def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:
     """Write manifest.json with the target, the sampler and counts of answers."""
     answers = read_answers(run, "train")
     dropped = Counter(filter(None, map(drop_reason, answers)))
-    counts: dict[str, Any] = {
-        "answers": len(answers),
-        "prompt_tokens": sum(len(one.prompt) for one in answers),
-        "answer_tokens": sum(len(one.answer) for one in answers),
-        "not_ended": sum(not one.ended and not one.dropped for one in answers),
-        "dropped": dict(sorted(dropped.items())),
-        "by_class": count_texts((one.label, one.mode, len(one.answer)) for one in answers if not drop_reason(one)),
-    }
-    reasons = "".join(f", {count} dropped: {reason}" for reason, count in counts["dropped"].items())
-    run.say(
-        f"  {counts['answers']} answers of {counts['answer_tokens']} tokens, {counts['not_ended']} of them cut "
-        f"short by a limit{reasons}"
+    found = AnswerTexts(
+        answers=len(answers),
+        answer_tokens=sum(len(one.answer) for one in answers),
+        not_ended=sum(not one.ended and not one.dropped for one in answers),
+        writer=writer_kind(recipe),
+        dropped=dict(sorted(dropped.items())),
+        by_class=count_texts((one.label, one.mode, len(one.answer)) for one in answers if not drop_reason(one)),
     )
-    manifest = {"format": 2, **target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json")}
-    manifest |= {"writer": writer_kind(recipe), "groups": groups}
-    write_json(run.path("answers", "manifest.json"), manifest | counts)
+    reasons = "".join(f", {count} dropped: {reason}" for reason, count in found.dropped.items())
+    run.say(
+        f"  {found.answers} answers of {found.answer_tokens} tokens, {found.not_ended} of them cut short by a "
+        f"limit{reasons}"
+    )
+    manifest = {**target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json"), "groups": groups}
+    write_json(run.path("answers", "manifest.json"), manifest | asdict(found))
 
 
 def writer_kind(recipe: Recipe) -> str:
@@ -412,14 +412,10 @@ def _hold_out(recipe: Recipe, run: Run, split: Split) -> list[Path]:
         f"{int(texts.given.mask.sum())} positions of given text"
     )
     write_store(recipe, run, texts.blocks, (0, 1), split, all_entries=True)
-    summary: dict[str, Any] = {
-        "answers": len(texts.answers),
-        "answer_tokens": tokens,
-        "not_ended": sum(not one.ended for one in texts.answers),
-        "dropped": texts.dropped,
-        "by_class": count_texts((one.label, one.mode, len(one.answer)) for one in texts.answers),
-    }
-    write_json(run.path(split, "summary.json"), summary)
+    not_ended = sum(not one.ended for one in texts.answers)
+    by_class = count_texts((one.label, one.mode, len(one.answer)) for one in texts.answers)
+    summary = AnswerTexts(len(texts.answers), tokens, not_ended, writer_kind(recipe), texts.dropped, by_class)
+    write_result(run.path(split, "summary.json"), summary)
     return [run.path(split)]
 
 

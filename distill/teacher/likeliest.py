@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,20 +46,6 @@ class Entries:
         return cls(*(torch.cat([getattr(part, one.name) for part in parts or [none]]) for one in fields(cls)))
 
 
-class Reader(Protocol):
-    """A target that gives its distributions on packed blocks; `origin` goes into the store's manifest."""
-
-    origin: dict[str, Any]
-
-    def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
-        """The k likeliest tokens at the scored positions of some blocks, block by block."""
-        ...
-
-    def close(self) -> None:
-        """Free what llama.cpp holds, or end the connections."""
-        ...
-
-
 def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int, temperatures: tuple[float, ...]) -> Entries:
     """The entries of distributions given as logits [c, V], part by part."""
     parts = []
@@ -77,6 +63,9 @@ def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int, temperatures: tu
     return Entries.join(parts, k, len(temperatures))
 
 
+# ── Readers: a target that gives its distributions on packed blocks; `origin` goes into the store's manifest ──
+
+
 class ModelReader:
     """A loaded model of transformers; the first `vocabulary` rows of its head are tokens."""
 
@@ -86,31 +75,13 @@ class ModelReader:
 
     @torch.inference_mode()
     def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
-        """See `Reader`."""
+        """The k likeliest tokens at the scored positions of some blocks, block by block."""
         logits = packed_logits(self.model, blocks).flatten(0, 1)  # [n·S, V]
         scored = blocks.mask.flatten().nonzero().squeeze(-1).to(logits.device)
         return entries_of((logits[rows] for rows in scored.split(ROWS)), k, self.vocabulary, temperatures)
 
     def close(self) -> None:
         """Nothing to free: the model goes with its last reference."""
-
-
-def compact_distributions(reader: Reader, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> dict[str, Tensor]:
-    """top_ids, top_log_probabilities [n, S, K] and log_tails [n, S, M]; zeros where the mask scores nothing."""
-    entries = reader(blocks, k, temperatures)
-    shape = blocks.mask.shape
-    top_ids = torch.zeros(*shape, k, dtype=torch.int32)
-    logs = torch.zeros(*shape, k, dtype=torch.float16)
-    tails = torch.zeros(*shape, len(temperatures))
-    top_ids[blocks.mask], logs[blocks.mask] = entries.ids, entries.log_probabilities.half()
-    tails[blocks.mask] = entries.log_tails
-    return {"top_ids": top_ids, "top_log_probabilities": logs, "log_tails": tails}
-
-
-def mean_masses(reader: Reader, blocks: Packed, k: int) -> Tensor:
-    """The mass [K] of the 1, 2, … likeliest tokens, the mean over the scored positions of some blocks, in fp64."""
-    logs = reader(blocks, k, (1.0,)).log_probabilities
-    return logs.double().exp().cumsum(-1).sum(0) / max(1, len(logs))
 
 
 @dataclass(frozen=True)
@@ -163,7 +134,7 @@ class GgufReader:
             self.origin["options"] = changing
 
     def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
-        """See `Reader`."""
+        """As of ModelReader."""
         return entries_of(self._rows(blocks), k, self.vocabulary, temperatures)
 
     def _rows(self, blocks: Packed) -> Iterator[Tensor]:
@@ -235,7 +206,7 @@ class ServerReader:
             raise
 
     def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
-        """See `Reader`; temperature 1 alone."""
+        """As of ModelReader; temperature 1 alone."""
         assert temperatures == (1.0,), "a server gives distributions at temperature 1"
         documents = listed_documents(blocks)
         parts = self.endpoint.each(lambda document: self._read(document, k), documents)
@@ -360,6 +331,27 @@ class ServerReader:
                 "start vLLM with --logprobs-mode raw_logprobs, its default",
             )
         return [token for _, token in real], logs
+
+
+Reader = ModelReader | GgufReader | ServerReader
+
+
+def compact_distributions(reader: Reader, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> dict[str, Tensor]:
+    """top_ids, top_log_probabilities [n, S, K] and log_tails [n, S, M]; zeros where the mask scores nothing."""
+    entries = reader(blocks, k, temperatures)
+    shape = blocks.mask.shape
+    top_ids = torch.zeros(*shape, k, dtype=torch.int32)
+    logs = torch.zeros(*shape, k, dtype=torch.float16)
+    tails = torch.zeros(*shape, len(temperatures))
+    top_ids[blocks.mask], logs[blocks.mask] = entries.ids, entries.log_probabilities.half()
+    tails[blocks.mask] = entries.log_tails
+    return {"top_ids": top_ids, "top_log_probabilities": logs, "log_tails": tails}
+
+
+def mean_masses(reader: Reader, blocks: Packed, k: int) -> Tensor:
+    """The mass [K] of the 1, 2, … likeliest tokens, the mean over the scored positions of some blocks, in fp64."""
+    logs = reader(blocks, k, (1.0,)).log_probabilities
+    return logs.double().exp().cumsum(-1).sum(0) / max(1, len(logs))
 
 
 def log_tails(logs: Tensor) -> Tensor:

@@ -74,10 +74,6 @@ class LossSums:
         """With one more sum."""
         return LossSums((*self.names, name), torch.cat([self.vector, value.detach().to(self.vector).view(1)]))
 
-    def values(self) -> dict[str, float]:
-        """Every sum by its name."""
-        return dict(zip(self.names, self.vector.tolist(), strict=True))
-
 
 class Draft:
     """Logits [r, C] of a block as outcomes: the columns where `ids` is None, else K entries and a bucket.

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.texts import lacking_classes, read_prompts
+from distill.data.texts import AnswerTexts, lacking_classes, read_prompts
 from distill.engines.torch.hugging_face import load_config, load_model, load_target, pick_device, read_kept
 from distill.errors import DataError, RecipeError, RunError
-from distill.files import read_json
+from distill.files import read_result
 from distill.processes import process_count
 from distill.recipe import Recipe, Train
 from distill.run import Run
-from distill.surgery.checks import kept_share
+from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.teacher.distributions import LogitForm, logit_form
 from distill.teacher.store import TeacherSource, open_teacher, read_manifest, require_fit
@@ -251,10 +251,9 @@ def penalty_of(model: Any, settings: Train) -> Penalty | None:
 
 def warn_missing_classes(run: Run) -> None:
     """Warn of classes of prompts that acceptance is measured on and the answers hardly have."""
-    classes = read_json(run.path("answers", "manifest.json"), {}).get("by_class", [])  # absent in runs of before
     learnt: Counter[str] = Counter()
-    for one in classes:
-        learnt[one["label"]] += one["tokens"]
+    for one in read_result(run.path("answers", "manifest.json"), AnswerTexts).by_class:
+        learnt[one.label] += one.tokens
     asked = Counter(prompt.label for split in ("validation", "test") for prompt in read_prompts(run, split))
     if lacking := lacking_classes(learnt, asked):
         shares = (

@@ -17,7 +17,7 @@ from distill.engines.torch.hugging_face import load_config
 from distill.errors import DataError, RecipeError
 from distill.recipe import Loss, Recipe, Train
 from distill.recipe.recipe import REASON
-from distill.surgery.checks import kept_share
+from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import require_ramp
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Teacher
 from distill.teacher.store import TeacherSource

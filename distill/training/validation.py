@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,16 +105,10 @@ def evaluating(work: Training) -> tuple[str, str]:
             f"while validation answers were measured after step {work.state['step']} on {work.accelerator.device}",
             f"lower train.chunk (now {work.settings.chunk}); {RESUMES}",
         )
-    return _decoding(
-        work,
-        f"train.acceptance.prompts (now {settings.prompts}) or train.acceptance.new_tokens (now {settings.new_tokens})",
-    )
-
-
-def _decoding(work: Training, settings: str) -> tuple[str, str]:
     return (
         f"while target and draft decoded after step {work.state['step']} on {work.accelerator.device}",
-        f"lower {settings} and train again (--redo train), or {_smaller_target(work.recipe)}",
+        f"lower train.acceptance.prompts (now {settings.prompts}) or train.acceptance.new_tokens (now "
+        f"{settings.new_tokens}) and train again (--redo train), or {_smaller_target(work.recipe)}",
     )
 
 
@@ -137,7 +131,6 @@ def _smaller_target(recipe: Recipe) -> str:
 
 # ── Acceptance on the validation split ──
 
-Item = TypeVar("Item")
 VERIFIERS: dict[Verifying, str] = {"sampling": "token", "match": "match", "greedy": "greedy"}
 
 
@@ -274,15 +267,6 @@ def served_form(draft: Any, kept: Sequence[int] | None) -> Iterator[Any]:
         draft.train(training)
 
 
-def measured_on_main(work: Training, measure: Callable[[Any], Item]) -> Item:
-    """What `measure` gives for the present weights in their served form, computed by the main process and the same in
-    every process; every process must call it."""
-    with served_form(work.draft(), work.kept) as draft, torch.compiler.set_stance("force_eager"):
-        value = measure(draft) if work.is_main else None
-    agreed: Item = agree(value)
-    return agreed
-
-
 def served_target(work: Training) -> ServedTarget:
     """The target, loaded on first use, as the recipe serves it."""
     recipe, model = work.recipe, work.loaded_target()
@@ -292,7 +276,8 @@ def served_target(work: Training) -> ServedTarget:
 
 
 def measure_acceptance(work: Training) -> dict[str, Any]:
-    """The acceptance of the present weights on the validation prompts, the same in every process.
+    """The acceptance of the present weights in their served form on the validation prompts, computed by the main
+    process and the same in every process; every process must call it.
 
     Decoded with the target: the first texts, whose distribution is the target's alone, are kept, so that the expected
     acceptance of all weights is measured on the same ones. Where the target is not loaded: its probability on stored
@@ -313,8 +298,12 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
         protocol = protocol_of(work.settings, work.recipe.sampler.temperature)
         return work.held_out.acceptance(draft, protocol, work.settings.chunk), None
 
-    figures, texts = measured_on_main(work, decoded if work.recipe.target.load else stored)
-    work.state["texts"] = texts
+    measure, value = decoded if work.recipe.target.load else stored, None
+    with served_form(work.draft(), work.kept) as draft, torch.compiler.set_stance("force_eager"):
+        if work.is_main:
+            value = measure(draft)
+    figures: dict[str, Any]
+    figures, work.state["texts"] = agree(value)
     return figures
 
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize(("ramp", "embedding", "steps"), [(0.5, 4, 20), (1.0, 0, 10), (0.95, 2, 20)])
 def test_a_rehearsal_has_room_for_a_ramp(world: Path, ramp: float, embedding: int, steps: int) -> None:
-    sparsity = f"train.sparsity={{method: group, mlp_width: 32, ramp: {ramp}}}"
+    sparsity = f"train.sparsity={{mlp_width: 32, ramp: {ramp}}}"
     settings = ("train.steps=90", f"train.embedding_steps={embedding}")
     recipe = load_recipe(world / "recipe.yaml", [sparsity, *settings])
     short = shortened(recipe, world)

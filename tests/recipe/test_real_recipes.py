@@ -31,8 +31,7 @@ from distill.planning.cases import PlanRequest, estimated_case
 from distill.planning.hardware import read_hardware
 from distill.planning.plan import forecast
 from distill.recipe import Recipe, load_recipe
-from distill.surgery.checks import check_cut, check_smaller
-from distill.surgery.cutter import TargetDistributions, cut_model
+from distill.surgery.cutter import TargetDistributions, check_cut, check_smaller, cut_model
 from distill.surgery.stage import load_donor
 from distill.teacher.store import OnlineTarget
 from distill.training.step import Columns, Learner, check_training, heal, loss_settings

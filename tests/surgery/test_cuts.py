@@ -132,7 +132,7 @@ def test_keeping_everything_changes_nothing(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [*KINDS, "qwen2 windows", "qwen3 windows", "mistral windows"])
-def test_influence_by_hidden_states(case: str) -> None:
+def test_influence_by_hidden_states(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     windows: dict[str, Any] = {}
     if "windows" in case:
         windows = {"sliding_window": 5}
@@ -146,7 +146,8 @@ def test_influence_by_hidden_states(case: str) -> None:
     pairs = [[(s[low][0].double(), s[low + 1][0].double()) for s in states] for low in range(3)]
     cosines = [torch.cat([torch.cosine_similarity(a, b, dim=-1) for a, b in layer]) for layer in pairs]
     for batch in (1, 5):
-        found = block_influence(model, BLOCKS, batch)
+        monkeypatch.setattr("distill.surgery.layers.BATCH", batch)
+        found = block_influence(model, BLOCKS)
         assert found == pytest.approx([1 - float(layer.mean()) for layer in cosines], rel=1e-4, abs=1e-7)
 
 
@@ -298,7 +299,7 @@ def test_narrow_equals_the_masked_model(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_neurons_stay_by_what_they_write(case: str) -> None:
+def test_neurons_stay_by_what_they_write(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small(case)
     inputs = [one_by_one(model, layer.mlp.down_proj) for layer in model.model.layers]
     assert len(inputs[0]) == TOKENS < BLOCKS.ids.numel()  # padding is there and does not count
@@ -307,7 +308,8 @@ def test_neurons_stay_by_what_they_write(case: str) -> None:
         for a, layer in zip(inputs, model.model.layers, strict=True)
     ]
     for batch in (1, 4, 100):
-        for scores, expected in zip(neuron_scores(model, BLOCKS, batch), written, strict=True):
+        monkeypatch.setattr("distill.surgery.layers.BATCH", batch)
+        for scores, expected in zip(neuron_scores(model, BLOCKS), written, strict=True):
             close(scores.double(), expected)
     found = narrow(model, BLOCKS, 32)
     assert found["neurons"] == [own.topk(32).indices.sort().values.tolist() for own in written]

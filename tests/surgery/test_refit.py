@@ -73,9 +73,10 @@ def test_each_layer_is_the_least_squares_answer_to_its_own_input(case: str) -> N
     assert torch.equal(logits(cut), logits(before)) and report["ridge"] == RIDGE
 
 
-def test_states_are_those_of_documents_apart() -> None:
+def test_states_are_those_of_documents_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distill.surgery.layers.BATCH", 3)
     model = small("llama", layers=4)
-    ends = states_behind(model, [0, 2], BLOCKS, batch=3)
+    ends = states_behind(model, [0, 2], BLOCKS)
     assert [len(one) for one in ends] == [math.ceil(len(BLOCKS) / 3)] * 2
     for which, end in ((0, 2), (1, 4)):
         states = torch.cat(ends[which])

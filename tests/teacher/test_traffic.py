@@ -243,7 +243,7 @@ def test_a_third_generation(world: Path, log: Path, runs: Path, tmp_path: Path, 
     [
         (("answers={prompts: 4, new_tokens: 24, prompt_tokens: 8}",), "needs answers.traffic"),
         (("cut.layers=1",), "--refresh makes no cuts"),
-        (("train.sparsity={method: group, mlp_width: 32}",), "--refresh makes no cuts"),
+        (("train.sparsity={mlp_width: 32}",), "--refresh makes no cuts"),
         (("name=other",), "no finished draft"),
     ],
 )

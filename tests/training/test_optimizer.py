@@ -19,7 +19,7 @@ from distill import machine
 from distill.engines.torch.hugging_face import load_config
 from distill.errors import RecipeError
 from distill.recipe import Adapter, Train, load_recipe, parse_section
-from distill.surgery.checks import kept_share
+from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import GroupLasso, zero_groups
 from distill.training.adapters import attach
 from distill.training.optimizer import make_optimizer, orthogonalised, peak_rate, rate_share, set_rates, with_rate

@@ -37,7 +37,7 @@ from trainings import (
 )
 
 from distill.data.packing import pack
-from distill.data.texts import Prompt, lacking_classes, prompt_seed
+from distill.data.texts import AnswerTexts, Prompt, TextCount, lacking_classes, prompt_seed
 from distill.decoding.decode import decode_text
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed
@@ -45,7 +45,6 @@ from distill.decoding.rules import Rules
 from distill.engines.torch.hugging_face import load_model
 from distill.engines.torch.model import TorchModel
 from distill.errors import RunError
-from distill.files import read_json
 from distill.recipe import Train, load_recipe, parse_section
 from distill.run import BEGIN, Run
 from distill.sampler import Sampler
@@ -647,12 +646,9 @@ def test_classes_that_answers_lack(learnt: dict[str, int], asked: dict[str, int]
 
 
 def test_a_training_says_what_its_answers_lack(train: Trainer, monkeypatch: Patch, capsys: Capture) -> None:
-    counted = {"by_class": [{"label": "code", "mode": "", "texts": 3, "tokens": 99}]}
+    counted = AnswerTexts(by_class=[TextCount("code", "", 3, 99)])
     prompts = [Prompt(f"t@{place}", [1, 2], label="code" if place else "sums") for place in range(4)]
-    monkeypatch.setattr(
-        "distill.training.setup.read_json",
-        lambda path, *form: counted if path.name == "manifest.json" else read_json(path, *form),
-    )
+    monkeypatch.setattr("distill.training.setup.read_result", lambda *_: counted)
     monkeypatch.setattr("distill.training.setup.read_prompts", lambda *_: prompts)
     train("train.steps=1")
     said = capsys.readouterr().err
