@@ -6,7 +6,6 @@ Nothing here sends a request again: a failed one is a finding, not noise.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import httpx2
 
 from distill.errors import RecipeError, ServingError, server_words
 from distill.files import parse_object
+from distill.teacher.endpoint import secret
 
 CONNECT_SECONDS = 10.0
 CONNECTIONS = 256
@@ -41,7 +41,7 @@ class Http:
         self, url: str, seconds: float, key: str | None = None, death: Callable[[], str | None] = lambda: None
     ) -> None:
         self.url, self.seconds, self.death = url.rstrip("/").removesuffix("/v1"), seconds, death
-        self._key = _secret(key)
+        self._key = "" if key is None else secret(key, "--key")
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         try:
             # A connection for each request: llama-server closes those that streamed, without a word, and one that is
@@ -166,10 +166,3 @@ class Http:
     def close(self) -> None:
         """Free the connections."""
         self.client.close()
-
-
-def _secret(variable: str | None) -> str:
-    value = "" if variable is None else os.environ.get(variable, "").strip()
-    if variable is not None and not (value and value.isascii() and value.isprintable()):
-        raise RecipeError(f"--key: the environment variable {variable} holds no key", f"export {variable}=…")
-    return value

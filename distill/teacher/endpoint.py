@@ -78,14 +78,8 @@ class Endpoint:
         )
 
     def _secret(self, variable: str, setting: str) -> str:
-        value = os.environ.get(variable, "").strip()
-        if not value or not value.isascii() or not value.isprintable():
-            fault = "is not set" if not value else "holds characters that no HTTP header can have"
-            raise EndpointError(
-                f"{self.section}.{setting}: the environment variable {variable} {fault}", f"export {variable}=…"
-            )
-        self._secrets.append(value)
-        return value
+        self._secrets.append(secret(variable, f"{self.section}.{setting}"))
+        return self._secrets[-1]
 
     # ── requests ──
 
@@ -278,6 +272,15 @@ class Endpoint:
         """`stop`, and free the connections; safe to call twice."""
         self.stop()
         self._client.close()
+
+
+def secret(variable: str, setting: str) -> str:
+    """The value of an environment variable, which a `setting` names, for an HTTP header; EndpointError without one."""
+    value = os.environ.get(variable, "").strip()
+    if not value or not value.isascii() or not value.isprintable():
+        fault = "is not set" if not value else "holds characters that no HTTP header can have"
+        raise EndpointError(f"{setting}: the environment variable {variable} {fault}", f"export {variable}=…")
+    return value
 
 
 def delay_seconds(attempt: int, asked: float | None) -> float:

@@ -26,7 +26,7 @@ from vllm_serving import VERSION, VllmServing
 from distill.data.texts import Prompt
 from distill.decoding.decode import Decoded, Round
 from distill.engines.server_commands import SAMPLING
-from distill.errors import RecipeError, ServingError
+from distill.errors import EndpointError, RecipeError, ServingError
 from distill.files import read_result
 from distill.intervals import Interval
 from distill.progress import Interrupted
@@ -247,7 +247,7 @@ def test_addresses_where_nobody_answers() -> None:
     for wrong in ("127.0.0.1:80", "ftp://x"):
         with pytest.raises(RecipeError, match="not the address of a server"):
             Http(wrong, 1).get("/props")
-    with pytest.raises(RecipeError, match="holds no key"):
+    with pytest.raises(EndpointError, match="is not set"):
         Http(url, 1, "NO_SUCH_VARIABLE_HERE")
 
 
