@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import hashlib
 import json
@@ -392,9 +391,7 @@ def read_result(path: Path, kind: type[Result]) -> Result:
     return from_json(read_json(path), kind, str(path))
 
 
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}  # of each kind that was read: a TypeAdapter takes a while to make
 
 
 def from_json(
@@ -404,8 +401,10 @@ def from_json(
     hint: str = "make it again: `distill train RECIPE --redo STAGE`, with the stage that wrote it",
 ) -> Result:
     """A dataclass from JSON values, nested ones too; raises DataError, which names `source`, for another form."""
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
     try:
-        found: Result = _adapter(kind).validate_python(value)
+        found: Result = _ADAPTERS[kind].validate_python(value)
         return found
     except ValidationError as error:
         first = error.errors()[0]

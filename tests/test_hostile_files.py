@@ -29,8 +29,8 @@ from distill.gguf.tokenizer import read_tokenizer
 from distill.measuring.calibrate import load_calibrations, load_texts, read_ranks
 from distill.measuring.evaluation_results import EvaluationReport
 from distill.measuring.evaluation_tables import evaluation_blocks
-from distill.pipeline.refresh import plan_refresh
-from distill.planning.batched_bench import import_curve
+from distill.pipeline.running import plan_refresh
+from distill.planning.cases import import_curve
 from distill.recipe import Traffic, load_recipe
 from distill.report.card import gather
 from distill.run import Run
@@ -41,8 +41,8 @@ from distill.teacher.stage import stored_entries
 from distill.teacher.store import read_manifest
 from distill.training.checkpoints import checkpoints, load_checkpoint
 from distill.training.results import training_steps
-from distill.vocabulary import Vocabulary
 from distill.vocabulary.files import added_around, open_tokenizer
+from distill.vocabulary.vocabulary import Vocabulary
 
 CPU = torch.device("cpu")
 

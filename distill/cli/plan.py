@@ -202,8 +202,7 @@ def plan(
     )
     recipe = _recipe(model, overrides or [])
     from distill.decoding.costs import load_cost_curve
-    from distill.planning.batched_bench import settings as llama_settings
-    from distill.planning.cases import PlanRequest, curve_case, estimated_case, planned_config
+    from distill.planning.cases import PlanRequest, curve_case, estimated_case, llama_settings, planned_config
     from distill.planning.hardware import read_hardware
     from distill.planning.hours import StageEstimate, estimated_hours
     from distill.planning.plan import SpeedupPlan, by_position, forecast, plan_blocks
@@ -284,7 +283,7 @@ def _require_curve_alone(draft: str | None, hardware: Path | None, measure: bool
 def _stored_curve(saved: Path | None, log: Path | None) -> CostCurve:
     """The curve of a file of `distill profile`, or of a log of llama-batched-bench."""
     from distill.decoding.costs import load_cost_curve
-    from distill.planning.batched_bench import import_curve
+    from distill.planning.cases import import_curve
 
     if log is not None:
         return import_curve(log)

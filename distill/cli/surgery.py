@@ -125,7 +125,7 @@ def gain_line(texts: list[str], donor: Path, target: Path) -> str:
 
     from distill.decoding.other_vocabulary import transplant_gain
     from distill.engines.torch.hugging_face import encode, load_tokenizer
-    from distill.vocabulary import Vocabulary
+    from distill.vocabulary.vocabulary import Vocabulary
 
     tokenizer = load_tokenizer(str(target))
     counts = Counter(token for text in texts for token in encode(tokenizer, text))

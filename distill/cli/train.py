@@ -63,9 +63,15 @@ def train(
 
     Finished stages are skipped. After an interruption the same command resumes.
     """
-    from distill.pipeline.refresh import finish_refresh, plan_refresh
-    from distill.pipeline.refresh import refresh as start_refresh
-    from distill.pipeline.running import follow_main, plan_run, require_allowed, run_pipeline
+    from distill.pipeline.running import (
+        finish_refresh,
+        follow_main,
+        plan_refresh,
+        plan_run,
+        require_allowed,
+        run_pipeline,
+        start_refresh,
+    )
     from distill.pipeline.stages import NAMES, find_stage
 
     refuse_idle(

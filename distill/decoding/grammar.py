@@ -24,8 +24,8 @@ from distill.engines.llama_cpp.model import GgufModel, GrammarPlace, open_gramma
 from distill.errors import DataError
 from distill.files import kind_of, parse_json
 from distill.machine import install_extra
-from distill.vocabulary import Vocabulary
 from distill.vocabulary.encoding import Encoder
+from distill.vocabulary.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)

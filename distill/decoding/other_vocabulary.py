@@ -27,9 +27,8 @@ from distill.engines.torch.model import TorchLogits
 from distill.errors import PairError
 from distill.recipe import Configuration, PyTorch, Target
 from distill.sampler import Sampler
-from distill.vocabulary import Vocabulary
 from distill.vocabulary.encoding import Encoder
-from distill.vocabulary.vocabulary import role_counterparts, stand_ins
+from distill.vocabulary.vocabulary import Vocabulary, role_counterparts, stand_ins
 
 # ── Token ids of one vocabulary as ids of another ──
 # Bytes decide, never decoded text. A text longer than the window is cut only where its rest is written the same

@@ -18,7 +18,7 @@ from distill.decoding.grammar import Constraint
 from distill.decoding.verify import Random, refusal
 from distill.errors import DataError
 from distill.sampler import Sampler
-from distill.vocabulary import Vocabulary
+from distill.vocabulary.vocabulary import Vocabulary
 
 BytesOf = Callable[[int], bytes]
 

@@ -34,8 +34,8 @@ from distill.gguf.importing import is_gguf, one_engine
 from distill.gguf.library import GgufFile, require_possible
 from distill.gguf.writer import export_gguf, own_file
 from distill.recipe import Gguf, GgufOptions, PyTorch, Recipe, Target
-from distill.vocabulary import Vocabulary
 from distill.vocabulary.files import with_opening
+from distill.vocabulary.vocabulary import Vocabulary
 
 GROWING = PyTorch()  # a cache that grows, as transformers makes it
 BATCH = 512  # tokens that llama.cpp takes at once

@@ -47,7 +47,7 @@ from distill.teacher.store import planned_bytes
 from distill.training.adapters import require_quantisation
 from distill.training.setup import require_plain_logits, require_processes, require_trackers
 from distill.training.step import check_training
-from distill.vocabulary import Vocabulary
+from distill.vocabulary.vocabulary import Vocabulary
 
 
 @dataclass

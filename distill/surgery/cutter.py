@@ -60,8 +60,8 @@ from distill.surgery.subtokens import check_transplant
 from distill.surgery.trim import always_kept, check_size
 from distill.teacher.distributions import TeacherChunk, logit_form
 from distill.teacher.store import TeacherStore, compress, held_out
-from distill.vocabulary import Vocabulary
 from distill.vocabulary.files import opening_of
+from distill.vocabulary.vocabulary import Vocabulary
 
 States = list[list[Tensor]]  # of each kept layer, of each batch of blocks, [n, S, H]
 

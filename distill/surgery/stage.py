@@ -63,7 +63,7 @@ from distill.teacher.store import TeacherSource, TeacherStore, open_teacher
 from distill.training.adapters import adapted
 from distill.training.optimizer import with_rate
 from distill.training.step import heal, loss_settings
-from distill.vocabulary import Vocabulary
+from distill.vocabulary.vocabulary import Vocabulary
 
 # ── The price of a cut: its acceptance after a short training, the cost of its steps here, and the speed of both ──
 # A round drafts γ tokens and verifies them in one step of γ + 1. With acceptance probability a at every position it

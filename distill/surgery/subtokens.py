@@ -20,9 +20,8 @@ from distill.errors import DataError
 from distill.files import has_form
 from distill.folders import NUMPY_FLOATS, Stored, read_config, stored_tensors
 from distill.surgery.layers import require_supported
-from distill.vocabulary import Vocabulary
 from distill.vocabulary.encoding import Encoder
-from distill.vocabulary.vocabulary import RARE, role_counterparts, stand_ins
+from distill.vocabulary.vocabulary import RARE, Vocabulary, role_counterparts, stand_ins
 
 # How a row came about: no token there; the same bytes; several subtokens; the user's override; the same role; the same
 # string, special in the donor too; a special token's own text, in subtokens.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from distill.data.texts import Answer
 from distill.errors import DataError, RecipeError
 from distill.teacher.store import TeacherSource
-from distill.vocabulary import Vocabulary
+from distill.vocabulary.vocabulary import Vocabulary
 
 EXPECTED_AT = 16_384  # positions: about ten seconds on two cores for a head of 49,152 × 576
 CHUNK = 256

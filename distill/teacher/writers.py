@@ -29,7 +29,7 @@ from distill.gguf.library import require_loadable
 from distill.recipe import Recipe
 from distill.sampler import Sampler
 from distill.teacher.endpoint import Endpoint, Refused, Unanswered, delay_seconds
-from distill.vocabulary import Vocabulary
+from distill.vocabulary.vocabulary import Vocabulary
 
 
 def require_gguf(target: str, path: str, setting: str) -> VocabularyMetadata:

@@ -28,7 +28,7 @@ from distill.engines.torch.hugging_face import load_model, load_tokenizer, local
 from distill.files import parse_object
 from distill.machine import thread_count
 from distill.surgery.subtokens import Mixture, Subtokens, map_subtokens, offsets_of
-from distill.vocabulary import Vocabulary
+from distill.vocabulary.vocabulary import Vocabulary
 
 BLOCK = 256  # tokens of a block, measured and trained
 ONES = np.float32(1)

@@ -78,7 +78,7 @@ class World:
     def tokens(self) -> Any:
         """The target's vocabulary as grammars need it."""
         from distill.decoding.grammar import Tokens
-        from distill.vocabulary import Vocabulary
+        from distill.vocabulary.vocabulary import Vocabulary
 
         vocabulary = Vocabulary.read(self.target)
         return Tokens.of(vocabulary, [vocabulary.roles["eos"]])
@@ -295,8 +295,7 @@ def _record_readers(world: World, name: str, path: Path) -> Readers:
     """The readers of one file of a run."""
     from distill.cli.shared import find_run
     from distill.data.texts import read_answers, read_documents_of, read_prompts
-    from distill.pipeline.refresh import plan_refresh
-    from distill.pipeline.running import plan_run
+    from distill.pipeline.running import plan_refresh, plan_run
     from distill.surgery.layers import read_changes
 
     run, recipe = world.run, world.recipe
@@ -590,8 +589,8 @@ def read_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
     from distill.engines.pairs import VocabularyMetadata
     from distill.folders import copy_tokenizer
     from distill.gguf.tokenizer import read_tokenizer
-    from distill.vocabulary import Vocabulary
     from distill.vocabulary.encoding import Encoder
+    from distill.vocabulary.vocabulary import Vocabulary
 
     name, data = found
     for other in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
@@ -867,13 +866,13 @@ def bench_logs(world: World) -> Strategy:
 
 def read_bench_log(world: World, found: bytes) -> Readers:
     from distill.decoding.costs import save_cost_curve
-    from distill.planning.batched_bench import import_curve, settings
+    from distill.planning.cases import import_curve
 
     path = world.put("bench.log", found)
 
     def read() -> None:
         curve = import_curve(path)
-        settings(curve, [0.9, 0.5], 0.05, curve.depths[0])
+        llama_settings(curve, [0.9, 0.5], 0.05, curve.depths[0])
         save_cost_curve(curve, world.place / "curve.json")
 
     return [read]

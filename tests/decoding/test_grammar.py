@@ -31,7 +31,7 @@ from distill.decoding.verify import Random
 from distill.engines.llama_cpp.model import GgufModel
 from distill.errors import DataError
 from distill.sampler import Sampler
-from distill.vocabulary import Vocabulary
+from distill.vocabulary.vocabulary import Vocabulary
 
 pytest.importorskip("llguidance")
 torch.set_num_threads(1)

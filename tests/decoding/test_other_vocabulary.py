@@ -38,9 +38,8 @@ from distill.errors import DataError, PairError
 from distill.recipe import Configuration
 from distill.sampler import Sampler
 from distill.surgery.transplant import transplant
-from distill.vocabulary import Vocabulary
 from distill.vocabulary.encoding import Encoder
-from distill.vocabulary.vocabulary import BYTE_MAP
+from distill.vocabulary.vocabulary import BYTE_MAP, Vocabulary
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,7 +29,7 @@ from distill.decoding.trees import Shape, TreeDrafter
 from distill.errors import DataError
 from distill.measuring.stream import GREEN, RESET, _show
 from distill.sampler import Sampler
-from distill.vocabulary import Vocabulary
+from distill.vocabulary.vocabulary import Vocabulary
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]

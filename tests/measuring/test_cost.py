@@ -28,7 +28,7 @@ from distill.decoding.costs import (
 )
 from distill.errors import DataError
 from distill.files import from_json
-from distill.planning.batched_bench import import_curve, look_ahead, probability_floor, read_log, settings
+from distill.planning.cases import import_curve, look_ahead, probability_floor, read_log
 
 GLM = (1, 1.027, 0.712, 0.544, 0.459, 0.389, 0.347, 0.315, 0.281, 0.256, 0.233, 0.214, 0.199, 0.186, 0.178, 0.166)
 TARGET = CostCurve("big", "gguf", (64, 512), ((4.0, 5.0, 6.5), (6.0, 7.0, 9.0)), 5, machine={"cpu": "x"})
@@ -158,7 +158,7 @@ def glm() -> CostCurve:
 
 
 def test_settings_follow_from_the_curve() -> None:
-    costs, ahead, length, floor = settings(glm(), [0.8] * 15, 0.05, 0)
+    costs, ahead, length, floor = llama_settings(glm(), [0.8] * 15, 0.05, 0)
     assert costs == "GGML_BATCH_COSTS=" + ",".join(f"{c:g}" for c in GLM)
     assert ahead == "GGML_MAX_LOOK_AHEAD=2"  # T(2) = 2.054: one accepted token never pays, two do
     assert length == "--spec-draft-n-max 11"  # 1.49×, as published
@@ -168,7 +168,7 @@ def test_settings_follow_from_the_curve() -> None:
     assert name == "--spec-draft-p-min"
     assert float(value) == pytest.approx(1.4934 * (12 * 0.214 - 1) / sum(survivors), abs=0.006)
     # Where nothing pays, no draft is the advice.
-    assert settings(glm(), [0.3] * 15, 0.1, 0)[2:] == ["--spec-type none"]
+    assert llama_settings(glm(), [0.3] * 15, 0.1, 0)[2:] == ["--spec-type none"]
 
 
 def test_look_ahead_and_floor_by_hand() -> None:

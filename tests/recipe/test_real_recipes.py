@@ -35,7 +35,7 @@ from distill.surgery.cutter import TargetDistributions, check_cut, check_smaller
 from distill.surgery.stage import load_donor
 from distill.teacher.store import OnlineTarget
 from distill.training.step import Columns, Learner, check_training, heal, loss_settings
-from distill.vocabulary import Vocabulary
+from distill.vocabulary.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

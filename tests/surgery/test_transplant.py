@@ -33,9 +33,8 @@ from distill.surgery.subtokens import (
     map_subtokens,
 )
 from distill.surgery.transplant import transplant
-from distill.vocabulary import Vocabulary
 from distill.vocabulary.encoding import Encoder
-from distill.vocabulary.vocabulary import NEVER_IN_UTF8
+from distill.vocabulary.vocabulary import NEVER_IN_UTF8, Vocabulary
 
 torch.set_num_threads(1)
 TURNS = ["<|im_start|>", "<|im_end|>", "<end>"]

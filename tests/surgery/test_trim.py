@@ -27,7 +27,7 @@ from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head
 from distill.teacher.store import compress
 from distill.training.losses import LossSettings, head_loss
 from distill.training.step import Columns
-from distill.vocabulary import Vocabulary
+from distill.vocabulary.vocabulary import Vocabulary
 
 torch.set_num_threads(1)
 V, N, H, K = 61, 40, 16, 23

@@ -356,7 +356,7 @@ def test_a_folder_without_files_and_with_bad_lines(tmp_path: Path) -> None:
 
 
 def test_a_refresh_killed_between_its_renames(world: Path, log: Path, runs: Path, monkeypatch: Patch) -> None:
-    import distill.pipeline.refresh
+    import distill.pipeline.running
 
     replace = os.replace
 
@@ -365,9 +365,9 @@ def test_a_refresh_killed_between_its_renames(world: Path, log: Path, runs: Path
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill.pipeline.refresh.os, "replace", killed)
+        patch.setattr(distill.pipeline.running.os, "replace", killed)
         # Only the second half of `refresh` may fail: parent.json itself is written by files.py with the same function.
-        patch.setattr(distill.pipeline.refresh, "write_json", lambda path, value: path.write_text(json.dumps(value)))
+        patch.setattr(distill.pipeline.running, "write_json", lambda path, value: path.write_text(json.dumps(value)))
         assert train(world, runs, "--refresh", "--until", "cut") == 130
     assert not (runs / "served").exists() and (runs / "served.1").exists()
     assert train(world, runs, "--until", "cut") == 0

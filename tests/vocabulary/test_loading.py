@@ -22,9 +22,9 @@ from distill.errors import DataError
 from distill.folders import copy_tokenizer
 from distill.gguf.tokenizer import read_tokenizer
 from distill.recipe import Chat
-from distill.vocabulary import Vocabulary
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.files import opening_of
+from distill.vocabulary.vocabulary import Vocabulary
 
 SHARED = Path(os.environ.get("DISTILL_SHARED", tiny.ROOT.parent / "shared")) / "tokenizers"
 CLASSES = ("LlamaTokenizer", "Qwen2TokenizerFast", "GPT2Tokenizer", "GemmaTokenizer", "NoSuchTokenizer", None)

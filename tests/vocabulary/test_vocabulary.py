@@ -16,8 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer
 
 from distill.errors import DataError
-from distill.vocabulary import Vocabulary
-from distill.vocabulary.vocabulary import BYTE_MAP, NEVER_IN_UTF8, from_mapped, to_mapped
+from distill.vocabulary.vocabulary import BYTE_MAP, NEVER_IN_UTF8, Vocabulary, from_mapped, to_mapped
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared")) / "tokenizers"
