@@ -184,13 +184,11 @@ class GroupLasso(Penalty):
         self.frozen_at: int | None = None
         self.kept: list[Tensor] = []  # boolean [F] per layer, once frozen
         self.missing: list[int] = []  # groups per layer that had to be removed and were not zero
-        self.first: list[float] = []  # d at the first and at the last ramp step, and the sum of λ, per layer
-        self.last: list[float] = []
-        self.pressed = [0.0] * len(self.layers)
+        self.pressed = [0.0] * len(self.layers)  # the sum of λ per layer
         balance(model)
 
     def _press(self, left: int, rate: float) -> float:
-        strengths, distances = [], []
+        strengths = []
         for layer in self.layers:
             norms = group_norms(layer)
             order = norms.argsort(stable=True)
@@ -201,8 +199,6 @@ class GroupLasso(Penalty):
             for part in group_parts(layer):
                 part.mul_(factor.to(part).unsqueeze(1))
             strengths.append(strength)
-            distances.append(distance)
-        self.first, self.last = self.first or distances, distances
         self.pressed = [total + strength for total, strength in zip(self.pressed, strengths, strict=True)]
         return sum(strengths) / len(strengths)
 
@@ -238,8 +234,6 @@ class GroupLasso(Penalty):
             "frozen_at": self.frozen_at,
             "kept": [numpy.packbits(kept.numpy()).tobytes().hex() for kept in self.kept],
             "missing": self.missing,
-            "first": self.first,
-            "last": self.last,
             "pressed": self.pressed,
         }
 
@@ -248,7 +242,7 @@ class GroupLasso(Penalty):
         bits = [numpy.frombuffer(bytes.fromhex(text), dtype=numpy.uint8) for text in state["kept"]]
         self.kept = [torch.from_numpy(numpy.unpackbits(row, count=self.neurons).astype(bool)) for row in bits]
         self.frozen = state["frozen_at"] is not None
-        for name in ("step", "frozen_at", "missing", "first", "last", "pressed"):
+        for name in ("step", "frozen_at", "missing", "pressed"):
             setattr(self, name, state[name])
 
     @torch.no_grad()
@@ -256,9 +250,8 @@ class GroupLasso(Penalty):
         """Remove the zero neurons from `model`, the one this was built on; returns details. The logits stay.
 
         Details: `removed_zero_share` by layer, the share of the removed groups that the lasso had brought to exactly
-        zero, and `removed_not_zero`, how many it had not; `lambda_by_layer`, the mean λ of the ramp (what it took);
-        `last_step_share`, the largest share of its norm that the last group lost in the last step. A ramp that has not
-        ended is cut off here, which these figures show.
+        zero; `lambda_by_layer`, the mean λ of the ramp (what it took). A ramp that has not ended is cut off here, which
+        these figures show.
         """
         assert [id(layer) for layer in decoder_layers(model)] == [id(layer) for layer in self.layers]
         if not self.frozen:
@@ -270,9 +263,7 @@ class GroupLasso(Penalty):
             "width": self.width,
             "frozen_at_step": self.frozen_at,
             "removed_zero_share": [1 - count / self.to_remove for count in self.missing],
-            "removed_not_zero": self.missing,
             "lambda_by_layer": [total / ramp_steps for total in self.pressed],
-            "last_step_share": max((b / a for a, b in zip(self.first, self.last, strict=True) if a), default=0.0),
         }
 
 
@@ -340,16 +331,10 @@ class UnstructuredL1(Penalty):
         """For the record of changes: the zero share reached, its spread over the layers and tensors, the mean λ of the
         ramp."""
         by_tensor = sparsity_by_tensor(self.matrices)
-        by_layer = [share for name, share in by_tensor.items() if name.count(".") == 1]
-        mean = sum(by_layer) / len(by_layer)
-        deviation = math.sqrt(sum((share - mean) ** 2 for share in by_layer) / len(by_layer))
         return {
             "zero_share": self.zeros() / self.weights,
-            "least_layer": min(by_layer),
-            "most_layer": max(by_layer),
-            "variation_over_layers": deviation / mean if mean else 0.0,
             "lambda": self.pressed / min(max(1, self.step - self.dense), self.ramp),
-            "by_layer": by_layer,
+            "by_layer": [share for name, share in by_tensor.items() if name.count(".") == 1],
             "by_tensor": by_tensor,
         }
 

@@ -866,7 +866,7 @@ def bench_logs(world: World) -> Strategy:
 
 def read_bench_log(world: World, found: bytes) -> Readers:
     from distill.decoding.costs import save_cost_curve
-    from distill.planning.cases import import_curve
+    from distill.planning.cases import import_curve, llama_settings
 
     path = world.put("bench.log", found)
 

@@ -28,7 +28,7 @@ from distill.decoding.costs import (
 )
 from distill.errors import DataError
 from distill.files import from_json
-from distill.planning.cases import import_curve, look_ahead, probability_floor, read_log
+from distill.planning.cases import import_curve, llama_settings, look_ahead, probability_floor, read_log
 
 GLM = (1, 1.027, 0.712, 0.544, 0.459, 0.389, 0.347, 0.315, 0.281, 0.256, 0.233, 0.214, 0.199, 0.186, 0.178, 0.166)
 TARGET = CostCurve("big", "gguf", (64, 512), ((4.0, 5.0, 6.5), (6.0, 7.0, 9.0)), 5, machine={"cpu": "x"})
