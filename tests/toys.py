@@ -9,21 +9,7 @@ from typing import Any
 import numpy
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distill.decoding.decode import Decoded, decode_text
 from distill.decoding.drafters import ModelDrafter
@@ -32,19 +18,58 @@ from distill.decoding.rules import GREEDY, Rules
 from distill.engines.model import Model
 
 KINDS = ("qwen2", "qwen3", "llama", "mistral")
-CLASSES = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+
+# What a toy of a family is told beside the settings of `toy`; test_families.py decodes with each. One layer of two has
+# a window in the families that mix them.
+MIXED: dict[str, Any] = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS: dict[str, Any] = {
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 16, "experts_implementation": "eager"},  # the only one for fp64
 }
+SHARED: dict[str, Any] = {**EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 8},
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "gemma2": {"head_dim": 8, **MIXED},
+    "gemma3_text": {"head_dim": 8, **MIXED},
+    "gemma4_text": {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 8, **MIXED},
+    "gpt_oss": {"head_dim": 8, "rope_parameters": YARN, **EXPERTS, **MIXED},
+    "cohere": {"logit_scale": 4.0},
+    "cohere2": {"logit_scale": 4.0, **MIXED},
+    "exaone4": MIXED,
+    "olmo2": {},
+    "olmo3": MIXED,
+    "ministral": {"head_dim": 8, **MIXED},
+    "ministral3": {"head_dim": 8, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "granite": {},
+    "granitemoe": EXPERTS,
+    "phi3": {"sliding_window": 20},
+    "starcoder2": {"sliding_window": 20},
+    "glm4": {"head_dim": 8},
+    "glm4_moe": {"head_dim": 8, **SHARED},
+    "seed_oss": {"head_dim": 8},
+    "qwen3_moe": {"head_dim": 8, **EXPERTS},
+    "mixtral": {"sliding_window": 20, **EXPERTS},
+    "olmoe": EXPERTS,
+    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 8, **LATENT, **SHARED},
+    "minimax_m2": {"head_dim": 8, **EXPERTS},
+    "gpt2": {"n_positions": 160},
+    "llama4_text": {"attention_chunk_size": 20, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48, **EXPERTS},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "window_size": 20, "attention_types": [[["global", "local"], 1]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "mamba": {},
+}
+SHORT = {"gemma3": "gemma3_text"}
 
 
 def toy(kind: str = "qwen2", vocabulary: int = 61, layers: int = 2, seed: int = 0, **changes: Any) -> Any:
     """A random model far from uniform, with biases and norm weights that would show a mistake."""
-    config_class, model_class = CLASSES[kind]
+    kind = SHORT.get(kind, kind)
     settings: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": 32,
@@ -53,21 +78,16 @@ def toy(kind: str = "qwen2", vocabulary: int = 61, layers: int = 2, seed: int = 
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 160,
-        "tie_word_embeddings": kind == "qwen2",
+        "tie_word_embeddings": False,
         "initializer_range": 0.3,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if kind in ("qwen3", "gemma2", "gemma3"):
-        settings["head_dim"] = 8
-    if kind.startswith("gemma"):  # one layer with a window, one without, as in every other layer of theirs
-        settings |= {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
-    if kind == "mistral":
-        settings["sliding_window"] = None
+    settings.update(FAMILIES[kind])
     settings.update(changes)
     torch.manual_seed(seed)
-    model = model_class(config_class(**settings)).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
     disturb(model, seed + 1)
     return model
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from distill.engines.torch.model import KINDS, in_window, layer_kinds
 from distill.errors import DataError
 
 PADDING = -1  # document number of positions that hold no token
@@ -205,9 +206,9 @@ def separation(model: Any, documents: Tensor, device: torch.device) -> Any:
     """What keeps the documents [n, S] apart, in the place of an attention mask: masks, or in long blocks lists of
     segments; a dict where kinds of layers differ."""
     config = model.config.get_text_config()
-    kinds = _kinds(config)
+    kinds = layer_kinds(config)
     compiled = getattr(model.base_model, "_compiled_call_impl", None) is not None  # lists of segments break its graphs
-    plain = config._attn_implementation == "sdpa" and kinds <= {"full_attention", "sliding_attention"} and not compiled
+    plain = config._attn_implementation == "sdpa" and kinds <= KINDS and not compiled
     if documents.shape[1] < masked_below(device) or not plain:
         return document_masks(model, documents.to(device))
     register()
@@ -222,12 +223,6 @@ def masked_below(device: torch.device) -> int:
     """The positions of a block below which one product with a mask is quicker than documents one by one; on a CPU it
     never is."""
     return 0 if device.type == "cpu" else LONG
-
-
-def _kinds(config: Any) -> set[str]:
-    """The kinds of a model's attention layers, as transformers names them."""
-    window = getattr(config, "sliding_window", None)
-    return set(getattr(config, "layer_types", None) or []) or {"sliding_attention" if window else "full_attention"}
 
 
 def hidden_states(model: Any, blocks: Packed) -> Tensor:
@@ -271,17 +266,15 @@ def document_masks(model: Any, documents: Tensor) -> Any:
     """
     config = model.config.get_text_config()
     mask = attention_mask(documents)
-    masks = {kind: _shaped(model, _mask_of(kind, config, mask)) for kind in sorted(_kinds(config))}
+    masks = {kind: _shaped(model, _mask_of(kind, config, mask)) for kind in sorted(layer_kinds(config))}
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def _mask_of(kind: str, config: Any, mask: Tensor) -> Tensor:
     width = mask.shape[-1]
-    if kind == "full_attention":
-        return mask
-    if kind == "sliding_attention":
-        near = torch.ones(width, width, dtype=torch.bool, device=mask.device).triu(1 - config.sliding_window)
-        return mask & near
+    if kind in KINDS:
+        places = torch.arange(width, device=mask.device)
+        return mask & in_window(kind, config, places[:, None], places)
     if kind == "chunked_attention" and width <= config.attention_chunk_size:
         return mask
     raise DataError(

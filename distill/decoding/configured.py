@@ -20,7 +20,7 @@ from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import Random, refusal
 from distill.engines.model import Model
 from distill.engines.torch.hugging_face import load_config
-from distill.engines.torch.model import shortest_window
+from distill.engines.torch.model import mask_refusal
 from distill.errors import DataError, RecipeError
 from distill.recipe import Configuration, Recipe, SamplerSettings, Speedup
 from distill.sampler import Sampler
@@ -152,8 +152,7 @@ def require_trees(target: Model, draft: Model) -> None:
     for role, model in (("target", target), ("draft", draft)):
         if model.max_leaves < 1:
             raise DataError(
-                f"the {role} takes no trees of drafted tokens: some of its layers do not see the whole context, or its "
-                "attention takes no mask of ours (it is neither sdpa nor eager)",
+                f"the {role} takes no trees of drafted tokens: its attention takes no mask of ours",
                 CHAINS_ONLY,
             )
 
@@ -167,12 +166,10 @@ def check_trees(recipe: Recipe, donor: str) -> None:
     if not trees or "pytorch" not in recipe.speedup.backends:
         return
     for role, reference in (("target", recipe.target.model), ("donor", donor)):
-        config = load_config(reference).get_text_config()
-        context, window = config.max_position_embeddings, shortest_window(config)
-        if window < context:
+        if (reason := mask_refusal(load_config(reference).get_text_config())) is not None:
             raise RecipeError(
-                f"speedup.configurations: `{trees[0].title}` cannot be decoded: the {role} {reference} takes no trees, "
-                f"some of its layers see {window} tokens of a context of {context}",
+                f"speedup.configurations: `{trees[0].title}` cannot be decoded: the {role} {reference} takes no trees: "
+                f"{reason}",
                 CHAINS_ONLY,
             )
 

@@ -27,7 +27,7 @@ from distill.decoding.rules import Characters, Rules
 from distill.decoding.verify import CHAINS, Random
 from distill.engines.loaded import LoadedPair
 from distill.engines.model import Model
-from distill.engines.torch.model import BatchedTorchModel, TorchModel, model_name
+from distill.engines.torch.model import BatchedTorchModel, TorchModel, mask_refusal, model_name
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError, RecipeError
 from distill.measuring.calibrate import (
@@ -370,11 +370,10 @@ BatchRun = Callable[..., list[Decoded]]  # of prompts, at most so many new token
 def require_rows(pair: LoadedPair) -> None:
     """Raise RecipeError where a model cannot decode texts of different lengths at once."""
     for model in (pair.target, pair.draft):
-        if isinstance(model, TorchModel) and not model.max_leaves:
+        if isinstance(model, TorchModel) and (reason := mask_refusal(model.model.config)) is not None:
             raise RecipeError(
-                f"--batch: {model_name(model.model)} has attention windows, or an attention of its own, which take no "
-                "texts of different lengths",
-                "add --static, which many such models can, or leave --batch out",
+                f"--batch: {model_name(model.model)} takes no texts of different lengths: {reason}",
+                "leave --batch out",
             )
 
 

@@ -150,7 +150,7 @@ class ServedTarget:
     def decode(self, draft: Any, prompts: Sequence[Prompt], new_tokens: int, length: int) -> list[Decoded]:
         """Decode B prompts with γ = `length`; each has random numbers of its own, the same at every call.
 
-        Together, or one by one with models whose attention windows allow no rows of different lengths.
+        Together, or one by one with models that take no rows of different lengths.
         """
         rules = Rules(self.sampler, VERIFIERS[self.protocol], self.ends)
         randoms = [random.Random(prompt_seed(self.seed, prompt.id)).random for prompt in prompts]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from toys import KINDS, blurred, random_prompts, toy
+from toys import blurred, random_prompts, toy
 
 from distill.data.texts import first_difference
 from distill.decoding.batch import decode_batch, plain_batch
@@ -29,6 +29,7 @@ torch.set_num_threads(1)
 
 V = 61
 TIE = 1e-4  # fp32: two logits this close are a rounding tie
+KINDS = ("qwen2", "qwen3", "llama", "gemma2")  # of all families: test_families.py
 HUGGING_FACE = {kind: toy(kind, seed=3) for kind in KINDS}
 # In fp64 the logits, which are read in fp32, are the same however many rows and columns a call has: texts are equal
 # without exception.
@@ -73,7 +74,7 @@ def any_calls(hugging_face: Any, rows: int, draws: random.Random, calls: int, ma
         assert model.lengths == [len(context) for context in contexts]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 10**6), st.integers(1, 5))
 def test_rows_after_anything_are_fresh_prefills(kind: str, seed: int, rows: int) -> None:
@@ -158,12 +159,6 @@ def test_refusals_change_nothing(make: Any) -> None:
     model.extend([1] * 32, [16, 16])
 
 
-def test_windows_are_refused() -> None:
-    with pytest.raises(ValueError, match="window of 20"):
-        BatchedTorchModel(toy("mistral", sliding_window=20), 2)
-    any_calls(toy("mistral", sliding_window=160), 2, random.Random(2), 6)
-
-
 def test_a_call_that_fails_leaves_no_trace() -> None:
     hugging_face = toy(seed=3)
     model = BatchedTorchModel(hugging_face, 2)
@@ -237,7 +232,7 @@ def share(results: Sequence[Decoded]) -> float:
     return sum(r.accepted for r in rounds) / sum(r.drafted for r in rounds)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
 def test_greedy_is_alone(kind: str) -> None:
     shares = []
     for length in range(1, 6):

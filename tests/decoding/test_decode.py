@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_export import needs_llama
-from toys import KINDS, Scripted, blurred, random_prompts, save_toy, speculative, toy, toy_tokenizer
+from toys import Scripted, blurred, random_prompts, save_toy, speculative, toy, toy_tokenizer
 
 from distill.data.texts import first_difference
 from distill.decoding.decode import Decoded, decode, plain, room_for
@@ -200,9 +200,9 @@ def agree_or_tie(target: Any, prompt: Sequence[int], left: Sequence[int], right:
     return False
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_plain_equals_generate(kind: str) -> None:
-    hugging_face = toy(kind, seed=3)
+def test_plain_equals_generate() -> None:
+    """Up to an end; test_families.py has all families."""
+    hugging_face = toy(seed=3)
     model = TorchModel(hugging_face)
     for prompt in random_prompts(5, V, seed=4):
         ids = torch.tensor([prompt])

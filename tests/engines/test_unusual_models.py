@@ -15,7 +15,7 @@ import tiny
 import torch
 import transformers
 from safetensors.torch import load_file
-from toys import CLASSES, toy
+from toys import toy
 
 from distill.data.packing import pack
 from distill.engines.loaded import encode_prompt
@@ -32,10 +32,6 @@ from distill.surgery.subtokens import check_transplant
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Capture = pytest.CaptureFixture[str]
-CLASSES.update(
-    granite=(transformers.GraniteConfig, transformers.GraniteForCausalLM),
-    cohere=(transformers.CohereConfig, transformers.CohereForCausalLM),
-)
 
 
 @pytest.fixture

@@ -462,14 +462,15 @@ def test_a_lookup_that_is_priced_needs_no_draft(place: Path, capsys: Capture) ->
     assert all(row["different"] == 0 for row in found["measurements"])
 
 
-def test_batches_of_models_with_windows_are_refused_at_once(place: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_batches_of_models_without_masks_are_refused_at_once(place: Path, tmp_path: Path, capsys: Capture) -> None:
     shutil.copytree(place / "target", tmp_path / "target")
     path = tmp_path / "target" / "config.json"
-    windows = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0, "layer_types": None}
-    path.write_text(json.dumps(json.loads(path.read_text()) | windows))
+    config = json.loads(path.read_text())
+    config |= {"attention_chunk_size": 20, "layer_types": ["chunked_attention"] * config["num_hidden_layers"]}
+    path.write_text(json.dumps(config))
     pair = ("--target", tmp_path / "target", "--draft", place / "draft", "--prompts", place / "plain.txt")
     with mock.patch("distill.measuring.speedup.measure_pair", side_effect=AssertionError("measured")):
-        assert "add --static" in tiny.refused(capsys, "speedup", *pair, "--lengths", 2, "--batch", 2)
+        assert "of the kind chunked_attention" in tiny.refused(capsys, "speedup", *pair, "--lengths", 2, "--batch", 2)
 
 
 @pytest.mark.parametrize(

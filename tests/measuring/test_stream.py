@@ -81,7 +81,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_toy(draft, tokenizer, folder / "draft")
     draft.config.max_position_embeddings = 32
     save_toy(draft, tokenizer, folder / "short")
-    save_toy(toy("mistral", vocabulary=size, sliding_window=20), tokenizer, folder / "sliding")
+    save_toy(toy("gpt_neo", vocabulary=size), tokenizer, folder / "local")
     return folder
 
 
@@ -305,15 +305,15 @@ def test_a_batch_outlives_the_drafts_context() -> None:
 
 
 def test_trees_are_refused_before_anything_is_decoded(folders: Path, capsys: Capture) -> None:
-    sliding, draft = folders / "sliding", folders / "draft"
+    local, draft = folders / "local", folders / "draft"
     tree = asked(drafter="tree")
-    for pair, role in (((sliding, draft), "target"), ((draft, sliding), "draft")):
+    for pair, role in (((local, draft), "target"), ((draft, local), "draft")):
         with pytest.raises(DataError, match=f"the {role} takes no trees") as caught:
             continued(*pair, PROMPT, 8, tree, capsys)
         assert caught.value.hint is not None and PROMPT not in capsys.readouterr().out
-    chains = [continued(sliding, draft, PROMPT, 12, asked(drafter=name), capsys)[0] for name in ("draft", "lookup")]
-    assert chains == [continued(sliding, draft, PROMPT, 12, PLAINLY, capsys)[0]] * 2
-    models = [TorchModel(toy("mistral", sliding_window=20)), TorchModel(toy())]
+    chains = [continued(local, draft, PROMPT, 12, asked(drafter=name), capsys)[0] for name in ("draft", "lookup")]
+    assert chains == [continued(local, draft, PROMPT, 12, PLAINLY, capsys)[0]] * 2
+    models = [TorchModel(toy("gpt_neo")), TorchModel(toy())]
     require_trees(models[1], models[1])
     for configurations in (
         (Configuration(drafter="tree", nodes=4, length=3),),
@@ -327,7 +327,7 @@ def test_trees_are_refused_before_anything_is_decoded(folders: Path, capsys: Cap
 
 def test_a_chain_of_a_tree_drafter_needs_no_trees() -> None:
     """Shapes without siblings, and drafts without room, are verified as chains; greedily they are the text."""
-    target, draft = TorchModel(toy("mistral", sliding_window=20)), TorchModel(toy("mistral"))
+    target, draft = TorchModel(toy("gpt_neo")), TorchModel(toy("mistral"))
     prompt = random_prompts(1, 61, seed=2)[0]
     chain = TreeDrafter(draft, Sampler(0), random.random, 3, shape=Shape.of_widths([1, 1, 1]), best=True)
     result = decode_text(target, chain, prompt, 20, Rules())
@@ -341,12 +341,11 @@ def test_a_chain_of_a_tree_drafter_needs_no_trees() -> None:
         assert len(result.tokens) == 12 and any(r.drafted for r in result.rounds) == (model is draft)
 
 
-def test_check_refuses_trees_of_a_sliding_target(world: Path, tmp_path: Path, capsys: Capture) -> None:
-    folder = tmp_path / "sliding"
+def test_check_refuses_trees_of_a_chunked_target(world: Path, tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "chunked"
     shutil.copytree(world / "target", folder)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
-    config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
+    config |= {"attention_chunk_size": 16, "layer_types": ["chunked_attention"] * config["num_hidden_layers"]}
     (folder / "config.json").write_text(json.dumps(config))
     options = (f"target.model={folder}", "speedup.configurations=[{drafter: tree, nodes: 4, length: 3}]")
     gguf = "speedup.backends=[gguf]"
@@ -354,10 +353,10 @@ def test_check_refuses_trees_of_a_sliding_target(world: Path, tmp_path: Path, ca
         recipe = load_recipe(world / "recipe.yaml", change)
         check_trees(recipe, recipe.target.model)
     recipe = load_recipe(world / "recipe.yaml", options)
-    with pytest.raises(RecipeError, match=r"the target .*sliding takes no trees, some of its layers see 16 tokens"):
+    with pytest.raises(RecipeError, match=r"the target .*chunked takes no trees: it has layers of the kind chunked"):
         check_trees(recipe, str(world / "target"))
     recipe = load_recipe(world / "recipe.yaml", options[1:])
-    with pytest.raises(RecipeError, match=r"the donor .*sliding takes no trees"):
+    with pytest.raises(RecipeError, match=r"the donor .*chunked takes no trees"):
         check_trees(recipe, str(folder))
     assert "takes no trees" in tiny.refused(capsys, "check", world / "recipe.yaml", *options)
 

@@ -241,9 +241,9 @@ def test_a_training_that_begins_again_leaves_no_figures_behind(tmp_path: Path, w
     assert [(one["stage"], one["step"]) for one in run.metrics()] == [("train", 1)]
 
 
-def test_models_with_attention_windows_are_decoded_one_by_one() -> None:
-    """As alone: rounds and texts of a window that the texts exceed."""
-    target = toys.toy("mistral", sliding_window=6, seed=3)
+@pytest.mark.parametrize("family", ["gpt_neo", "phi3"])  # one by one, and together with a window that the texts exceed
+def test_texts_are_decoded_as_alone(family: str) -> None:
+    target = toys.toy(family, seed=3)
     draft = toys.blurred(target, 4, 0.02)
     prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(4, 61, 4))]
     served = ServedTarget(target, 61, (), Sampler(temperature=0.7), "sampling", 5)

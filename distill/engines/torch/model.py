@@ -83,15 +83,51 @@ class TorchLogits:
         return fetch(values)[0].clone()
 
 
+# ── Masks of our own: what the layers of each kind see of a tree, or of rows of different lengths ──
+# transformers applies an explicit mask as it is, one for all layers or a dict of one for each kind of layer. So the
+# windows of a model are put into the mask here. They count positions: nodes of a tree lie side by side in the cache.
+
+KINDS = {"full_attention", "sliding_attention"}
+
+
+def layer_kinds(config: Any) -> set[str]:
+    """The kinds of a model's layers, as transformers names them."""
+    one = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or [one])
+
+
+def mask_refusal(config: Any) -> str | None:
+    """The reason why a model takes no mask of ours, as its configuration says; None where it takes them."""
+    kind = config._attn_implementation or "sdpa"  # no configuration file names it
+    if kind not in ("sdpa", "eager"):
+        return f"its attention implementation is {kind}, neither sdpa nor eager"
+    if getattr(config, "alibi", False):
+        return "its attention reads the distance of tokens in the cache (ALiBi)"
+    if strange := layer_kinds(config) - KINDS:
+        return f"it has layers of the kind {min(strange)}"
+    return None
+
+
+def in_window(kind: str, config: Any, at: Tensor, of: Tensor) -> Tensor | bool:
+    """Whether a query at positions `at` is near enough in such a layer to see keys at `of`, in broadcast."""
+    windowed = kind == "sliding_attention" and config.sliding_window
+    return of > at - config.sliding_window if windowed else True
+
+
+def layer_masks(model: Any, visible: Tensor, at: Tensor, of: Tensor) -> Tensor | dict[str, Tensor]:
+    """The masks [A, 1, m, S] for queries at positions `at` [A, m] that may see the keys in `visible` [A, m, S].
+
+    `of` [..., S] are the keys' positions. They are additive, because eager attention adds what it is given.
+    """
+    nothing = torch.zeros((), dtype=model.dtype, device=visible.device)
+    masks = {}
+    for kind in sorted(layer_kinds(model.config)):
+        seen = visible & in_window(kind, model.config, at[..., None], of)
+        masks[kind] = torch.where(seen, nothing, torch.finfo(model.dtype).min)[:, None]
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
 # ── One sequence, with rollback and trees of tokens ──
-
-
-def shortest_window(config: Any) -> int:
-    """The attention window in tokens of the layer with the shortest one; sys.maxsize where no layer has one."""
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention", "chunked_attention"]
-    sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    windows = [getattr(config, sizes[kind], None) for kind in set(kinds) & set(sizes)]
-    return min((int(size) for size in windows if size), default=sys.maxsize)
 
 
 def state_refusal(kind: type, config: Any, empty: bool = True) -> str | None:
@@ -152,16 +188,7 @@ class TorchModel:
     @property
     def max_leaves(self) -> int:
         """No limit, or 0 where a tree's mask could not express the model's own attention."""
-        return sys.maxsize if self._refusal() is None else 0
-
-    def _refusal(self) -> str | None:
-        """The reason why this model takes no trees; None where it takes them."""
-        kind = self.model.config._attn_implementation
-        if kind not in ("sdpa", "eager"):
-            return f"trees need the attention implementation sdpa or eager, this model runs {kind}"
-        if (window := shortest_window(self.model.config)) < self.capacity:
-            return f"trees need layers that see the whole context of {self.capacity}, some see {window} tokens"
-        return None
+        return sys.maxsize if mask_refusal(self.model.config) is None else 0
 
     @torch.inference_mode()
     def extend(
@@ -182,18 +209,18 @@ class TorchModel:
         return logits
 
     def _extend_tree(self, tokens: list[int], counts: Ints | None, parents: Ints, want: Ints | None) -> TorchLogits:
-        if (refusal := self._refusal()) is not None:
-            raise ValueError(refusal)
+        if (reason := mask_refusal(self.model.config)) is not None:
+            raise ValueError(f"{model_name(self.model)} takes no trees: {reason}")
         check_call(tokens, counts, parents, want, self.vocabulary_size)
         old, tree = len(self._tree), self._tree.grown(parents, self._length, self.capacity)
-        # Additive, because eager attention adds whatever mask it is given. [1, 1, n, C + N]
-        dtype = self.model.dtype
-        mask = torch.zeros(1, 1, len(tokens), self._length + len(tree), dtype=dtype)
-        hidden = torch.tensor(tree.seen(old, len(tree))) == 0
-        mask[..., self._length :].masked_fill_(hidden, torch.finfo(dtype).min)
         lengths = [self._length + depth for depth in tree.depths[old:]]
         positions = torch.tensor([lengths], device=self.device) - 1
-        logits = self._forward(tokens, want, lengths, attention_mask=mask.to(self.device), position_ids=positions)
+        seen = torch.tensor([tree.seen(old, len(tree))], dtype=torch.bool, device=self.device)
+        visible = torch.nn.functional.pad(seen, (self._length, 0), value=True)  # [1, n, C + N]
+        depths = torch.tensor(tree.depths, device=self.device)
+        of = torch.cat([torch.arange(self._length, device=self.device), depths + (self._length - 1)])
+        masks = layer_masks(self.model, visible, positions, of)
+        logits = self._forward(tokens, want, lengths, attention_mask=masks, position_ids=positions)
         self._tree = tree
         return logits
 
@@ -235,6 +262,8 @@ class TorchModel:
             start, end = self._length, self._length + len(path)
             places = torch.tensor(path) + start
             for layer in self._cache.layers:
+                if not layer.is_initialized:
+                    continue
                 index = places.to(layer.keys.device)  # the layers of a sharded model lie on several devices
                 # The path is read before it is written: index_select copies.
                 layer.keys[..., start:end, :] = layer.keys.index_select(-2, index)
@@ -323,8 +352,8 @@ class _Layer:
 class BatchedTorchModel:
     """R sequences of different lengths decoded together by a Hugging Face model; chains only.
 
-    See `Model`. A row that takes no token in a call is left out of it. ValueError for a model whose layers do not
-    accept an explicit mask: attention other than sdpa or eager, or windows shorter than the context.
+    See `Model`. A row that takes no token in a call is left out of it. ValueError for a model that takes no mask of
+    ours.
     """
 
     max_leaves = 0
@@ -337,13 +366,8 @@ class BatchedTorchModel:
         if (reason := state_refusal(type(model), model.config)) is not None:
             raise ValueError(f"rows of different lengths cannot be decoded together: {reason}")
         alone = TorchModel(model, vocabulary)
-        if not alone.max_leaves:  # masks of rows and masks of trees need the same kind of attention
-            config = model.config
-            raise ValueError(
-                f"rows of different lengths need the attention implementation sdpa or eager, in layers that see the "
-                f"whole context of {alone.capacity}; this model runs {config._attn_implementation} with a window of "
-                f"{getattr(config, 'sliding_window', None)}: decode its prompts one by one"
-            )
+        if (reason := mask_refusal(model.config)) is not None:
+            raise ValueError(f"{model_name(model)} decodes its prompts one by one: {reason}")
         self.model, self.rows, self.device = model, rows, alone.device
         self.vocabulary_size, self.capacity = alone.vocabulary_size, alone.capacity
         self._layers = [_Layer(rows, self.capacity) for _ in range(model.config.num_hidden_layers)]
@@ -384,10 +408,8 @@ class BatchedTorchModel:
         # softmax over no slot at all would give NaN.
         positions = (ends[:, None] - longest + torch.arange(longest, device=self.device)).clamp(min=0)  # [A, q]
         size = int(max(self._lengths[row] + counts[row] for row in active))
-        dtype = self.model.dtype
-        mask = torch.zeros(len(active), 1, longest, size, dtype=dtype, device=self.device)
-        hidden = torch.arange(size, device=self.device) > positions[:, None, :, None]
-        mask.masked_fill_(hidden, torch.finfo(dtype).min)  # additive, because eager attention adds what it is given
+        slots_held = torch.arange(size, device=self.device)
+        masks = layer_masks(self.model, slots_held <= positions[..., None], positions, slots_held)
         subset = None if len(active) == self.rows else self._tensor(active)
         for layer in self._layers:
             layer.step = _Step(subset, entries, columns, rows, slots, size)
@@ -396,7 +418,7 @@ class BatchedTorchModel:
         kept = sorted({column for _, column in wanted})
         logits = self.model(
             input_ids=ids,
-            attention_mask=mask,
+            attention_mask=masks,
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,

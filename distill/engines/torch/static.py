@@ -20,7 +20,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache, StaticLayer
 
 from distill.engines.model import SPARE_NODES, Ints, PendingTree, check_call, check_chain, check_lengths, check_no_paths
-from distill.engines.torch.model import TorchLogits, TorchModel, model_name, send, shortest_window, state_refusal
+from distill.engines.torch.model import (
+    TorchLogits,
+    TorchModel,
+    layer_masks,
+    mask_refusal,
+    model_name,
+    send,
+    state_refusal,
+)
 from distill.errors import DataError, RunError
 from distill.sampler import Place, place_of
 
@@ -111,11 +119,6 @@ class Steps:
 
     def __init__(self, model: Any, cache: SlotCache, compiled: bool) -> None:
         self.model, self.cache, self.compiled = model, cache, compiled
-        config = model.config
-        window = shortest_window(config)
-        self.window = window if window < config.max_position_embeddings else 0
-        kinds = set(getattr(config, "layer_types", None) or ()) if self.window else set()
-        self.kinds = sorted(kinds) if len(kinds) > 1 else []  # where they differ, each kind has a mask of its own
         # Compiled steps, and the tensors that they read slots and inputs from: the same addresses and strides always. A
         # part of a larger tensor has strides of its own, for which torch would compile the step again.
         self._graphs: dict[tuple[str, int, int], tuple[Callable[..., Tensor], list[Tensor]]] = {}
@@ -141,18 +144,19 @@ class Steps:
             return logits
         return logits[:, :columns] if isinstance(keep, int) and not keep else logits[:, columns - 1 : columns]
 
-    def tree(self, ids: Tensor, positions: Tensor, seen: Tensor, committed: int, first: int) -> Tensor:
-        """Logits [1, m, V] of a tree's nodes [m] from slot `first` on, which see the committed and what `seen` says."""
+    def tree(self, ids: Tensor, depths: Tensor, seen: Tensor, committed: int, first: int) -> Tensor:
+        """Logits [1, m, V] of the last m nodes of a tree, from slot `first` on: they see the committed and what `seen`
+        [m, W] says. `depths` [W] are those of all its nodes."""
         columns = len(ids)
         wide = self._columns(columns)
         self._show(first + columns, self._compiles(columns))
         if wide > columns:
-            ids, positions = (torch.nn.functional.pad(x, (0, wide - columns)) for x in (ids, positions))
+            ids = torch.nn.functional.pad(ids, (0, wide - columns))
             seen = torch.nn.functional.pad(seen, (0, 0, 0, wide - columns))
         offsets = torch.arange(wide + 1, device=ids.device)
         self.cache.slots = (offsets[:wide] + first)[None]
         # A tensor, because a number would be part of the compiled graph.
-        return self._run("tree", wide, 0, ids[None], positions[None], seen, offsets[:1] + committed)[:, :columns]
+        return self._run("tree", wide, 0, ids[None], depths, seen, offsets[:1] + committed)[:, :columns]
 
     def _show(self, end: int, compiled: bool) -> None:
         """Let a step attend to the slots before `end`; a compiled one to all S, because its shapes are fixed."""
@@ -197,36 +201,28 @@ class Steps:
         # Padding repeats the last position: models whose positions are limited must not see one beyond.
         positions = torch.minimum(slots, (starts + counts - 1).clamp(min=0)[:, None])
         places = torch.arange(self.cache.shown, device=ids.device)
-        return self._forward(keep, ids, positions, places <= slots[..., None])
+        return self._forward(keep, ids, positions, places <= slots[..., None], places)
 
-    def _tree(self, keep: Tensor | int, ids: Tensor, positions: Tensor, seen: Tensor, committed: Tensor) -> Tensor:
+    def _tree(self, keep: Tensor | int, ids: Tensor, depths: Tensor, seen: Tensor, committed: Tensor) -> Tensor:
         places = torch.arange(self.cache.shown, device=ids.device)
-        nodes = (places - committed).clamp(0, seen.shape[1] - 1)
-        inside = (places >= committed) & (places < committed + seen.shape[1])
+        nodes = (places - committed).clamp(0, len(depths) - 1)
+        inside = (places >= committed) & (places < committed + len(depths))
+        of = torch.where(inside, committed + depths[nodes] - 1, places)
         # A node of padding sees its slot alone or nothing at all: everything committed, lest its softmax be empty.
         visible = (places < committed) | (inside & seen[:, nodes])
-        return self._forward(keep, ids, positions, visible[None])
+        own = (self.cache.slots - committed).clamp(max=len(depths) - 1)
+        return self._forward(keep, ids, committed + depths[own] - 1, visible[None], of)
 
-    def _forward(self, keep: Tensor | int, ids: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """Logits of tokens [R, m] that attend to the slots in `visible` [R, m, shown]."""
-        masks = {kind: self._mask(visible, kind == "sliding_attention") for kind in self.kinds}
+    def _forward(self, keep: Tensor | int, ids: Tensor, positions: Tensor, visible: Tensor, of: Tensor) -> Tensor:
+        """Logits of tokens [R, m] that attend to the slots in `visible` [R, m, shown], which hold the positions `of`."""
         return self.model(
             input_ids=ids,
-            attention_mask=masks or self._mask(visible, self.window > 0),
+            attention_mask=layer_masks(self.model, visible, positions, of),
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=keep,
         ).logits
-
-    def _mask(self, visible: Tensor, windowed: bool) -> Tensor:
-        """The additive mask [R, 1, m, shown]; additive, because eager attention adds what it is given."""
-        if windowed:
-            places = torch.arange(self.cache.shown, device=visible.device)
-            visible = visible & (places > self.cache.slots[..., None] - self.window)
-        dtype = self.model.dtype
-        nothing = torch.zeros((), dtype=dtype, device=visible.device)
-        return torch.where(visible, nothing, torch.finfo(dtype).min)[:, None]
 
 
 def _place(like: Tensor) -> Tensor:
@@ -254,20 +250,11 @@ def _compiled(step: Any, name: str, device: str) -> Callable[..., Tensor]:
 
 CHUNK = 512  # tokens of a row that one step of a prompt reads, so that its mask [m, S] stays small
 FIRST_SIZE = 256  # slots that a model begins with where nobody says how long its texts get
-# Models that take one mask for the layers with a window and one for the others, or have one kind of layer alone.
-WINDOWED = ("gemma2", "gemma3_text", "mistral", "qwen2", "qwen3")
 
 
 def refusal(model: Any) -> str | None:
     """The reason why a model cannot decode with slots; None where it can."""
-    kind, config = model.config._attn_implementation, model.config
-    if kind not in ("sdpa", "eager"):
-        return f"its attention takes no mask of ours: it is {kind}, neither sdpa nor eager"
-    if (reason := state_refusal(type(model), config, empty=False)) is not None:
-        return reason
-    if shortest_window(config) < config.max_position_embeddings and config.model_type not in WINDOWED:
-        return f"attention windows were tested for {', '.join(WINDOWED)} alone, and it is {config.model_type}"
-    return None
+    return state_refusal(type(model), model.config, empty=False) or mask_refusal(model.config)
 
 
 def require_static(model: Any, name: str) -> None:
@@ -279,10 +266,9 @@ def require_static(model: Any, name: str) -> None:
 class StaticTorchModel:
     """R sequences of different lengths in a Hugging Face model, with a cache of fixed size.
 
-    See `Model`. One row takes trees, except in models with attention windows. `size` is the number of tokens that a row
-    is expected to hold; where it holds more, the cache doubles. With `compiled`, steps of up to LONGEST_STEP tokens
-    after a prompt are compiled by torch, one for each number of tokens. DataError for a model that cannot decode with
-    slots.
+    See `Model`. One row takes trees. `size` is the number of tokens that a row is expected to hold; where it holds
+    more, the cache doubles. With `compiled`, steps of up to LONGEST_STEP tokens after a prompt are compiled by torch,
+    one for each number of tokens. DataError for a model that cannot decode with slots.
     """
 
     def __init__(
@@ -299,7 +285,7 @@ class StaticTorchModel:
         alone = TorchModel(model, vocabulary)
         self.model, self.rows, self.device = model, rows, alone.device
         self.vocabulary_size, self.capacity = alone.vocabulary_size, alone.capacity
-        self.max_leaves = sys.maxsize if alone.max_leaves and rows == 1 else 0
+        self.max_leaves = sys.maxsize if rows == 1 else 0
         expected = min(size or FIRST_SIZE, self.capacity)
         self._cache = SlotCache(model.config.num_hidden_layers, _rounded(expected + SPARE_NODES))
         self._steps = Steps(model, self._cache, compiled)
@@ -401,20 +387,17 @@ class StaticTorchModel:
 
     def _extend_tree(self, tokens: list[int], counts: Ints | None, parents: Ints, want: Ints | None) -> TorchLogits:
         if not self.max_leaves:
-            kind = f"{self.rows} rows take chains" if self.rows > 1 else "attention windows take chains"
-            raise ValueError(f"{kind}, not trees")
+            raise ValueError(f"{self.rows} rows take chains, not trees")
         check_call(tokens, counts, parents, want, self.vocabulary_size)
         old, length = len(self._tree), self._lengths[0]
         tree = self._tree.grown(parents, length, self.capacity)
         depths = [length + depth for depth in tree.depths[old:]]
-        # One transfer: the tokens, their positions, and W columns of what they see. [m, 2 + W]
+        # One transfer: the depths of all nodes, and of each new one what it sees and its token. [1 + m, W + 1]
         width = _rounded(len(tree))
-        rows = [
-            [token, depth - 1, *seen] for token, depth, seen in zip(tokens, depths, tree.seen(old, width), strict=True)
-        ]
-        sent = send(rows, self.device)
+        rows = [[*seen, token] for token, seen in zip(tokens, tree.seen(old, width), strict=True)]
+        sent = send([[*tree.depths, *[1] * (width + 1 - len(tree))], *rows], self.device)
         self._reserve(length + len(tree))
-        logits = self._steps.tree(sent[:, 0], sent[:, 1], sent[:, 2:].bool(), length, length + old)
+        logits = self._steps.tree(sent[1:, -1], sent[0, :-1], sent[1:, :-1].bool(), length, length + old)
         self._tree = tree
         read = depths if want is None else [depths[index] for index in want]
         picked = _picked(logits[0, :, : self.vocabulary_size], range(len(tokens)) if want is None else want)

@@ -1,0 +1,123 @@
+"""The family matrix: with any drafter and in any cache, a family's texts are transformers' own, or it is refused.
+
+A family is a line of `toys.FAMILIES`; all but those named here take chains, trees, rows and the static cache.
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_batch import any_calls
+from test_tree_cache import Mirror, check_levels, close, prefill
+from toys import FAMILIES, blurred, toy
+
+from distill.decoding import decode as decode_module
+from distill.decoding.decode import decode_text, plain
+from distill.decoding.drafters import Drafter, ModelDrafter
+from distill.decoding.lengths import Fixed, Proposal
+from distill.decoding.rules import Rules
+from distill.decoding.trees import Shape, TreeDrafter
+from distill.engines.torch.model import BatchedTorchModel, TorchModel
+from distill.engines.torch.static import StaticTorchModel
+from distill.errors import DataError
+from distill.sampler import Sampler
+
+torch.set_num_threads(1)
+
+V = 61
+CHAINS = {"llama4_text": "of the kind chunked_attention", "gpt_neo": "of the kind global"}  # and nothing else, and why
+REFUSED = {"lfm2": "LinearAttentionLayer", "mamba": "recurrent state"}
+PROMPT = [random.Random(2).randrange(V) for _ in range(24)]  # longer than the windows
+NEW = 16
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
+def test_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp64 texts are equal without exception."""
+    model = toy(family, seed=3).double()
+    draft = blurred(model, 6, 0.03)
+    if family in CHAINS:
+        assert TorchModel(model).max_leaves == 0
+        with pytest.raises(ValueError, match=CHAINS[family]):
+            TorchModel(model).extend([1], parents=[-1])
+        with pytest.raises(ValueError, match=CHAINS[family]):
+            BatchedTorchModel(model, 2)
+        with pytest.raises(DataError, match=CHAINS[family]):
+            StaticTorchModel(model)
+    kinds = [TorchModel] if family in CHAINS else [TorchModel, StaticTorchModel]
+    for kind in kinds:
+        check_logits(model, kind, random.Random(7))
+        check_greedy(kind(model), kind(draft), generated(model))
+    monkeypatch.setattr(decode_module, "_distributions", checked(model))
+    check_sampled(TorchModel(model), TorchModel(draft))
+
+
+def check_logits(model: Any, kind: Any, draws: random.Random) -> None:
+    """After chains, trees and roll-backs at random, and level by level, logits are those of a fresh forward pass."""
+    alone = kind(model)
+    mirror = Mirror(alone, lambda text: prefill(model, text), close)
+    mirror.chain(PROMPT)
+    for _ in range(7):
+        mirror.step(draws, 99 if alone.max_leaves else 0)
+    if alone.max_leaves:
+        check_levels(alone, draws, close)
+        any_calls(model, 2, draws, 4, BatchedTorchModel if kind is TorchModel else StaticTorchModel)
+
+
+def generated(model: Any) -> list[int]:
+    """The text that transformers generates."""
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist()
+
+
+def check_greedy(target: Any, draft: Any, text: Sequence[int]) -> None:
+    """Plain, with a chain, and with a tree where the model takes one."""
+    assert plain(target, PROMPT, NEW).tokens == text
+    drafters: list[Drafter] = [ModelDrafter(draft, Fixed(3), Sampler(0), lambda: 0.0)]
+    if target.max_leaves:
+        drafters.append(TreeDrafter(draft, Sampler(0), lambda: 0.0, 6, depth=3))
+    for drafter in drafters:
+        found = decode_text(target, drafter, PROMPT, NEW, Rules())
+        assert found.tokens == text and any(one.accepted for one in found.rounds)
+
+
+def checked(model: Any) -> Any:
+    """`_distributions`, of which each is compared with that of transformers after the same tokens."""
+    true_distributions = decode_module._distributions
+
+    def compare(logits: Any, context: Sequence[int], proposal: Proposal, rules: Rules) -> torch.Tensor:
+        found = true_distributions(logits, context, proposal, rules)
+        texts = [list(context)]
+        for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
+            texts.append([*texts[parent + 1], token])
+        expected = torch.stack([prefill(model, text).softmax(-1) for text in texts])
+        torch.testing.assert_close(found, expected.to(found), rtol=0, atol=1e-6)
+        return found
+
+    return compare
+
+
+def check_sampled(target: Any, draft: Any) -> None:
+    """What the verifiers are given; test_exact_decoding.py holds that they follow it."""
+    draws = random.Random(5).random
+    rules = Rules(Sampler(1.0), "block", random=draws)
+    found = decode_text(target, ModelDrafter(draft, Fixed(3), rules.sampler, draws), PROMPT, NEW, rules)
+    assert any(one.accepted for one in found.rounds)
+    if target.max_leaves:
+        rules = Rules(Sampler(1.0), "distinct", random=draws)
+        drafter = TreeDrafter(draft, rules.sampler, draws, 6, shape=Shape.of_widths([2, 2]), distinct=True)
+        found = decode_text(target, drafter, PROMPT, NEW, rules)
+        assert any(one.accepted for one in found.rounds)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refused(family: str) -> None:
+    model = toy(family)
+    for kind in (TorchModel, StaticTorchModel):
+        with pytest.raises(DataError, match=REFUSED[family]):
+            kind(model)
