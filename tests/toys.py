@@ -21,7 +21,7 @@ KINDS = ("qwen2", "qwen3", "llama", "mistral")
 
 # What a toy of a family is told beside the settings of `toy`; test_families.py decodes with each. One layer of two has
 # a window in the families that mix them.
-MIXED: dict[str, Any] = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
+MIXED: dict[str, Any] = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS: dict[str, Any] = {
     **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 16, "experts_implementation": "eager"},  # the only one for fp64
@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "llama": {},
     "mistral": {"sliding_window": None},
-    "gemma2": {"head_dim": 8, **MIXED},
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, **MIXED},
     "gemma3_text": {"head_dim": 8, **MIXED},
     "gemma4_text": {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 8, **MIXED},
     "gpt_oss": {"head_dim": 8, "rope_parameters": YARN, **EXPERTS, **MIXED},
@@ -48,19 +48,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0]},
     "granite": {},
     "granitemoe": EXPERTS,
-    "phi3": {"sliding_window": 20},
-    "starcoder2": {"sliding_window": 20},
+    "phi": {},
+    "phi3": {"sliding_window": 6},
+    "starcoder2": {"sliding_window": 6},
     "glm4": {"head_dim": 8},
     "glm4_moe": {"head_dim": 8, **SHARED},
     "seed_oss": {"head_dim": 8},
     "qwen3_moe": {"head_dim": 8, **EXPERTS},
-    "mixtral": {"sliding_window": 20, **EXPERTS},
+    "mixtral": {"sliding_window": 6, **EXPERTS},
     "olmoe": EXPERTS,
     "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 8, **LATENT, **SHARED},
     "minimax_m2": {"head_dim": 8, **EXPERTS},
     "gpt2": {"n_positions": 160},
-    "llama4_text": {"attention_chunk_size": 20, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48, **EXPERTS},
-    "gpt_neo": {"num_layers": 2, "num_heads": 4, "window_size": 20, "attention_types": [[["global", "local"], 1]]},
+    "llama4_text": {"attention_chunk_size": 6, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48, **EXPERTS},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "window_size": 6, "attention_types": [[["global", "local"], 1]]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "mamba": {},
 }

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from toys import CLASSES, toy
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from toys import toy
 
 from distill.data import packing
 from distill.data.packing import (
@@ -26,7 +25,6 @@ from distill.training.setup import recompute_activations
 
 torch.set_num_threads(1)
 
-CLASSES.setdefault("gemma3", (Gemma3TextConfig, Gemma3ForCausalLM))
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},

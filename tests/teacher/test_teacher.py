@@ -13,15 +13,9 @@ import pytest
 import tiny
 import torch
 from torch import Tensor
-from toys import CLASSES, save_toy, toy, toy_tokenizer
+from toys import save_toy, toy, toy_tokenizer
 from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
     LlamaConfig,
-    PhiConfig,
-    PhiForCausalLM,
     Qwen2ForCausalLM,
 )
 
@@ -56,8 +50,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.7},
     "cohere": {"logit_scale": 0.25, "tie_word_embeddings": True},
 }
-CLASSES |= {"granite": (GraniteConfig, GraniteForCausalLM), "phi": (PhiConfig, PhiForCausalLM)}
-CLASSES["cohere"] = (CohereConfig, CohereForCausalLM)
 
 
 def target(kind: str) -> Any:

@@ -214,7 +214,7 @@ class Steps:
         return self._forward(keep, ids, committed + depths[own] - 1, visible[None], of)
 
     def _forward(self, keep: Tensor | int, ids: Tensor, positions: Tensor, visible: Tensor, of: Tensor) -> Tensor:
-        """Logits of tokens [R, m] that attend to the slots in `visible` [R, m, shown], which hold the positions `of`."""
+        """Logits of tokens [R, m] that attend to the slots in `visible` [R, m, shown], at positions `of` [shown]."""
         return self.model(
             input_ids=ids,
             attention_mask=layer_masks(self.model, visible, positions, of),
