@@ -29,6 +29,19 @@ EXPERTS: dict[str, Any] = {
 SHARED: dict[str, Any] = {**EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
+DELTA: dict[str, Any] = {
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MAMBA: dict[str, Any] = {
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8},
+    **{"mamba_expand": 2, "mamba_chunk_size": 8},
+}
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["mamba", "attention"],
+    **{"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8, "chunk_size": 8, "head_dim": 8},
+}
+DELTA_EXPERTS: dict[str, Any] = {"head_dim": 8, "shared_expert_intermediate_size": 16, **DELTA, **EXPERTS}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 8},
@@ -63,6 +76,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 6, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48, **EXPERTS},
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "window_size": 6, "attention_types": [[["global", "local"], 1]]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_next": DELTA_EXPERTS,
+    "qwen3_5_text": {"head_dim": 8, **DELTA},
+    "qwen3_5_moe_text": DELTA_EXPERTS,
+    "nemotron_h": NEMOTRON,
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_local_experts": 0, **MAMBA},
+    "falcon_h1": {"mamba_d_ssm": 64, "head_dim": 8, **MAMBA},
+    "olmo_hybrid": DELTA,
+    "bamba": {"attn_layer_indices": [1], **MAMBA},
     "mamba": {},
 }
 SHORT = {"gemma3": "gemma3_text"}

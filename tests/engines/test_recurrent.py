@@ -16,7 +16,7 @@ import transformers
 from branches import every
 from test_export import needs_llama
 from test_tree_cache import Mirror, close, gguf_prefill, prefill, within
-from toys import CLASSES, blurred, toy
+from toys import blurred, toy
 
 from distill.data.packing import hidden_states, pack, packed_logits
 from distill.decoding.costs import NO_STEPS, PaidCosts, StepCosts
@@ -37,72 +37,17 @@ from distill.sampler import Sampler
 torch.set_num_threads(1)
 
 V = 61
-DELTA: dict[str, Any] = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "head_dim": 8,
-}
-MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 8,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 8,
-}
-# By model type: the names of its classes without Config and ForCausalLM, and what it needs beside the toys' settings.
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen3_next": ("Qwen3Next", "Qwen3Next", DELTA | EXPERTS),
-    "qwen3_5_text": ("Qwen3_5Text", "Qwen3_5", DELTA | {"head_dim": 8}),
-    "qwen3_5_moe_text": ("Qwen3_5MoeText", "Qwen3_5Moe", DELTA | EXPERTS),
-    "nemotron_h": (
-        "NemotronH",
-        "NemotronH",
-        {
-            "layers_block_type": ["mamba", "attention"],
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 16,
-            "n_groups": 1,
-            "ssm_state_size": 8,
-            "chunk_size": 8,
-            "head_dim": 8,
-        },
-    ),
-    "granitemoehybrid": (
-        "GraniteMoeHybrid",
-        "GraniteMoeHybrid",
-        MAMBA | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 32},
-    ),
-    "falcon_h1": ("FalconH1", "FalconH1", MAMBA | {"mamba_d_ssm": 64, "head_dim": 8}),
-    "olmo_hybrid": ("OlmoHybrid", "OlmoHybrid", DELTA),
-    "bamba": ("Bamba", "Bamba", MAMBA | {"attn_layer_indices": [1]}),
-    "lfm2": ("Lfm2", "Lfm2", {"layer_types": ["conv", "full_attention"]}),
-}
-CLASSES.update(
-    {
-        kind: (getattr(transformers, f"{config}Config"), getattr(transformers, f"{model}ForCausalLM"))
-        for kind, (config, model, _) in FAMILIES.items()
-    }
+# test_families.py decodes with each of these, too.
+FAMILIES = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "granitemoehybrid", "falcon_h1"),
+    *("olmo_hybrid", "bamba", "lfm2"),
 )
 PROMPT = [5, 7, 9, 5, 7, 11, 5, 7]
 
 
-def family(kind: str, vocabulary: int = V, **changes: Any) -> Any:
-    return toy(kind, vocabulary, **FAMILIES[kind][2] | changes)
-
-
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_after_anything_it_is_a_fresh_prefill(kind: str) -> None:
-    hugging_face = family(kind)
+    hugging_face = toy(kind)
     model = growing_decoder(hugging_face)
     assert isinstance(model, RecurrentTorchModel) and model.max_leaves == 0
     mirror, draws = Mirror(model, lambda text: prefill(hugging_face, text), close), random.Random(kind)
@@ -112,7 +57,7 @@ def test_after_anything_it_is_a_fresh_prefill(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_greedy_texts_are_those_of_plain_decoding_and_of_transformers(kind: str) -> None:
-    hugging_face = family(kind)
+    hugging_face = toy(kind)
     target, draft = growing_decoder(hugging_face), growing_decoder(blurred(hugging_face, 6, 0.1))
     ids = torch.tensor([PROMPT])
     options: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
@@ -128,7 +73,7 @@ def test_greedy_texts_are_those_of_plain_decoding_and_of_transformers(kind: str)
 def test_sampled_texts_follow_the_target_exactly() -> None:
     """Texts of four tokens, by enumeration of every draw; some rounds begin with tokens that are computed again."""
     vocabulary, prompt, sampler, again = 3, [0, 1], Sampler(0.8), 0
-    models = [family("qwen3_5_text", vocabulary, max_position_embeddings=16, initializer_range=0.1)]
+    models = [toy("qwen3_5_text", vocabulary, max_position_embeddings=16, initializer_range=0.1)]
     models.append(blurred(models[0], 3, 0.7))
     target, draft = (growing_decoder(model.double()) for model in models)
     extend = target.extend
@@ -157,7 +102,7 @@ def test_sampled_texts_follow_the_target_exactly() -> None:
 
 def test_only_tokens_after_a_snapshot_are_computed_again() -> None:
     """None after a round that was accepted whole, none of a draft that drops its last ones, and never ever more."""
-    hugging_face = family("falcon_h1")
+    hugging_face = toy("falcon_h1")
     model, taken = growing_decoder(hugging_face), list[int]()
     model.model.register_forward_pre_hook(
         lambda _, __, inputs: taken.extend(ids.shape[1] for ids in [inputs.get("input_ids")] if ids is not None),
@@ -181,7 +126,7 @@ def test_only_tokens_after_a_snapshot_are_computed_again() -> None:
 
 def test_a_plain_step_takes_too_many_resent_tokens() -> None:
     """A drafter of which the first token is right and the second wrong leaves two more every round."""
-    hugging_face = family("olmo_hybrid")
+    hugging_face = toy("olmo_hybrid")
     target = growing_decoder(hugging_face)
     text = plain(target, PROMPT, 40).tokens
 
@@ -215,7 +160,7 @@ def test_prices_count_what_is_computed_again() -> None:
 @pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1"])
 def test_packed_documents_are_read_alone(kind: str) -> None:
     """Logits and hidden states of a block are those of each of its documents, gradients included."""
-    model = family(kind)
+    model = toy(kind)
     texts = [[1 + 7 * place % 59 for place in range(size)] for size in (9, 4, 11)]
     blocks = pack([(text, 0) for text in texts], 16, split_long=False)
     logits, states = packed_logits(model, blocks), hidden_states(model, blocks)
@@ -230,7 +175,7 @@ def test_packed_documents_are_read_alone(kind: str) -> None:
 
 
 def test_what_a_recurrent_state_does_not_allow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    hugging_face = family("granitemoehybrid")
+    hugging_face = toy("granitemoehybrid")
     model = growing_decoder(hugging_face)
     with pytest.raises(ValueError, match="trees need layers of keys and values, and some"):
         model.extend([1, 2], parents=[-1, -1])
@@ -251,7 +196,7 @@ def test_what_a_recurrent_state_does_not_allow_is_refused(monkeypatch: pytest.Mo
 
 
 def test_a_failed_step_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    hugging_face = family("qwen3_5_text")
+    hugging_face = toy("qwen3_5_text")
     model = growing_decoder(hugging_face)
     model.extend([1, 2, 3, 4])
     model.rollback([3])
