@@ -108,6 +108,13 @@ def mask_refusal(config: Any) -> str | None:
     return None
 
 
+def shortest_window(config: Any) -> int:
+    """The attention window in tokens of the layer with the shortest one; sys.maxsize where no layer has one."""
+    sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    windows = [getattr(config, sizes[kind], None) for kind in layer_kinds(config) & set(sizes)]
+    return min((int(size) for size in windows if size), default=sys.maxsize)
+
+
 def in_window(kind: str, config: Any, at: Tensor, of: Tensor) -> Tensor | bool:
     """Whether a query at positions `at` is near enough in such a layer to see keys at `of`, in broadcast."""
     windowed = kind == "sliding_attention" and config.sliding_window
