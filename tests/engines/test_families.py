@@ -1,6 +1,7 @@
 """The family matrix: with any drafter and in any cache, a family's texts are transformers' own, or it is refused.
 
-A family is a line of `toys.FAMILIES`; all but those named here take chains, trees, rows and the static cache.
+A family is a line of `toys.FAMILIES`; all but those named here, and the recurrent ones of
+test_recurrent.py, take chains, trees, rows and the static cache.
 Legend: V vocabulary.
 """
 
@@ -33,7 +34,6 @@ torch.set_num_threads(1)
 
 V = 61
 CHAINS = {"llama4_text": "of the kind chunked_attention", "gpt_neo": "of the kind global"}  # and nothing else, and why
-CHAINS |= dict.fromkeys(RECURRENT, "")  # each says it in its own words
 REFUSED = {"mamba": "recurrent state"}
 PROMPT = [random.Random(2).randrange(V) for _ in range(24)]  # longer than the windows
 NEW = 12
@@ -44,11 +44,10 @@ def growing(model: Any) -> TorchModel:
     return growing_decoder(model, prepack=False)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*REFUSED, *RECURRENT)])
 def test_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp64 texts are equal without exception; layers with a recurrent state compute in fp32."""
-    model = toy(family, seed=3)
-    model = model if family in RECURRENT else model.double()
+    """In fp64 texts are equal without exception."""
+    model = toy(family, seed=3).double()
     draft = blurred(model, 6, 0.03)
     if family in CHAINS:
         assert growing(model).max_leaves == 0

@@ -37,7 +37,6 @@ from distill.sampler import Sampler
 torch.set_num_threads(1)
 
 V = 61
-# test_families.py decodes with each of these, too.
 FAMILIES = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "granitemoehybrid", "falcon_h1"),
     *("olmo_hybrid", "bamba", "lfm2"),
