@@ -19,6 +19,7 @@ from distill.files import read_result
 from distill.machine import machine, thread_count
 from distill.progress import announce, command_line, note
 from distill.recipe import Gguf, PyTorch, Recipe, Target
+from distill.recipe.measuring import OUTTYPES
 from distill.tables import Cell, Row, Table
 
 # ── `distill profile`: measures the cost curve of one model on this machine ──
@@ -40,6 +41,16 @@ def profile(
     static: Annotated[bool | None, typer.Option(help=shared.STATIC_HELP)] = None,
     compile: Annotated[bool | None, typer.Option(help=shared.COMPILE_HELP)] = None,
     prepack: Annotated[bool | None, typer.Option(help=shared.PREPACK_HELP)] = None,
+    types: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a GGUF file: compare it with these types of it, such as q8_0,f16, in llama.cpp and, where it is "
+            "installed, ik_llama.cpp."
+        ),
+    ] = None,
+    most_kl: Annotated[
+        float, shared.number_option(min=0, help="With --types: the KL, in nats, that is accepted.")
+    ] = 0.01,
     threads: shared.ThreadsOption = None,
     out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file.")] = None,
     output: shared.FormatOption = "md",
@@ -49,7 +60,15 @@ def profile(
 
     T(m) is the time of a step of m tokens, in seconds, with a given number of tokens (depth) in the cache.
     """
-    shared.refuse_idle(context, (model.endswith(".gguf"), "dtype", shared.TYPES_OF_ITS_OWN))
+    shared.refuse_idle(
+        context,
+        (model.endswith(".gguf"), "dtype", shared.TYPES_OF_ITS_OWN),
+        (types is None, "most_kl", "is for --types"),
+        (types is not None, "depths max_tokens out", "is for the curve of one model, and --types compares several"),
+    )
+    if types is not None:
+        _compare_types(model, types, most_kl, threads, repeats, gguf, output)
+        return
     pytorch = shared.pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
     place, places = shared.target_settings(model, dtype), shared.numbers(depths, "--depths", int)
     if min(places) < 1:
@@ -68,6 +87,24 @@ def profile(
     notes = [f"{curve.model}, {curve.backend}", *([f"Note: {curve.note}."] if curve.note else [])]
     table = Table(["depth", "m", f"T(m), {curve.unit}", "T(m) / T(1)"], rows)
     shared.print_blocks([*notes, table], None, output)
+
+
+def _compare_types(
+    model: str, types: str, most_kl: float, threads: int | None, repeats: int, gguf: Gguf | None, output: str
+) -> None:
+    kinds = [kind.strip() for kind in types.split(",")]
+    unknown = next((kind for kind in kinds if kind not in OUTTYPES), None)
+    if unknown is not None:
+        raise RecipeError(f"--types {types}: {unknown or 'an empty name'} is no type", f"use {', '.join(OUTTYPES)}")
+    if gguf is not None:
+        raise RecipeError(f"--types takes none of llama.cpp's options ({gguf.described()})", "leave them out")
+    if not model.endswith(".gguf"):
+        raise RecipeError(f"--types is for a GGUF file, and {model} is none", "export one with `distill export-gguf`")
+    from distill.measuring.types import TypesReport, compare_types, recommend, types_table
+
+    figures = compare_types(Path(model), kinds, threads, repeats)
+    report = TypesReport(command_line(sys.argv), machine(), most_kl, figures)
+    shared.print_blocks([recommend(report), types_table(report)], report, output)
 
 
 def measured_curve(

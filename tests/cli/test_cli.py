@@ -269,6 +269,11 @@ HOT = ["--temperature", "0.9"]
         (["profile", "DRAFT", "--depths", "x"], "expected numbers separated by commas"),
         (["profile", "DRAFT", "--depths", "9999"], "no room"),
         (["profile", "nothing.gguf"], "there is no file"),
+        (["profile", "nothing.gguf", "--types", "q8_0"], "there is no file"),
+        (["profile", "DRAFT", "--types", "q8_0"], "--types is for a GGUF file"),
+        (["profile", "nothing.gguf", "--types", "q8_9"], "q8_9 is no type"),
+        (["profile", "nothing.gguf", "--types", "q8_0", "--depths", "8"], "--depths is for the curve of one model"),
+        (["profile", "nothing.gguf", "--most-kl", "0.1"], "--most-kl is for --types"),
         (["profile", "TARGET", "--depths", "0,8"], "a step follows at least one token"),
     ],
 )
@@ -375,6 +380,17 @@ def test_profile(copied: Path, tmp_path: Path, capsys: Capture) -> None:
     assert "draft, static cache, bfloat16, pytorch" in tiny.shown(
         capsys, "profile", copied / "draft", *options, "--static", "--dtype", "bfloat16"
     )
+
+
+def test_profile_of_types(gguf_toys: tuple[Path, Path], capsys: Capture) -> None:
+    options = ("--types", "q8_0,f16", "--repeats", 5, "--threads", 1, "--output", "json")
+    report = json.loads(tiny.shown(capsys, "profile", gguf_toys[0], *options))
+    rows = [row for row in report["figures"] if row["library"] == "llama.cpp"]
+    assert [row["type"] for row in rows] == ["f32", "q8_0 (from f32)", "f16 (from f32)"]
+    assert rows[0]["kl"] == 0 < rows[2]["kl"] < rows[1]["kl"] < 0.1
+    assert all(row["steps"].keys() == {"1", "2", "3", "4", "6", "8"} for row in rows)
+    table = tiny.shown(capsys, "profile", gguf_toys[0], *options[:-2])
+    assert table.startswith("Fastest at a KL of at most 0.01: ") and table.count("(from f32)") >= 2
 
 
 def test_a_draft_of_another_vocabulary_as_it_is(world: Path, capsys: Capture) -> None:

@@ -228,6 +228,22 @@ def test_the_fastest_way_over_all_engines_comes_first() -> None:
         "Fastest here: 40.0 tokens/s, `plain` in llama.cpp: nothing that drafts is faster."
     ]
 
+    # Another engine or type of file counts where it is near to the target's own distributions, and says how near.
+    own, other = part("gguf", 60, 1.1), part("ik:q8_0", 90, 1.2)
+    near, far = (
+        verdict(SpeedupReport("command", {}, 8, 16, {}, [own, replace(other, kl=kl)], most_kl=0.01))
+        for kl in (0.004, 0.3)
+    )
+    assert near[0] == (
+        f"Fastest here: 108.0 tokens/s, `{title}` in ik_llama.cpp (KL 0.004 nats to the target's own): 1.20× "
+        "[1.10, 1.30] plain decoding there."
+    )
+    assert far == [
+        f"Fastest here: 66.0 tokens/s, `{title}` in llama.cpp: 1.10× [1.00, 1.20] plain decoding there.",
+        "pair, ik_llama.cpp, does not count: its distributions are 0.3 nats of KL from the target's own, and "
+        "speedup.most_kl accepts 0.01.",
+    ]
+
 
 def test_every_step_of_both_models_is_noted() -> None:
     target, draft = TableModel(6), TableModel(6, seed=1)

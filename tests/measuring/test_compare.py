@@ -34,7 +34,7 @@ from distill.measuring.compare import (
     time_texts,
 )
 from distill.measuring.evaluation import write_rounds
-from distill.measuring.identity import TORCH_NOISE, Identity, Rounding, is_tie, measured_rounding
+from distill.measuring.identity import TORCH_NOISE, Identity, OwnDistributions, Rounding, is_tie, measured_rounding
 from distill.measuring.speedup_results import ChosenTree, PairMeasured
 from distill.measuring.timing import _others_drafted
 from distill.recipe import Configuration, Target
@@ -220,3 +220,22 @@ def test_acceptance_is_that_of_the_texts_that_are_timed(tmp_path: Path) -> None:
     assert speedup._evaluated_rounds(run, [[1, 2]], 9) == [[(2, 2), (2, 0), (2, 0)]]
     write_rounds(tmp_path / "rounds.parquet", {"before": [[]], "after": [[]]})  # texts that ended at once
     assert speedup._evaluated_rounds(run, [[1, 2]], 9) == [[]]
+
+
+def test_the_kl_of_another_engine_is_that_of_the_tokens_it_would_choose_after() -> None:
+    """On greedy texts of the target's own, as long as the other's context takes."""
+    target = TableModel(7)
+    other, prompts = target.near(0.5, 3), [[1, 2], [3]]
+    expected = []
+    for prompt in prompts:
+        text = [*prompt, *plain(target, prompt, 64).tokens]
+        for end in range(len(prompt), len(text)):
+            p, q = (model.table[target.place(text[:end])].log_softmax(-1) for model in (target, other))
+            expected.append(float((p.exp() * (p - q)).sum()))
+    assert len(expected) == 2 * 64
+    own = OwnDistributions(target, prompts)
+    assert own.kl(other) == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    assert own.kl(target) == pytest.approx(0, abs=1e-9)
+    short = target.near(0.5, 3, capacity=12)
+    kept = expected[: 12 - 2 + 1] + expected[64 : 64 + 12 - 1 + 1]
+    assert own.kl(short) == pytest.approx(sum(kept) / len(kept), rel=1e-5)
