@@ -8,7 +8,7 @@ tokens of a context, G different n-grams of one length, N counts, U different to
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ FORMAT = "1"
 KEPT = 12
 OWN_WEIGHT = 16.0  # counts of the table that one of the text so far is worth
 SINGLES_UP_TO = 40_000_000  # n-grams of a table; a larger one loses those of three tokens and more that occur once
+LEAST = 0.01  # probability of an expected token that counts
 CHECKED = 256 * 2**20  # bytes of a table whose checksum is taken when it is opened: a fifth of a second
 CACHED = 200_000  # contexts whose likeliest tokens are kept in memory
 AGAIN = "make it again (in a run: `--redo table`)"
@@ -180,43 +181,79 @@ def _checksum(levels: Sequence[Level]) -> str:
     return found.hexdigest()
 
 
-def count_ngrams(texts: Iterable[Sequence[int]], singles_up_to: int = SINGLES_UP_TO) -> list[Level]:
+class Expected(NamedTuple):
+    """What the target gives in place of the last n tokens of a text: its K likeliest ones, and their probabilities."""
+
+    tokens: Ints  # [n, K]
+    probabilities: NDArray[numpy.float64]  # [n, K]
+
+
+def count_ngrams(
+    texts: Sequence[Sequence[int]],
+    singles_up_to: int = SINGLES_UP_TO,
+    expected: Sequence[Expected] | None = None,
+) -> list[Level]:
     """The n-grams of 1 to ORDER + 1 tokens within each of the texts (token ids).
 
-    With more than `singles_up_to` n-grams, those of three and more tokens that occur once are left out.
+    With what is `expected` in each text, its likely tokens count by their probabilities in place of the one that was
+    drawn, as the last of an n-gram. With more than `singles_up_to` n-grams, those of three and more tokens that occur
+    once are left out.
     """
     arrays = [numpy.asarray(text, numpy.int64) for text in texts]
-    lengths = numpy.array([len(text) for text in arrays], numpy.int64)
     tokens = numpy.concatenate([*arrays, numpy.zeros(0, numpy.int64)])
-    left = numpy.concatenate([*(numpy.arange(n, 0, -1) for n in lengths), numpy.zeros(0, numpy.int64)])  # to its end
-    keys: list[tuple[Ints, Ints, Ints]] = []  # of each level: parents, last tokens, counts, all [G]
-    starts = numpy.arange(len(tokens))
-    ngrams = numpy.zeros(len(tokens), numpy.int64)  # the n-gram that starts there, by its number in its level
+    offsets = numpy.concatenate([*(numpy.arange(len(text)) for text in arrays), numpy.zeros(0, numpy.int64)])
+    places, last, weights = numpy.arange(len(tokens)), tokens, numpy.ones(len(tokens))  # what counts, where, how much
+    if expected is not None:
+        places, last, weights = _likely(arrays, expected)
+    before = numpy.zeros(len(tokens), numpy.int64)  # the n-gram that ends before each token, by its number in its level
+    keys: list[tuple[Ints, Ints, Any]] = []  # of each level: parents, last tokens, counts, all [G]
     for size in range(1, ORDER + 2):
-        fits = left[starts] >= size
-        starts, ngrams = starts[fits], ngrams[fits]
-        found, ngrams, counts = numpy.unique(
-            (ngrams << 32) | tokens[starts + size - 1], return_inverse=True, return_counts=True
-        )
-        keys.append((found >> 32, found & 0xFFFFFFFF, counts))
+        fits = offsets[places] >= size - 1
+        places, last, weights = places[fits], last[fits], weights[fits]
+        found, numbers = numpy.unique((before[places] << 32) | last, return_inverse=True)
+        keys.append((found >> 32, found & 0xFFFFFFFF, numpy.bincount(numbers, weights, len(found))))
+        before = numpy.concatenate([[0], found.searchsorted((before << 32) | tokens)])[: len(tokens)]
     if sum(len(counts) for *_, counts in keys) > singles_up_to:
         keys = _without_singles(keys)
     levels = []
-    for size, (_, last, counts) in enumerate(keys, start=1):
+    for size, (_, token, counts) in enumerate(keys, start=1):
         first = numpy.zeros(0, numpy.int64)
         if size <= ORDER:
-            first = numpy.searchsorted(keys[size][0], numpy.arange(len(last) + 1)).astype(numpy.int64)
-        levels.append(Level(last.astype(numpy.int32), counts.astype(numpy.float32), first))
+            first = numpy.searchsorted(keys[size][0], numpy.arange(len(token) + 1)).astype(numpy.int64)
+        levels.append(Level(token.astype(numpy.int32), counts.astype(numpy.float32), first))
     return levels
 
 
-def _without_singles(keys: list[tuple[Ints, Ints, Ints]]) -> list[tuple[Ints, Ints, Ints]]:
-    """The levels without n-grams of three and more tokens that occur once; what continues one occurs once, too."""
-    kept, renumbered = keys[:2], numpy.arange(len(keys[1][2]))
+def _likely(arrays: Sequence[Ints], expected: Sequence[Expected]) -> tuple[Ints, Ints, NDArray[numpy.float64]]:
+    """Places [E] in the texts one after the other, tokens that count there, and how much.
+
+    Tokens of at least LEAST, and always the drawn one, behind which the text goes on; it alone where nothing is
+    expected.
+    """
+    parts, start = [], 0
+    for text, (tokens, probabilities) in zip(arrays, expected, strict=True):
+        known = len(text) - len(tokens)
+        parts.append((numpy.arange(start, start + known), text[:known], numpy.ones(known)))
+        drawn = tokens == text[known:, None]
+        rows, columns = ((probabilities >= LEAST) | drawn).nonzero()
+        weights = numpy.maximum(probabilities[rows, columns], LEAST)
+        parts.append((start + known + rows, tokens[rows, columns], weights))
+        (unlikely,) = (~drawn.any(1)).nonzero()
+        parts.append((start + known + unlikely, text[known + unlikely], numpy.full(len(unlikely), LEAST)))
+        start += len(text)
+    empty = numpy.zeros(0, numpy.int64)
+    places, last, weights = zip(*parts, (empty, empty, empty.astype(float)), strict=True)
+    return numpy.concatenate(places), numpy.concatenate(last), numpy.concatenate(weights)
+
+
+def _without_singles(keys: list[tuple[Ints, Ints, Any]]) -> list[tuple[Ints, Ints, Any]]:
+    """The levels without n-grams of three and more tokens that count once or less, and without those behind them."""
+    kept = keys[:2]
+    stayed = numpy.ones(len(keys[1][2]), bool)
     for parents, last, counts in keys[2:]:
-        stay = counts > 1
-        kept.append((renumbered[parents[stay]], last[stay], counts[stay]))
-        renumbered = numpy.cumsum(stay) - 1
+        stay = (counts > 1) & stayed[parents]
+        kept.append(((numpy.cumsum(stayed) - 1)[parents[stay]], last[stay], counts[stay]))
+        stayed = stay
     return kept
 
 

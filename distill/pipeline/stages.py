@@ -150,7 +150,14 @@ STAGES = (
         ignores=TEACHER_CONNECTION,
         together=True,
     ),
-    Stage("table", "distill.teacher.table:table", (), (("answers", "answers/train-*"),), ("table",), ("target",)),
+    Stage(
+        "table",
+        "distill.teacher.table:table",
+        ("corpus.block",),
+        (("answers", "answers/train-*"), ("teacher", "teacher/*")),
+        ("table",),
+        ("target",),
+    ),
     _held_out(
         "validation",
         "hold_out_validation",

@@ -6,7 +6,7 @@ Legend: n blocks, S positions, N scored positions, K stored entries, V vocabular
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distill import processes
 from distill.data.packing import Packed, concatenate, fitted_order, hidden_states, pack
-from distill.data.texts import drop_reason, listed, read_answers
+from distill.data.texts import Answer, drop_reason, listed, read_answers
 from distill.engines.torch.hugging_face import (
     DTYPES,
     load_config,
@@ -54,8 +54,7 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
     answers = read_answers(run, "train")
     kept = [answer for answer in answers if not drop_reason(answer)]
     reasons = Counter(filter(None, map(drop_reason, answers)))
-    order = fitted_order([len(a.prompt) + len(a.answer) for a in kept], recipe.corpus.block)
-    texts = [(kept[index].prompt + kept[index].answer, len(kept[index].prompt)) for index in order]
+    texts = [(one.prompt + one.answer, len(one.prompt)) for one in packed_order(kept, recipe)]
     own = pack(texts, recipe.corpus.block, split_long=False)
     text = Packed.load(run.path("corpus", "text-train.safetensors"))
     blocks = concatenate([part for part in (own, text) if len(part)] or [own])
@@ -65,6 +64,12 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
         hint = "see the answers in answers/train-*.jsonl; ask for more (answers.prompts), or give text (corpus.tokens)"
         raise DataError(f"{what}: {dropped}" if dropped else what, hint)
     return blocks, dropped
+
+
+def packed_order(answers: Sequence[Answer], recipe: Recipe) -> list[Answer]:
+    """The answers in the order in which blocks hold them."""
+    lengths = [len(one.prompt) + len(one.answer) for one in answers]
+    return [answers[index] for index in fitted_order(lengths, recipe.corpus.block)]
 
 
 def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from distill.data.texts import Answer, drop_reason, read_answers
-from distill.decoding.ngrams import ORDER, NGramTable, count_ngrams, write_table
-from distill.engines.torch.hugging_face import load_tokenizer
+from distill.decoding.ngrams import ORDER, Expected, NGramTable, count_ngrams, write_table
+from distill.engines.torch.hugging_face import load_tokenizer, pick_device
 from distill.errors import DataError
 from distill.files import digest
 from distill.recipe import Recipe
 from distill.run import Run
+from distill.teacher.stage import packed_order
+from distill.teacher.store import TeacherStore, read_manifest, redo
 
+LIKELIEST = 12  # tokens of the target's distribution that may count
+ROWS = 128  # distributions that are read at once
 FILE = ("table", "ngrams.safetensors")  # in a run
 
 
 def table(recipe: Recipe, run: Run) -> list[Path]:
-    """Count n-grams of the run's train answers."""
-    kept = learnt_answers(run)
-    levels = count_ngrams(map(counted_text, kept))
+    """Count n-grams of the run's train answers.
+
+    Where the teacher store has the target's distributions, its likeliest tokens count in place of the drawn ones.
+    """
+    kept = packed_order(learnt_answers(run), recipe)
+    expected = None
+    if read_manifest(run.path("teacher"))["kind"] != "online":
+        expected = expected_tokens(TeacherStore(run), kept, pick_device(recipe.device))
+    levels = count_ngrams([*map(counted_text, kept)], expected=expected)
     path = run.path(*FILE)
     about = {"target": recipe.target.model, "tokenizer": tokenizer_digest(recipe.target.model)}
     tokens = sum(len(answer.answer) for answer in kept)
     write_table(path, levels, about | {"texts": str(len(kept)), "tokens": str(tokens)})
     ngrams = sum(len(level.tokens) for level in levels)
-    size = path.stat().st_size
-    run.say(f"  {len(kept)} answers of {tokens} tokens: {ngrams} n-grams, {size / 1e6:.1f} MB")
+    kind = "" if expected is None else ", by the teacher's probabilities"
+    run.say(f"  {len(kept)} answers of {tokens} tokens: {ngrams} n-grams{kind}, {path.stat().st_size / 1e6:.1f} MB")
     return [path]
 
 
@@ -40,6 +55,29 @@ def learnt_answers(run: Run) -> list[Answer]:
 def counted_text(answer: Answer) -> list[int]:
     """The ids that n-grams are counted of: an answer behind the last tokens of its prompt."""
     return [*answer.prompt[-ORDER:], *answer.answer]
+
+
+def expected_tokens(store: TeacherStore, answers: Sequence[Answer], device: torch.device) -> list[Expected]:
+    """The target's likeliest tokens at each token of the answers, which a store holds in this order, before its text;
+    DataError where it holds others."""
+    scored = [one.answer if one.prompt else one.answer[1:] for one in answers]
+    written = [*chain.from_iterable(scored)]
+    if store.packed.labels()[store.packed.mask][: len(written)].tolist() != written:
+        raise DataError(f"{store.folder} holds the distributions of other answers", redo("teacher"))
+    ids, chances, read = list[Tensor](), list[Tensor](), 0
+    for block in range(store.blocks):
+        if read >= len(written):
+            break
+        teacher = store.teacher(torch.tensor([block]), device)
+        for start in range(0, len(teacher), ROWS):
+            chunk = teacher.chunk(slice(start, start + ROWS))
+            best, columns = chunk.log_probabilities.topk(min(LIKELIEST, chunk.log_probabilities.shape[-1]))
+            ids.append((columns if chunk.ids is None else chunk.ids.gather(-1, columns)).long().cpu())
+            chances.append(best.exp().double().cpu())
+        read += len(teacher)
+    lengths = [len(one) for one in scored]
+    parts = (torch.cat(some)[: len(written)].split(lengths) for some in (ids, chances))
+    return [Expected(tokens.numpy(), probabilities.numpy()) for tokens, probabilities in zip(*parts, strict=True)]
 
 
 def tokenizer_digest(target: str) -> str:

@@ -2,9 +2,10 @@
 
     python scripts/benchmarks/tables.py runs/smollm2-demo --costs 1,1.13,1.04,1.03,1.05,1.1,1.15,1.2,1.21
 
-RUN has answers/ (`distill train RECIPE --until answers`). Every fifth answer is held out: half of those calibrate, the
-others are followed as if the target wrote them, at most `--tokens` of each. No model runs, so all but the milliseconds
-is the same on every machine. `--costs` are T(1), T(2), … in plain steps; a longer step costs what the last one does.
+RUN has answers/ and teacher/ (`distill train RECIPE --until teacher`). Every fifth answer is held out: half of those
+calibrate, the others are followed as if the target wrote them, at most `--tokens` of each. No model runs, so all but
+the milliseconds is the same on every machine. `--costs` are T(1), T(2), … in plain steps; a longer step costs what the
+last one does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+
+import torch
 
 from distill.cli.shared import numbers
 from distill.data.texts import drop_reason, read_answers
@@ -26,6 +29,9 @@ from distill.recipe import load_recipe
 from distill.recipe.configuration import LENGTH, NODES
 from distill.run import Run
 from distill.tables import Cell, Row, Table, document
+from distill.teacher.stage import packed_order
+from distill.teacher.store import TeacherStore
+from distill.teacher.table import expected_tokens
 
 Text = tuple[list[int], list[int]]
 
@@ -57,13 +63,17 @@ def main() -> None:
     steps = numbers(given.costs, "--costs", float, "1,1.1,1.2")
     costs = StepCosts((*steps, *[steps[-1]] * (NODES + 1 - len(steps))), 0.0, 0.0)
     answers = [one for one in read_answers(run, "train") if not drop_reason(one)]
+    stored = packed_order(answers, run.recipe)
+    likely = dict(zip(map(id, stored), expected_tokens(TeacherStore(run), stored, torch.device("cpu")), strict=True))
     held: list[Text] = [(one.prompt, one.answer[: given.tokens]) for one in answers[::5]]
     counted = [[*one.prompt[-ORDER:], *one.answer] for place, one in enumerate(answers) if place % 5]
     rows: list[Row] = [
         ["lookup", *map(Cell, [None] * 2), *replay(LookupDrafter(LENGTH, price=LookupPrice(costs)), held[1::2], costs)]
     ]
-    for count in (0, 50, 100, len(counted)):
-        table = NGramTable(count_ngrams(counted[:count]), {}) if count else None
+    expected = [likely[id(one)] for place, one in enumerate(answers) if place % 5]
+    for count, by_store in ((0, False), (50, False), (100, False), (len(counted), False), (len(counted), True)):
+        levels = count_ngrams(counted[:count], expected=expected[:count] if by_store else None)
+        table = NGramTable(levels, {}) if count else None
         known = [[guesses(table, *text) for text in some] for some in (held[::2], held[1::2])]
         fits = (
             fit_calibration([one for text in some for one in text], TABLE_TERMS) for some in zip(*known[0], strict=True)
@@ -73,7 +83,8 @@ def main() -> None:
         drafter = FallbackDrafter(LookupDrafter(LENGTH, LOOKED_UP, price), own)
         right = sum(one.accepted > 0 for text, _ in known[1] for one in text) / sum(len(new) for _, new in held[1::2])
         ngrams = 0 if table is None else sum(len(level.tokens) for level in table.levels)
-        rows.append([f"table of {count} answers", ngrams, Cell(right, "%"), *replay(drafter, held[1::2], costs)])
+        name = f"table of {count} answers" + (", by the teacher's probabilities" if by_store else "")
+        rows.append([name, ngrams, Cell(right, "%"), *replay(drafter, held[1::2], costs)])
     heads = [
         "drafter",
         "n-grams",

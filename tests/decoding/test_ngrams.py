@@ -13,6 +13,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
+import numpy
 import pytest
 
 from distill.decoding import ngrams
@@ -20,7 +21,7 @@ from distill.decoding.calibration import TABLE_TERMS, Calibration, fit_calibrati
 from distill.decoding.costs import StepCosts
 from distill.decoding.drafters import LookupPrice
 from distill.decoding.lengths import ROOT
-from distill.decoding.ngrams import ORDER, OWN_WEIGHT, Mixture, NGramTable, count_ngrams, write_table
+from distill.decoding.ngrams import ORDER, OWN_WEIGHT, Expected, Mixture, NGramTable, count_ngrams, write_table
 from distill.decoding.table import TableCalibration, TableDrafter, guesses
 from distill.errors import DataError
 
@@ -77,6 +78,36 @@ def test_a_large_table_loses_what_occurs_once() -> None:
             if n > 1 or size < 3:
                 expected = {t: c for t, c in counts_after(TEXTS, context).items() if c > 1 or size < 2}
                 assert table.following(size, table.place(context)[-1]).best == expected
+
+
+@pytest.mark.parametrize("singles_up_to", [10**6, 0])
+def test_expected_tokens_count_by_their_probabilities(singles_up_to: int) -> None:
+    """Against counting place by place: likely tokens, and the drawn one, of the last tokens of each text.
+
+    A large table loses what counts once or less, from three tokens on, and what continues it."""
+    draws, expected, counts = random.Random(3), [], Counter[tuple[int, ...]]()
+    for text in TEXTS:
+        n = len(text) - min(len(text), 2)
+        rows = [draws.sample(range(V), 3) for _ in range(n)]
+        chances = [[draws.uniform(0.3, 0.7), draws.uniform(0.01, 0.3), 0.001] for _ in range(n)]
+        expected.append(Expected(numpy.array(rows, int).reshape(n, 3), numpy.array(chances).reshape(n, 3)))
+        for place, drawn in enumerate(text):
+            counted = {drawn: 1.0}
+            if place >= 2:
+                likely = dict(zip(rows[place - 2], chances[place - 2], strict=True))
+                counted = {drawn: 0.01} | {t: max(p, 0.01) for t, p in likely.items() if p >= 0.01 or t == drawn}
+            for size in range(min(place, ORDER) + 1):
+                for token, weight in counted.items():
+                    counts[(*text[place - size : place], token)] += weight
+    kept = {ngram for ngram, count in counts.items() if len(ngram) < 3 or singles_up_to or count > 1}
+    kept = {one for one in kept if all(one[:n] in kept for n in range(3, len(one)))}
+    assert singles_up_to or any(counts[one] > 1 for one in counts.keys() - kept)
+    table = NGramTable(count_ngrams(TEXTS, singles_up_to, expected), {})
+    assert sum(len(level.tokens) for level in table.levels) == len(kept)
+    for ngram in kept:
+        if len(ngram) > 1:
+            following = table.following(len(ngram) - 1, table.place(ngram[:-1])[len(ngram) - 2])
+            assert following.best[ngram[-1]] == pytest.approx(counts[ngram], rel=1e-5)
 
 
 def chance(own: Sequence[int], context: tuple[int, ...], token: int) -> Fraction:

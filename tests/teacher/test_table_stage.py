@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 
-from distill.decoding.ngrams import ORDER, NGramTable
-from distill.teacher.table import FILE, tokenizer_digest
+from distill.decoding.ngrams import LEAST, ORDER, NGramTable
+from distill.engines.torch.hugging_face import load_model
+from distill.teacher.table import FILE, LIKELIEST, tokenizer_digest
 
 PRICED = "{drafter: table, rule: expected-value, nodes: 4, length: 4}"
 
@@ -34,21 +36,35 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in sorted(path.parent.glob(path.name)) for line in file.read_text().splitlines()]
 
 
-def ngrams(texts: list[list[int]], size: int) -> Counter[tuple[int, ...]]:
-    return Counter(tuple(text[i : i + size]) for text in texts for i in range(len(text) - size + 1))
-
-
 def test_a_run_counts_its_train_answers_and_nothing_else(counted: Path, world: Path) -> None:
-    """Every n-gram of the table with its count, against the answers' files: none of a held-out text."""
+    """Every n-gram of the table, against the answers' files and the target asked anew: none of a held-out text."""
     table = NGramTable.open(counted.joinpath(*FILE), tokenizer_digest(str(world / "target")))
     answers = [one for one in lines(counted / "answers" / "train-*.jsonl") if not one["looping"] and not one["dropped"]]
-    texts = [[*one["prompt"][-ORDER:], *one["answer"]] for one in answers]
-    assert len(texts) >= 4 and table.about["texts"] == str(len(texts))
-    for size in range(1, ORDER + 2):
-        level = table.levels[size - 1]
-        assert len(level.tokens) == len(ngrams(texts, size)) and level.counts.sum() == sum(ngrams(texts, size).values())
-    for ngram, count in ngrams(texts, ORDER + 1).items():
-        assert table.following(ORDER, table.place(ngram[:-1])[-1]).best[ngram[-1]] == count
+    assert len(answers) >= 4 and table.about["texts"] == str(len(answers))
+    model = load_model(str(world / "target"), "float32", torch.device("cpu"))
+    expected = Counter[tuple[int, ...]]()
+    for one in answers:
+        whole, first = [*one["prompt"], *one["answer"]], len(one["prompt"])
+        with torch.no_grad():
+            rows = model(torch.tensor([whole])).logits[0, first - 1 : -1].softmax(-1)
+        for place in range(max(first - ORDER, 0), len(whole)):
+            likely = {whole[place]: 1.0}
+            if place >= first:
+                chances, tokens = rows[place - first].topk(LIKELIEST)
+                pairs = zip(tokens.tolist(), chances.tolist(), strict=True)
+                likely = {whole[place]: LEAST} | {t: max(p, LEAST) for t, p in pairs if p > LEAST or t == whole[place]}
+            for size in range(min(place - max(first - ORDER, 0), ORDER) + 1):
+                for token, weight in likely.items():
+                    expected[(*whole[place - size : place], token)] += weight
+    for size in range(1, ORDER + 1):
+        known = {ngram for ngram in expected if len(ngram) == size and table.place(ngram)[size - 1 :]}
+        for context in known:
+            best = table.following(size, table.place(context)[-1]).best
+            assert best == pytest.approx({t: expected[(*context, t)] for t in best}, rel=0.02, abs=0.02)
+    assert {*table.levels[0].tokens.tolist()} <= {ngram[0] for ngram in expected if len(ngram) == 1}
+    for one in answers:  # the drawn tokens are all there, however unlikely
+        whole = [*one["prompt"][-ORDER:], *one["answer"]]
+        assert all(len(table.place(whole[end - ORDER : end])) == ORDER for end in range(ORDER, len(whole) + 1))
 
 
 def test_its_speedup_is_measured_with_the_targets_own_texts(counted: Path) -> None:
