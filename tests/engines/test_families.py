@@ -1,7 +1,6 @@
 """The family matrix: with any drafter and in any cache, a family's texts are transformers' own, or it is refused.
 
-A family is a line of `toys.FAMILIES`; all but those named here, and the recurrent ones of
-test_recurrent.py, take chains, trees, rows and the static cache.
+A family is a line of `toys.FAMILIES`; all but those named here take chains, trees, rows and the static cache.
 Legend: V vocabulary.
 """
 
@@ -34,6 +33,7 @@ torch.set_num_threads(1)
 
 V = 61
 CHAINS = {"llama4_text": "of the kind chunked_attention", "gpt_neo": "of the kind global"}  # and nothing else, and why
+CHAINS |= dict.fromkeys(RECURRENT, "state")
 REFUSED = {"mamba": "recurrent state"}
 PROMPT = [random.Random(2).randrange(V) for _ in range(24)]  # longer than the windows
 NEW = 12
@@ -44,10 +44,11 @@ def growing(model: Any) -> TorchModel:
     return growing_decoder(model, prepack=False)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*REFUSED, *RECURRENT)])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
 def test_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp64 texts are equal without exception."""
-    model = toy(family, seed=3).double()
+    """In fp64 texts are equal without exception; layers with a recurrent state compute in fp32."""
+    model = toy(family, seed=3)
+    model = model if family in RECURRENT else model.double()
     draft = blurred(model, 6, 0.03)
     if family in CHAINS:
         assert growing(model).max_leaves == 0
@@ -108,7 +109,7 @@ def checked(model: Any) -> Any:
         for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
             texts.append([*texts[parent + 1], token])
         expected = torch.stack([prefill(model, text).softmax(-1) for text in texts])
-        torch.testing.assert_close(found, expected.to(found), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, expected.to(found), rtol=0, atol=1e-4)
         return found
 
     return compare
