@@ -147,16 +147,16 @@ def generate(
     from distill.sampler import Sampler
 
     sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
-    measured = {} if found is None or configuration.rule != "expected-value" else _measured(found)
+    fitted = {} if found is None or configuration.rule != "expected-value" else _calibrations(found)
     request = Request(
         configuration,
         sampler,
         seed,
         tuple(stop or ()),
+        fitted,
         lossy=allow_lossy,
         grammar=constraint,
         table=table,
-        **measured,
     )
     message = None
     if chat is not False and text:
@@ -226,12 +226,12 @@ def _fastest(run: Run) -> int | None:
     return length
 
 
-def _measured(run: Run) -> dict[str, Any]:
-    """The costs and calibrations that a run has measured, as a request takes them."""
-    from distill.measuring.calibrate import load_calibrations, run_costs
+def _calibrations(run: Run) -> dict[str, Any]:
+    """The calibrations that a run has fitted, by name."""
+    from distill.measuring.calibrate import load_calibrations
 
     path = run.path("speedup", "calibration.json")
-    return {"costs": run_costs(run, "pytorch"), "fitted": load_calibrations(path) if path.exists() else {}}
+    return dict(load_calibrations(path)) if path.exists() else {}
 
 
 def _grammar(regex: str | None, json_schema: Path | None, grammar: Path | None) -> tuple[str, str] | None:

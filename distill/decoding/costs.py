@@ -10,7 +10,7 @@ import operator
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -81,6 +81,10 @@ class StepCosts:
     draft_two: float
     overhead: float = 0.0
     resent: Callable[[], int] | None = field(default=None, compare=False)
+
+    def of_target(self, alone: Model) -> StepCosts:
+        """These costs of a target that was timed without rounds, with what its next step computes again."""
+        return replace(self, resent=partial(resent, alone)) if getattr(alone, "resends", False) else self
 
     def again(self, drafted: int, expected: float, whole: float) -> float:
         """Seconds beyond T(n + 1) for tokens that are computed again, now and because of this round.
@@ -277,8 +281,8 @@ class PaidCosts:
         while len(verified) + 1 in self.verify:
             verified.append(self.verify[len(verified) + 1])
         two = steps.later + max(steps.first_two - steps.first, 0.0)
-        again = partial(resent, alone) if alone is not None and getattr(alone, "resends", False) else None
-        return StepCosts((self.token, *rising(verified)), steps.later, two, max(steps.first - steps.later, 0.0), again)
+        costs = StepCosts((self.token, *rising(verified)), steps.later, two, max(steps.first - steps.later, 0.0))
+        return costs if alone is None else costs.of_target(alone)
 
     def round_seconds(self, length: int, whole: float) -> float:
         """Seconds of a round of fixed `length` > 0; a share `whole` of rounds follow one that was accepted whole."""

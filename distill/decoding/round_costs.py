@@ -15,15 +15,20 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
-from distill.decoding.costs import NO_STEPS, DraftSteps, PaidCosts, measure_steps
+from distill.decoding.costs import NO_STEPS, DraftSteps, PaidCosts, StepCosts, measure_steps
 from distill.decoding.decode import Round, decode_text, plain, room_for
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Features, LengthRule
 from distill.decoding.rules import GREEDY, Rules
+from distill.engines.loaded import LoadedPair
 from distill.engines.model import Model
-from distill.errors import DataError
-from distill.progress import Progress
+from distill.errors import DataError, RunError
+from distill.files import digest, from_json, read_object, write_result
+from distill.gguf.importing import cache_folder
+from distill.progress import Progress, warn
 
 PROMPTS = 4  # after which rounds are timed
 TOKENS = 96  # decoded after a prompt, so that rounds are timed at the depths of requests
@@ -258,3 +263,84 @@ def _steps(taken: Mapping[tuple[bool, str], Sequence[float]], mode: bool) -> Dra
     later = medians.get((mode, "later"), 0.0)
     first = medians.get((mode, "first"), later)
     return DraftSteps(first, first + max(extra[0], 0.0) if extra else medians.get((mode, "first_two"), first), later)
+
+
+# ── Costs kept: in the loaded pair, and in a file beside the imported GGUF files ──
+
+FORMAT = 1  # of the files
+SHALLOW = 16  # tokens behind which a plain step is timed, to see whether the machine is as fast as it was
+CHECKS = 5  # times
+OFF = 1.2  # a step that takes this many times longer or less asks for new costs
+REPEATS = 3  # of every length, before a text: a second on a small pair, a minute on one of 1 s a token
+FIRST_DEPTH = 512  # tokens at which the second range of depths begins; each later range is twice as long
+
+
+@dataclass(frozen=True)
+class KeptCosts:
+    """Costs of a pair by depth (the first one of a range) under the conditions in which they were timed, when a plain
+    step behind SHALLOW tokens took `step` seconds."""
+
+    format: int
+    conditions: dict[str, Any]
+    step: float
+    by_depth: dict[int, StepCosts]
+
+
+def pair_costs(pair: LoadedPair, prompt: Sequence[int], longest: int) -> StepCosts:
+    """What rounds of up to `longest` tokens cost behind a prompt: as the pair has them from a text before, as a file
+    keeps them, or timed now and kept. A file that is damaged, of other conditions or of a machine that has become
+    faster or slower is not used, and stderr says so."""
+    _read_kept(pair)
+    found = pair.costs.get(_range_of(len(prompt)))
+    if found is None or len(found.target) <= min(longest, pair.target.capacity - 2):
+        paid = measure_paid(pair.target, pair.draft, [prompt], range(1, longest + 1), REPEATS)
+        found = paid.step_costs()
+        keep_costs(pair, len(prompt), found)
+    return found.of_target(pair.target) if pair.draft is pair.target else found
+
+
+def keep_costs(pair: LoadedPair, depth: int, costs: StepCosts) -> None:
+    """Keep costs at a depth for later texts of this pair and, with its others, in the file for later processes."""
+    pair.costs[_range_of(depth)] = costs
+    if pair.conditions is None:
+        return
+    path = _file_of(pair.conditions)
+    try:
+        write_result(path, KeptCosts(FORMAT, pair.conditions, _plain_step(pair), pair.costs))
+    except RunError as error:
+        warn(f"costs are not kept for later commands: {error.what}")
+
+
+def _read_kept(pair: LoadedPair) -> None:
+    """Give a pair that has no costs those of its file."""
+    if pair.costs or pair.conditions is None or not (path := _file_of(pair.conditions)).exists():
+        return
+    try:
+        kept = from_json(read_object(path), KeptCosts, str(path))
+    except DataError as error:
+        warn(f"{error.what}: costs are timed again")
+        return
+    if (kept.format, kept.conditions) != (FORMAT, pair.conditions) or not kept.step > 0:
+        warn(f"{path} keeps costs of other models, of another machine or version: they are timed again")
+        return
+    now = _plain_step(pair)
+    if not 1 / OFF <= now / kept.step <= OFF:
+        was = f"{kept.step * 1e3:.1f} ms when the costs in {path} were timed"
+        warn(f"a plain step takes {now * 1e3:.1f} ms, and took {was}: they are timed again")
+        return
+    pair.costs.update(kept.by_depth)
+
+
+def _file_of(conditions: Mapping[str, Any]) -> Path:
+    return cache_folder("costs") / f"{digest(conditions)}.json"
+
+
+def _range_of(depth: int) -> int:
+    """The first depth of the range that a depth lies in."""
+    return 0 if depth < FIRST_DEPTH else int(2 ** (depth.bit_length() - 1))
+
+
+def _plain_step(pair: LoadedPair) -> float:
+    target = pair.target
+    depth = max(1, min(SHALLOW, target.capacity - 2))
+    return measure_steps(target, [1], depth, CHECKS, target.vocabulary_size)[1][0]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from distill.engines.llama_cpp.model import GgufModel, ends_of
 from distill.engines.model import Model
@@ -29,10 +31,12 @@ from distill.engines.torch.hugging_face import (
 from distill.engines.torch.model import TorchModel, model_name, state_refusal
 from distill.engines.torch.recurrent import RecurrentTorchModel
 from distill.errors import DataError, RecipeError
+from distill.files import digests_of, file_digests
 from distill.gguf.head import open_head
 from distill.gguf.importing import is_gguf, one_engine
 from distill.gguf.library import GgufFile, require_possible
 from distill.gguf.writer import export_gguf, own_file
+from distill.machine import machine, thread_count, version_of
 from distill.recipe import Gguf, GgufOptions, PyTorch, Recipe, Target
 from distill.vocabulary.files import with_opening
 from distill.vocabulary.vocabulary import Vocabulary
@@ -46,8 +50,9 @@ class LoadedPair:
     """Both models, ready to decode; the draft is the target itself where none was asked for.
 
     `ends` are the ids that end a text. `tokenizer` and `hugging_face` (target, draft) are the objects of transformers,
-    None for GGUF files; `pytorch` says how they decode. `costs` keeps what rounds of up to so many tokens cost, for
-    whoever has timed them. Closes its models when used as a context.
+    None for GGUF files; `pytorch` says how they decode. `options` are what the models were loaded with, None for models
+    that were loaded elsewhere. `costs` keeps what rounds cost by depth, see `round_costs.pair_costs`. Closes its models
+    when used as a context.
     """
 
     backend: Literal["pytorch", "gguf", "ik"]
@@ -58,7 +63,25 @@ class LoadedPair:
     tokenizer: Any = None
     hugging_face: tuple[Any, Any] | None = None
     pytorch: PyTorch = GROWING
+    options: Mapping[str, Any] | None = None
     costs: dict[int, Any] = field(default_factory=dict, init=False, compare=False)
+
+    @cached_property
+    def conditions(self) -> dict[str, Any] | None:
+        """What the seconds of its steps depend on, beside the depth: models by content, engine and build, options,
+        machine and threads. None for models that were not loaded from files here."""
+        if self.options is None:
+            return None
+        options = dict(self.options)
+        contents = [None if (one := options.pop(role)) is None else _content(one) for role in ("target", "draft")]
+        if isinstance(self.target, GgufModel):
+            versions = [f"{name} {version_of(name)}" for name in ("llama-cpp-python", "ik-llama-cpp-python")]
+            engine = [*versions, self.target.library_and_vocabulary()[0].llama_print_system_info().decode()]
+        else:
+            options["threads"] = torch.get_num_threads()
+            engine = [*(f"{name} {version_of(name)}" for name in ("torch", "transformers"))]
+        here = {name: value for name, value in machine().items() if name in ("cpu", "cores", "gpu", "platform")}
+        return {"models": contents, "engine": engine, "options": options, "machine": here}
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -123,11 +146,14 @@ def load_pair(
                 "prepack are settings of PyTorch"
             )
         return _load_files(target.model, draft, tokens, nodes, threads, gguf or Gguf())
+    options = target.model_dump(mode="json", include={"dtype", "quantise", "shard"}) | pytorch.model_dump(mode="json")
+    options |= {"target": target.model, "draft": draft, "device": device}
     place = pick_device(device)
     small_place = place if pytorch.draft_device is None else pick_device(pytorch.draft_device)
     big = load_target(target, place)
     small = None if draft is None else load_model(draft, target.dtype, small_place)
-    return pair_of_models(target.model, big, small, load_tokenizer(target.model), pytorch, tokens)
+    pair = pair_of_models(target.model, big, small, load_tokenizer(target.model), pytorch, tokens)
+    return replace(pair, options=options)
 
 
 def torch_decoder(
@@ -202,7 +228,16 @@ def _load_files(
         big.close()
         raise
     backend: Literal["ik", "gguf"] = "ik" if gguf.target.library == "ik" else "gguf"
-    return LoadedPair(backend, target, big, small, ends_of(big))
+    kept = gguf.model_dump(mode="json") | {"target": target, "draft": draft, "threads": thread_count(threads)}
+    return LoadedPair(backend, target, big, small, ends_of(big), options=kept)
+
+
+def _content(reference: str) -> dict[str, str]:
+    """Digests of the files that say what a model computes: a GGUF file's parts, or config.json and weights."""
+    if is_gguf(reference):
+        return file_digests(reference) or {}
+    files = sorted(Path(local_folder(reference)).iterdir())
+    return digests_of({one.name: one for one in files if one.name == "config.json" or one.suffix == ".safetensors"})
 
 
 def context_of(reference: str) -> int | None:

@@ -310,7 +310,7 @@ def folder_of(reference: str, weights: bool = True) -> Path:
     return folder
 
 
-def cache_folder(kind: Literal["imported", "batches"]) -> Path:
+def cache_folder(kind: Literal["imported", "batches", "costs"]) -> Path:
     """Where imported files, or what was found of files, are kept: below DISTILL_CACHE, else the user's cache folder."""
     own = os.environ.get("DISTILL_CACHE")
     base = own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "distill"

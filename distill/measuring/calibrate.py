@@ -40,9 +40,9 @@ from distill.decoding.trees import RankTally, Shape, TreeDrafter, choose_shape, 
 from distill.engines.loaded import LoadedPair, load_pair
 from distill.engines.model import Model
 from distill.errors import DataError
-from distill.files import from_json, has_form, read_json, read_result, write_json
+from distill.files import from_json, has_form, read_json, write_json
 from distill.measuring.compare import PairSettings
-from distill.measuring.speedup_results import ChosenTree, ComparedTree, SpeedupPart
+from distill.measuring.speedup_results import ChosenTree, ComparedTree
 from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
 from distill.run import Run
@@ -281,15 +281,6 @@ def load_texts(path: Path) -> list[Text]:
     """Prompts, and what the target wrote after each; raises DataError when the file is missing or damaged."""
     texts = read_json(path, {"texts": [{"prompt": [int], "new": [int]}]})["texts"]
     return [(text["prompt"], text["new"]) for text in texts]
-
-
-def run_costs(run: Run, backend: str) -> StepCosts | None:
-    """What rounds of a run's pair pay, as stage speedup measured it; None where it has not."""
-    path = run.path("speedup", f"{backend}.json")
-    if not path.exists():
-        return None
-    paid = read_result(path, SpeedupPart).costs
-    return None if paid is None else paid.step_costs()
 
 
 # ── The size or shape of a configuration's tree, by expected tokens and measured seconds ──

@@ -13,12 +13,11 @@ from typing import Any
 from distill.decoding.calibration import Calibration
 from distill.decoding.configured import NO_COSTS, make_drafter, require_trees
 from distill.decoding.constrained import Constrained, Forced
-from distill.decoding.costs import StepCosts
 from distill.decoding.decode import Decoded, decode, plain_steps
 from distill.decoding.drafters import Drafter
 from distill.decoding.grammar import Constraint, Tokens, constraint, llama_constraint
 from distill.decoding.other_vocabulary import DraftReader, read_with
-from distill.decoding.round_costs import measure_paid
+from distill.decoding.round_costs import pair_costs
 from distill.decoding.rules import BytesOf, Characters, Rules, require_lossless, stop_before
 from distill.decoding.verify import refusal
 from distill.engines.llama_cpp.model import GgufModel
@@ -31,7 +30,6 @@ from distill.recipe import Configuration, Gguf, PyTorch, Target
 from distill.sampler import Sampler
 from distill.teacher.table import open_table
 
-COST_REPEATS = 3  # of every length, before the first token: a second on a small pair, a minute on one of 1 s a token
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
@@ -39,7 +37,7 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 class Request:
     """How to continue a text: the configuration, the served sampler, where it ends, and the seed.
 
-    `costs` (None: measured beforehand) and `fitted` are for the expected-value rule. `lossy` allows a configuration
+    `fitted` is for the expected-value rule. `lossy` allows a configuration
     that changes the target's distribution; the summary then says so. `grammar` is its kind and text, see
     `grammar.constraint`. `table` holds n-grams of the target (a file, or a run that has one), for drafter table.
     """
@@ -48,7 +46,6 @@ class Request:
     sampler: Sampler
     seed: int = 0
     stop: Sequence[str] = ()
-    costs: StepCosts | None = None
     fitted: Mapping[str, Calibration] = field(default_factory=dict)
     lossy: bool = False
     grammar: tuple[str, str] | None = None
@@ -189,20 +186,14 @@ def _drafter(
 ) -> Drafter:
     """The drafter of the request; `reader` is a draft of another vocabulary, which obeys no grammar.
 
-    The expected-value rule's costs are timed behind the prompt `ids`, once for a pair, where they were not measured
-    before. Under a grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for
-    free.
+    The expected-value rule's costs are those kept of this pair, or are timed behind the prompt `ids`. Under a grammar
+    the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
     """
     configuration, grammar = request.configuration, rules.constraint
     if reader is not None:
         return make_drafter(configuration, reader, rules.sampler, rules.random)
-    costs = request.costs or NO_COSTS
-    if configuration.rule == "expected-value" and request.costs is None:
-        longest = configuration.longest_round
-        if longest not in pair.costs:
-            paid = measure_paid(pair.target, pair.draft, [ids], range(1, longest + 1), COST_REPEATS)
-            pair.costs[longest] = paid.step_costs(pair.target if pair.draft is pair.target else None)
-        costs = pair.costs[longest]
+    priced = configuration.rule == "expected-value"
+    costs = pair_costs(pair, ids, configuration.longest_round) if priced else NO_COSTS
     asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)
     table = None if request.table is None else open_table(request.table, pair.reference)
     drafter = make_drafter(

@@ -22,7 +22,7 @@ from distill.decoding.costs import PaidCosts, accepted_by_position, shorter_roun
 from distill.decoding.decode import Decoded
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
-from distill.decoding.round_costs import RoundCostMeter, measure_paid, prompts_as_long
+from distill.decoding.round_costs import RoundCostMeter, keep_costs, measure_paid, prompts_as_long
 from distill.decoding.rules import Characters, Rules
 from distill.decoding.verify import CHAINS, Random
 from distill.engines.loaded import LoadedPair
@@ -201,6 +201,7 @@ def _fit(
         lengths = range(1, longest + 1)
         paid = measure_paid(pair.target, pair.draft, spare, lengths, counts.repeats, counts.new_tokens)
         costs = paid.step_costs(pair.target if pair.draft is pair.target else None)
+        keep_costs(pair, len(spare[len(spare) // 2]), paid.step_costs())
     calibrations: Mapping[str, Calibration] = {}
     if calibrated is not None and any(one.needs_calibration for one in configurations):
         calibrations = read_calibrations(calibrated.table, calibrated.source)

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -85,19 +86,53 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_pair_is_timed_once(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each longest draft that a configuration asks for, whatever is decoded."""
+def test_a_pair_is_timed_once(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """For the longest draft and each range of depths, whatever is decoded; later processes read the file."""
     timed: list[int] = []
+    step = [1.0]
 
     def measured(*given: Any) -> Any:
         timed.append(max(given[3]))
         return SimpleNamespace(step_costs=lambda: StepCosts((1.0,) * (timed[-1] + 1), 0.1, 0.1))
 
-    monkeypatch.setattr("distill.measuring.stream.measure_paid", measured)
-    with load_pair(Target(model=str(folders / "target")), str(folders / "draft"), tokens=40, threads=1) as pair:
-        for length in (3, 3, 5, 3):
-            begin(pair, None, asked(rule="expected-value", length=length, calibration="none"), [1, 2], 4)
-        assert timed == [3, 5] and replace(pair).costs == {}
+    def decoded(draft: Path | None, *lengths: int, prompt: Sequence[int] = (1, 2)) -> list[int]:
+        timed.clear()
+        rule = {"rule": "expected-value"} | ({"calibration": "none"} if draft else {"drafter": "lookup"})
+        with load_pair(target, None if draft is None else str(draft), tokens=40, threads=1) as pair:
+            for length in lengths:
+                begin(pair, None, asked(length=length, **rule), prompt, 4)
+        return list(timed)
+
+    monkeypatch.setattr("distill.decoding.round_costs.measure_paid", measured)
+    monkeypatch.setattr("distill.decoding.round_costs._plain_step", lambda pair: step[0])
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path))
+    target, draft = Target(model=str(folders / "target")), folders / "draft"
+    assert decoded(draft, 3, 3, 5, 3) == [3, 5] and capsys.readouterr().err == ""
+    (path,) = (tmp_path / "costs").iterdir()
+    shutil.copytree(draft, tmp_path / "moved")
+    assert decoded(tmp_path / "moved", 5, 4) == [] and decoded(draft, 6, 5) == [6] and decoded(draft, 6) == []
+    assert decoded(draft, 2, 2, prompt=[1] * 600) == [2] and decoded(draft, 2, prompt=[1] * 1023) == []
+    assert decoded(None, 3, 3) == [3] and decoded(None, 3) == []  # another pair: the target alone
+    assert len(list((tmp_path / "costs").iterdir())) == 2 and capsys.readouterr().err == ""
+    for seconds, times in ((1.19, []), (1.3, [6]), (1.3, []), (1.0, [6])):  # faster or slower by more than a fifth
+        step[0] = seconds
+        assert decoded(draft, 6, 6) == times
+        said = capsys.readouterr().err
+        assert said.count("a plain step takes") == len(times), said
+        assert ("takes 1300.0 ms, and took 1000.0 ms when" in said) == (bool(times) and seconds > 1)
+    whole = json.loads(path.read_text())
+    faults: list[tuple[Any, str]] = [
+        (path.read_text()[:-9], "is damaged"),
+        (json.dumps(whole | {"by_depth": {"0": {"target": [1.0], "draft": None}}}), "does not hold what this version"),
+        (json.dumps(whole | {"conditions": {}}), "keeps costs of other models, of another machine or version"),
+    ]
+    for text, reason in faults:
+        path.write_text(text)
+        assert decoded(draft, 6, 6) == [6] and reason in capsys.readouterr().err
+        assert json.loads(path.read_text())["by_depth"].keys() == {"0"}
+    shutil.rmtree(tmp_path / "costs")
+    (tmp_path / "costs").write_text("")  # nothing can be kept there
+    assert decoded(draft, 3, 3) == [3] and "costs are not kept for later commands" in capsys.readouterr().err
 
 
 def test_plain_text_is_streamed(folders: Path) -> None:
