@@ -38,11 +38,10 @@ class Recorded:
 
 @dataclass
 class Recorder(Fixed):
-    """Drafts a fixed length and keeps what was seen of every round, and the text's new tokens."""
+    """Drafts a fixed length and keeps what was seen of every round."""
 
     reads_features = True
     rounds: list[Recorded] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
         """Keep the round."""

@@ -27,15 +27,27 @@ from distill.progress import Progress
 FORMAT = 1  # of saved curves
 MEASURE_IT = "write one with `distill profile MODEL --out FILE`"
 UNSTEADY = 1.5  # a median this many times the fastest repeat was disturbed by other programs
+STEADY, ENOUGH = 1.05, 3  # one this near to it is known well enough from so many repeats
+
+
+def steady(seconds: Sequence[float]) -> bool:
+    """Whether more repeats would hardly change the median: other programs make a step slower, never faster."""
+    return len(seconds) >= ENOUGH and statistics.median(seconds) <= STEADY * min(seconds)
 
 
 def measure_steps(
-    model: Model, counts: Sequence[int], depth: int, repeats: int, vocabulary: int, progress: Progress | None = None
+    model: Model,
+    counts: Sequence[int],
+    depth: int,
+    repeats: int,
+    vocabulary: int,
+    progress: Progress | None = None,
+    until_steady: bool = False,
 ) -> dict[int, tuple[float, float, float]]:
     """Median, lowest and highest seconds of a step of m tokens, for each m, after a warm-up that does not count.
 
-    The counts take turns, round after round, so that a slow period of the machine affects all of them. The model is
-    left with `depth` tokens committed.
+    The counts take turns, round after round, so that a slow period of the machine affects all of them; with
+    `until_steady` only those go on that are not `steady`. The model is left with `depth` tokens committed.
     """
     model.rollback([0])
     model.extend([7 * i % vocabulary for i in range(depth)], want=[depth - 1])
@@ -43,6 +55,8 @@ def measure_steps(
     seconds: dict[int, list[float]] = {m: [] for m in counts}
     for repeat in range(repeats + 1):
         for m in counts:
+            if until_steady and steady(seconds[m]):
+                continue
             started = time.perf_counter()
             model.extend(tokens[:m]).argmax()
             elapsed = time.perf_counter() - started

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distill.decoding.costs import NO_STEPS, DraftSteps, PaidCosts, StepCosts, measure_steps
+from distill.decoding.costs import NO_STEPS, DraftSteps, PaidCosts, StepCosts, measure_steps, steady
 from distill.decoding.decode import Round, decode_text, plain, room_for
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Features, LengthRule
@@ -111,8 +111,8 @@ class RoundCostMeter:
         self._prompts = [prompt[: max(1, capacity - tokens)] for prompt in prompts]
         draws = random.Random(0)  # in mixed order a slow spell of the machine hits all lengths
         order = [(n, mode) for n in draws.sample(timed, len(timed)) for mode in draws.sample(modes, len(modes))]
-        # Where there is one way to draft, a length comes several times in a row, too.
-        in_a_row = IN_A_ROW if len(modes) == 1 else 0
+        # Where the largest logit decides, as in rounds of fixed length, a length comes several times in a row, too.
+        in_a_row = 0 if True in modes else IN_A_ROW
         self._order = [turn for turn in order for _ in range(max(in_a_row + in_a_row // turn[0], 1))]
         self._rules = Rules(GREEDY, "greedy")
         self._timer = Timer(draft, self._order)
@@ -125,22 +125,22 @@ class RoundCostMeter:
         self._alone: list[float] = []
         self._reading: list[float] = []
         self._both: list[float] = []
-        self._passes = 0
+        self.passes = 0
 
-    @property
-    def least(self) -> int:
-        """How often the length that was timed least was timed."""
-        return min(map(len, self._rounds.values())) if self._alone else 0
+    def _least(self, known: int | None) -> int:
+        """How often the length that was timed least was timed; one whose rounds are steady counts as `known` times."""
+        rounds = [[seconds for seconds, *_ in own] for own in self._rounds.values()]
+        return min(len(own) if known is None or not steady(own) else known for own in rounds) if self._alone else 0
 
     def text(self) -> None:
         """Time one text; the prompts are taken in turn."""
         target, draft = self._models
-        prompt = self._prompts[self._passes % len(self._prompts)]
+        prompt = self._prompts[self.passes % len(self._prompts)]
         limit = room_for(target, draft, len(prompt), self._tokens)
-        if not self._passes:  # lazily made buffers and kernels are not to be timed
+        if not self.passes:  # lazily made buffers and kernels are not to be timed
             plain(target, prompt, min(limit, WARM_UP))
             decode_text(target, self._drafter, prompt, min(limit, WARM_UP), self._rules)
-        self._passes += 1
+        self.passes += 1
         # Both of one length, because the first steps after a prompt cost more, and in turn, because machines drift.
         single = plain(target, prompt, limit)
         self._alone.append(single.seconds / (len(single.tokens) - 1))
@@ -162,17 +162,19 @@ class RoundCostMeter:
                 self._steps.setdefault((mode, kind), []).append(taken[0])
                 self._steps.setdefault((mode, "later"), []).extend(taken[1:])
 
-    def until(self, repeats: int) -> None:
-        """Time texts until each length was timed `repeats` times; DataError for a draft that proposes too little."""
-        progress = Progress("rounds, repeats of every length", repeats, done=self.least, brief=True)
-        while self.least < repeats:
-            if self._passes > 2 * repeats * len(self._order):  # each text has room for one round at least
+    def until(self, repeats: int, until_steady: bool = False) -> None:
+        """Time texts until each length was timed `repeats` times or, where that is enough, is `steady`; DataError for a
+        draft that proposes too little."""
+        known = repeats if until_steady else None
+        progress = Progress("rounds, repeats of every length", repeats, done=self._least(known), brief=True)
+        while self._least(known) < repeats:
+            if self.passes > 2 * repeats * len(self._order):  # each text has room for one round at least
                 raise DataError(
                     "the draft proposes fewer tokens than it is asked for: rounds of "
                     f"{self._timer.limit()} could not be timed",
                 )
             self.text()
-            progress.step(min(self.least, repeats) - progress.done)
+            progress.step(max(min(self._least(known), repeats) - progress.done, 0))
 
     def costs(self) -> PaidCosts:
         """The costs measured on all texts so far."""
@@ -233,7 +235,8 @@ def measure_paid(
     repeats: int,
     tokens: int = TOKENS,
 ) -> PaidCosts:
-    """The costs once each length, and 1, 2 and 3, were timed `repeats` times; raises as RoundCostMeter.
+    """The costs of rounds whose draft's distributions are read, once each length, and 1, 2 and 3, were timed `repeats`
+    times or are steady; raises as RoundCostMeter.
 
     Of a target alone (`draft` is the target), the steps that verify what a lookup found; no cache holds two texts.
     """
@@ -241,11 +244,11 @@ def measure_paid(
         reached = [length for length in lengths if length + 2 <= target.capacity]
         depth = max(1, min(len(prompts[0]) + tokens // 2, target.capacity - max(reached, default=0) - 1))
         counts = [1, *(length + 1 for length in reached)]
-        steps = measure_steps(target, counts, depth, repeats, target.vocabulary_size)
+        steps = measure_steps(target, counts, depth, repeats, target.vocabulary_size, until_steady=True)
         verified = {length: steps[length + 1][0] for length in reached}
         return PaidCosts(steps[1][0], verified, NO_STEPS, NO_STEPS, 0.0, 0.0)
-    meter = RoundCostMeter(target, draft, prompts, sorted({1, 2, *lengths}), tokens=min(tokens, TOKENS))
-    meter.until(repeats)
+    meter = RoundCostMeter(target, draft, prompts, sorted({1, 2, *lengths}), (True,), min(tokens, TOKENS))
+    meter.until(repeats, until_steady=True)
     return meter.costs()
 
 

@@ -28,7 +28,7 @@ from distill.engines.torch.hugging_face import (
     real_tokens,
     text_folder,
 )
-from distill.engines.torch.model import TorchModel, model_name, state_refusal
+from distill.engines.torch.model import BatchedTorchModel, TorchModel, model_name, state_refusal
 from distill.engines.torch.recurrent import RecurrentTorchModel
 from distill.errors import DataError, RecipeError
 from distill.files import digests_of, file_digests
@@ -181,6 +181,19 @@ def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = T
     """`torch_decoder` with a growing cache, whatever the recipe says: to count or time steps, nothing is compiled."""
     kind = TorchModel if state_refusal(type(model), model.config) is None else RecurrentTorchModel
     return kind(_packed(model, prepack), vocabulary)
+
+
+def with_rows(model: Model, rows: int, compiled: bool = False) -> Model | None:
+    """A model of `rows` texts with the weights of a PyTorch model of one, prepacked where they are; None where there is
+    none of texts of different lengths."""
+    from distill.engines.torch.static import StaticTorchModel
+
+    if isinstance(model, StaticTorchModel):
+        return StaticTorchModel(model.model, model.vocabulary_size, rows, model.size, compiled)
+    try:
+        return BatchedTorchModel(model.model, rows, model.vocabulary_size) if isinstance(model, TorchModel) else None
+    except (ValueError, DataError):  # windows, or states that no other text may touch
+        return None
 
 
 def _packed(model: Any, prepack: bool) -> Any:

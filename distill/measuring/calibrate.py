@@ -22,7 +22,6 @@ from distill.decoding.calibration import (
     TABLE_TERMS,
     Calibration,
     Recorded,
-    Recorder,
     expected_calibration_error,
     fit_calibration,
     log_loss,
@@ -30,8 +29,8 @@ from distill.decoding.calibration import (
 )
 from distill.decoding.configured import Tree, configured_sampler, lossy_reason, make_drafter
 from distill.decoding.costs import StepCosts
-from distill.decoding.decode import Decoded, decode, decode_text, plain, room_for
-from distill.decoding.drafters import Drafter, ModelDrafter, distribution_sampler
+from distill.decoding.decode import Decoded, decode, room_for
+from distill.decoding.drafters import Drafter
 from distill.decoding.lengths import ROOT, Proposal, best_tokens
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.rules import GREEDY, Rules
@@ -42,10 +41,12 @@ from distill.engines.model import Model
 from distill.errors import DataError
 from distill.files import from_json, has_form, read_json, write_json
 from distill.measuring.compare import PairSettings
+from distill.measuring.measure import rounds_of, write_texts
 from distill.measuring.speedup_results import ChosenTree, ComparedTree
 from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
 from distill.run import Run
+from distill.sampler import Sampler
 
 # ── Calibrations and acceptance by rank ──
 
@@ -64,42 +65,27 @@ class Fit:
     fields: Calibration
 
 
-def record_rounds(
-    target: Model, draft: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules
-) -> list[Recorder]:
-    """Decode every prompt with LENGTH drafted tokens a round; the rounds of each."""
-    recorders, progress = [], Progress("rounds of other texts, prompts", len(prompts), brief=True)
-    for prompt in prompts:
-        recorder = Recorder(LENGTH)
-        drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random, argmax=rules.verifier == "match")
-        limit = room_for(target, draft, len(prompt), new_tokens)
-        recorder.tokens = decode_text(target, drafter, prompt, limit, rules).tokens
-        recorders.append(recorder)
-        progress.step()
-    return recorders
+def record_rounds(draft: Model, texts: Sequence[Text], ends: Collection[int]) -> tuple[list[list[Recorded]], RankTally]:
+    """The rounds of LENGTH drafted tokens in which greedy decoding writes each text; and which of the draft's RANKS
+    best tokens the target wrote, at every place that is drafted: all but the first new token.
 
-
-def tally_ranks(draft: Model, prompts: Sequence[Sequence[int]], own: Sequence[Recorder], rules: Rules) -> RankTally:
-    """Which of the draft's RANKS best tokens the target wrote, at every place of the recorded texts that is drafted.
-
-    That is all but the first new token, which the target's reading of the prompt gives.
+    The draft reads each text once: at every position that a round judges, all before it were accepted.
     """
-    tally, sampler = RankTally(), distribution_sampler(rules.sampler)
-    for prompt, recorder in zip(prompts, own, strict=True):
-        text = [*prompt, *recorder.tokens]
+    recorded, tally, sampler = list[list[Recorded]](), RankTally(), Sampler(1.0)
+    progress = Progress("rounds of other texts, prompts", len(texts), brief=True)
+    for prompt, new in texts:
+        text = [*prompt, *new][: draft.capacity]
         places = range(len(prompt), len(text) - 1)
-        if not places:
-            continue
         draft.rollback([0])
-        distributions = sampler.distributions(
-            draft.extend(text[:-1], want=places), [text[: place + 1] for place in places], empty=True
-        )
+        logits = draft.extend(text[:-1], want=places) if places else None
+        distributions = [] if logits is None else [*sampler.distributions(logits, empty=True)]
         for place, distribution in zip(places, distributions, strict=True):
             best = best_tokens(distribution, RANKS)[0]
-            wrote = text[place + 1]
-            star = Proposal(best, [ROOT] * len(best))
+            star, wrote = Proposal(best, [ROOT] * len(best)), text[place + 1]
             tally.observe(star, [best.index(wrote)] if wrote in best else [])
-    return tally
+        recorded.append(rounds_of(text, len(prompt), distributions, ends, LENGTH))
+        progress.step()
+    return recorded, tally
 
 
 def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
@@ -120,7 +106,7 @@ def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
 
 
 def calibrate(
-    own: Sequence[Recorder],
+    of_draft: Sequence[Sequence[Recorded]],
     command: str,
     ranks: RankTally | None = None,
     counted: Mapping[str, Sequence[Sequence[Recorded]]] | None = None,
@@ -132,9 +118,8 @@ def calibrate(
     allow a fit, for instance without both outcomes among them. `ranks` go in as they are. `counted` are the guesses of
     a table of n-grams at the texts, by the name of the calibration that they get.
     """
-    of_draft: Sequence[Sequence[Recorded]] = [recorder.rounds for recorder in own]
     judged = sum(len(one.judged()) for one in chain.from_iterable(of_draft))
-    table: dict[str, Any] = {"format": FORMAT, "command": command, "split": "validation", "prompts": len(own)}
+    table: dict[str, Any] = {"format": FORMAT, "command": command, "split": "validation", "prompts": len(of_draft)}
     table |= {"rounds": sum(map(len, of_draft)), "judged": judged, "fits": {}, "unfitted": {}}
 
     def scored(calibration: Calibration, rounds: Sequence[Sequence[Recorded]]) -> dict[str, float]:
@@ -146,7 +131,7 @@ def calibrate(
             "calibration_error": expected_calibration_error(probabilities, accepted),
         }
 
-    fits = [(name, terms, of_draft) for name, terms in FITTED.items() if own]
+    fits = [(name, terms, of_draft) for name, terms in FITTED.items() if of_draft]
     fits += [(name, TABLE_TERMS, rounds) for name, rounds in (counted or {}).items()]
     for name, terms, rounds in fits:
         try:
@@ -180,14 +165,6 @@ class Calibrated:
         return "validation text" if split == "validation" else f"other {split}"
 
 
-def write_texts(target: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules) -> list[list[int]]:
-    """What the target writes after each prompt, as far as its context has room."""
-    return [
-        plain(target, prompt, room_for(target, target, len(prompt), new_tokens), rules=rules).tokens
-        for prompt in prompts
-    ]
-
-
 def calibrate_pair(
     pair: LoadedPair,
     prompts: Sequence[Sequence[int]],
@@ -201,13 +178,9 @@ def calibrate_pair(
     Where a table drafts for a sampler, too, its chances are fitted on texts drawn with it, which hold more surprises.
     """
     rules, new_tokens = Rules(GREEDY, "greedy", pair.ends), settings.speedup.new_tokens
-    if settings.draft is None:
-        recorded, ranks = [], None
-        written = write_texts(pair.target, prompts, new_tokens, rules)
-    else:
-        recorded = record_rounds(pair.target, pair.draft, prompts, new_tokens, rules)
-        written, ranks = [one.tokens for one in recorded], tally_ranks(pair.draft, prompts, recorded, rules)
+    written = write_texts(pair.target, prompts, new_tokens, rules)
     texts = [([*prompt], new) for prompt, new in zip(prompts, written, strict=True)]
+    recorded, ranks = ([], None) if settings.draft is None else record_rounds(pair.draft, texts, pair.ends)
     counted: dict[str, Sequence[Sequence[Recorded]]] = {}
     tables = [one for one in settings.configurations if one.counts_ngrams]
     for sampler in dict.fromkeys(configured_sampler(one, settings.sampler) for one in tables):
@@ -336,7 +309,6 @@ def time_rounds(
     Smaller trees, for which alone the end of a context leaves room, do not count.
     """
     seconds: dict[int, list[float]] = {size: [] for size in sorted(trees)}
-    progress = Progress("rounds of trees, sizes", len(prompts) * len(seconds), brief=True)
     for prompt in prompts:
         room = room_for(target, draft, len(prompt), (rounds + 1) * (max(trees, default=0) + 1))
         for size in seconds:
@@ -346,7 +318,6 @@ def time_rounds(
                     seconds[size].append(result.rounds[-1].seconds)
                 if len(result.rounds) >= rounds:
                     break
-            progress.step()
     return {size: statistics.median(taken) for size, taken in seconds.items() if taken}
 
 
@@ -440,16 +411,21 @@ def choose_trees(
     """A choice for each configuration that leaves its tree open, of fewer nodes than `speedup.max_tokens`.
 
     `texts` are prompts of the validation split, each with the target's text after it; `timed` (prompts, rounds) is
-    after how many of them how many rounds are timed. `rates` are the acceptance by rank.
+    after how many of them how many rounds are timed. `rates` are the acceptance by rank. Configurations that share a
+    tree share its choice.
     """
     costs = replace(costs, target=costs.target[: settings.speedup.max_tokens])
     max_nodes = len(costs.target) - 1
     prompts = [prompt for prompt, _ in texts[: timed[0]]]
-    choices = []
+    choices: list[ChosenTree] = []
+    made: dict[str, ChosenTree] = {}
     for configuration in settings.others:
         if not configuration.needs_tree_choice:
             continue
-        title = configuration.title
+        title, alone = configuration.title, configuration.tree_alone.title
+        if alone in made:
+            choices.append(replace(made[alone], configuration=title))
+            continue
         sampler = configured_sampler(configuration, settings.sampler)
         draws = random.Random(f"{settings.seed}/{title}/timed").random
         rules = Rules(sampler, configuration.verified_by, ends, draws)
@@ -461,15 +437,44 @@ def choose_trees(
             trees = {**shapes}
         make = partial(make_drafter, configuration.tree_alone, draft, sampler, draws, costs, fitted)
         lossy = lossy_reason(configuration, sampler) is not None
-        seconds = time_rounds(target, draft, prompts, timed[1], rules, make, trees, lossy)
         if configuration.ranked:
             values = shape_values(shapes, rates)
         else:
             drafter = make(max_nodes)
             assert isinstance(drafter, TreeDrafter)
             values = mean_values(drafter, texts, max_nodes, ends)
-        plainly: Tree = Shape(()) if configuration.ranked else 0
-        if configuration.nodes is None or not seconds:
-            trees[0] = plainly
-        choices.append(choose_tree(title, trees, values, seconds, costs))
+        timing = partial(time_rounds, target, draft, prompts, timed[1], rules, make, lossy=lossy)
+        plainly = configuration.nodes is None
+        seconds = time_worthwhile(timing, trees, values, costs, 1 / costs.target[0] if plainly else 0.0)
+        if plainly or not seconds:
+            trees[0] = Shape(()) if configuration.ranked else 0
+        made[alone] = choose_tree(title, trees, values, seconds, costs)
+        choices.append(made[alone])
     return choices
+
+
+def time_worthwhile(
+    timing: Callable[[Mapping[int, Tree]], Mapping[int, float]],
+    trees: Mapping[int, Tree],
+    values: Sequence[float],
+    costs: StepCosts,
+    fastest: float,
+) -> dict[int, float]:
+    """The `timing` of those `trees` that may be the fastest, one after another: see `choose_tree`.
+
+    A round takes T(n + 1) and a draft step at least. The trees are timed by the tokens per second that this leaves
+    possible, until the next can no more than the best of those timed, and than `fastest`.
+    """
+    expected, seconds = list(accumulate(values, initial=1.0)), dict[int, float]()
+    known = [n for n in trees if n < min(len(expected), len(costs.target))]
+    possible = {n: expected[n] / (costs.target[n] + costs.draft) for n in known}
+    progress = Progress("rounds of trees, sizes", len(possible), brief=True)
+    for n in sorted(possible, key=possible.__getitem__, reverse=True):
+        if possible[n] <= fastest:
+            break
+        seconds |= timing({n: trees[n]})
+        if n in seconds:
+            fastest = max(fastest, expected[n] / max(seconds[n], costs.target[n]))
+        progress.step()
+    progress.step(progress.total - progress.done)
+    return seconds

@@ -27,7 +27,7 @@ from distill.decoding.rules import Rules
 from distill.decoding.verify import refusal
 from distill.engines.model import Model
 from distill.intervals import speed_ratio
-from distill.measuring.identity import Identity, Rounding
+from distill.measuring.identity import Identity, Rounding, count_texts
 from distill.measuring.speedup_results import (
     ChosenLength,
     GroupFigures,
@@ -238,10 +238,10 @@ def judge_identity(
     """For each greedy configuration that drafts, by title, how its texts stand to the plain ones."""
     plain_texts = {text.prompt: text.decoded.tokens for text in texts if text.title == PLAIN.title}
     identities = {one.title: Identity() for one in prepared if not one.sampled and one.title != PLAIN.title}
-    for text in texts:
-        if text.title in identities:
-            plain_text = plain_texts[text.prompt]
-            identities[text.title].count(target, prompts[text.prompt], plain_text, text.decoded.tokens, rounding)
+    for number, plain_text in plain_texts.items():
+        own = [text for text in texts if text.prompt == number and text.title in identities]
+        counts, others = [identities[text.title] for text in own], [text.decoded.tokens for text in own]
+        count_texts(counts, target, prompts[number], plain_text, others, rounding)
     return identities
 
 
@@ -396,7 +396,7 @@ def time_steps(texts: Sequence[TimedText], target: Model, draft: Model | None, r
 
     def timed(model: Model, counts: set[int]) -> dict[int, float]:
         room = max(1, min(depth, model.capacity - max(counts)))
-        medians = measure_steps(model, sorted(counts), room, repeats, model.vocabulary_size)
+        medians = measure_steps(model, sorted(counts), room, repeats, model.vocabulary_size, until_steady=True)
         return {m: seconds[0] for m, seconds in medians.items()}
 
     return StepFigures(

@@ -3,7 +3,7 @@ explains a first difference; the target in another engine or type of file has a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
 @dataclass(frozen=True)
 class Rounding:
     """How far rounding moves a target's logits: two within `noise` are tied. In a type that rounds coarsely, a tie is
-    also read in steps of as many tokens as each of `sizes`; see `is_tie`."""
+    also read in steps of as many tokens as each of `sizes`; see `ties`."""
 
     noise: float
     sizes: tuple[int, ...] = ()
@@ -35,16 +35,26 @@ class Identity:
     excused: int = 0
     different: int = 0
 
-    def count(
-        self, target: Model, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], rounding: Rounding
-    ) -> None:
-        """Count the text `other` against the `plain` one."""
-        if (where := first_difference(plain, other)) is None:
-            self.identical += 1
-        elif is_tie(target, prompt, plain, other, where, rounding):
-            self.excused += 1
+
+def count_texts(
+    counts: Sequence[Identity],
+    target: Model,
+    prompt: Sequence[int],
+    plain: Sequence[int],
+    others: Sequence[Sequence[int]],
+    rounding: Rounding,
+) -> None:
+    """Count each text of `others` against the `plain` one, in its own Identity."""
+    first = [first_difference(plain, other) for other in others]
+    differing = [(other, where) for other, where in zip(others, first, strict=True) if where is not None]
+    tied = iter(ties(target, prompt, plain, differing, rounding))
+    for identity, where in zip(counts, first, strict=True):
+        if where is None:
+            identity.identical += 1
+        elif next(tied):
+            identity.excused += 1
         else:
-            self.different += 1
+            identity.different += 1
 
 
 def rounding_noise(model: Model, prompt: Sequence[int], tokens: Sequence[int]) -> float:
@@ -68,33 +78,60 @@ def top_gap(model: Model, context: Sequence[int]) -> float:
     return float(best - second)
 
 
-def is_tie(
-    target: Model, prompt: Sequence[int], text: Sequence[int], other: Sequence[int], where: int, rounding: Rounding
-) -> bool:
-    """Whether rounding alone may make `other` differ from the plain `text` first at `where`.
+def ties(
+    target: Model,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    others: Sequence[tuple[Sequence[int], int]],
+    rounding: Rounding,
+) -> list[bool]:
+    """For each of `others`, a text and where it first differs from the plain `text`: whether rounding alone may do so.
 
     It may where the target's two best logits lie within the noise. In a type that rounds coarsely the logits depend on
     how many tokens are taken at once, all along the text, because the cache keeps the differences. For such a type the
     distance of the two tokens' logits is read with the text taken one token at a time, and in steps of each size; its
-    spread is the rounding.
+    spread is the rounding. The text is read once for all others, by sizes in turn, until each of them is decided.
     """
-    if top_gap(target, [*prompt, *text[:where]]) <= rounding.noise:
-        return True
-    if not rounding.sizes or where >= min(len(text), len(other)):
-        return False
-    ids, asked = [*prompt, *text], len(prompt) + where - 1
-    apart = []
+    gaps = {where: top_gap(target, [*prompt, *text[:where]]) for where in sorted({where for _, where in others})}
+    tied = [gaps[where] <= rounding.noise for _, where in others]
+    apart: dict[int, list[float]] = {
+        number: []
+        for number, (other, where) in enumerate(others)
+        if rounding.sizes and not tied[number] and where < min(len(text), len(other))
+    }
     for size in (1, *rounding.sizes):
-        # Plain decoding reads the whole prompt at once; a round reads its last token with the drafted ones.
-        begin = len(prompt) - (size > 1)
-        target.rollback([0])
-        if begin:
-            logits = target.extend(ids[:begin], want=[begin - 1]).full()[0]
-        for start in range(begin, asked + 1, size):
-            piece = ids[start : start + size]
-            logits = target.extend(piece, want=[min(asked - start, len(piece) - 1)]).full()[0]
-        apart.append(float(logits[text[where]] - logits[other[where]]))
-    return 0 <= apart[0] <= max(apart) - min(apart)
+        if not apart:
+            break
+        logits = _logits_along(target, prompt, text, size, {others[number][1] for number in apart})
+        for number, distances in list(apart.items()):
+            other, where = others[number]
+            row = logits[where]
+            distances.append(float(row[text[where]] - row[other[where]]))
+            tied[number] = 0 <= distances[0] <= max(distances) - min(distances)
+            if tied[number] or distances[0] < 0:  # the spread can only grow
+                del apart[number]
+    return tied
+
+
+def _logits_along(
+    target: Model, prompt: Sequence[int], text: Sequence[int], size: int, places: Collection[int]
+) -> dict[int, Tensor]:
+    """The logits [V] before the text's tokens at these places, the text read in steps of `size` tokens."""
+    ids, found = [*prompt, *text], dict[int, Tensor]()
+    asked = {len(prompt) + place - 1: place for place in places}
+    # Plain decoding reads the whole prompt at once; a round reads its last token with the drafted ones.
+    begin = len(prompt) - (size > 1)
+    target.rollback([0])
+    if begin and asked:
+        logits = target.extend(ids[:begin], want=[begin - 1]).full()
+        if begin - 1 in asked:
+            found[asked[begin - 1]] = logits[0]
+    for start in range(begin, max(asked, default=-1) + 1, size):
+        piece = ids[start : start + size]
+        wanted = [at for at in range(start, start + len(piece)) if at in asked]
+        logits = target.extend(piece, want=[at - start for at in wanted] or [len(piece) - 1]).full()
+        found |= {asked[at]: row for at, row in zip(wanted, logits, strict=False)}
+    return found
 
 
 def measured_rounding(

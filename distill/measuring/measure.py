@@ -9,7 +9,8 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,10 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distill.data.packing import Packed, hidden_states, packed_logits, scored_documents
+from distill.decoding.batch import plain_batch
 from distill.decoding.calibration import Recorded, Recorder
-from distill.decoding.decode import Round, decode_text, room_for
+from distill.decoding.decode import Round, decode_text, plain, room_for
 from distill.decoding.drafters import ModelDrafter
+from distill.decoding.lengths import LONGEST, Features, NGramIndex, features_of
 from distill.decoding.rules import Rules
+from distill.engines.loaded import with_rows
 from distill.engines.model import Model
 from distill.engines.torch.model import model_name
 from distill.intervals import Interval, ratio_interval
@@ -233,3 +237,55 @@ def decode_rounds(
         found.seen.append(recorder.rounds)
         progress.step()
     return found
+
+
+# ── Texts that the target writes, and the rounds in which greedy decoding would have written them ──
+
+ROWS = 16  # texts that are written at once
+
+
+def write_texts(target: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules) -> list[list[int]]:
+    """What the target writes after each prompt, as far as its context has room: ROWS texts at once where it can."""
+    progress, written = Progress("other texts, prompts", len(prompts), brief=True), list[list[int]]()
+    several = len(prompts) if len(prompts) < 2 * ROWS else ROWS
+    rows = with_rows(target, several) if several > 1 else None
+    for start in range(0, len(prompts), 1 if rows is None else several):
+        some = prompts[start : start + (1 if rows is None else several)]
+        limit = room_for(target, target, max(map(len, some)), new_tokens)
+        if rows is None or len(some) < several:
+            found = [plain(target, prompt, limit, rules=rules) for prompt in some]
+        else:
+            randoms = [random.Random(rules.random()).random for _ in some]
+            found = plain_batch(rows, some, limit, rules, randoms)
+        written += [text.tokens for text in found]
+        progress.step(len(some))
+    if rows is not None:
+        rows.close()
+    return written
+
+
+def rounds_of(
+    text: Sequence[int], at: int, distributions: Sequence[Tensor], ends: Collection[int], length: int
+) -> list[Recorded]:
+    """The rounds of `length` drafted tokens from the first new token, `at`, on; `distributions` are the draft's after
+    it and after later ones."""
+    rounds, index, first = list[Recorded](), NGramIndex(), at
+    # A last token that is no end is never drafted: a round emits one beyond those accepted.
+    last = len(text) - (1 if text[-1] in ends else 2)
+    while at < last:
+        index.read(text[: at + 1])
+        seen, accepted = list[Features](), 0
+        for place in range(at, min(at + length, last)):
+            distribution, before = distributions[place - first], text[max(0, place + 1 - LONGEST) : place + 1]
+            features, best = features_of(distribution), int(distribution.argmax())
+            if not features.top:
+                break
+            seen.append(replace(features, match=index.match(before, best)))
+            if best != text[place + 1]:
+                break
+            accepted += 1
+            if best in ends:
+                break
+        rounds.append(Recorded(seen, accepted))
+        at += accepted + 1
+    return rounds

@@ -18,17 +18,16 @@ from statistics import fmean
 from distill.decoding.batch import decode_batch, plain_batch
 from distill.decoding.calibration import Calibration
 from distill.decoding.configured import NO_COSTS, make_rule, require_trees
-from distill.decoding.costs import PaidCosts, accepted_by_position, shorter_rounds
+from distill.decoding.costs import ENOUGH, PaidCosts, accepted_by_position, shorter_rounds
 from distill.decoding.decode import Decoded
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
-from distill.decoding.round_costs import RoundCostMeter, keep_costs, measure_paid, prompts_as_long
+from distill.decoding.round_costs import PROMPTS, RoundCostMeter, keep_costs, measure_paid, prompts_as_long
 from distill.decoding.rules import Characters, Rules
 from distill.decoding.verify import CHAINS, Random
-from distill.engines.loaded import LoadedPair
+from distill.engines.loaded import LoadedPair, with_rows
 from distill.engines.model import Model
-from distill.engines.torch.model import BatchedTorchModel, TorchModel, mask_refusal, model_name
-from distill.engines.torch.static import StaticTorchModel
+from distill.engines.torch.model import TorchModel, mask_refusal, model_name
 from distill.errors import DataError, RecipeError
 from distill.measuring.calibrate import (
     Calibrated,
@@ -76,6 +75,7 @@ from distill.recipe.measuring import fixed_length
 
 SAMPLES = 3
 LONGEST_OF_NONE = 4  # tokens drafted, for which ties are judged where no length is swept
+EVERY = 3  # prompts, rounds are timed for predictions
 
 
 @dataclass(frozen=True)
@@ -294,6 +294,7 @@ class Predictions:
         fixed = [one for one in chains if one.configuration.length_rule == "fixed"]
         self._lengths = {one.title: one.length for one in fixed if one.length}
         self._costs: PaidCosts | None = None
+        self._calls = 0
         self._meter: RoundCostMeter | None = None
         if self._lengths:
             try:
@@ -302,16 +303,19 @@ class Predictions:
                 self.refused = error.what
 
     def text(self) -> None:
-        """Time one text."""
-        if self._meter is not None:
+        """Time one text in EVERY calls."""
+        if self._meter is not None and self._calls % EVERY == 0:
             self._meter.text()
+        self._calls += 1
 
     def finish(self) -> None:
         """Time what is still missing."""
         if self._meter is None:
             return
         try:
-            self._meter.until(1)
+            while self._meter.passes < PROMPTS:  # each is of another length
+                self._meter.text()
+            self._meter.until(ENOUGH)
             self._costs = self._meter.costs()
         except DataError as error:
             self.refused = error.what
@@ -410,7 +414,8 @@ def measure_batches(
     new_tokens, figures = settings.speedup.new_tokens, list[BatchFigures]()
     for size in sizes if able else ():
         groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
-        target, draft = (_with_rows(model, size, settings.pytorch.compile) for model in (pair.target, pair.draft))
+        target, draft = (with_rows(model, size, settings.pytorch.compile) for model in (pair.target, pair.draft))
+        assert target is not None and draft is not None  # see `require_rows`
         runs: dict[str, BatchRun] = {}
         for one in able:
             verifier = "token" if one.sampled else "greedy"
@@ -438,14 +443,6 @@ def measure_batches(
         target.close()
         draft.close()
     return figures
-
-
-def _with_rows(model: Model, rows: int, compiled: bool) -> Model:
-    """A model of `rows` texts with the weights of a PyTorch model of one, prepacked where they are."""
-    if isinstance(model, StaticTorchModel):
-        return StaticTorchModel(model.model, model.vocabulary_size, rows, model.size, compiled)
-    assert isinstance(model, TorchModel)
-    return BatchedTorchModel(model.model, rows, model.vocabulary_size)
 
 
 def _randoms(seed: int, rows: int) -> list[Random]:

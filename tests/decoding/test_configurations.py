@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from table_model import TableModel
 from toys import random_prompts
 
-from distill.decoding.calibration import FITTED, Recorded, Recorder, fit_calibration
+from distill.decoding.calibration import FITTED, Recorded, fit_calibration
 from distill.decoding.configured import check_configurations, lossy_reason
 from distill.decoding.costs import NO_STEPS, PaidCosts, StepCosts
 from distill.decoding.decode import Decoded, decode
@@ -20,7 +20,7 @@ from distill.decoding.lengths import Features, NGramIndex
 from distill.decoding.rules import GREEDY, Rules
 from distill.errors import DataError, RecipeError
 from distill.files import write_json
-from distill.measuring.calibrate import calibrate, load_calibrations, record_rounds
+from distill.measuring.calibrate import calibrate, load_calibrations, record_rounds, write_texts
 from distill.measuring.compare import Calibrations, PairSettings, judge_identity, measurements, prepare_all, time_texts
 from distill.measuring.identity import Identity, Rounding
 from distill.measuring.speedup_results import (
@@ -151,8 +151,9 @@ def pair() -> tuple[TableModel, TableModel]:
 def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableModel, TableModel]) -> None:
     target, draft = pair
     prompts = random_prompts(6, 12, 1)
-    own = record_rounds(target, draft, random_prompts(6, 12, 2), 40, Rules())
-    rounds = [one for r in own for one in r.rounds]
+    others = random_prompts(6, 12, 2)
+    own, _ = record_rounds(draft, [*zip(others, write_texts(target, others, 40, Rules()), strict=True)], ())
+    rounds = [one for text in own for one in text]
     fitted = {name: fit_calibration(rounds, terms) for name, terms in FITTED.items()}
     pair_measured = PairMeasured("a pair", "table")
     prepared = prepare_all(settings_with(CONFIGURATIONS), draft, (), Calibrations(COSTS, fitted))
@@ -207,27 +208,27 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
         next(decode(target, one.make(), [1, 2], 4, one.rules, Decoded()))
 
 
-def recorder(*rounds: tuple[float, int, int]) -> Recorder:
-    return Recorder(4, [Recorded((Features(top, (1 - top) / 2, 1.0),) * n, accepted) for top, n, accepted in rounds])
+def recorded(*rounds: tuple[float, int, int]) -> list[Recorded]:
+    return [Recorded((Features(top, (1 - top) / 2, 1.0),) * n, accepted) for top, n, accepted in rounds]
 
 
 def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
-    own = [recorder((0.9, 4, 4), (0.5, 4, 0), (0.8, 3, 1), (0.4, 2, 1)) for _ in range(40)]
+    own = [recorded((0.9, 4, 4), (0.5, 4, 0), (0.8, 3, 1), (0.4, 2, 1)) for _ in range(40)]
     table = calibrate(own, "distill speedup")
     assert (table["rounds"], table["judged"], table["prompts"]) == (160, 40 * (4 + 1 + 2 + 2), 40)
     assert table["unfitted"] == {}
     write_json(tmp_path / "calibration.json", table)
     found = load_calibrations(tmp_path / "calibration.json")
-    everything = [one for prompt in own for one in prompt.rounds]
+    everything = [one for prompt in own for one in prompt]
     assert found == {name: fit_calibration(everything, terms) for name, terms in FITTED.items()}
     # Scores are of text the fit has not seen: outcomes that turn round between even and odd prompts must score badly.
-    good, bad = recorder((0.9, 1, 1), (0.2, 1, 0)), recorder((0.9, 1, 0), (0.2, 1, 1))
+    good, bad = recorded((0.9, 1, 1), (0.2, 1, 0)), recorded((0.9, 1, 0), (0.2, 1, 1))
     turned = calibrate([good, bad, good, bad], "here")["fits"]["features"]["log_loss"]
     assert turned > 1.0 > calibrate([good, good, good, good], "here")["fits"]["features"]["log_loss"]
 
 
 def test_no_calibration_without_both_outcomes(tmp_path: Path) -> None:
-    table = calibrate([recorder((0.9, 4, 4)), recorder((0.9, 4, 4))], "here")
+    table = calibrate([recorded((0.9, 4, 4)), recorded((0.9, 4, 4))], "here")
     assert table["fits"] == {} and all("only accepted positions" in why for why in table["unfitted"].values())
     write_json(tmp_path / "calibration.json", table)
     assert load_calibrations(tmp_path / "calibration.json") == {}

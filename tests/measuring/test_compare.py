@@ -34,7 +34,15 @@ from distill.measuring.compare import (
     time_texts,
 )
 from distill.measuring.evaluation import write_rounds
-from distill.measuring.identity import TORCH_NOISE, Identity, OwnDistributions, Rounding, is_tie, measured_rounding
+from distill.measuring.identity import (
+    TORCH_NOISE,
+    Identity,
+    OwnDistributions,
+    Rounding,
+    count_texts,
+    measured_rounding,
+    ties,
+)
 from distill.measuring.speedup_results import ChosenTree, PairMeasured
 from distill.measuring.timing import _others_drafted
 from distill.recipe import Configuration, Target
@@ -130,7 +138,7 @@ def test_verdicts_on_texts() -> None:
     # Taken in other pieces the fp32 target says the same: that excuses nothing.
     assert judged(gap * 0.9, (2, 3, 4)) == {THREE.title: Identity(1, 0, 1)}
     pieces = Rounding(gap * 0.9, (2, 3, 4))
-    assert not is_tie(target, prompts[0], wrong, texts[0], 5, pieces)  # nor a text that is not the plain one
+    assert ties(target, prompts[0], wrong, [(texts[0], 5)], pieces) == [False]  # nor a text that is not the plain one
     assert judged(gap * 1.1) == {THREE.title: Identity(1, 1, 0)}
 
 
@@ -170,7 +178,9 @@ def test_a_rounding_tie_of_a_shorter_type_is_excused(kind: type[TableModel]) -> 
         found = Identity()
         for prompt in ([0, 1], [3, 4, 2]):
             other = speculative(target, draft, prompt, 48, 4).tokens
-            found.count(target, prompt, plain(target, prompt, 48).tokens, other, Rounding(TORCH_NOISE, sizes))
+            count_texts(
+                [found], target, prompt, plain(target, prompt, 48).tokens, [other], Rounding(TORCH_NOISE, sizes)
+            )
         assert found == expected
 
 

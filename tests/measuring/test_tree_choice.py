@@ -17,21 +17,24 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from table_model import TableModel
 from test_configurations import HOT, settings_with
-from toys import random_prompts
+from toys import random_prompts, toy
 
 from distill.decoding.calibration import Recorder, predicted
 from distill.decoding.configured import check_configurations, lossy_reason, make_drafter, table_calibration
 from distill.decoding.costs import NO_STEPS, PaidCosts, StepCosts
-from distill.decoding.decode import Decoded, Round, decode_text
+from distill.decoding.decode import Decoded, Round, decode_text, plain
+from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import ROOT, Proposal
 from distill.decoding.ngrams import NGramTable, count_ngrams
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.table import guesses, names_of_fits
 from distill.decoding.trees import RankTally, Shape, TreeDrafter, best_first
-from distill.engines.loaded import LoadedPair
+from distill.engines.loaded import LoadedPair, with_rows
+from distill.engines.torch.model import TorchModel
 from distill.errors import DataError, RecipeError
 from distill.files import read_json, read_result, write_json
 from distill.measuring.calibrate import (
+    LENGTH,
     RANKS,
     SIZES,
     best_shapes,
@@ -48,8 +51,8 @@ from distill.measuring.calibrate import (
     record_rounds,
     save_texts,
     shape_values,
-    tally_ranks,
     time_rounds,
+    time_worthwhile,
     title_with_tree,
     tree_of,
     write_texts,
@@ -64,6 +67,7 @@ from distill.measuring.compare import (
     time_texts,
 )
 from distill.measuring.identity import Identity, Rounding
+from distill.measuring.measure import ROWS
 from distill.measuring.speedup_results import ChosenTree, PairMeasured, SpeedupReport
 from distill.measuring.timing import PairTexts, Predictions, with_prediction
 from distill.recipe import Configuration, Speedup, dump_recipe, load_recipe
@@ -233,6 +237,26 @@ def test_rounds_are_timed_by_what_they_drafted(pair: tuple[TableModel, TableMode
     assert choose_tree("a title", {2: 2}, [0.1, 0.0], {2: 9.0}, COSTS).speedup == pytest.approx(1.1 * 1.0 / 9.0)
 
 
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=9), st.integers(0, 10**6), st.booleans())
+def test_trees_that_cannot_be_the_fastest_are_not_timed(values: list[float], seed: int, plainly: bool) -> None:
+    """The choice is the one among all."""
+    values, draws = sorted(values, reverse=True), random.Random(seed)
+    trees: dict[int, Any] = {n: n for n in range(1, len(values) + 1)}
+    whole = {n: COSTS.target[n] + COSTS.draft + draws.uniform(0, 0.5) for n in trees}
+    timed: list[int] = []
+
+    def timing(some: Any) -> dict[int, float]:
+        timed.extend(some)
+        return {n: whole[n] for n in some}
+
+    seconds = time_worthwhile(timing, trees, values, COSTS, 1 / COSTS.target[0] if plainly else 0.0)
+    assert seconds == {n: whole[n] for n in timed} and (timed or plainly)
+    named = {**trees, **({0: 0} if plainly else {})}
+    found, expected = (choose_tree("t", named, values, taken, COSTS) for taken in (seconds, whole))
+    assert found.tokens / found.seconds == pytest.approx(expected.tokens / expected.seconds)
+    assert not (plainly and timed and sum(values) == 0)
+
+
 def test_a_chosen_tree_is_predicted_by_the_tokens_that_its_rounds_gave() -> None:
     """Not by those expected of the text on which it was chosen; a lookup before it drafts rounds that cost other."""
     alone, behind_lookup = Configuration(drafter="tree"), Configuration(drafter="lookup+tree", length=4)
@@ -271,9 +295,8 @@ def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, Tab
     assert check_configurations(settings.speedup, HOT, CHOSEN) == []
     assert len({one.title for one in CHOSEN}) == len(CHOSEN)
     texts = random_prompts(4, 12, 2)
-    own = record_rounds(target, draft, texts, 30, Rules())
-    rates = tally_ranks(draft, texts, own, Rules()).rates()
-    written = [(text, recorder.tokens) for text, recorder in zip(texts, own, strict=True)]
+    written = [*zip(texts, write_texts(target, texts, 30, Rules()), strict=True)]
+    rates = record_rounds(draft, written, ())[1].rates()
     # Seconds of steps that are far above what these tables take: every tree then pays, as on a large target.
     choices = choose_trees(settings, target, draft, written, (), COSTS, {}, rates, (4, 8))
     assert [choice.configuration for choice in choices] == [one.title for one in CHOSEN]
@@ -298,17 +321,17 @@ def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, Tab
 def test_the_tally_counts_ranks_of_what_the_target_wrote(tmp_path: Path, pair: tuple[TableModel, TableModel]) -> None:
     target, draft = pair
     prompts = random_prompts(3, 12, 7)
-    own = record_rounds(target, draft, prompts, 12, Rules())
-    tally = tally_ranks(draft, prompts, own, Rules())
+    written = [*zip(prompts, write_texts(target, prompts, 12, Rules()), strict=True)]
+    own, tally = record_rounds(draft, written, ())
     taken = [0] * 12
-    for prompt, recorder in zip(prompts, own, strict=True):
-        assert len(recorder.tokens) == 12
+    for prompt, new in written:
+        assert len(new) == 12
         for count in range(1, 12):
-            context = [*prompt, *recorder.tokens[:count]]
+            context = [*prompt, *new[:count]]
             order = draft.table[draft.place(context)].argsort(descending=True).tolist()
-            taken[order.index(recorder.tokens[count])] += 1
+            taken[order.index(new[count])] += 1
     assert tally == RankTally([33] * RANKS, taken[:RANKS]) and sum(taken[1:RANKS]) > 0
-    path, written = tmp_path / "calibration.json", [(p, r.tokens) for p, r in zip(prompts, own, strict=True)]
+    path = tmp_path / "calibration.json"
     write_json(path, calibrate(own, "here", tally))
     assert read_ranks(read_json(path), "here") == tally
     save_texts(tmp_path / "validation.json", written)
@@ -319,7 +342,34 @@ def test_the_tally_counts_ranks_of_what_the_target_wrote(tmp_path: Path, pair: t
     with pytest.raises(DataError, match="no acceptance by rank"):
         read_ranks(read_json(path), "here")
     # A text that ends with its first token has no place to look at.
-    assert tally_ranks(draft, [[1]], [Recorder(4, tokens=[2])], Rules()) == RankTally()
+    assert record_rounds(draft, [([1], [2])], ()) == ([[]], RankTally())
+
+
+@pytest.mark.parametrize("ends", [(), (3, 7)])
+def test_recorded_rounds_are_those_of_decoding(ends: tuple[int, ...], pair: tuple[TableModel, TableModel]) -> None:
+    """The draft's distributions along the target's texts show what every round judges, without a round."""
+    target, draft = pair
+    rules, prompts = Rules(ends=ends), random_prompts(6, 12, 5)
+    written = [*zip(prompts, write_texts(target, prompts, 40, rules), strict=True)]
+    judged: list[list[list[Any]]] = []
+    for prompt, new in written:
+        recorder = Recorder(LENGTH)
+        drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random)
+        assert decode_text(target, drafter, prompt, 40, rules).tokens == new
+        judged.append([shown for one in recorder.rounds if (shown := one.judged())])
+    own, _ = record_rounds(draft, written, ends)
+    assert [[one.judged() for one in rounds] for rounds in own] == judged
+    assert sum(map(len, judged)) > (10 if ends else 60)
+
+
+def test_texts_are_written_together(pair: tuple[TableModel, TableModel]) -> None:
+    """Those of plain decoding; some models take several at once."""
+    model, prompts = TorchModel(toy(seed=3)), random_prompts(2 * ROWS + 3, 61, 5)
+    assert with_rows(model, 2) is not None and with_rows(pair[0], 2) is None
+    for target in (model, pair[0]):
+        short = [[token % 12 for token in prompt] for prompt in prompts] if target is pair[0] else prompts
+        written = write_texts(target, short, 9, Rules(ends=(5,)))
+        assert written == [plain(target, prompt, 9, (5,)).tokens for prompt in short]
 
 
 def test_a_table_is_calibrated_for_each_sampler(pair: tuple[TableModel, TableModel]) -> None:
