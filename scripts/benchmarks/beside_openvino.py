@@ -264,7 +264,9 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
     return ways, given
 
 
-def table(ways: Sequence[dict[str, Any]], rounds: list[dict[str, Any]], kl: dict[str, float], command: str) -> str:
+def table(
+    ways: Sequence[dict[str, Any]], rounds: list[dict[str, Any]], kl: dict[str, float], command: str, note: str
+) -> str:
     """Markdown, the fastest whole requests first."""
     from distill.intervals import speed_ratio
     from distill.tables import Cell, Row, Table, document
@@ -306,7 +308,7 @@ def table(ways: Sequence[dict[str, Any]], rounds: list[dict[str, Any]], kl: dict
         rows.append((-rate, cells))
     heads = ["decoder", "KL", "first token, ms", "tokens/s after it", "tokens/s with the prompt", "÷ its plain"]
     ordered = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
-    return document([Table([*heads, "texts as plain"], ordered, command=command)])
+    return document([Table([*heads, "texts as plain"], ordered, command=command, note=note)])
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
@@ -360,12 +362,12 @@ def main() -> None:
             texts = ask("texts", one, given, options.openvino)
             with path.open("a") as file:
                 file.write(json.dumps({"name": one["name"], "texts": texts}) + "\n")
-    command = (
-        f"`python scripts/benchmarks/{Path(__file__).name} {shlex.join(sys.argv[1:])}`, {datetime.date.today()}; "
-        f"{machine()['cpu']}, {given['threads']} threads; {len(given['prompts'])} test prompts × {options.tokens} "
+    command = f"python scripts/benchmarks/{Path(__file__).name} {shlex.join(sys.argv[1:])}"
+    note = (
+        f"{datetime.date.today()}; {machine()['cpu']}, {given['threads']} threads; {len(given['prompts'])} test prompts × {options.tokens} "
         f"tokens, {options.rounds} rounds"
     )
-    print(table(ways, read_rounds(path), kl, command))
+    print(table(ways, read_rounds(path), kl, command, note))
 
 
 if __name__ == "__main__":
