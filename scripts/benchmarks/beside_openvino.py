@@ -364,8 +364,8 @@ def main() -> None:
                 file.write(json.dumps({"name": one["name"], "texts": texts}) + "\n")
     command = f"python scripts/benchmarks/{Path(__file__).name} {shlex.join(sys.argv[1:])}"
     note = (
-        f"{datetime.date.today()}; {machine()['cpu']}, {given['threads']} threads; {len(given['prompts'])} test prompts × {options.tokens} "
-        f"tokens, {options.rounds} rounds"
+        f"{datetime.date.today()}; {machine()['cpu']}, {given['threads']} threads; "
+        f"{len(given['prompts'])} test prompts × {options.tokens} tokens, {options.rounds} rounds"
     )
     print(table(ways, read_rounds(path), kl, command, note))
 
