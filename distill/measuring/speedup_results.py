@@ -277,7 +277,7 @@ class SpeedupReport:
     sampler: dict[str, int | float]
     parts: list[SpeedupPart]
     calibration: dict[str, Any] | None = None
-    most_kl: float = math.inf
+    most_kl: float = 0.01
     gguf: str = ""
     pytorch: str = ""
     target: str = ""
