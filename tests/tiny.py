@@ -105,6 +105,7 @@ def recipe_values(world: Path, elsewhere: bool = False) -> dict[str, Any]:
         "eval": {"prompts": 6, "new_tokens": 12, "file_blocks": 4, "length": 3},
         "export": {"outtypes": ["f16"]},
         "speedup": {
+            "turns": 2,
             "lengths": [1, 3],
             "prompts": 4,
             "new_tokens": 12,

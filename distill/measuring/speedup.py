@@ -21,13 +21,14 @@ from distill.errors import RecipeError
 from distill.files import read_result, write_result, write_text
 from distill.gguf.importing import file_type
 from distill.gguf.writer import export_gguf, own_file
+from distill.intervals import speed_ratio
 from distill.machine import machine
 from distill.measuring.calibrate import Calibrated, calibrate_pair, calibrate_run, need_calibration, validation_prompts
-from distill.measuring.compare import PairSettings
+from distill.measuring.compare import PairSettings, TimedText, totals
 from distill.measuring.identity import OwnDistributions
-from distill.measuring.speedup_results import PairMeasured, SpeedupPart, SpeedupReport
+from distill.measuring.speedup_results import InTurns, PairMeasured, SpeedupPart, SpeedupReport
 from distill.measuring.speedup_tables import speedup_blocks
-from distill.measuring.timing import PairTexts, measure_pair, require_rows
+from distill.measuring.timing import PairTexts, measure_pair, require_rows, time_again
 from distill.recipe import Chat, Configuration, Corpus, Gguf, Recipe, Target
 from distill.recipe.measuring import fixed_length
 from distill.run import Run
@@ -77,6 +78,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         calibration=None if calibrated is None else calibrated.table,
         gguf=recipe.gguf.described() if settings.files else "",
     )
+    report = replace(report, in_turns=_in_turns(recipe, run, report, calibrated, table))
     write_result(run.path("speedup.json"), report)
     write_text(run.path("speedup.md"), document(speedup_blocks(report)))
     return [run.path("speedup"), run.path("speedup.json"), run.path("speedup.md")]
@@ -104,6 +106,37 @@ def _measure(
     for sentence in explanations:
         run.say(f"    {sentence}")
     return replace(part, explanations=explanations)
+
+
+def _in_turns(
+    recipe: Recipe, run: Run, report: SpeedupReport, calibrated: Calibrated | None, table: NGramTable | None
+) -> list[InTurns]:
+    """Plain decoding and the fastest way of each engine, timed again in turns, the fastest first: one engine after the
+    other was measured in other minutes, and a machine is not the same from one to the next."""
+    plain, turns, prompts = {one.key: one for one in report.plain}, recipe.speedup.turns, _prompts(recipe, run)
+    if len(plain) < 2 or turns < 1:
+        return []
+    ways = [*plain.values(), *report.best]
+    titles = {key: {one.configuration for one in ways if one.key == key} for key in plain}
+    texts: dict[tuple[str, str], list[TimedText]] = {key: [] for key in plain}
+    run.say(f"  {len(plain)} engines in {turns} turns: plain decoding, and the fastest way of each")
+    for turn in range(min(turns, len(prompts))):
+        own = PairTexts(prompts[turn::turns], [], calibrated, table=table)
+        for backend, part in zip(recipe.speedup.backends, report.parts, strict=True):
+            if part.key in plain:
+                settings = _settings(recipe, run, backend)
+                with _load(recipe, settings, backend) as pair:
+                    timed = time_again(settings, pair, part, titles[part.key], own)
+                texts[part.key] += [replace(text, prompt=turn + turns * text.prompt) for text in timed]
+                gc.collect()
+    columns = {(one.key, one.configuration): totals(texts[one.key], one.configuration) for one in ways}
+    rates = {way: float(tokens.sum() / seconds.sum()) for way, (tokens, seconds) in columns.items()}
+    base = columns[max(((key, one.configuration) for key, one in plain.items()), key=lambda way: rates[way])]
+    found = []
+    for way in sorted(columns, key=lambda way: -rates[way]):
+        ratio = speed_ratio(*columns[way], *base)
+        found.append(InTurns(*way[0], way[1], rates[way], ratio.mean, ratio.low, ratio.high))
+    return found
 
 
 def _prompts(recipe: Recipe, run: Run) -> list[list[int]]:

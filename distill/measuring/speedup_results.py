@@ -252,6 +252,18 @@ class SpeedupPart(PairMeasured):
     prompt_seconds: float | None = None
 
 
+@dataclass(frozen=True)
+class InTurns(PairMeasured):
+    """A way to decode, timed again with the engines taking turns: its speedup is over the fastest plain decoding of all
+    engines in the same turns."""
+
+    configuration: str
+    tokens_per_second: float
+    speedup: Figure
+    speedup_low: Figure
+    speedup_high: Figure
+
+
 def _fastest(measurements: Iterable[Measurement]) -> list[Measurement]:
     """The fastest of each pair and backend."""
     best: dict[tuple[str, str], Measurement] = {}
@@ -267,7 +279,8 @@ class SpeedupReport:
 
     `calibration` is as in calibration.json. `gguf` and `pytorch` name the engines' settings that are not the defaults.
     Of any two models, `target` and `draft` are their names as they were given, `classes` counts their prompts by class,
-    and `dropped` the records that were left out, by reason. A backend whose KL is above `most_kl` is not the target's.
+    and `dropped` the records that were left out, by reason. A backend whose KL is above `most_kl` is not the target's;
+    of all others, `in_turns` has plain decoding and the fastest way, the fastest first.
     """
 
     command: str
@@ -277,6 +290,7 @@ class SpeedupReport:
     sampler: dict[str, int | float]
     parts: list[SpeedupPart]
     calibration: dict[str, Any] | None = None
+    in_turns: list[InTurns] = field(default_factory=list)
     most_kl: float = 0.01
     gguf: str = ""
     pytorch: str = ""

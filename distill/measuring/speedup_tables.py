@@ -10,6 +10,7 @@ from distill.measuring.speedup_results import (
     BatchFigures,
     ChosenLength,
     GroupFigures,
+    InTurns,
     Measurement,
     RoundFigures,
     SpeedupPart,
@@ -139,6 +140,15 @@ def verdict(report: SpeedupReport) -> list[str]:
     kl = next((part.kl for part in report.parts if part.key == best.key), None)
     apart = "" if kl is None else f" (KL {kl:.2g} nats to the target's own)"
     lines = [f"Fastest here: {way}{apart}: {own}."]
+    if report.in_turns:
+        first = report.in_turns[0]
+        base = next(one for one in report.in_turns if one.speedup == 1)
+        ratio = shown(Interval(first.speedup, first.speedup_low, first.speedup_high), "×")
+        lines.append(
+            f"With the engines taking turns: {first.tokens_per_second:.1f} tokens/s, `{first.configuration}` in "
+            f"{engine_name(first.backend)}, {ratio} the fastest plain decoding "
+            f"({base.tokens_per_second:.1f}, {engine_name(base.backend)})."
+        )
     lines += [
         f"{part.pair}, {engine_name(part.backend)}, does not count: its distributions are {part.kl:.2g} nats of KL "
         f"from the target's own, and speedup.most_kl accepts {report.most_kl:g}."
@@ -178,12 +188,26 @@ def engine_table(report: SpeedupReport) -> Table:
     return Table(heads, rows, report.command, "engines", note)
 
 
+def turn_table(report: SpeedupReport) -> Table:
+    """Plain decoding and the fastest way of each engine, in the same minutes."""
+    columns: Columns[InTurns] = {
+        "pair": lambda one: one.pair,
+        "backend": lambda one: one.backend,
+        "configuration": lambda one: one.configuration,
+        "tokens/s": lambda one: one.tokens_per_second,
+        "over the fastest plain": lambda one: Cell(Interval(one.speedup, one.speedup_low, one.speedup_high), "×"),
+    }
+    note = "Plain decoding and the fastest way of each, timed again with the engines taking turns; prompts included."
+    return table_of(report.in_turns, columns, report.command, "engines in turns", note)
+
+
 def speedup_blocks(report: SpeedupReport) -> list[Block]:
     """Everything that was measured of a run, also its speedup.md, or of any pair."""
     blocks: list[Block] = [
         *verdict(report),
         *_head(report),
         *([engine_table(report)] if len(report.parts) > 1 else []),
+        *([turn_table(report)] if report.in_turns else []),
         measurement_table(report.measurements, report.command, report.best),
     ]
     if any((row.length or row.nodes) and row.predicted is not None for row in report.measurements):

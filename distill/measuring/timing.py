@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -179,6 +179,28 @@ def measure_pair(
         not_batched=not_batched(prepared) if batches else [],
         prompt_seconds=prompt_seconds(texts)[PLAIN.title],
     )
+
+
+def time_again(
+    settings: PairSettings,
+    pair: LoadedPair,
+    part: SpeedupPart,
+    titles: Collection[str],
+    given: PairTexts,
+) -> list[TimedText]:
+    """Decode prompts by the configurations of these titles once more, with the costs and trees that `part` measured."""
+    choices = {choice.configuration: choice for choice in part.trees}
+    costs = NO_COSTS
+    if part.costs is not None:
+        costs = part.costs.step_costs(pair.target if pair.draft is pair.target else None)
+    calibrations: Mapping[str, Calibration] = {}
+    if given.calibrated is not None:
+        calibrations = read_calibrations(given.calibrated.table, given.calibrated.source)
+    trees = {title: tree_of(choice) for title, choice in choices.items()}
+    fitted = Calibrations(costs, calibrations, trees, given.table, pair.target.max_leaves)
+    prepared = [one for one in _prepared(settings, pair.ends, pair.draft, fitted, choices) if one.title in titles]
+    target, draft, title = pair.target, pair.draft, f"{part.backend}, prompts of a turn"
+    return time_texts(target, draft, given.prompts, settings.speedup.new_tokens, prepared, title)
 
 
 def _fit(

@@ -28,7 +28,14 @@ from distill.files import read_result
 from distill.gguf.writer import export_gguf
 from distill.measuring.compare import TimedConfiguration, TimedText, by_class, by_depth, round_figures
 from distill.measuring.speedup import need_other_prompts
-from distill.measuring.speedup_results import Measurement, RoundFigures, SpeedupPart, SpeedupReport, StepFigures
+from distill.measuring.speedup_results import (
+    InTurns,
+    Measurement,
+    RoundFigures,
+    SpeedupPart,
+    SpeedupReport,
+    StepFigures,
+)
 from distill.measuring.speedup_tables import explain, verdict
 from distill.measuring.watch import Step, Watch
 from distill.recipe import Chat, Configuration, Corpus
@@ -228,6 +235,17 @@ def test_the_fastest_way_over_all_engines_comes_first() -> None:
         "Fastest here: 40.0 tokens/s, `plain` in llama.cpp: nothing that drafts is faster."
     ]
 
+    again = [
+        InTurns("pair", "gguf", title, 66.0, 1.2, 1.1, 1.3),
+        InTurns("pair", "gguf", PLAIN.title, 55.0, 1.0, 1.0, 1.0),
+        InTurns("pair", "pytorch", title, 42.0, 0.8, 0.7, 0.9),
+    ]
+    report = SpeedupReport("command", {}, 8, 16, {}, [part("gguf", 60, 1.1), part("pytorch", 30, 1.4)], in_turns=again)
+    assert verdict(report)[1] == (
+        f"With the engines taking turns: 66.0 tokens/s, `{title}` in llama.cpp, 1.20× [1.10, 1.30] the fastest plain "
+        "decoding (55.0, llama.cpp)."
+    )
+
     # Another engine or type of file counts where it is near to the target's own distributions, and says how near.
     own, other = part("gguf", 60, 1.1), part("ik:q8_0", 90, 1.2)
     near, far = (
@@ -243,6 +261,22 @@ def test_the_fastest_way_over_all_engines_comes_first() -> None:
         "pair, ik_llama.cpp, does not count: its distributions are 0.3 nats of KL from the target's own, and "
         "speedup.most_kl accepts 0.01.",
     ]
+
+
+def test_the_engines_of_a_run_take_turns(finished: Path) -> None:
+    """Plain decoding of both and what beats it there, the fastest first; the fastest plain one is the base."""
+    report = read_result(finished / "speedup.json", SpeedupReport)
+    found = {(one.backend, one.configuration) for one in report.in_turns}
+    assert {("pytorch", PLAIN.title), ("gguf", PLAIN.title)} <= found
+    assert {backend for backend, _ in found} == {"pytorch", "gguf"} and len(found) == len(report.in_turns)
+    rates = [one.tokens_per_second for one in report.in_turns]
+    assert rates == sorted(rates, reverse=True)
+    base = max(
+        (one for one in report.in_turns if one.configuration == PLAIN.title), key=lambda one: one.tokens_per_second
+    )
+    for one in report.in_turns:
+        assert one.speedup == pytest.approx(one.tokens_per_second / base.tokens_per_second)
+    assert "engines in turns" in (finished / "speedup.md").read_text(encoding="utf-8")
 
 
 def test_every_step_of_both_models_is_noted() -> None:
