@@ -143,10 +143,10 @@ def verdict(report: SpeedupReport) -> list[str]:
     if report.in_turns:
         first = report.in_turns[0]
         base = next(one for one in report.in_turns if one.speedup == 1)
-        ratio = shown(Interval(first.speedup, first.speedup_low, first.speedup_high), "×")
+        over = shown(Interval(first.speedup, first.speedup_low, first.speedup_high), "×")
         lines.append(
             f"With the engines taking turns: {first.tokens_per_second:.1f} tokens/s, `{first.configuration}` in "
-            f"{engine_name(first.backend)}, {ratio} the fastest plain decoding "
+            f"{engine_name(first.backend)}, {over} the fastest plain decoding "
             f"({base.tokens_per_second:.1f}, {engine_name(base.backend)})."
         )
     lines += [
