@@ -19,7 +19,7 @@ from distill.files import read_result
 from distill.machine import machine, thread_count
 from distill.progress import announce, command_line, note
 from distill.recipe import Gguf, PyTorch, Recipe, Target
-from distill.recipe.measuring import OUTTYPES
+from distill.recipe.measuring import MOST_KL, OUTTYPES
 from distill.tables import Cell, Row, Table
 
 # ── `distill profile`: measures the cost curve of one model on this machine ──
@@ -50,7 +50,7 @@ def profile(
     ] = None,
     most_kl: Annotated[
         float, shared.number_option(min=0, help="With --types: the KL, in nats, that is accepted.")
-    ] = 0.01,
+    ] = MOST_KL,
     threads: shared.ThreadsOption = None,
     out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file.")] = None,
     output: shared.FormatOption = "md",
@@ -64,6 +64,7 @@ def profile(
         context,
         (model.endswith(".gguf"), "dtype", shared.TYPES_OF_ITS_OWN),
         (types is None, "most_kl", "is for --types"),
+        (types is not None, "static compile prepack", "is for folders, and --types for a GGUF file"),
         (types is not None, "depths max_tokens out", "is for the curve of one model, and --types compares several"),
     )
     if types is not None:

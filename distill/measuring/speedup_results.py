@@ -12,6 +12,7 @@ from typing import Any
 
 from distill.decoding.costs import PaidCosts
 from distill.files import Figure
+from distill.recipe.measuring import MOST_KL
 
 FASTER, SLOWER, UNCLEAR = "faster than plain", "slower than plain", "no clear difference from plain"
 
@@ -291,7 +292,7 @@ class SpeedupReport:
     parts: list[SpeedupPart]
     calibration: dict[str, Any] | None = None
     in_turns: list[InTurns] = field(default_factory=list)
-    most_kl: float = 0.01
+    most_kl: float = MOST_KL
     gguf: str = ""
     pytorch: str = ""
     target: str = ""

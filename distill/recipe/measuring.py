@@ -23,6 +23,7 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
 CACHE_TYPES: tuple[str, ...] = get_args(CacheType)
 UNQUANTISED = ("f32", "f16", "bf16")  # types of a cache; llama.cpp quantises values with flash attention alone
 NO_DEVICE = "none"
+MOST_KL = 0.01  # mean nats to a target's own distributions, up to which an engine or a type counts as the target
 MOST_DEVICES = 16  # llama.cpp's LLAMA_MAX_DEVICES
 # What changes logits by more than rounding; all others change speed, memory and rounding alone.
 CHANGES_LOGITS = ("library", "flash_attn", "cache_type_k", "cache_type_v")
@@ -188,7 +189,7 @@ class Speedup(Section):
     )
     outtype: OutType = Field("f16", description="GGUF type of both models; a target that is a GGUF file keeps its own")
     most_kl: float = Field(
-        0.01,
+        MOST_KL,
         gt=0,
         description="mean KL in nats to the target's own file up to which a decoder can be the fastest way to its text",
     )

@@ -273,6 +273,7 @@ HOT = ["--temperature", "0.9"]
         (["profile", "DRAFT", "--types", "q8_0"], "--types is for a GGUF file"),
         (["profile", "nothing.gguf", "--types", "q8_9"], "q8_9 is no type"),
         (["profile", "nothing.gguf", "--types", "q8_0", "--depths", "8"], "--depths is for the curve of one model"),
+        (["profile", "nothing.gguf", "--types", "q8_0", "--static"], "--static is for folders"),
         (["profile", "nothing.gguf", "--most-kl", "0.1"], "--most-kl is for --types"),
         (["profile", "TARGET", "--depths", "0,8"], "a step follows at least one token"),
     ],

@@ -21,9 +21,9 @@ from distill.gguf.importing import cache_folder, file_name
 from distill.gguf.library import GgufFile
 from distill.machine import machine, version_of
 from distill.recipe import GgufOptions
+from distill.recipe.measuring import MOST_KL
 
 SIZES = (2, 8, 16, 31, 32, 64)
-MOST_KL = 0.01  # nats, mean of the positions
 TEXT = (
     "The bicycle was invented in the nineteenth century, when builders in several countries tried to make machines "
     "that a rider moves with the feet. The first ones were heavy, made of wood and hard to steer; later ones had "
