@@ -27,7 +27,7 @@ from distill.decoding.rules import Characters, Rules
 from distill.decoding.verify import CHAINS, Random
 from distill.engines.loaded import LoadedPair, with_rows
 from distill.engines.model import Model
-from distill.engines.torch.model import TorchModel, mask_refusal, model_name
+from distill.engines.torch.model import TorchModel, mask_refusal, model_name, state_refusal
 from distill.errors import DataError, RecipeError
 from distill.measuring.calibrate import (
     Calibrated,
@@ -397,9 +397,11 @@ BatchRun = Callable[..., list[Decoded]]  # of prompts, at most so many new token
 def require_rows(pair: LoadedPair) -> None:
     """Raise RecipeError where a model cannot decode texts of different lengths at once."""
     for model in (pair.target, pair.draft):
-        if isinstance(model, TorchModel) and (reason := mask_refusal(model.model.config)) is not None:
+        if isinstance(model, TorchModel) and with_rows(model, 2) is None:
+            own, config = model.model, model.model.config
+            reason = mask_refusal(config) or state_refusal(type(own), config) or "it does not take our cache of several"
             raise RecipeError(
-                f"--batch: {model_name(model.model)} takes no texts of different lengths: {reason}",
+                f"--batch: {model_name(own)} takes no texts of different lengths: {reason}",
                 "leave --batch out",
             )
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from distill.decoding.costs import measure_steps
 from distill.engines.llama_cpp.model import GgufModel
+from distill.errors import DataError
 from distill.gguf.importing import file_type, folder_of
 from distill.gguf.writer import export_gguf
 from distill.measuring.identity import OwnDistributions
@@ -64,7 +65,8 @@ class TypesReport:
 def compare_types(path: Path, types: Sequence[str], threads: int | None, repeats: int) -> list[TypeFigures]:
     """The file itself and its weights in other types, in every library that is installed; its own in llama.cpp first.
 
-    Files of other types are written to a temporary folder and removed.
+    Files of other types are written to a temporary folder and removed. A library that does not open one, or computes
+    batches of it wrongly, is left out with a message; DataError where llama.cpp does not open the file itself.
     """
     libraries = ["llama.cpp", *(["ik"] if importlib.util.find_spec("ik_llama_cpp") else [])]
     own, figures = file_type(path), list[TypeFigures]()
@@ -78,8 +80,16 @@ def compare_types(path: Path, types: Sequence[str], threads: int | None, repeats
             for library in libraries:
                 note(f"{library}, {kind}")
                 options = GgufOptions.model_validate({"library": library})
-                with GgufModel(place, context=CONTEXT, threads=threads, options=options) as model:
-                    reference = reference or OwnDistributions(model, [model.tokenize(text) for text in TEXTS])
+                try:
+                    opened = GgufModel(place, context=CONTEXT, threads=threads, options=options)
+                except DataError as error:
+                    if not figures:
+                        raise
+                    note(f"{library}, {kind}: left out: {error.what}")
+                    continue
+                with opened as model:
+                    texts = [[*model.opening, *model.tokenize(text)] for text in TEXTS]
+                    reference = reference or OwnDistributions(model, texts)
                     kl = reference.kl(model) if figures else 0.0
                     title = kind if kind == own else f"{kind} (from {own})"
                     steps = measure_steps(model, SIZES, DEPTH, repeats, model.vocabulary_size)

@@ -26,11 +26,12 @@ from distill.decoding.lengths import Fixed, Proposal
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.table import TableDrafter
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.loaded import growing_decoder, torch_decoder
+from distill.engines.loaded import LoadedPair, growing_decoder, torch_decoder
 from distill.engines.model import SNAPSHOTS, resent
 from distill.engines.torch.model import BatchedTorchModel, TorchModel
 from distill.engines.torch.recurrent import RecurrentTorchModel
-from distill.errors import DataError
+from distill.errors import DataError, RecipeError
+from distill.measuring.timing import require_rows
 from distill.recipe import PyTorch
 from distill.sampler import Sampler
 
@@ -67,6 +68,14 @@ def test_greedy_texts_are_those_of_plain_decoding_and_of_transformers(kind: str)
     for drafter in (lookup, drafts, table):
         found = decode_text(target, drafter, PROMPT, 32, Rules())
         assert found.tokens == expected and any(r.drafted > r.accepted for r in found.rounds)
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_next"])
+def test_batches_of_texts_are_refused_with_the_reason(kind: str) -> None:
+    model = growing_decoder(toy(kind))
+    pair = LoadedPair("pytorch", "nowhere", model, model, [])
+    with pytest.raises(RecipeError, match=r"--batch: .* takes no texts of different lengths: it ha"):
+        require_rows(pair)
 
 
 def test_sampled_texts_follow_the_target_exactly() -> None:
