@@ -193,10 +193,8 @@ def time_again(
     costs = NO_COSTS
     if part.costs is not None:
         costs = part.costs.step_costs(pair.target if pair.draft is pair.target else None)
-    calibrations: Mapping[str, Calibration] = {}
-    if given.calibrated is not None:
-        calibrations = read_calibrations(given.calibrated.table, given.calibrated.source)
     trees = {title: tree_of(choice) for title, choice in choices.items()}
+    calibrations = _calibrations(settings, given.calibrated)
     fitted = Calibrations(costs, calibrations, trees, given.table, pair.target.max_leaves)
     prepared = [one for one in _prepared(settings, pair.ends, pair.draft, fitted, choices) if one.title in titles]
     target, draft, title = pair.target, pair.draft, f"{part.backend}, prompts of a turn"
@@ -224,9 +222,7 @@ def _fit(
         paid = measure_paid(pair.target, pair.draft, spare, lengths, counts.repeats, counts.new_tokens)
         costs = paid.step_costs(pair.target if pair.draft is pair.target else None)
         keep_costs(pair, len(spare[len(spare) // 2]), paid.step_costs())
-    calibrations: Mapping[str, Calibration] = {}
-    if calibrated is not None and any(one.needs_calibration for one in configurations):
-        calibrations = read_calibrations(calibrated.table, calibrated.source)
+    calibrations = _calibrations(settings, calibrated)
     choices: dict[str, ChosenTree] = {}
     if calibrated is not None and chooses:
         rates = read_ranks(calibrated.table, calibrated.source).rates()
@@ -235,6 +231,13 @@ def _fit(
         choices = {choice.configuration: choice for choice in found}
     trees = {title: tree_of(choice) for title, choice in choices.items()}
     return paid, Calibrations(costs, calibrations, trees, table, pair.target.max_leaves), choices
+
+
+def _calibrations(settings: PairSettings, calibrated: Calibrated | None) -> Mapping[str, Calibration]:
+    """The calibrations by name; none where no configuration reads them."""
+    if calibrated is None or not any(one.needs_calibration for one in settings.configurations):
+        return {}
+    return read_calibrations(calibrated.table, calibrated.source)
 
 
 def _prepared(
