@@ -16,6 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from distill.data.messages import CLOSING, OPENING, THINKING, THOUGHT, normal
+from distill.data.texts import decoded
 from distill.engines.torch.hugging_face import encode, encode_text
 from distill.errors import DataError, RecipeError
 from distill.recipe import Chat
@@ -147,13 +148,16 @@ class ChatTemplate:
             raise ValueError("it writes nothing before a user's message")
         # A header may end within what the tokenizer writes as one token, such as a space and a word; an opening goes on
         # as it stands, but for line ends, which some tokenizers write otherwise where a word follows.
+        header += opening
+        return UserHeader(header, self._begun(header, opening), self._end_of_user(behind, ends))
+
+    def _begun(self, header: str, opening: str) -> list[int]:
+        """The ids of a header, with the opening that it ends with, that every message leaves as they are."""
         texts = [header.rstrip(" "), *(header + word for word in WORDS)]
         if opening:
-            header += opening
             texts = [header + word for word in WORDS[:2]] if opening[-1].isspace() else [header]
         columns = zip(*(encode_text(self.tokenizer, text) for text in texts), strict=False)
-        ids = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
-        return UserHeader(header, ids, self._end_of_user(behind, ends))
+        return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
 
     def _end_of_user(self, behind: str, ends: Sequence[int]) -> str | None:
         """The text that ends a user's message, from the text behind it: a special token, or the rest of the line."""
@@ -247,6 +251,33 @@ class ChatTemplate:
                 raise ValueError(f"the target's chat template does not write the {what} of an answer")
             rest = rest.replace(part.strip(), "", 1)
         return (written.rpartition(end)[0], True) if end and end in written else (written.rstrip("\n"), False)
+
+
+class PlainTexts(ChatTemplate):
+    """In place of the template of a model that has none: a message is a text as it stands.
+
+    RecipeError for settings of section `chat`, which nothing would read.
+    """
+
+    def __init__(self, tokenizer: Any, settings: Chat) -> None:
+        if given := [name for name, value in settings if name != "turns" and value != getattr(Chat(), name)]:
+            raise RecipeError(
+                f"chat.{given[0]}: the target has no chat template", "leave it out, or take an instruct model"
+            )
+        self.tokenizer, self.settings = tokenizer, settings
+
+    def text(self, messages: Sequence[Message], thinking: bool | None = None, generate: bool = True) -> str:
+        """The contents, one after the other."""
+        return "".join(message["content"] for message in messages)
+
+    def user_header(
+        self, before: Sequence[Message], ends: Sequence[int], thinking: bool | None = None, opening: str = ""
+    ) -> UserHeader:
+        """The beginning of a text, whose last token leaves the next word as it is; ValueError where it has none."""
+        ids = self._begun(opening, opening)
+        if not ids:
+            raise ValueError("its texts begin with no token of their own")
+        return UserHeader(decoded(self.tokenizer, ids), ids, None)
 
 
 def _without_opening(content: str, opening: str) -> str:

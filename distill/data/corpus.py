@@ -135,7 +135,8 @@ def pack_given(
             break
         count = counts.setdefault(document.label, Counter())
         if document.messages is None:
-            ids = (encode(document.text) + around[1])[: limit - total]
+            # The target's own text was cut at its limit, not ended.
+            ids = (encode(document.text) + ([] if document.own else around[1]))[: limit - total]
             texts.append((ids, 1))
             count["text"] += len(ids)
             continue

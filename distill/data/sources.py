@@ -81,7 +81,7 @@ def with_questions(corpus: Corpus, folder: Path) -> Corpus:
     """The corpus with the files of stage `questions`, which lie in `folder`, as the paths of sources of kind target."""
     files = (str(folder / name) for name in question_files(corpus))
     sources = tuple(
-        source.model_copy(update={"path": next(files), "form": "messages"}) if source.kind == "target" else source
+        source.model_copy(update={"path": next(files), "form": "auto"}) if source.kind == "target" else source
         for source in corpus.sources
     )
     return corpus.model_copy(update={"sources": sources})

@@ -34,7 +34,7 @@ class Source(Section):
         "longer than 32,768 characters, is split into documents of at least 16,384; jsonl (or one JSON array), csv "
         "(its first line names the columns), parquet: every line or row is a record; hub: a data set by its hub name "
         "(through `datasets`); target: no data: the target writes the questions itself, after the user header of its "
-        "chat template"
+        "chat template; without a template it writes texts, whose beginnings are the prompts"
     )
     path: str = Field(
         "",
@@ -52,13 +52,13 @@ class Source(Section):
     )
     openings: tuple[str, ...] = Field(
         (),
-        description="target: how its questions begin, such as `Translate into English:`; the seed draws one for each "
-        "question, and the target continues it",
+        description="target: how its questions or texts begin, such as `Translate into English:`; the seed draws one "
+        "for each, and the target continues it; without any, a text begins with the beginning token",
     )
     tokens: int = Field(
         96,
         ge=4,
-        description="target: maximum tokens of a question, including its end; longer ones are dropped",
+        description="target: maximum tokens of a question, including its end; longer ones are dropped, texts cut",
     )
     temperature: float = Field(1.0, gt=0, le=HOTTEST, description="target: sampling temperature of its questions")
     top_p: float = Field(0.99, gt=0, le=1, description="target: top-p of its questions; 1: off")

@@ -1,7 +1,8 @@
 """Stage `questions`: the target writes the questions that it will be asked.
 
 An instruct model that continues the user header of its chat template writes a message of the kind that it was trained
-to answer (Magpie, arXiv 2406.08464). The texts are numbered, and each has its own system prompt and random numbers.
+to answer (Magpie, arXiv 2406.08464). A model without a template writes texts, from its beginning token or from given
+first words; prompts are cut from these. The texts are numbered, and each has its own system prompt and random numbers.
 They are asked for in rounds until enough of them are usable; the first usable ones count, whatever the rounds.
 """
 
@@ -19,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from distill import processes
-from distill.data.chat_template import ChatTemplate, Message, UserHeader
+from distill.data.chat_template import ChatTemplate, Message, PlainTexts, UserHeader
 from distill.data.prompts import ChatPrompts
 from distill.data.sources import question_files
 from distill.data.texts import (
@@ -61,7 +62,7 @@ def fault(template: ChatTemplate, before: Sequence[Message], answer: Answer, tex
     """
     if answer.dropped:
         return answer.dropped
-    if not answer.ended:
+    if not answer.ended and not isinstance(template, PlainTexts):
         return NOT_ENDED
     if not words(text):
         return WORDLESS
@@ -169,14 +170,20 @@ class Conversation:
 class Asking:
     """The requests for one source: headers, samplers and limits.
 
-    Raises DataError or RecipeError where the target has no template, where its user header cannot be found, and where
-    the questions would not fit a block.
+    Raises DataError or RecipeError where the target's user header cannot be found, where a target without a template
+    begins no text, and where the questions would not fit a block.
     """
 
     def __init__(self, recipe: Recipe, source: Source, number: int) -> None:
         self.recipe, self.source, self.number = recipe, source, number
         tokenizer = load_tokenizer(recipe.target.model)
-        self.template = ChatTemplate(tokenizer, recipe.chat)
+        self.plain = not tokenizer.chat_template
+        self.template = (PlainTexts if self.plain else ChatTemplate)(tokenizer, recipe.chat)
+        if self.plain and source.turns > 1:
+            raise RecipeError(
+                f"corpus.sources: turns {source.turns} of a target without a chat template, which writes texts",
+                "leave turns out",
+            )
         self.chat = ChatPrompts(self.template, recipe.corpus.block - recipe.answers.new_tokens, recipe.seed)
         self.ends = end_ids(recipe.target.model, tokenizer)
         self.rules = rules_of(recipe, tokenizer)
@@ -187,9 +194,15 @@ class Asking:
         """Raise RecipeError where the longest question could not be answered in a block."""
         openings = [len(encode(self.template.tokenizer, text)) for text in self.source.openings]
         longest, room = self.source.tokens + max(openings, default=0), min(self.chat.longest, self.rules.room)
+        if self.plain and longest < self.recipe.answers.prompt_tokens:
+            raise RecipeError(
+                f"a text of corpus.sources has at most {longest} tokens, too few for answers.prompt_tokens "
+                f"{self.recipe.answers.prompt_tokens}, which are cut from it",
+                "raise tokens of the source, or lower answers.prompt_tokens",
+            )
         before = [[{"role": "system", "content": text}] for text in self.recipe.chat.system] or [[]]
         for system in before:
-            for opening in ("", *self.source.openings):
+            for opening in self.source.openings if self.plain and self.source.openings else ("", *self.source.openings):
                 self.header(system, None, opening)
         around = max(len(self.template.prompt([*one, {"role": "user", "content": "a"}])) for one in before)
         if around + longest > room:
@@ -206,6 +219,10 @@ class Asking:
         opening = self.chat.draw(name, "opening", openings) if openings else ""
         return Conversation(name, self.chat.system(name), self.chat.thinking(name), opening)
 
+    def record(self, conversation: Conversation) -> dict[str, Any]:
+        """The line of a conversation in the file of questions; of a target without a template, of its text."""
+        return {"text": conversation.texts[0]} if self.plain else {"messages": conversation.messages}
+
     def header(self, messages: list[dict[str, Any]], thinking: bool | None, opening: str = "") -> UserHeader:
         """The user header behind messages, with the message's opening; DataError, with the reason, where it cannot be
         found."""
@@ -215,6 +232,8 @@ class Asking:
         try:
             header = self.template.user_header(messages, self.ends, thinking, opening)
         except ValueError as error:
+            if self.plain:
+                raise DataError(f"the target cannot begin a text: {error}", "give openings of its texts") from error
             raise DataError(
                 f"the target's chat template has no user header that questions could be written behind: {error}",
                 "use other corpus.sources than kind: target",
@@ -222,6 +241,11 @@ class Asking:
         if len(messages) < 2:  # the same for many conversations
             self._headers[name] = header
         return header
+
+    def first_header(self) -> UserHeader:
+        """The header of the first text; with its opening where a target without a template begins no text itself."""
+        first = self.begin(0)
+        return self.header(first.messages, None, first.opening if self.plain else "")
 
     def writing(self, ends: Sequence[str]) -> Recipe:
         """The recipe of a writer of questions, which end before each of the texts `ends`, too."""
@@ -239,15 +263,22 @@ def check_questions(recipe: Recipe) -> list[str]:
     lines = []
     for number, source in enumerate(recipe.corpus.asked):
         asking = Asking(recipe, source, number)
-        header = asking.header(asking.begin(0).messages, None)
+        header = asking.first_header()
         turns = f", up to {source.turns} user's turns each" if source.turns > 1 else ""
-        lines += [
-            f"questions: {source.questions} of the target's own, from at most "
-            f"{TEXTS_PER_QUESTION * (source.questions or 0)} texts of at most {source.tokens} tokens, at temperature "
-            f"{source.temperature:g} and top-p {source.top_p:g}{turns}",
-            f"written behind the template's user header ({len(header.ids)} tokens): {header.text!r}"
-            + ("" if header.end is None else f", up to {header.end!r}"),
-        ]
+        limits = f"of at most {source.tokens} tokens, at temperature {source.temperature:g} and top-p {source.top_p:g}"
+        count = TEXTS_PER_QUESTION * (source.questions or 0)
+        if asking.plain:
+            begun = "first words" if source.openings else f"its beginning token {header.text!r}"
+            lines.append(
+                f"no chat template: {source.questions} continuations of {begun} by the target, from at most {count} "
+                f"texts {limits}; prompts are their first {recipe.answers.prompt_tokens} tokens"
+            )
+        else:
+            lines += [
+                f"questions: {source.questions} of the target's own, from at most {count} texts {limits}{turns}",
+                f"written behind the template's user header ({len(header.ids)} tokens): {header.text!r}"
+                + ("" if header.end is None else f", up to {header.end!r}"),
+            ]
         if source.openings:
             shown = ", ".join(repr(text) for text in source.openings[:OPENINGS])
             more = len(source.openings) - OPENINGS
@@ -272,9 +303,10 @@ def questions(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) ->
     share = share or (processes.process_index(), processes.process_count())
     summaries = []
     for number, (source, name) in enumerate(zip(recipe.corpus.asked, question_files(recipe.corpus), strict=True)):
-        conversations, summary = _Questions(recipe, source, number, run, share).ask(name)
+        asking = _Questions(recipe, source, number, run, share)
+        conversations, summary = asking.ask(name)
         if share[0] == 0:
-            write_lines(run.path("questions", name), ({"messages": one.messages} for one in conversations))
+            write_lines(run.path("questions", name), map(asking.record, conversations))
             _say(run, summary)
         summaries.append(summary)
     if share[0] == 0:
@@ -316,8 +348,8 @@ class _Questions(Asking):
         if not usable:
             raise DataError(
                 f"the target wrote no usable question in {len(begun)} texts: {listed(dropped)}",
-                "raise tokens of this corpus source (and use --redo questions), or use other sources: the target may "
-                "not be an instruct model",
+                "raise tokens of this corpus source (and use --redo questions), or use other sources"
+                + ("" if self.plain else ": the target may not be an instruct model"),
             )
         kept = usable[:goal]
         dropped_turns: Counter[str] = Counter()
@@ -343,8 +375,10 @@ class _Questions(Asking):
         answers = self._written(recipe, prompts, rules, name, "texts")
         for one, header, opening, answer in zip(conversations, headers, openings, answers, strict=True):
             # The opening as it was asked with: its last tokens may have been left for the target to write.
-            begun = header.ids[len(self.header(one.messages, one.thinking).ids) :] if opening else []
-            text = rules.text_of([*begun, *answer.answer]).strip()
+            empty = self.template.prompt([]) if self.plain else self.header(one.messages, one.thinking).ids
+            begun = header.ids[len(empty) :] if opening else []
+            # A text that was cut short may end within a character.
+            text = rules.text_of([*begun, *answer.answer]).strip().rstrip("\ufffd" if self.plain else "")
             reason = fault(self.template, one.messages, answer, text, one.thinking)
             turns.append((text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")))
         return turns
@@ -403,7 +437,7 @@ class _Questions(Asking):
         turns = Counter(len(one.texts) for one in kept)
         return AskedQuestions(
             file=name,
-            header=self.header(self.begin(0).messages, None).text,
+            header=self.first_header().text,
             temperature=source.temperature,
             top_p=source.top_p,
             tokens=source.tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -211,9 +212,15 @@ def test_templates_without_a_header(talking: Path, monkeypatch: Patch, template:
 
 
 def test_what_check_refuses(talking: Path, capsys: Capture) -> None:
-    recipe = talking / "recipe.yaml"
-    assert tiny.call("check", recipe, f"target.model={talking / 'plain'}") == 2
-    assert "need the target's chat template, and its tokenizer has none" in capsys.readouterr().err
+    recipe, plain = talking / "recipe.yaml", f"target.model={talking / 'plain'}"
+    assert "chat.system: the target has no chat template" in tiny.refused(capsys, "check", recipe, plain)
+    plain_text = (recipe, plain, "chat.system=[]")
+    assert "begin with no token of their own" in tiny.refused(capsys, "check", *plain_text)
+    opened = (*plain_text, "corpus.sources.0.openings=[The]")
+    assert "turns 2 of a target without a chat" in tiny.refused(capsys, "check", *opened, "corpus.sources.0.turns=2")
+    assert "answers.prompt_tokens 64, which are cut" in tiny.refused(
+        capsys, "check", *opened, "answers.prompt_tokens=64"
+    )
     told = tiny.refused(capsys, "check", recipe, "corpus.sources.0.tokens=90")
     assert (
         "a question of corpus.sources may have 90 tokens" in told and "room for 104 before answers.new_tokens" in told
@@ -630,6 +637,26 @@ def test_the_page_shows_questions_and_escapes_them(asked: Path, talking: Path) -
     assert "20 of 1, 180 of 2; ended early: 20 answer: looping" in page
     object.__setattr__(results, "questions", None)
     assert "self-asked" not in texts(results)
+
+
+def test_a_target_without_a_template_writes_texts(talking: Path, tmp_path: Path, capsys: Capture) -> None:
+    """From first words here, because its texts begin with no token; prompts are the beginnings of the texts."""
+    base = shutil.copytree(talking / "target", tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    changes = (f"target.model={base}", "chat.system=[]", "corpus.sources.0.openings=[The ,A module]")
+    changes = (*changes, "answers.prompt_tokens=12", "corpus.tokens=100000")
+    shown = tiny.shown(capsys, "check", talking / "recipe.yaml", *changes)
+    assert (
+        "no chat template: 24 continuations of first words by the target, from at most 72 texts of at most 32" in shown
+    )
+    assert tiny.call("train", talking / "recipe.yaml", "--runs", tmp_path, "--until", "corpus", *changes) == 0
+    run, tokenizer = tmp_path / "tiny", load_tokenizer(str(base))
+    lines = [json.loads(line) for line in (run / "questions" / "target.jsonl").read_text().splitlines()]
+    texts = {line["text"] for line in lines}
+    assert len(texts) == len(lines) == 24 and all(text.startswith(("The", "A module")) for text in texts)
+    prompts = read_prompts(Run(run, load_recipe(run / "config.yaml")), "train")
+    assert prompts and all(one.chat is None and len(one.ids) == 12 for one in prompts)
+    assert all(any(text.startswith(tokenizer.decode(one.ids)) for text in texts) for one in prompts)
 
 
 @pytest.mark.slow
