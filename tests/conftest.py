@@ -25,6 +25,31 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["DISTILL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile and load the pretend device before the first test, where one asks for it; see tests/pretend."""
+    import pretend
+
+    if any("pretend" in getattr(item, "fixturenames", ()) for item in session.items) and pretend.absent() is None:
+        try:
+            pretend.load()
+        except RuntimeError as error:
+            raise pytest.UsageError(str(error)) from error
+
+
+@pytest.fixture(name="pretend")
+def _pretend() -> Iterator[Any]:
+    """The module of the pretend device, which is torch's one accelerator during the test."""
+    import pretend
+
+    if (reason := pretend.absent()) is not None:
+        pytest.skip(reason)
+    import torch
+
+    with pretend.available():
+        torch.accelerator.set_device_index(0)
+        yield pretend
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For tests of small models, which several threads make slower."""
