@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from distill.data.prompts import sources_of
 from distill.decoding.decode import Decoded
+from distill.devices import pick_device
 from distill.engines import loaded
 from distill.engines.loaded import GROWING, LoadedPair
 from distill.engines.pairs import pair_references, require_pair
-from distill.engines.torch.hugging_face import local_folder, pick_device, settled_type, text_folder
+from distill.engines.torch.hugging_face import local_folder, settled_type, text_folder
 from distill.errors import DataError, DistillError, RecipeError
 from distill.files import require_new_folder
 from distill.gguf.importing import Import, read_import, write_import

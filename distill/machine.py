@@ -16,6 +16,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
+from distill.devices import accelerators, device_name
 from distill.errors import RecipeError
 
 # ── Processor, cores, memory and GPU of this machine, and the package versions that figures depend on. No torch
@@ -33,11 +34,10 @@ MOST_THREADS = 1024  # more crash the libraries that make them
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory, GPU (if torch is loaded and sees one) and versions."""
+    """Processor, cores, memory, GPU (the first accelerator, if torch is loaded and sees one) and versions."""
     import psutil
 
-    torch = sys.modules.get("torch")
-    gpu = torch.cuda.get_device_name(0) if torch is not None and torch.cuda.is_available() else None
+    gpu = next(map(device_name, accelerators()), None)
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

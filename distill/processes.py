@@ -30,7 +30,13 @@ def _state() -> Any:
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "t", "on")
     cpu = on_cpu or not torch.accelerator.is_available()
     # accelerate passes the timeout to init_process_group, which a single CPU process without a launcher never calls.
-    return PartialState(cpu=cpu, timeout=PATIENCE)
+    state = PartialState(cpu=cpu, timeout=PATIENCE)
+    if state.num_processes < int(os.environ["WORLD_SIZE"]):
+        raise RunError(
+            f"accelerate does not join processes on {torch.accelerator.current_accelerator()}, which it does not know",
+            "start one process, or let them work on the processor (accelerate launch --cpu)",
+        )
+    return state
 
 
 def process_index() -> int:

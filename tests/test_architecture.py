@@ -40,6 +40,7 @@ LAYERS = (
         "tables",
         "files",
         "machine",
+        "devices",
         "processes",
         "progress",
         "errors",

@@ -6,7 +6,6 @@ import importlib
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import distill
 from distill.cli.check import SMOLLM2, smollm2_file
 from distill.cli.shared import DEFAULT_RUNS, FormatOption, RunsOption, print_blocks
+from distill.devices import accelerators, device_name, llama_option, torch_build
 from distill.errors import DistillError, RunError
 from distill.files import require_path
 from distill.machine import (
@@ -105,10 +105,8 @@ def _torch() -> Finding:
     what = "torch's devices"
     try:
         torch: Any = importlib.import_module("torch")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        names = [torch.cuda.get_device_name(index) for index in range(count)]
-        names += ["MPS"] if torch.backends.mps.is_available() else []
-        build = torch.version.hip or torch.version.cuda
+        names = [device_name(device) for device in accelerators()]
+        build = torch_build()
     except Exception as error:  # a torch that is broken fails in many ways
         remedy = pip_install("--force-reinstall", "torch")
         return Finding(what, f"torch cannot be imported: {_words(error)}", "needed", remedy)
@@ -143,9 +141,8 @@ def _llama() -> Finding:
     except Exception as error:  # a build for another processor or system fails in many ways
         words = error.what if isinstance(error, DistillError) else _words(error)
         return Finding(what, f"{version} cannot be loaded: {words}", "warning", COMPILE_LLAMA)
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and not where.startswith("GPUs"):
-        return Finding(what, f"{version}, {where}", "warning", f'CMAKE_ARGS="-DGGML_CUDA=on" {COMPILE_LLAMA}')
+    if (option := llama_option()) is not None and not where.startswith("GPUs"):
+        return Finding(what, f"{version}, {where}", "warning", f'CMAKE_ARGS="{option}" {COMPILE_LLAMA}')
     unused = [name for name, own in COMPILED.items() if name in (cpu_features() or ()) and built and own not in built]
     remedy = f"built without {', '.join(unused)} of this processor: {COMPILE_LLAMA}"
     return judged(what, f"{version}, {where}; {' '.join(built)}", bool(unused), remedy)

@@ -138,8 +138,9 @@ def measured_curve(
     require_used(gguf, model, None)
     import torch
 
+    from distill.devices import pick_device
     from distill.engines.loaded import torch_decoder
-    from distill.engines.torch.hugging_face import load_model, pick_device
+    from distill.engines.torch.hugging_face import load_model
 
     torch.set_num_threads(thread_count(threads))
     loaded = load_model(shared.local_reference(model), place.dtype, pick_device("auto"))

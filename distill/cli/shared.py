@@ -82,7 +82,8 @@ def read_recipe(path: Path, overrides: Sequence[str], begun: Path | None = None)
 
 def target_settings(model: str, dtype: str) -> Target:
     """A target that the command line names, in a type that this machine has instructions for where that is `auto`."""
-    from distill.engines.torch.hugging_face import pick_device, settled_type
+    from distill.devices import pick_device
+    from distill.engines.torch.hugging_face import settled_type
 
     target = parse_section(Target, {"model": model, "dtype": dtype})
     return target.model_copy(update={"dtype": settled_type(target.dtype, pick_device("auto"))})

@@ -26,6 +26,7 @@ from distill.decoding import verify
 from distill.decoding.drafters import NONE, ChainDraft, Drafter, ModelDrafter, distribution_sampler
 from distill.decoding.lengths import Features, LengthRule, NGramIndex, Proposal, entropies
 from distill.decoding.rules import Rules
+from distill.devices import has_float64
 from distill.engines.model import Model
 from distill.engines.torch.model import fetch, model_name, send
 from distill.engines.torch.static import StaticTorchModel
@@ -293,11 +294,11 @@ def rounds_on_device(
     """The rounds of this target on its device, with a draft there or without one; None where the host takes part.
 
     That is for other models than StaticTorchModel, under a grammar or a repetition penalty, which read the text,
-    with n_min, and on MPS, which has no fp64. `lengths` are the draft's length rules, `drawn` its sampler where
+    with n_min, and on a device without fp64. `lengths` are the draft's length rules, `drawn` its sampler where
     that is not the served one; with `argmax` its best tokens are taken, else they are drawn.
     """
     models = [target] if draft is None else [target, draft]
-    if not all(isinstance(model, StaticTorchModel) and model.device.type != "mps" for model in models):
+    if not all(isinstance(model, StaticTorchModel) and has_float64(model.device) for model in models):
         return None
     reads_text = rules.constraint is not None or rules.sampler.repetition_penalty != 1
     if any(rule.n_min > 1 for rule in lengths):

@@ -20,9 +20,10 @@ import torch
 from distill.decoding.drafters import NOTHING, Drafter, ModelDrafter, distribution_sampler
 from distill.decoding.lengths import Fixed, LengthRule, Proposal
 from distill.decoding.verify import Random, draw_token
+from distill.devices import pick_device
 from distill.engines.loaded import GROWING, torch_decoder
 from distill.engines.model import AroundModel, Ints, Logits, Model, check_lengths
-from distill.engines.torch.hugging_face import load_model, pick_device, text_folder
+from distill.engines.torch.hugging_face import load_model, text_folder
 from distill.engines.torch.model import TorchLogits
 from distill.errors import PairError
 from distill.recipe import Configuration, PyTorch, Target

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel, ends_of
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata
@@ -24,7 +25,6 @@ from distill.engines.torch.hugging_face import (
     load_target,
     load_tokenizer,
     local_folder,
-    pick_device,
     real_tokens,
     text_folder,
 )

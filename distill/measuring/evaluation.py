@@ -21,6 +21,7 @@ from distill.data.packing import Packed, hidden_states, pack, scored_documents
 from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
 from distill.data.texts import read_prompts
 from distill.decoding.decode import Round
+from distill.devices import pick_device
 from distill.engines.loaded import LoadedPair, load_pair, pair_of_models
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
@@ -30,7 +31,6 @@ from distill.engines.torch.hugging_face import (
     load_target,
     load_tokenizer,
     local_folder,
-    pick_device,
     read_kept,
 )
 from distill.errors import DataError, RecipeError

@@ -17,16 +17,10 @@ from transformers import AutoModelForCausalLM
 from distill.data.corpus import check_chat, check_corpus
 from distill.data.traffic import check_traffic
 from distill.decoding.configured import check_configurations, check_trees
+from distill.devices import pick_device
 from distill.engines.loaded import context_of
 from distill.engines.pairs import compare_pair
-from distill.engines.torch.hugging_face import (
-    check_placement,
-    check_weights,
-    load_config,
-    local_snapshot,
-    pick_device,
-    text_folder,
-)
+from distill.engines.torch.hugging_face import check_placement, check_weights, load_config, local_snapshot, text_folder
 from distill.engines.torch.model import state_refusal
 from distill.engines.torch.recurrent import growing_cache
 from distill.engines.torch.static import require_static

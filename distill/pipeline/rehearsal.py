@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import math
 import shutil
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.data.traffic import first_lines
+from distill.devices import take_peaks
 from distill.errors import RunError, faults_explained
 from distill.files import read_result, write_atomically, write_result, write_text
 from distill.pipeline.running import forget_begun, run_pipeline
@@ -202,18 +202,7 @@ class MemoryWatch:
     def take(self) -> tuple[int, int]:
         """Bytes of the process and of all accelerators at their peaks since the last call; frees what is not used."""
         with self._lock:
-            found = max(self._peak, self._process.memory_info().rss), _device_peak()
+            found = max(self._peak, self._process.memory_info().rss), take_peaks()
             gc.collect()
             self._peak = 0
         return found
-
-
-def _device_peak() -> int:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return 0
-    total = 0
-    for index in range(torch.cuda.device_count()):
-        total += int(torch.cuda.max_memory_reserved(index))
-        torch.cuda.reset_peak_memory_stats(index)
-    return total

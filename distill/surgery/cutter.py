@@ -19,6 +19,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.data.packing import Packed, hidden_states, pack
+from distill.devices import doubled
 from distill.engines.pairs import require_pair
 from distill.engines.torch.hugging_face import (
     encode_text,
@@ -167,10 +168,9 @@ def _refit(
 
 def _ridge(gram: Tensor, cross: Tensor, ridge: float) -> tuple[Tensor, float]:
     """X = (G + μ I)⁻¹ C [F, H] with μ = ridge · mean diag G, and by how much it lowers Σ‖missing‖²; solved in fp64."""
-    device = torch.device("cpu") if gram.device.type == "mps" else gram.device  # MPS has no fp64
-    g, c = gram.to(device, torch.float64), cross.to(device, torch.float64)
+    g, c = doubled(gram), doubled(cross)
     shrink = max(ridge * float(g.diagonal().mean()), torch.finfo(g.dtype).tiny)  # of neurons that are all zero
-    factor = torch.linalg.cholesky(g + shrink * torch.eye(len(g), dtype=g.dtype, device=device))
+    factor = torch.linalg.cholesky(g + shrink * torch.eye(len(g), dtype=g.dtype, device=g.device))
     solved = torch.cholesky_solve(c, factor)
     # Σ‖m − Xᵀa‖² by the normal equations (G + μ) X = C: Σ‖m‖² − ⟨X, C⟩ − μ‖X‖².
     explained = float((solved * c).sum() + shrink * solved.square().sum())

@@ -18,6 +18,7 @@ from distill import divergences
 from distill.data.packing import Packed, pack
 from distill.data.texts import Answer, drop_reason, read_answers
 from distill.decoding.costs import measure_steps, predicted_speedups
+from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import growing_decoder, target_file
 from distill.engines.model import Model
@@ -30,7 +31,6 @@ from distill.engines.torch.hugging_face import (
     load_target,
     load_tokenizer,
     local_folder,
-    pick_device,
     real_tokens,
     text_folder,
     write_kept,

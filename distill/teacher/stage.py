@@ -18,14 +18,8 @@ from torch import Tensor
 from distill import processes
 from distill.data.packing import Packed, concatenate, fitted_order, hidden_states, pack
 from distill.data.texts import Answer, drop_reason, listed, read_answers
-from distill.engines.torch.hugging_face import (
-    DTYPES,
-    load_config,
-    load_target,
-    load_tokenizer,
-    pick_device,
-    real_tokens,
-)
+from distill.devices import pick_device
+from distill.engines.torch.hugging_face import DTYPES, load_config, load_target, load_tokenizer, real_tokens
 from distill.errors import DataError, RunError
 from distill.files import read_json, write_atomically, write_json
 from distill.progress import Progress

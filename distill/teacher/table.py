@@ -11,7 +11,8 @@ from torch import Tensor
 
 from distill.data.texts import Answer, drop_reason, read_answers
 from distill.decoding.ngrams import ORDER, Expected, NGramTable, count_ngrams, write_table
-from distill.engines.torch.hugging_face import load_tokenizer, pick_device
+from distill.devices import pick_device
+from distill.engines.torch.hugging_face import load_tokenizer
 from distill.errors import DataError
 from distill.files import digest
 from distill.recipe import Recipe

@@ -16,11 +16,12 @@ from distill.data.messages import CLOSING, OPENING, THOUGHT, normal
 from distill.data.texts import Reply, Request, decoded, listed
 from distill.decoding.batch import continue_prompts, refill
 from distill.decoding.rules import Stop, stop_before, token_bytes
+from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata, compare_pair
 from distill.engines.torch.cpu_products import prepacked
-from distill.engines.torch.hugging_face import encode, end_ids, load_target, pick_device, real_tokens, text_folder
+from distill.engines.torch.hugging_face import encode, end_ids, load_target, real_tokens, text_folder
 from distill.engines.torch.model import BatchedTorchModel
 from distill.errors import DataError, EndpointError, PairError
 from distill.files import has_form

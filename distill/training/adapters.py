@@ -64,8 +64,11 @@ def require_quantisation(device: torch.device, base: str) -> None:
         raise RunError(
             f"train.adapter.base is {base}, which needs bitsandbytes", f"`pip install bitsandbytes`, or {UNQUANTISED}"
         )
-    if device.type not in ("cuda", "cpu"):
-        raise RunError(f"train.adapter.base is {base}, which needs a GPU or a CPU, not {device.type}", UNQUANTISED)
+    from bitsandbytes import supported_torch_devices
+
+    if device.type not in supported_torch_devices:
+        known = ", ".join(sorted(supported_torch_devices))
+        raise RunError(f"train.adapter.base is {base}: bitsandbytes works on {known}, not {device.type}", UNQUANTISED)
 
 
 def layer_names(model: Any) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from distill.devices import peak_memory_bytes, synchronise
 from distill.engines.torch.hugging_face import FILE as KEPT_FILE
 from distill.errors import DataError
 from distill.files import copy_file, from_json, write_folder, write_json, write_result
@@ -72,6 +73,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             set_rates(work.optimizer, rate, body_rate)
             began = time.monotonic()
             figures = one_step(work, step)
+            synchronise(work.accelerator.device)
             figures["seconds"] = time.monotonic() - began
             if work.penalty is not None:
                 figures |= work.penalty.after_step(step, body_rate)
@@ -197,22 +199,6 @@ def report_step(work: Training, rate: float, figures: dict[str, Any], clock: Clo
             + (f"zero {figures['zero_share']:.2f} " if "zero_share" in figures else "")
             + f"{pace:.0f} tok/s {memory / 2**30:.2f} GiB, {duration(left)} left"
         )
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak bytes allocated on an accelerator, else the process's peak resident size."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    import sys
-
-    try:
-        import resource
-    except ImportError:  # Windows
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
 def write_draft(work: Training) -> list[Path]:

@@ -20,6 +20,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from distill.devices import doubled
 from distill.divergences import LEAST_ACCEPTANCE, LK_DECAY
 from distill.engines.torch.cpu_products import filled_count
 from distill.errors import DataError
@@ -384,15 +385,10 @@ class _HeadLoss(torch.autograd.Function):
         return (*(None if x is None else x.mul_(above[0]) for x in gradients), None)
 
 
-def _exact(values: Tensor) -> Tensor:
-    """The values in fp64, on the processor where the device has none."""
-    return (values.cpu() if values.device.type == "mps" else values).double()
-
-
 def _total(values: Tensor, scoring: _Scoring) -> Tensor:
     """Σ loss, in the type of the values."""
     shares = torch.tensor([*scoring.settings.losses.values()], dtype=values.dtype, device=values.device)
-    own = _exact(values[:, len(STATISTICS) :] * shares)
+    own = doubled(values[:, len(STATISTICS) :] * shares)
     return own.sum(-1).sum().to(values.device, values.dtype)
 
 
@@ -437,6 +433,6 @@ def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
                 "tokens of the draft's",
                 "train on forward_kl or jsd, or on a store with fewer entries than tokens",
             )
-    own = _exact(values)
+    own = doubled(values)
     vector = torch.cat([own.new_tensor([len(own)]), own.sum(0)])
     return LossSums(("positions", *STATISTICS, *(f"loss/{name}" for name in settings.losses)), vector)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from distill.data.texts import AnswerTexts, lacking_classes, read_prompts
-from distill.engines.torch.hugging_face import load_config, load_model, load_target, pick_device, read_kept
+from distill.devices import CPU, make_current, pick_device
+from distill.engines.torch.hugging_face import load_config, load_model, load_target, read_kept
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_result
 from distill.processes import process_count
@@ -32,6 +33,8 @@ from distill.training.checkpoints import plain
 from distill.training.losses import LossSettings
 from distill.training.optimizer import make_optimizer, with_rate
 from distill.training.step import Columns, Learner, batch_blocks, check_hidden_states, loss_settings, split_blocks
+
+ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"  # the variable that decides accelerate's device
 
 # The state before the first step. `tokens` counted in the loss; expected acceptance is measured on `texts`; `ended` is
 # the last step of a training that is over.
@@ -140,24 +143,42 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
     from accelerate.state import AcceleratorState
 
     settings = recipe.train
-    AcceleratorState._reset_state()  # undo an earlier training's choices in this process; the process group stays
     require_trackers(settings.trackers)
     device, processes = pick_device(recipe.device), process_count()
     require_processes(recipe, device)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # accelerate takes the current one
-    accelerator = Accelerator(
-        cpu=device.type == "cpu" if processes == 1 else None,
-        mixed_precision="bf16" if settings.dtype == "bfloat16" else "no",
-        log_with=list(settings.trackers) or None,
-        project_dir=str(run.path("trackers")) if settings.trackers else None,
-    )
+    # Undo an earlier training's choices in this process; a process group stays.
+    AcceleratorState._reset_state(reset_partial_state=processes == 1)
+    make_current(device)
+    with accelerating(device if processes == 1 else None):
+        accelerator = Accelerator(
+            cpu=device.type == CPU if processes == 1 else None,
+            mixed_precision="bf16" if settings.dtype == "bfloat16" else "no",
+            log_with=list(settings.trackers) or None,
+            project_dir=str(run.path("trackers")) if settings.trackers else None,
+        )
     if recipe.device != "auto" and accelerator.device.type != device.type:
         raise RunError(
             f"device is {recipe.device}, and the processes were started for {accelerator.device.type}",
             "set device=auto, or start them for that device",
         )
     return accelerator
+
+
+@contextlib.contextmanager
+def accelerating(device: torch.device | None) -> Iterator[None]:
+    """Let accelerate take this device inside, also one that it does not know; None: its own choice, by its launcher."""
+    if device is None:
+        yield
+        return
+    before = os.environ.get(ACCELERATE_DEVICE)
+    os.environ[ACCELERATE_DEVICE] = str(device)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ACCELERATE_DEVICE]
+        else:
+            os.environ[ACCELERATE_DEVICE] = before
 
 
 def require_trackers(names: tuple[str, ...]) -> None:

@@ -24,6 +24,7 @@ from distill.data.texts import Prompt, prompt_seed, read_prompts
 from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded
 from distill.decoding.rules import Rules
+from distill.devices import memory_ran_out
 from distill.engines.loaded import growing_decoder
 from distill.engines.torch.hugging_face import KeptHead, end_ids, load_tokenizer
 from distill.engines.torch.model import BatchedTorchModel
@@ -42,8 +43,6 @@ from distill.training.step import Verifying, protocol_of
 
 # ── The message when memory runs out: during which work, and which settings to lower ──
 
-# How allocators word it where the type of the exception does not tell.
-WORDS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate", "ALLOC_FAILED")
 RESUMES = "the same command then goes on from the last checkpoint"
 
 
@@ -64,11 +63,10 @@ def memory_explained(advice: Callable[..., tuple[str, str]], *subject: Any) -> I
         raise
     except (DistillError, RuntimeError, MemoryError) as error:
         cause = error.__cause__ if isinstance(error, DistillError) else error
-        text = str(cause)
-        if not isinstance(cause, (torch.OutOfMemoryError, MemoryError)) and not any(word in text for word in WORDS):
+        if not memory_ran_out(cause):
             raise
         doing, hint = advice(*subject)
-        first = (text.splitlines() or [type(cause).__name__])[0]
+        first = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise OutOfMemory(f"memory ran out {doing}: {first}", hint) from error
 
 

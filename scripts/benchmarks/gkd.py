@@ -42,7 +42,8 @@ from learning import Texts, mean, table
 
 from distill.data.packing import Packed
 from distill.data.texts import read_prompts
-from distill.engines.torch.hugging_face import load_model, load_tokenizer, pick_device
+from distill.devices import pick_device
+from distill.engines.torch.hugging_face import load_model, load_tokenizer
 from distill.files import write_json
 from distill.progress import Progress
 from distill.recipe import Train, load_recipe

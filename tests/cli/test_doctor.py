@@ -122,11 +122,9 @@ def test_a_torch_that_is_broken(monkeypatch: Patch, capsys: Capture) -> None:
 
 @pytest.mark.parametrize("build", ["CPU", "12.8"])
 def test_a_gpu_that_torch_does_not_use(monkeypatch: Patch, capsys: Capture, build: str) -> None:
-    off = types.SimpleNamespace(is_available=lambda: False)
-    version = types.SimpleNamespace(hip=None, cuda=None if build == "CPU" else build)
-    torch = types.SimpleNamespace(
-        cuda=off, backends=types.SimpleNamespace(mps=off), version=version, __version__="2.13.0"
-    )
+    off = types.SimpleNamespace(current_accelerator=lambda check_available: None)
+    version = types.SimpleNamespace(hip=None, cuda=None if build == "CPU" else build, xpu=None)
+    torch = types.SimpleNamespace(accelerator=off, version=version, __version__="2.13.0")
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(doctor_module.shutil, "which", lambda name: f"/bin/{name}")
     row = doctor_module._torch()

@@ -124,7 +124,7 @@ def test_cuda_records_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda step, dynamic, mode: modes.append(mode) or step)
     step = StaticTorchModel(HUGGING_FACE["qwen2"])._steps._chain
     for device in ("cuda", "cpu"):
-        static._compiled(step, "chain_1", device)
+        static._compiled(step, "chain_1", torch.device(device))
     assert modes == ["reduce-overhead", None]
 
 

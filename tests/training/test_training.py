@@ -506,30 +506,21 @@ def test_settings_that_cannot_work_are_refused_before_the_first_step(
     assert not list(run.glob("checkpoints/step-*"))
 
 
-def test_training_runs_on_the_named_gpu(monkeypatch: Patch, tmp_path: Path) -> None:
-    """With a fake of accelerate, which takes the current GPU, and of the GPUs."""
-    recipe: Any = SimpleNamespace(device="cuda:1", train=Train(steps=1))
-    taken: list[torch.device] = []
-    asked: list[dict[str, Any]] = []
-
-    def accelerator(**options: Any) -> Any:
-        asked.append(options)
-        return SimpleNamespace(device=torch.device("cpu" if options["cpu"] else "cuda"), distributed_type="NO")
-
-    monkeypatch.setattr("accelerate.Accelerator", accelerator)
-    monkeypatch.setattr("distill.training.setup.pick_device", torch.device)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+def test_training_runs_on_the_named_device(pretend: Any, monkeypatch: Patch, tmp_path: Path) -> None:
+    """One that accelerate does not know."""
+    recipe: Any = SimpleNamespace(device="auto", train=Train(steps=1))
     run: Any = SimpleNamespace(path=tmp_path.joinpath)
-    make_accelerator(recipe, run)
-    assert taken == [torch.device("cuda:1")] and asked[0]["cpu"] is False
-    recipe.device = "cuda"
-    make_accelerator(recipe, run)
-    assert len(taken) == 1
-    monkeypatch.setattr("accelerate.Accelerator", lambda **_: SimpleNamespace(device=torch.device("cpu")))
-    with pytest.raises(RunError, match="device is cuda, and the processes were started for cpu"):
-        make_accelerator(recipe, run)
-    recipe.device = "cuda:1"
+    assert make_accelerator(recipe, run).device == torch.device("pretend")
+    recipe.device = "pretend:1"
+    assert make_accelerator(recipe, run).device == torch.device("pretend:1")
+    assert torch.accelerator.current_device_index() == 1
+    recipe.device = "cpu"
+    assert make_accelerator(recipe, run).device == torch.device("cpu")
     monkeypatch.setattr("distill.training.setup.process_count", lambda: 2)
+    monkeypatch.setattr("accelerate.Accelerator", lambda **_: SimpleNamespace(device=torch.device("pretend")))
+    with pytest.raises(RunError, match="device is cpu, and the processes were started for pretend"):
+        make_accelerator(recipe, run)
+    recipe.device = "pretend:1"
     with pytest.raises(RunError, match="2 processes were started, each of which takes its own"):
         make_accelerator(recipe, run)
 

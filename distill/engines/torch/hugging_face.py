@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.devices import CPU, has_fast_bfloat16, pick_device
 from distill.engines.torch.intact import (
     is_quantised,
     quiet,
@@ -47,20 +48,6 @@ OTHER_WEIGHTS = ["original/*", "onnx/*", "consolidated*"]  # the same weights in
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def pick_device(name: str) -> torch.device:
-    """The device called `name`; `auto` is CUDA (or ROCm), else MPS, else the CPU."""
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise RunError(f"device `{name}` cannot be used: {str(error).splitlines()[0]}", "try device=auto") from error
-    return device
-
-
 def settled_type(dtype: str, device: torch.device) -> str:
     """A type as recipes name it; for `auto`, bfloat16 where this device has instructions for it, else float32.
 
@@ -68,10 +55,7 @@ def settled_type(dtype: str, device: torch.device) -> str:
     """
     if dtype != "auto":
         return dtype
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = device.type == "cpu" and has_instructions("bfloat16") is True
+    fast = has_instructions("bfloat16") is True if device.type == CPU else has_fast_bfloat16(device)
     return "bfloat16" if fast else "float32"
 
 

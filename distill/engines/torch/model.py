@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.devices import has_pinned_memory
 from distill.engines.model import Ints, PendingTree, check_call, check_chain, check_lengths, check_no_paths
 from distill.errors import DataError
 from distill.sampler import Place, finite_argmax, place_of
@@ -56,8 +57,8 @@ def unpacked(together: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def send(numbers: Sequence[Any], device: torch.device, kind: torch.dtype = torch.long) -> Tensor:
-    """A tensor of host numbers on a device; CUDA takes it without a wait, because it comes from pinned memory."""
-    if device.type != "cuda":
+    """A tensor of host numbers on a device, which takes it without a wait where it has pinned memory."""
+    if not has_pinned_memory(device.type):
         return torch.tensor(numbers, dtype=kind, device=device)
     return torch.tensor(numbers, dtype=kind, pin_memory=True).to(device, non_blocking=True)
 

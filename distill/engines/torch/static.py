@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, StaticLayer
 
+from distill.devices import records_graphs
 from distill.engines.model import SPARE_NODES, Ints, PendingTree, check_call, check_chain, check_lengths, check_no_paths
 from distill.engines.torch.model import (
     TorchLogits,
@@ -178,7 +179,7 @@ class Steps:
             return step(keep, *inputs)
         name = kind, columns, keep
         if name not in self._graphs:
-            function = _compiled(step, f"{kind}_{columns}", inputs[0].device.type)
+            function = _compiled(step, f"{kind}_{columns}", inputs[0].device)
             self._graphs[name] = function, [_place(tensor) for tensor in (self.cache.slots, *inputs)]
         graph, places = self._graphs[name]
         for place, tensor in zip(places, (self.cache.slots, *inputs), strict=True):
@@ -194,7 +195,7 @@ class Steps:
                 "leave compile off: the same steps run uncompiled",
             ) from error
         # A graph's next replay, of whichever model, overwrites its output.
-        return logits.clone() if logits.is_cuda else logits
+        return logits.clone() if records_graphs(logits.device) else logits
 
     def _chain(self, keep: Tensor | int, ids: Tensor, counts: Tensor, starts: Tensor) -> Tensor:
         slots = self.cache.slots
@@ -232,7 +233,7 @@ def _place(like: Tensor) -> Tensor:
     return made
 
 
-def _compiled(step: Any, name: str, device: str) -> Callable[..., Tensor]:
+def _compiled(step: Any, name: str, device: torch.device) -> Callable[..., Tensor]:
     """The bound method compiled for one shape.
 
     Its code is a copy under a name of its own: torch keeps graphs by code, and gives up on one with more than a few.
@@ -241,7 +242,7 @@ def _compiled(step: Any, name: str, device: str) -> Callable[..., Tensor]:
     copy = types.FunctionType(
         function.__code__.replace(co_name=name), function.__globals__, name, function.__defaults__, function.__closure__
     )
-    mode = "reduce-overhead" if device == "cuda" else None  # records CUDA graphs
+    mode = "reduce-overhead" if records_graphs(device) else None
     made: Callable[..., Tensor] = torch.compile(types.MethodType(copy, step.__self__), dynamic=False, mode=mode)
     return made
 

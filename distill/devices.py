@@ -1,0 +1,177 @@
+"""The devices that torch computes on: every accelerator that it has (`torch.accelerator`), and the processor.
+
+What differs between kinds of devices stands here and nowhere else. torch is imported with the first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+from distill.errors import RunError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+CPU = "cpu"
+
+
+# ── Which there are ──
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; `auto` is torch's accelerator where there is one, else the CPU.
+
+    Raises RunError for a device that cannot be used.
+    """
+    import torch
+
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device(CPU)
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise RunError(f"device `{name}` cannot be used: {str(error).splitlines()[0]}", "try device=auto") from error
+    return device
+
+
+def accelerators() -> list[torch.device]:
+    """All accelerators of this machine, which are of one kind; none before something has imported torch."""
+    torch = sys.modules.get("torch")
+    if torch is None or (kind := torch.accelerator.current_accelerator(check_available=True)) is None:
+        return []
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's name as its driver gives it, such as `NVIDIA H100 80GB HBM3`; that of its kind without one."""
+    import torch
+
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(name(device.index or 0)) if name is not None else device.type.upper()
+
+
+def make_current(device: torch.device) -> None:
+    """Let libraries that know no numbers of devices use this one."""
+    import torch
+
+    if device.type != CPU and device.index is not None:
+        torch.accelerator.set_device_index(device)
+
+
+def torch_build() -> str | None:
+    """The version of ROCm, CUDA or oneAPI that torch was built for; None for the CPU (and Apple's devices)."""
+    import torch
+
+    return torch.version.hip or torch.version.cuda or torch.version.xpu
+
+
+def llama_option() -> str | None:
+    """The option with which llama.cpp is compiled for this machine's accelerators; None without one that it knows."""
+    torch = sys.modules.get("torch")
+    kinds = {"cuda": "-DGGML_HIP=on" if torch and torch.version.hip else "-DGGML_CUDA=on", "xpu": "-DGGML_SYCL=on"}
+    return next((kinds.get(device.type) for device in accelerators()), None)
+
+
+# ── What they can ──
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether an accelerator has instructions for bfloat16; False where its module of torch does not say."""
+    import torch
+
+    supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    if supported is None:
+        return False
+    try:
+        return bool(supported(including_emulation=False))
+    except TypeError:  # of makers whose devices emulate nothing
+        return bool(supported())
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in fp64; MPS and some GPUs of Intel do not."""
+    import torch
+
+    if device.type == CPU:
+        return True
+    try:
+        return torch.float64 in torch.accelerator.get_device_capability(device)["supported_dtypes"]
+    except (RuntimeError, ValueError):  # its maker lists no types, or it is no accelerator (`meta`)
+        return True
+
+
+def doubled(values: Tensor) -> Tensor:
+    """The values in fp64: on their device, or on the CPU where that has none."""
+    return (values if has_float64(values.device) else values.cpu()).double()
+
+
+@functools.cache
+def has_pinned_memory(kind: str) -> bool:
+    """Whether devices of a kind take memory of the host without a wait if it is pinned."""
+    import torch
+
+    if kind in (CPU, "mps"):  # Apple's devices share the host's memory
+        return False
+    try:
+        torch.empty(1, pin_memory=True)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def records_graphs(device: torch.device) -> bool:
+    """Whether torch.compile records graphs of launches (CUDA, ROCm); the next replay of one overwrites its output."""
+    return device.type == "cuda"
+
+
+# ── Memory and time ──
+
+# How allocators word it where the type of the exception does not tell.
+WORDS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate", "ALLOC_FAILED")
+
+
+def memory_ran_out(error: BaseException | None) -> bool:
+    """Whether an error says that the host or a device has no memory left."""
+    import torch
+
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in WORDS)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak bytes allocated on an accelerator, else the process's peak resident size."""
+    if device.type != CPU:
+        import torch
+
+        return int(torch.accelerator.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def take_peaks() -> int:
+    """Bytes that all accelerators together reserved at their peaks since the last call."""
+    total = 0
+    for device in accelerators():
+        torch: Any = sys.modules["torch"]
+        total += int(torch.accelerator.max_memory_reserved(device))
+        torch.accelerator.reset_peak_memory_stats(device)
+    return total
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has done everything that it was asked to do, for a clock to be read."""
+    import torch
+
+    if device.type != CPU:
+        with contextlib.suppress(ValueError):  # `meta` is no accelerator
+            torch.accelerator.synchronize(device)

@@ -1,0 +1,155 @@
+"""What distill asks of a device, on the pretend one; and that device itself, on which other tests rely."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distill import devices
+from distill.engines.torch.hugging_face import settled_type
+from distill.engines.torch.model import fetch, send
+from distill.errors import RunError
+from distill.machine import machine
+
+
+@pytest.fixture
+def here(pretend: Any) -> torch.device:
+    """Its first device, which has no name before it is loaded."""
+    return torch.device("pretend:0")
+
+
+def test_auto_is_the_accelerator_of_torch(pretend: Any, here: torch.device) -> None:
+    assert devices.pick_device("auto") == torch.device("pretend")
+    assert devices.accelerators() == [here] and machine()["gpu"] == "Pretend Accelerator"
+    with pretend.available(2):
+        assert [device.index for device in devices.accelerators()] == [0, 1]
+    with pretend.available(0):
+        assert devices.pick_device("auto") == torch.device("cpu") and machine()["gpu"] is None
+        assert devices.pick_device("pretend:1") == torch.device("pretend:1")
+    with pytest.raises(RunError, match="device `pretnd` cannot be used: Expected one of cpu, cuda"):
+        devices.pick_device("pretnd")
+
+
+def test_types_of_a_device(pretend: Any, here: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settled_type("auto", here) == "float32" and settled_type("bfloat16", here) == "bfloat16"
+    monkeypatch.setattr(torch.pretend, "is_bf16_supported", lambda: True)  # type: ignore[attr-defined]
+    assert settled_type("auto", here) == "bfloat16"
+    values = torch.tensor([0.1], device=here)
+    assert devices.has_float64(here) and devices.doubled(values).device == here
+    with pretend.without("float64"):
+        assert not devices.has_float64(here) and devices.doubled(values).device == torch.device("cpu")
+        with pytest.raises(TypeError, match="Cannot convert a pretend tensor to float64"):
+            values.double()
+    assert devices.has_float64(torch.device("cpu")) and devices.has_float64(torch.device("meta"))
+
+
+def test_memory_of_a_device(pretend: Any, here: torch.device) -> None:
+    devices.take_peaks()
+    held = torch.zeros(1000, device=here)
+    peak = devices.peak_memory_bytes(here)
+    assert peak >= 4000 and devices.take_peaks() == peak
+    del held
+    devices.take_peaks()
+    assert devices.take_peaks() <= peak - 4000
+    with pretend.memory(1000), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 4000 bytes") as caught:
+        torch.zeros(1000, device=here)
+    assert devices.memory_ran_out(caught.value) and not devices.memory_ran_out(ValueError("no"))
+    assert devices.peak_memory_bytes(torch.device("cpu")) > 2**20
+
+
+def test_numbers_cross_once_and_without_a_wait(pretend: Any, here: torch.device) -> None:
+    with pretend.counting() as counts:
+        sent = send([1, 2, 3], here)
+    assert (counts.to_device, counts.unpinned_to_device, counts.bytes_to_device, counts.waits) == (1, 0, 24, 0)
+    with pretend.counting() as counts:
+        assert [one.tolist() for one in fetch(sent, sent.float() / 2)] == [[1, 2, 3], [0.5, 1, 1.5]]
+    assert (counts.to_host, counts.bytes_to_host, counts.waits) == (1, 36, 1)
+    with pretend.counting() as counts:
+        devices.synchronise(here)
+        devices.synchronise(torch.device("cpu"))
+    assert counts.synchronisations == 1 and counts.launches == 0
+
+
+def test_what_the_pretend_device_counts(pretend: Any, here: torch.device) -> None:
+    values = torch.arange(6.0, device=here).reshape(2, 3)
+    with pretend.counting() as counts:
+        (values.T[1:] * 2).sum()
+    assert counts.launches == 2 and counts.operations == {"aten::mul.out": 1, "aten::sum.IntList_out": 1}
+    waiting = {
+        "item": lambda: values[0, 0].item(),
+        "copy to host": lambda: values.cpu(),
+        "aten::nonzero": lambda: values[values > 2],
+        "aten::_index_put_impl_": lambda: values.index_put_((values > 9,), values[:0, 0]),
+    }
+    for name, work in waiting.items():
+        with pretend.counting() as counts:
+            work()
+        assert counts.waits == counts.operations[f"wait: {name}"] == 1, name
+    with pretend.counting() as counts:
+        values[values > 2] = 0  # filled in by a mask
+        torch.nn.functional.scaled_dot_product_attention(*[values[None, None]] * 3)
+    assert counts.waits == 0 and counts.operations["aten::scaled_dot_product_attention"] == 1
+
+
+def test_devices_do_not_mix(pretend: Any, here: torch.device) -> None:
+    first, there = torch.ones(3, device=here), torch.ones(3, device="pretend:1")
+    for other in (there, torch.ones(3)):
+        for work in (
+            lambda x: first + x,
+            lambda x: first @ x,
+            lambda x: torch.cat([first, x]),
+            lambda x: torch.where(first > 0, first, x),
+        ):
+            with pytest.raises(RuntimeError, match="same device"):
+                work(other)
+    index = torch.tensor([0])
+    with pytest.raises(RuntimeError, match="same device"):
+        first.index_select(0, index)
+    assert first[index].device == here  # torch takes these indices to the device
+    assert (first + torch.tensor(1.0)).tolist() == [2, 2, 2]
+    assert there.to(here).device == here and torch.zeros(2, device="pretend:1").device.index == 1
+
+
+def test_gradients_are_those_of_the_cpu(pretend: Any, here: torch.device) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    inputs = torch.randn(5, 4)
+    model(inputs).logsumexp(-1).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model = model.to(here)
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(inputs.to(here)).logsumexp(-1).sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad.device == here
+        torch.testing.assert_close(parameter.grad.cpu(), gradient)
+
+
+def test_operations_that_a_device_lacks(pretend: Any, here: torch.device) -> None:
+    lacking = pretend.lacking("MPS")
+    assert "aten::mode" in lacking and not {"aten::mm", "aten::sort.values_stable", "aten::add.out"} & set(lacking)
+    with pretend.without(pretend.SORTS, *lacking):
+        assert torch.tensor([2.0, 1.0], device=here).sort()[1].tolist() == [1, 0]
+        with pytest.raises(NotImplementedError, match="does not sort int64"):
+            torch.tensor([2, 1], device=here).sort()
+        with pytest.raises(NotImplementedError, match="'aten::mode' is not implemented"):
+            torch.tensor([2, 1], device=here).mode()
+
+
+def test_a_script_runs_on_it(pretend: Any, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\n"
+        "print(sys.argv[1:], torch.accelerator.device_count())\n"
+        "torch.zeros(1000, device='pretend')\n"
+    )
+    command = ["-m", "pretend", "--devices", "2", "--memory", "1000", "--counts", str(script), "--x", "1"]
+    folder = Path(pretend.__file__).parents[1]
+    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.stdout == "['--x', '1'] 2\n"
+    assert "OutOfMemoryError" in done.stderr and "Counts(launches=0" in done.stderr
