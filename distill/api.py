@@ -16,7 +16,7 @@ from distill.devices import pick_device
 from distill.engines import loaded
 from distill.engines.loaded import GROWING, LoadedPair
 from distill.engines.pairs import pair_references, require_pair
-from distill.engines.torch.hugging_face import local_folder, settled_type, text_folder
+from distill.engines.torch.hugging_face import local_folder, settled_type
 from distill.errors import DataError, DistillError, RecipeError
 from distill.files import require_new_folder
 from distill.gguf.importing import Import, read_import, write_import
@@ -240,8 +240,9 @@ def transplant(donor: str | Path, target: str | Path, out: str | Path, **setting
     DataError for an impossible transplant and a folder that is not empty.
     """
     require_new_folder(Path(out))
-    folders = local_folder(_reference(donor)), text_folder(_reference(target))
-    return transplanting.transplant(*folders, Path(out), **settings)
+    return transplanting.transplant(
+        *transplanting.folders_of(_reference(donor), _reference(target)), Path(out), **settings
+    )
 
 
 def export_gguf(model: str | Path, out: str | Path, outtype: str = "f16") -> WrittenFile:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from distill import divergences
-from distill.teacher.distributions import EMPTY, Teacher, TeacherChunk
-from distill.training.losses import LossSettings, LossSums, head_loss
+from distill.teacher.distributions import EMPTY, LogitForm, Teacher, TeacherChunk
+from distill.training.losses import PLAIN, LossSettings, LossSums, head_loss
 
 N, H, V = 17, 8, 29
 KINDS = ("random", "aligned", "one-hot")
@@ -138,11 +138,13 @@ class Problem:
             return t**2 * divergences.jsd(log_p, log_q)
         return t**2 * {"forward_kl": divergences.forward_kl, "reverse_kl": divergences.reverse_kl}[name](log_p, log_q)
 
-    def expected(self, settings: LossSettings) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, Tensor]:
+    def expected(
+        self, settings: LossSettings, form: LogitForm = PLAIN
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, Tensor]:
         """Total, losses [N] by name, d_hidden, d_head and d_bias, by autograd in fp64."""
         hidden, head = self.hidden.clone().requires_grad_(), self.head.clone().requires_grad_()
         bias = torch.zeros(len(head), dtype=torch.float64, requires_grad=True)
-        logits = (hidden @ head.T + bias)[:, : self.columns]
+        logits = form.apply((hidden @ head.T + bias)[:, : self.columns])
         losses = {name: self.oracle(name, settings, logits) for name in settings.losses}
         total = torch.stack([settings.losses[name] * own.sum() for name, own in losses.items()]).sum()
         total.backward()
@@ -156,12 +158,13 @@ def fused(
     chunk: int = 7,
     kind: torch.dtype = torch.float64,
     teacher: Teacher | None = None,
+    form: LogitForm = PLAIN,
 ) -> tuple[Tensor, LossSums, Tensor, Tensor, Tensor]:
     """Total, sums, d_hidden, d_head and d_bias of the loss under test, over a problem's own teacher or another."""
     problem.teacher.kind = torch.promote_types(kind, torch.float32)
     hidden, head = (x.to(kind, copy=True).requires_grad_() for x in (problem.hidden, problem.head))
     bias = torch.zeros(len(head), dtype=kind, requires_grad=True)
-    total, sums = head_loss(hidden, head, teacher or problem.teacher, problem.labels, settings, chunk, bias)
+    total, sums = head_loss(hidden, head, teacher or problem.teacher, problem.labels, settings, chunk, bias, form)
     total.backward()
     problem.teacher.kind = torch.float64
     assert hidden.grad is not None and head.grad is not None and bias.grad is not None

@@ -19,7 +19,8 @@ import torch
 from distill.decoding import grammar
 from distill.engines.loaded import context_of
 from distill.engines.pairs import VocabularyMetadata
-from distill.engines.torch.hugging_face import load_config, load_model, load_tokenizer, read_kept
+from distill.engines.torch.hugging_face import load_config, load_model, load_tokenizer
+from distill.engines.torch.kept import read_kept
 from distill.errors import DataError
 from distill.files import parse_json, read_json, read_object, read_result
 from distill.folders import pin_tokenizer, stored_tensors, weight_files

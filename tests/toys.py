@@ -86,6 +86,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], **MAMBA},
     "mamba": {},
 }
+BY_LAYER = {"layer_types", "no_rope_layers", "layers_block_type"}  # are repeated
 SHORT = {"gemma3": "gemma3_text"}
 
 
@@ -108,6 +109,8 @@ def toy(kind: str = "qwen2", vocabulary: int = 61, layers: int = 2, seed: int = 
     }
     settings.update(FAMILIES[kind])
     settings.update(changes)
+    for name in BY_LAYER & settings.keys():
+        settings[name] = [settings[name][index % len(settings[name])] for index in range(layers)]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
     disturb(model, seed + 1)

@@ -96,12 +96,12 @@ def transplant(
                 f"--override {pair}: there is no `=` between token and text", "write --override '<|user|>=User:'"
             )
         overrides[token] = words
-    from distill.engines.torch.hugging_face import local_folder, text_folder
+    from distill.surgery.transplant import folders_of
     from distill.surgery.transplant import transplant as write
 
     require_new_folder(out)
     texts = read_texts(text or [])
-    folders = [local_folder(local_reference(donor)), text_folder(local_reference(target))]
+    folders = folders_of(local_reference(donor), local_reference(target))
     announce(out)
     change = write(
         folders[0],

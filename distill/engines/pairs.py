@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distill.engines.torch.hugging_face import load_config, load_tokenizer, read_kept, text_folder
+from distill.engines.torch.hugging_face import load_config, load_tokenizer, text_folder
+from distill.engines.torch.kept import read_kept
 from distill.errors import DataError, PairError, RecipeError
 from distill.files import is_utf8
 from distill.folders import read_config

@@ -31,8 +31,8 @@ from distill.engines.torch.hugging_face import (
     load_target,
     load_tokenizer,
     local_folder,
-    read_kept,
 )
+from distill.engines.torch.kept import read_kept
 from distill.errors import DataError, RecipeError
 from distill.files import write_atomically, write_result, write_text
 from distill.gguf.importing import file_type, is_gguf, one_engine
@@ -49,7 +49,7 @@ from distill.recipe.recipe import REASON
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import document
-from distill.teacher.distributions import TeacherChunk
+from distill.teacher.distributions import TeacherChunk, head_logits
 from distill.teacher.store import TeacherStore, held_out, redo
 from distill.vocabulary.files import opening_of
 
@@ -192,7 +192,7 @@ def stored_values(store: TeacherStore, blocks: Packed, index: range, name: str, 
             start, end = end, end + int(here.sum())
             for at in range(start, end, CHUNK):
                 rows = slice(at, min(at + CHUNK, end))
-                logits = draft.lm_head(hidden[rows]).float()[:, : store.vocabulary]
+                logits = head_logits(draft, hidden[rows])[:, : store.vocabulary]
                 hits = int((logits.argmax(-1).cpu() == labels[rows]).sum())
                 yield name, number, *stored_metrics(teacher.chunk(rows), logits), hits
 

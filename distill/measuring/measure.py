@@ -36,7 +36,7 @@ from distill.measuring.slices import METRICS, Values, all_metrics
 from distill.progress import Progress
 from distill.recipe import Evaluate
 from distill.sampler import Sampler, place_of, require_finite
-from distill.teacher.distributions import logit_form
+from distill.teacher.distributions import head_logits
 
 CHUNK = 64  # positions that models that read single texts take at once
 HELD = 5 * 2**24  # logits of each model that are held at once of models that read blocks: 320 MiB, 512 rows of 152k
@@ -118,10 +118,7 @@ class RowLogits:
             logits = packed_logits(self.model, blocks)
             return lambda block, rows: logits[block][rows.to(logits.device)]
         states = hidden_states(self.model, blocks)
-        return lambda block, rows: self._head(states[block][rows.to(states.device)])
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        return logit_form(self.model.config).apply(self.model.get_output_embeddings()(hidden))
+        return lambda block, rows: head_logits(self.model, states[block][rows.to(states.device)])
 
     def _own(self, blocks: Packed) -> bool:
         """Whether the head gives the model's own logits at the first positions of the first block."""
@@ -129,7 +126,7 @@ class RowLogits:
         parts = {name: getattr(blocks, name)[:1, :size] for name in ("ids", "documents", "positions", "mask")}
         few = replace(blocks.take(slice(0, 1)), **parts)
         own = packed_logits(self.model, few).float()
-        found = self._head(hidden_states(self.model, few))
+        found = head_logits(self.model, hidden_states(self.model, few))
         if found.shape != own.shape:
             return False
         known = own.isfinite() & found.isfinite()

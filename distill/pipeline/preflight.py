@@ -39,7 +39,7 @@ from distill.teacher.questions import check_questions
 from distill.teacher.stage import check_teacher
 from distill.teacher.store import planned_bytes
 from distill.training.adapters import require_quantisation
-from distill.training.setup import require_plain_logits, require_processes, require_trackers
+from distill.training.setup import require_processes, require_trackers
 from distill.training.step import check_training
 from distill.vocabulary.vocabulary import Vocabulary
 
@@ -140,8 +140,8 @@ def check_device(recipe: Recipe) -> list[str]:
 
 
 def check_stages(recipe: Recipe) -> list[str]:
-    """The settings of cut, training and speedup are possible with these models, the draft costs less than its target or
-    is allowed to cost as much, and the losses take its logits."""
+    """The settings of cut, training and speedup are possible with these models; the draft costs less than its target or
+    is allowed to cost as much."""
     target = load_config(recipe.target.model)
     if recipe.target.load and not hasattr(target, "vocab_size"):
         raise RecipeError(
@@ -159,7 +159,6 @@ def check_stages(recipe: Recipe) -> list[str]:
     donor = load_config(recipe.donor_model)
     if not recipe.cut.allow_full_size:
         check_smaller(recipe, target, donor)
-    require_plain_logits(donor)
     return lines
 
 

@@ -19,7 +19,8 @@ from distill.decoding.round_costs import RoundCostMeter
 from distill.engines.loaded import LoadedPair, load_pair, target_file
 from distill.engines.pairs import require_drafts
 from distill.engines.server_commands import N_MAX, P_MIN, SPEC_TYPE
-from distill.engines.torch.hugging_face import load_config, text_folder, write_kept
+from distill.engines.torch.hugging_face import load_config, text_folder
+from distill.engines.torch.kept import write_kept
 from distill.errors import DataError, DistillError, RecipeError
 from distill.files import has_form, parse_object
 from distill.folders import copy_tokenizer
@@ -30,6 +31,7 @@ from distill.progress import Progress
 from distill.recipe import Gguf, Recipe, Target
 from distill.recipe.target import TYPE_BYTES
 from distill.surgery.cutter import SHAPE, check_cut, planned_sizes
+from distill.surgery.parts import layer_settings, set_layers
 
 # ── Layer swapping: layers of a target larger than the device's memory stream over a link in every step ──
 # Two buffers hold a streamed layer each: while one is computed, the next is on its way. The weights do not depend
@@ -276,12 +278,9 @@ def planned_config(recipe: Recipe) -> Any:
     config = copy.deepcopy(load_config(recipe.donor_model))
     sizes = planned_sizes(recipe, load_config(recipe.target.model), config)
     assert sizes is not None  # the families that can be cut name them
+    set_layers(config, layer_settings(config, range(sizes["layers"])))
     for word, name in SHAPE.items():
         setattr(config, name, sizes[word])
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
-    if getattr(config, "max_window_layers", None) is not None:
-        config.max_window_layers = min(config.max_window_layers, config.num_hidden_layers)
     return config
 
 

@@ -42,24 +42,23 @@ from distill.surgery.layers import (
     check_layers,
     check_width,
     choose_layers,
-    decoder_layers,
     keep_layers,
+    layer_calls,
     narrow,
     parse_layers,
     parts_of,
     read_changes,
     record_change,
-    require_supported,
-    run_layer,
     size_of,
     tokens,
     watching,
 )
+from distill.surgery.parts import layers_of, require_supported, written_shares
 from distill.surgery.results import Change
 from distill.surgery.sparsity import require_fewer
 from distill.surgery.subtokens import check_transplant
 from distill.surgery.trim import always_kept, check_size
-from distill.teacher.distributions import TeacherChunk, logit_form
+from distill.teacher.distributions import TeacherChunk, head_logits
 from distill.teacher.store import TeacherStore, compress, held_out
 from distill.vocabulary.files import opening_of
 from distill.vocabulary.vocabulary import Vocabulary
@@ -74,15 +73,13 @@ def states_behind(model: Any, kept: Sequence[int], blocks: Packed) -> States:
 
     Raises DataError when the blocks hold no token.
     """
-    ends = [*kept[1:], len(decoder_layers(model))]
-    states: dict[int, list[Tensor]] = {end: [] for end in ends}
-    for part in parts_of(model, blocks):
-        state = model.model.embed_tokens(part.ids)
-        for index in range(ends[-1]):
-            state = run_layer(model, index, part, state)
-            if index + 1 in states:
-                states[index + 1].append(state)
-    return [states[end] for end in ends]
+    readers = [*layers_of(model), model.base_model.norm]
+    ends = [*kept[1:], len(readers) - 1]
+    states: States = [[] for _ in ends]
+    with watching([(readers[end], own.append) for end, own in zip(ends, states, strict=True)]):
+        for part in parts_of(model, blocks):
+            hidden_states(model, part)
+    return states
 
 
 @torch.no_grad()
@@ -100,7 +97,7 @@ def refit_layers(
     error of the stream behind it, relative to the stream, without its refit and with it. Raises DataError where the
     loss is never finite, or the blocks hold no token.
     """
-    downs = [layer.mlp.down_proj for layer in decoder_layers(model)]
+    downs = [layer.mlp.down_proj for layer in layers_of(model)]
     start = [down.weight.detach() for down in downs]
     choices: list[tuple[float | None, float, dict[str, Any], list[Tensor]]] = [(None, float(loss(model)), {}, start)]
     progress = Progress("layers: refitted", len(ridges) * (len(kept) - _gap(kept)), brief=True)
@@ -132,49 +129,54 @@ def _refit(
 ) -> dict[str, list[float]]:
     """Refit every layer from the first gap on; the relative errors."""
     parts = parts_of(model, blocks)
-    streams = [model.model.embed_tokens(part.ids) for part in parts]
-    report: dict[str, list[float]] = {"lost_without_refit": [], "lost": []}
     count = sum(int(tokens(part.documents).sum()) for part in parts)
-    gap = _gap(kept)
-    for index in range(gap):
-        streams = [run_layer(model, index, part, stream) for part, stream in zip(parts, streams, strict=True)]
-    for index, layer in enumerate(decoder_layers(model)[gap:], gap):
+    gap, streams, others = _gap(kept), [], []
+    for part in parts:
+        calls = layer_calls(model, part)
+        streams.append(calls[gap][0])
+        others.append([own for _, own in calls])
+    report: dict[str, list[float]] = {"lost_without_refit": [], "lost": []}
+    for index, layer in enumerate(layers_of(model)[gap:], gap):
         down = layer.mlp.down_proj
         gram = torch.zeros(down.in_features, down.in_features, dtype=torch.float32, device=down.weight.device)
         cross = torch.zeros(down.in_features, down.out_features, dtype=torch.float32, device=down.weight.device)
-        missing_power = 0.0
-        for at, (part, end) in enumerate(zip(parts, ends[index], strict=True)):
+        power = {"lost_without_refit": 0.0, "lost": 0.0}
+        for part, end, stream, own in zip(parts, ends[index], streams, others, strict=True):
             neurons: list[Tensor] = []
-            before_mlp: list[Tensor] = []
-            with watching([(down, neurons.append), (layer.post_attention_layernorm, before_mlp.append)]):
-                output = run_layer(model, index, part, streams[at])
-            used = tokens(part.documents)
-            uncut = end[used].float()
-            share = uncut.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny).reciprocal()  # [T, 1]
-            a, missing = neurons[0][used].float() * share, (uncut - output[used].float()) * share
+            with watching([(down, neurons.append)]):
+                missing, share = _missing(end, layer(stream, **own[index]), part)
+            a = neurons[0][tokens(part.documents)]
+            positions, channels = written_shares(model, layer, a)
+            a = a.float() * positions * share
             gram.addmm_(a.T, a)
-            cross.addmm_(a.T, missing)
-            missing_power += float(missing.square().sum())
-            streams[at] = before_mlp[0]
-        change, explained = _ridge(gram, cross, ridge)
-        weight = (down.weight.detach().float() + change.T).to(down.weight.dtype)
+            cross.addmm_(a.T, missing / channels)
+            power["lost_without_refit"] += float(missing.square().sum())
+        weight = (down.weight.detach().float() + _ridge(gram, cross, ridge).T).to(down.weight.dtype)
         down.weight = torch.nn.Parameter(weight, requires_grad=down.weight.requires_grad)
-        streams = [state + layer.mlp(layer.post_attention_layernorm(state)) for state in streams]
-        report["lost_without_refit"].append(missing_power / count)
-        report["lost"].append(max(missing_power - explained, 0.0) / count)
+        streams = [layer(stream, **own[index]) for stream, own in zip(streams, others, strict=True)]
+        for part, end, stream in zip(parts, ends[index], streams, strict=True):
+            power["lost"] += float(_missing(end, stream, part)[0].square().sum())
+        for name, value in power.items():
+            report[name].append(value / count)
         progress.step()
     return report
 
 
-def _ridge(gram: Tensor, cross: Tensor, ridge: float) -> tuple[Tensor, float]:
-    """X = (G + μ I)⁻¹ C [F, H] with μ = ridge · mean diag G, and by how much it lowers Σ‖missing‖²; solved in fp64."""
+def _missing(uncut: Tensor, found: Tensor, part: Packed) -> tuple[Tensor, Tensor]:
+    """What states [n, S, H] lack of the uncut model's, at the T positions with a token, relative to the length of those
+    [T, H]; one over that length [T, 1]."""
+    used = tokens(part.documents)
+    wanted = uncut[used].float()
+    share = wanted.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny).reciprocal()
+    return (wanted - found[used].float()) * share, share
+
+
+def _ridge(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
+    """X = (G + μ I)⁻¹ C [F, H] with μ = ridge · mean diag G; solved in fp64."""
     g, c = doubled(gram), doubled(cross)
     shrink = max(ridge * float(g.diagonal().mean()), torch.finfo(g.dtype).tiny)  # of neurons that are all zero
     factor = torch.linalg.cholesky(g + shrink * torch.eye(len(g), dtype=g.dtype, device=g.device))
-    solved = torch.cholesky_solve(c, factor)
-    # Σ‖m − Xᵀa‖² by the normal equations (G + μ) X = C: Σ‖m‖² − ⟨X, C⟩ − μ‖X‖².
-    explained = float((solved * c).sum() + shrink * solved.square().sum())
-    return solved.to(cross.device, torch.float32), explained
+    return torch.cholesky_solve(c, factor).to(cross.device, torch.float32)
 
 
 # ── The target's distributions on a few blocks, computed once and compared with many cuts of a donor ──
@@ -236,7 +238,7 @@ class TargetDistributions:
 def scored_logits(model: Any, part: Packed) -> Tensor:
     """Logits [N, V] of a model at the scored positions of some blocks, in order."""
     hidden = hidden_states(model, part)
-    return logit_form(model.config).apply(model.get_output_embeddings()(hidden[part.mask.to(hidden.device)]))
+    return head_logits(model, hidden[part.mask.to(hidden.device)])
 
 
 # ── What a recipe's cuts need, from configurations alone: possible sizes, a draft smaller than its target ──
@@ -272,7 +274,7 @@ def check_cut(recipe: Recipe) -> list[str]:
     """The planned draft, in lines to print; raises for an impossible donor or cut. Loads no weights."""
     settings, donor = recipe.cut, recipe.donor_model
     config = load_config(donor)
-    require_supported(config.model_type)
+    require_supported(config)
     lines = []
     if settings.transplant is not None:
         check_transplant(local_folder(donor), text_folder(recipe.target.model), settings.transplant.overrides)
@@ -411,7 +413,7 @@ def cut_folder(
     before any work, and DataError for texts of less than two blocks.
     """
     config = load_config(source)
-    require_supported(config.model_type)
+    require_supported(config)
     check_shape(config, settings)
     require_new_folder(destination)
     if target is not None:

@@ -15,33 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.packing import Packed, hidden_states, separation
+from distill.data.packing import Packed, hidden_states
 from distill.errors import DataError, RecipeError
 from distill.files import has_form, read_object, write_json
 from distill.progress import Progress
+from distill.surgery.parts import layer_settings, layers_of, put_layers, require_supported, set_layers, take_neurons
 from distill.surgery.results import Change, Size
 
 # ── The record of an operation on a model: its sizes and its divergence from the target, before and after ──
 # Every operation of this room makes a model folder from a model folder and returns Changes: `transplant.transplant`
 # streams files, `cutter.cut_folder` cuts a loaded model.
 
-SUPPORTED = ("qwen2", "qwen3", "llama", "mistral")
 RECORD = "surgery.json"  # beside the weights: the changes to a folder, oldest first
-
-
-def decoder_layers(model: Any) -> Any:
-    """The blocks of a supported model; raises DataError for an architecture that cannot be cut."""
-    require_supported(model.config.model_type)
-    return model.model.layers
-
-
-def require_supported(architecture: str) -> None:
-    """Raise DataError for an architecture that cannot be cut."""
-    if architecture not in SUPPORTED:
-        raise DataError(
-            f"surgery on architecture `{architecture}` is not supported",
-            f"supported: {', '.join(SUPPORTED)}; choose a donor of one of these",
-        )
 
 
 def size_of(model: Any, kept_vocabulary: int | None = None) -> Size:
@@ -148,7 +133,7 @@ def block_influence(model: Any, blocks: Packed) -> list[float]:
 
     Raises DataError when the blocks hold no token.
     """
-    layers = decoder_layers(model)
+    layers = layers_of(model)
     influence = [0.0] * len(layers)
     units: list[Tensor] = []  # along the states that the layers read, and at last along the last one's output
 
@@ -163,21 +148,26 @@ def block_influence(model: Any, blocks: Packed) -> list[float]:
             influence[index] += float((chord.square() / 2).sum())
         units.clear()
 
-    total = observe(model, blocks, [*((layer, keep) for layer in layers), (model.model.norm, finish)])
+    total = observe(model, blocks, [*((layer, keep) for layer in layers), (model.base_model.norm, finish)])
     return [value / total for value in influence]
 
 
-def run_layer(model: Any, index: int, part: Packed, state: Tensor) -> Tensor:
-    """The output [n, S, H] of one layer for the states [n, S, H] of a batch of blocks."""
-    masks = separation(model, part.documents, state.device)
-    output = decoder_layers(model)[index](
-        state,
-        attention_mask=masks[model.config.layer_types[index]] if isinstance(masks, dict) else masks,
-        position_ids=part.positions,
-        position_embeddings=model.model.rotary_emb(state, part.positions),
-        use_cache=False,
-    )
-    return output
+@torch.no_grad()
+def layer_calls(model: Any, part: Packed) -> list[tuple[Tensor, dict[str, Any]]]:
+    """What each layer is called with in a pass over a batch of blocks: the states [n, S, H], and the other arguments,
+    such as its own kind of mask and of positions."""
+    calls: list[tuple[Tensor, dict[str, Any]]] = []
+
+    def see(_module: Any, arguments: tuple[Tensor, ...], others: dict[str, Any]) -> None:
+        calls.append((arguments[0], others))
+
+    handles = [layer.register_forward_pre_hook(see, with_kwargs=True) for layer in layers_of(model)]
+    try:
+        hidden_states(model, part)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
 
 
 # ── Which layers stay, and a model without the others ──
@@ -187,7 +177,7 @@ Loss = Callable[[Any], float]
 
 def check_layers(config: Any, keep: int) -> None:
     """Raise RecipeError when a model of this configuration cannot keep `keep` layers."""
-    require_supported(config.model_type)
+    require_supported(config)
     if not 1 <= keep <= config.num_hidden_layers:
         raise RecipeError(
             f"{keep} layers are to be kept, but the donor has {config.num_hidden_layers}",
@@ -231,7 +221,7 @@ def choose_layers(
 
     Raises RecipeError for a number or for layers that are not possible; DataError for an unknown architecture.
     """
-    count = len(decoder_layers(model))
+    count = len(layers_of(model))
     report: dict[str, Any] = {"rule": rule, "layers": count}
     dropped: Sequence[int]
     if rule == "explicit":
@@ -256,7 +246,7 @@ def choose_layers(
 
 def _greedy(model: Any, drop: int, loss: Loss) -> list[dict[str, Any]]:
     """The layers removed one after the other, each with the loss without it."""
-    kept, steps = list(range(len(decoder_layers(model)))), []
+    kept, steps = list(range(len(layers_of(model)))), []
     evaluations = sum(len(kept) - removed for removed in range(drop))
     progress = Progress("layers: losses without one", evaluations, brief=True)
     for _ in range(drop):
@@ -277,45 +267,36 @@ def _greedy(model: Any, drop: int, loss: Loss) -> list[dict[str, Any]]:
 @contextmanager
 def only_layers(model: Any, kept: Sequence[int]) -> Iterator[None]:
     """Within the block, the model has only those layers; afterwards all of them again. No weights are copied."""
-    layers, config = model.model.layers, model.config
-    names = ("layer_types", "max_window_layers", "num_hidden_layers")
-    settings = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    sliding = getattr(model.model, "has_sliding_layers", None)
+    layers = layers_of(model)
+    settings = {name: getattr(model.config, name) for name in layer_settings(model.config, kept)}
     keep_layers(model, kept)
     try:
         yield
     finally:
-        model.model.layers = layers
-        for position, layer in enumerate(layers):
-            layer.self_attn.layer_idx = position
-        for name, value in settings.items():
-            setattr(config, name, value)
-        if sliding is not None:
-            model.model.has_sliding_layers = sliding
+        put_layers(model, layers)
+        _set_layers(model, settings)
 
 
 def keep_layers(model: Any, kept: Sequence[int]) -> None:
     """Keep those layers (ascending) in place, and cut every per-layer entry of the configuration with them.
 
-    The cache addresses layers by `layer_idx`, which is renumbered. Raises RecipeError for layers that do not exist.
+    Raises RecipeError for layers that do not exist.
     """
-    layers, config = decoder_layers(model), model.config
+    layers = layers_of(model)
     if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= len(layers):
         raise RecipeError(f"layers {list(kept)} cannot be kept", f"name some of 0 to {len(layers) - 1}, ascending")
-    model.model.layers = torch.nn.ModuleList([layers[i] for i in kept])
-    for position, layer in enumerate(model.model.layers):
-        layer.self_attn.layer_idx = position
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i] for i in kept]
-    if getattr(config, "max_window_layers", None) is not None:
-        config.max_window_layers = sum(1 for i in kept if i < config.max_window_layers)
-    config.num_hidden_layers = len(kept)
-    if hasattr(model.model, "has_sliding_layers"):
-        model.model.has_sliding_layers = "sliding_attention" in config.layer_types
+    put_layers(model, [layers[i] for i in kept])
+    _set_layers(model, layer_settings(model.config, kept))
+
+
+def _set_layers(model: Any, settings: dict[str, Any]) -> None:
+    set_layers(model.config, settings)
+    if hasattr(model.base_model, "has_sliding_layers"):
+        model.base_model.has_sliding_layers = "sliding_attention" in model.config.layer_types
 
 
 # ── Narrower MLPs: which neurons stay ──
-# A neuron is a row of gate_proj and up_proj and a column of down_proj. Legend: L layers, T tokens, F neurons, a [T,
+# A neuron is a row of gate and of up and a column of down_proj. Legend: L layers, T tokens, F neurons, a [T,
 # F] the inputs of down_proj.
 
 MULTIPLE = 32  # of neurons: GGUF's quantised types store rows in blocks of 32
@@ -323,7 +304,7 @@ MULTIPLE = 32  # of neurons: GGUF's quantised types store rows in blocks of 32
 
 def check_width(config: Any, width: int) -> None:
     """Raise RecipeError when an MLP of this configuration cannot be cut to `width`: its own, or a multiple below it."""
-    require_supported(config.model_type)
+    require_supported(config)
     full = config.intermediate_size
     possible = [*range(MULTIPLE, full, MULTIPLE), full]
     if width not in possible:
@@ -334,19 +315,9 @@ def check_width(config: Any, width: int) -> None:
         )
 
 
-def take(module: Any, index: Tensor, dim: int) -> None:
-    """Keep those outputs (dim 0, with their biases) or inputs (dim 1; the bias stays) of a Linear."""
-    weight = module.weight.detach().index_select(dim, index)
-    module.weight = torch.nn.Parameter(weight, requires_grad=module.weight.requires_grad)
-    module.out_features, module.in_features = weight.shape
-    if dim == 0 and module.bias is not None:
-        bias = module.bias.detach().index_select(0, index)
-        module.bias = torch.nn.Parameter(bias, requires_grad=module.bias.requires_grad)
-
-
 def neuron_scores(model: Any, blocks: Packed) -> list[Tensor]:
     """E[a²]·‖down column‖² [F] of each layer's neurons: the mean square that each adds to the residual stream."""
-    downs = [layer.mlp.down_proj for layer in decoder_layers(model)]
+    downs = [layer.mlp.down_proj for layer in layers_of(model)]
     squares = [torch.zeros(down.in_features, device=down.weight.device) for down in downs]
 
     def add(total: Tensor, a: Tensor) -> None:
@@ -377,11 +348,6 @@ def narrow(model: Any, blocks: Packed, width: int) -> dict[str, Any]:
 
 def keep_neurons(model: Any, neurons: Sequence[Sequence[int]]) -> None:
     """Keep those neurons of each layer's MLP (equally many, ascending); the model is changed in place."""
-    for layer, kept in zip(decoder_layers(model), neurons, strict=True):
-        mlp = layer.mlp
-        index = torch.tensor(kept, dtype=torch.long, device=mlp.down_proj.weight.device)
-        for linear, dim in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):
-            if len(kept) < linear.weight.shape[dim]:
-                take(linear, index, dim)
-        mlp.intermediate_size = len(kept)
+    for layer, kept in zip(layers_of(model), neurons, strict=True):
+        take_neurons(layer, kept)
     model.config.intermediate_size = len(neurons[0])

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from distill.errors import RecipeError
-from distill.surgery.layers import MULTIPLE, decoder_layers, keep_neurons
+from distill.surgery.layers import MULTIPLE, keep_neurons
+from distill.surgery.parts import gate_and_up, layers_of
 
 # ── The phases of a training and the schedule of λ ──
 # A run has three phases: dense (the first `start` of the steps), ramp (a proximal step after every optimizer step),
@@ -116,9 +117,10 @@ class Penalty(ABC):
 
 def group_parts(layer: Any) -> list[Tensor]:
     """Views of the parameters that hold the groups of a layer, with one neuron a row [F, ·]."""
-    gate, up, down = layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
-    biases = [linear.bias.detach().unsqueeze(1) for linear in (gate, up) if linear.bias is not None]
-    return [gate.weight.detach(), up.weight.detach(), down.weight.detach().T, *biases]
+    readers = gate_and_up(layer)
+    weights = [linear.weight.detach()[rows] for linear, rows in readers]
+    biases = [linear.bias.detach()[rows].unsqueeze(1) for linear, rows in readers if linear.bias is not None]
+    return [*weights, layer.mlp.down_proj.weight.detach().T, *biases]
 
 
 def _lengths(part: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ def balance(model: Any) -> None:
 
     The bias of up scales with its row and counts in its norm. A neuron with one of the two at zero is left alone.
     """
-    for layer in decoder_layers(model):
+    for layer in layers_of(model):
         _, up, down, *biases = group_parts(layer)
         rows = [up, *biases[1:]]
         size = torch.stack([_lengths(part) for part in rows]).norm(dim=0)
@@ -174,7 +176,7 @@ class GroupLasso(Penalty):
     """
 
     def __init__(self, model: Any, width: int, steps: int, *, start: float = 0.0, ramp: float = 0.2) -> None:
-        self.layers = list(decoder_layers(model))
+        self.layers = list(layers_of(model))
         self.neurons = int(self.layers[0].mlp.down_proj.in_features)
         require_fewer(width, self.neurons)
         super().__init__(steps, start, ramp)
@@ -253,7 +255,7 @@ class GroupLasso(Penalty):
         zero; `lambda_by_layer`, the mean λ of the ramp (what it took). A ramp that has not ended is cut off here, which
         these figures show.
         """
-        assert [id(layer) for layer in decoder_layers(model)] == [id(layer) for layer in self.layers]
+        assert [id(layer) for layer in layers_of(model)] == [id(layer) for layer in self.layers]
         if not self.frozen:
             self._freeze()
         keep_neurons(model, [kept.nonzero().view(-1).tolist() for kept in self.kept])
@@ -343,7 +345,7 @@ def block_matrices(model: Any) -> dict[str, torch.nn.Parameter]:
     """The weights of all linear layers of the blocks by name, `layers.0.mlp.up_proj` and so on."""
     return {
         f"layers.{index}.{name.removesuffix('.weight')}": parameter
-        for index, layer in enumerate(decoder_layers(model))
+        for index, layer in enumerate(layers_of(model))
         for name, parameter in layer.named_parameters()
         if parameter.ndim == 2
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import shutil
@@ -24,7 +25,6 @@ from distill.engines.loaded import growing_decoder, target_file
 from distill.engines.model import Model
 from distill.engines.pairs import require_pair
 from distill.engines.torch.hugging_face import (
-    KeptHead,
     describe_model,
     load_config,
     load_model,
@@ -33,8 +33,8 @@ from distill.engines.torch.hugging_face import (
     local_folder,
     real_tokens,
     text_folder,
-    write_kept,
 )
+from distill.engines.torch.kept import trimmed_head, write_kept
 from distill.errors import DataError
 from distill.files import copy_file, file_digest, read_json, read_result, write_folder, write_json, write_result
 from distill.folders import ModelSizes, copy_tokenizer
@@ -144,12 +144,11 @@ def price_vocabulary(
     whole = acceptance(recipe, target, distributions, healed)
     costs = _target_seconds(recipe, target, "pytorch")
     tried = []
-    full = healed.lm_head
     for size in sizes_between(least, len(order)):
         kept, shares = keep(counts, order, size)
-        healed.lm_head = full if size == len(order) else KeptHead(full, torch.tensor(kept))
         mass = min(shares.values())
-        step = _draft_seconds(recipe, healed, "pytorch")
+        with contextlib.nullcontext() if size == len(order) else trimmed_head(healed, kept):
+            step = _draft_seconds(recipe, healed, "pytorch")
         point = price(f"head of {size}", size, None, whole * mass, costs, step)
         tried.append({"size": size, "mass": mass, **asdict(point)})
         run.say(

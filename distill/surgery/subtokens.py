@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import ArrayLike, NDArray
 
-from distill.engines.torch.hugging_face import check_folder, check_weights
+from distill.engines.torch.hugging_face import check_folder, check_weights, load_config
 from distill.errors import DataError
 from distill.files import has_form
 from distill.folders import NUMPY_FLOATS, Stored, read_config, stored_tensors
-from distill.surgery.layers import require_supported
+from distill.surgery.parts import require_supported
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import RARE, Vocabulary, role_counterparts, stand_ins
 
@@ -276,7 +276,9 @@ def check_transplant(
     """
     check_folder(str(donor.absolute()))
     config = read_config(donor)
-    require_supported(str(config.get("model_type")))
+    whole = load_config(str(donor.absolute()))
+    require_supported(whole)
+    config.setdefault("tie_word_embeddings", whole.tie_word_embeddings)  # families have defaults of their own
     for key in SIZES:
         if not has_form(config.get(key), int):
             raise DataError(f"{donor}/config.json: {key} must be an integer", "give a whole folder")

@@ -18,11 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distill.engines.torch.hugging_face import load_config, local_folder, text_folder
 from distill.errors import DataError
 from distill.files import read_object, write_folder, write_json
 from distill.folders import ITEM_BYTES, NUMPY_FLOATS, Stored, copy_tokenizer, torch_type, write_header
 from distill.progress import Progress
 from distill.surgery.layers import read_changes, record_change
+from distill.surgery.parts import require_supported
 from distill.surgery.results import Change, Size
 from distill.surgery.subtokens import (
     EMBEDDING,
@@ -109,6 +111,13 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def folders_of(donor: str, target: str) -> tuple[Path, Path]:
+    """The folders of a donor and of a target, by path or name; a donor that cannot be cut is refused before its weights
+    are imported or fetched."""
+    require_supported(load_config(donor))
+    return local_folder(donor), text_folder(target)
 
 
 def _check_places(donor: Path, target: Path, destination: Path) -> None:
@@ -222,8 +231,6 @@ def _write_tensors(folder: Path, outputs: Mapping[str, Written]) -> None:
 
 def _new_config(inputs: TransplantInputs, tied: bool, dtype: str | None) -> dict[str, Any]:
     config = {**inputs.config, "vocab_size": inputs.rows, "tie_word_embeddings": tied}
-    if "tie_word_embeddings" not in inputs.config and not tied:
-        del config["tie_word_embeddings"]
     for role in ("bos", "eos", "pad"):
         key = f"{role}_token_id"
         configured = inputs.target_config.get(key)

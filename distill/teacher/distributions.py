@@ -98,9 +98,14 @@ class LogitForm:
     soft_cap: float = 0.0
 
     def apply(self, products: Tensor) -> Tensor:
-        """Logits [..., V] from products [..., V], in fp32."""
-        logits = products.float() * self.scale if self.scale != 1 else products.float()
+        """Logits [..., V] from products [..., V], in fp32 (fp64 if those are fp64)."""
+        logits = products.to(torch.promote_types(products.dtype, torch.float32))
+        logits = logits * self.scale if self.scale != 1 else logits
         return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """How fast the logits change with the products; to be read before `logits` [..., V] are written over."""
+        return self.scale * (1 - (logits / self.soft_cap).square()) if self.soft_cap else self.scale
 
 
 def logit_form(config: Any) -> LogitForm:
@@ -113,6 +118,11 @@ def logit_form(config: Any) -> LogitForm:
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     divisor = float(getattr(config, "logits_scaling", None) or 1.0)
     return LogitForm(scale / divisor, float(getattr(config, "final_logit_softcapping", None) or 0.0))
+
+
+def head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """The logits [..., V] of hidden states [..., H] after the final norm, by the model's head as it is, in fp32."""
+    return logit_form(model.config).apply(model.get_output_embeddings()(hidden))
 
 
 @dataclass(frozen=True)

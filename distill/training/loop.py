@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from distill.devices import peak_memory_bytes, synchronise
-from distill.engines.torch.hugging_face import FILE as KEPT_FILE
+from distill.engines.torch.kept import FILE as KEPT_FILE
 from distill.errors import DataError
 from distill.files import copy_file, from_json, write_folder, write_json, write_result
 from distill.folders import copy_tokenizer

@@ -25,13 +25,14 @@ from distill.divergences import LEAST_ACCEPTANCE, LK_DECAY
 from distill.engines.torch.cpu_products import filled_count
 from distill.errors import DataError
 from distill.recipe.training import LossName
-from distill.teacher.distributions import EMPTY, Teacher, TeacherChunk
+from distill.teacher.distributions import EMPTY, LogitForm, Teacher, TeacherChunk
 
 # ── Losses over the outcomes of a position with closed-form gradients ──
 
 # Formulas in distill/divergences.py under the same names.
 LOSSES: tuple[str, ...] = get_args(LossName)
 STATISTICS = ("forward_kl", "cross_entropy", "acceptance", "agreement", "match")
+PLAIN = LogitForm()
 
 
 Term = tuple[Tensor, Callable[[], Tensor]]  # a loss [r], and its gradient [r, M], computed on demand
@@ -298,6 +299,7 @@ class _Scoring:
     chunk: int
     kind: torch.dtype
     wide: torch.dtype  # of everything but the products
+    form: LogitForm
 
 
 @torch.no_grad()
@@ -335,9 +337,11 @@ def _positions(
             at = slice(start + block.start, start + block.stop)
             ids = None if target.ids is None else target.ids[block]
             own = TeacherChunk(ids, target.log_probabilities[block], target.log_tail[block])
-            values[at], gradient = score_block(logits[block].to(wide), own, scoring.labels[at], settings, with_gradient)
+            formed = scoring.form.apply(logits[block].to(wide))
+            slope = scoring.form.slope(formed)
+            values[at], gradient = score_block(formed, own, scoring.labels[at], settings, with_gradient)
             if gradient is not None:
-                logits[block] = gradient
+                logits[block] = gradient if scoring.form == PLAIN else gradient * slope
         del target
         if d_hidden is not None:
             d_hidden[here] = (logits @ rows)[:scored]
@@ -400,6 +404,7 @@ def head_loss(
     settings: LossSettings,
     chunk: int,
     bias: Tensor | None = None,
+    form: LogitForm = PLAIN,
 ) -> tuple[Tensor, LossSums]:
     """Σ loss over the positions, and the sums for the log.
 
@@ -412,7 +417,7 @@ def head_loss(
     assert len(teacher) == len(hidden) == len(labels) and teacher.columns <= len(head) and chunk >= 1
     automatic = torch.is_autocast_enabled(hidden.device.type)
     kind = torch.get_autocast_dtype(hidden.device.type) if automatic else hidden.dtype
-    scoring = _Scoring(teacher, labels.long(), settings, chunk, kind, torch.promote_types(kind, torch.float32))
+    scoring = _Scoring(teacher, labels.long(), settings, chunk, kind, torch.promote_types(kind, torch.float32), form)
     with torch.autocast(hidden.device.type, enabled=False):  # so that neither the teacher nor the logs are rounded
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, head, bias)):
             total, values = _HeadLoss.apply(hidden, head, bias, scoring)

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from distill.data.texts import AnswerTexts, lacking_classes, read_prompts
 from distill.devices import CPU, make_current, pick_device
-from distill.engines.torch.hugging_face import load_config, load_model, load_target, read_kept
-from distill.errors import DataError, RecipeError, RunError
+from distill.engines.torch.hugging_face import load_config, load_model, load_target
+from distill.engines.torch.kept import read_kept
+from distill.errors import RecipeError, RunError
 from distill.files import read_result
 from distill.processes import process_count
 from distill.recipe import Recipe, Train
 from distill.run import Run
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
-from distill.teacher.distributions import LogitForm, logit_form
 from distill.teacher.store import TeacherSource, open_teacher, read_manifest, require_fit
 from distill.training.adapters import attach, load_base
 from distill.training.checkpoints import plain
@@ -226,15 +226,6 @@ def tracked(accelerator: Any) -> Iterator[None]:
         accelerator.trackers.clear()
 
 
-def require_plain_logits(config: Any) -> None:
-    """Raise DataError for a draft of a configuration that caps or scales its logits."""
-    if logit_form(config) != LogitForm():
-        raise DataError(
-            f"the draft, a {config.model_type}, caps or scales its logits, which the losses do not support",
-            "choose a donor of another architecture, such as qwen2, qwen3 or llama",
-        )
-
-
 def load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
     """The cut donor, whole head included, with adapters where the recipe asks for them."""
     settings, init = recipe.train, run.path("cut")
@@ -242,7 +233,6 @@ def load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
         draft = load_model(str(init), "float32", device, trimmed=False)
     else:
         draft = attach(load_base(init, settings.adapter, device), settings.adapter, recipe.seed)
-    require_plain_logits(draft.config)
     if settings.checkpointing:
         recompute_activations(draft)
     if settings.compile:

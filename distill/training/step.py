@@ -19,7 +19,7 @@ from distill.recipe import Loss, Recipe, Train
 from distill.recipe.recipe import REASON
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import require_ramp
-from distill.teacher.distributions import CompactTeacher, DenseTeacher, Teacher
+from distill.teacher.distributions import CompactTeacher, DenseTeacher, Teacher, logit_form
 from distill.teacher.store import TeacherSource
 from distill.training.losses import LossSettings, LossSums, head_loss
 from distill.training.optimizer import make_optimizer, rate_share, set_rates, with_rate
@@ -166,7 +166,7 @@ class Learner(torch.nn.Module):
         bias = None if getattr(head, "bias", None) is None else self.columns.rows(head.bias)
         teacher = self.columns.teacher(teacher)
         labels = self.columns.labels(blocks.labels().long()[blocks.mask])
-        total, sums = head_loss(hidden, weight, teacher, labels, loss, self.chunk, bias)
+        total, sums = head_loss(hidden, weight, teacher, labels, loss, self.chunk, bias, logit_form(self.draft.config))
         if states_weight:
             error = state_error(hidden, target_states(teacher, hidden))
             total, sums = total + states_weight * error, sums.joined(f"loss/{STATES}", error)

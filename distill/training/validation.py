@@ -26,7 +26,8 @@ from distill.decoding.decode import Decoded
 from distill.decoding.rules import Rules
 from distill.devices import memory_ran_out
 from distill.engines.loaded import growing_decoder
-from distill.engines.torch.hugging_face import KeptHead, end_ids, load_tokenizer
+from distill.engines.torch.hugging_face import end_ids, load_tokenizer
+from distill.engines.torch.kept import trimmed_head
 from distill.engines.torch.model import BatchedTorchModel
 from distill.errors import DistillError, RunError
 from distill.files import from_json
@@ -34,7 +35,7 @@ from distill.processes import agree
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.teacher.distributions import TeacherChunk
+from distill.teacher.distributions import TeacherChunk, head_logits
 from distill.teacher.store import TeacherStore, held_out
 from distill.training.checkpoints import BEST, load_weights, save_weights, step_of_weights
 from distill.training.results import ACCEPTANCE_STAGE, STORED, EvaluatedWeights
@@ -237,7 +238,7 @@ class StoredAnswers:
             teacher = self.store.teacher(index, hidden.device)
             for start in range(0, len(hidden), chunk):
                 rows = slice(start, start + chunk)
-                logits = draft.lm_head(hidden[rows]).float()
+                logits = head_logits(draft, hidden[rows])
                 logits[:, self.store.vocabulary :] = -torch.inf
                 low, high = stored_chances(teacher.chunk(rows), logits, protocol)
                 least, largest = least + float(low.double().sum()), largest + float(high.double().sum())
@@ -252,15 +253,12 @@ class StoredAnswers:
 @contextmanager
 def served_form(draft: Any, kept: Sequence[int] | None) -> Iterator[Any]:
     """Within the block, the draft as it is served: in evaluation mode, and a trimmed one with the kept head alone."""
-    training, head = draft.training, draft.lm_head
-    caching = draft.config.use_cache
+    training, caching = draft.training, draft.config.use_cache
     draft.eval()
-    if kept is not None:
-        draft.lm_head = KeptHead(head, torch.tensor(kept))
     try:
-        yield draft
+        with contextlib.nullcontext() if kept is None else trimmed_head(draft, kept):
+            yield draft
     finally:
-        draft.lm_head = head
         draft.config.use_cache = caching
         draft.train(training)
 

@@ -338,7 +338,7 @@ def _ids(found: Sequence[Any]) -> None:
 
 
 def _special_readers(run: Run, name: str, path: Path) -> Readers:
-    from distill.engines.torch.hugging_face import read_kept
+    from distill.engines.torch.kept import read_kept
     from distill.files import read_json
     from distill.measuring.calibrate import load_calibrations, load_texts, read_ranks
     from distill.teacher.stage import stored_entries

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, processors
 from toys import save_toy, toy, toy_tokenizer
 
 from distill.engines.pairs import PairReport, VocabularyMetadata, compare_pair, require_pair
-from distill.engines.torch.hugging_face import write_kept
+from distill.engines.torch.kept import write_kept
 from distill.errors import DataError, PairError
 from distill.gguf.tokens import DEFAULTS, PRE_ADDS_BOS, PRE_WITHOUT_BOS
 from distill.gguf.writer import export_gguf

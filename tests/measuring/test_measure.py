@@ -16,7 +16,7 @@ from toys import random_prompts, toy
 
 from distill.data.packing import Packed, pack, packed_inputs
 from distill.decoding.decode import Round
-from distill.engines.torch.hugging_face import trim_head
+from distill.engines.torch.kept import trim_head
 from distill.engines.torch.model import TorchModel
 from distill.errors import DataError
 from distill.intervals import Interval, ratio_interval

@@ -32,6 +32,7 @@ from distill.planning.hardware import read_hardware
 from distill.planning.plan import forecast
 from distill.recipe import Recipe, load_recipe
 from distill.surgery.cutter import TargetDistributions, check_cut, check_smaller, cut_model
+from distill.surgery.parts import require_supported
 from distill.surgery.stage import load_donor
 from distill.teacher.store import OnlineTarget
 from distill.training.step import Columns, Learner, check_training, heal, loss_settings
@@ -253,14 +254,16 @@ def test_cut_step_and_export_at_small_width(name: str, tmp_path: Path) -> None:
     assert Vocabulary.read(draft).tokens == Vocabulary.read(found["target"]).tokens
 
 
-def test_a_gemma_as_donor_is_refused(tmp_path: Path) -> None:
-    """As the recipe says up front: even a smaller one with the target's vocabulary, whole, before any work."""
+def test_a_gemma_as_donor(tmp_path: Path) -> None:
+    """As the recipe says up front: a smaller one with the target's vocabulary, and not the target itself."""
     places, overrides = folders(RECIPES / "gemma-3-27b.yaml", tmp_path, CONFIGURATIONS)
     tokenizer(places["donor"], "google/gemma-3-1b-it")
     (places["donor"] / "config.json").write_text(json.dumps(GEMMA | {"num_hidden_layers": 26, "hidden_size": 1152}))
-    recipe = load_recipe(RECIPES / "gemma-3-27b.yaml", [*overrides, "cut.transplant=null"])
-    with pytest.raises(DataError, match="surgery on architecture `gemma3_text` is not supported"):
-        check_cut(recipe)
+    recipe = load_recipe(RECIPES / "gemma-3-27b.yaml", [*overrides, "cut.transplant=null", "cut.layers=6"])
+    assert any("26 layers -> 6" in line for line in check_cut(recipe))
+    with pytest.raises(DataError, match="`gemma3` is not supported") as refused:
+        require_supported(load_config(str(places["target"])))
+    assert "save its language model, a gemma3_text" in str(refused.value.hint)
 
 
 def test_a_gemma_that_reads_images_is_never_loaded(tmp_path: Path) -> None:

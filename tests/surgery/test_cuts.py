@@ -27,6 +27,7 @@ from distill.surgery.layers import (
     parse_layers,
     size_of,
 )
+from distill.surgery.parts import FAMILIES
 
 torch.set_num_threads(1)
 
@@ -45,6 +46,17 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral": {},
 }
 KINDS = [name for name in CASES if " " not in name]
+SETTINGS: dict[str, dict[str, Any]] = {  # beside those of toys.FAMILIES
+    "gemma3_text": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True},
+    "granite": {
+        **{"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+        "mlp_bias": True,
+    },
+    "cohere2": {"tie_word_embeddings": True, "sliding_window": 5},
+    "seed_oss": {"mlp_bias": True},
+}
+CASES |= {name: SETTINGS.get(name, {}) for name in FAMILIES if name not in KINDS}
 RULES = ("last-but-one", "influence", "greedy", "explicit")
 
 
@@ -342,12 +354,13 @@ def test_cuts_that_cannot_be(kind: str) -> None:
         with pytest.raises(RecipeError, match=says):
             act()
     assert torch.equal(logits(model), before) and config.to_dict() == settings  # refused before anything changed
-    config.model_type = "gpt_neox"
+    config.model_type, config.vocab_size = "gpt_neox", 151_936
     for act in (
         lambda: check_layers(config, 1),
         lambda: check_width(config, 32),
         lambda: chosen(model, 1, "last-but-one"),
         lambda: narrow(model, BLOCKS, 32),
     ):
-        with pytest.raises(DataError, match="supported: qwen2, qwen3, llama, mistral"):
+        with pytest.raises(DataError, match="`gpt_neox` is not supported") as raised:
             act()
+        assert "Qwen/Qwen3-0.6B" in raised.value.hint and ", ".join(FAMILIES) in raised.value.hint

@@ -90,13 +90,22 @@ class Training:
         return self
 
 
+def gate_and_up(mlp: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of each, of a fused matrix by transformers' order."""
+    if hasattr(mlp, "gate_up_proj"):
+        gate, up = mlp.gate_up_proj.weight.chunk(2)
+        return gate, up
+    return mlp.gate_proj.weight, mlp.up_proj.weight
+
+
 def groups(layer: Any) -> list[torch.Tensor]:
     """The groups one by one, fp64."""
     mlp = layer.mlp
+    gate, up = gate_and_up(mlp)
     found = []
-    for j in range(mlp.gate_proj.weight.shape[0]):
-        parts = [mlp.gate_proj.weight[j], mlp.up_proj.weight[j], mlp.down_proj.weight[:, j]]
-        if mlp.gate_proj.bias is not None:
+    for j in range(len(gate)):
+        parts = [gate[j], up[j], mlp.down_proj.weight[:, j]]
+        if hasattr(mlp, "gate_proj") and mlp.gate_proj.bias is not None:
             parts += [mlp.gate_proj.bias[j : j + 1], mlp.up_proj.bias[j : j + 1]]
         found.append(torch.cat(parts).detach().double())
     return found
@@ -106,7 +115,7 @@ def dead(layer: Any) -> list[int]:
     return [j for j, group in enumerate(groups(layer)) if not group.any()]
 
 
-KINDS = ("qwen2", "llama with biases")
+KINDS = ("qwen2", "llama with biases", "phi3")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,7 +136,7 @@ def test_the_lasso_from_the_ramp_to_the_cut(kind: str) -> None:
     assert [len(own) for own in removed] == [WIDE - WIDTH] * 2 and removed[0] != removed[1]
     at_freeze = divergence(run.model, kind, HELD_OUT).item()
     # The moments of what was removed still move it: holding it is not for nothing.
-    moment = run.optimizer.state[run.model.model.layers[0].mlp.gate_proj.weight]["exp_avg"]
+    moment = run.optimizer.state[run.model.model.layers[0].mlp.down_proj.weight]["exp_avg"].T
     assert moment[removed[0]].abs().max() > 0
     for step in range(end, STEPS):
         run.steps(step + 1)
@@ -146,7 +155,7 @@ def test_the_lasso_from_the_ramp_to_the_cut(kind: str) -> None:
     assert run.model.config.intermediate_size == WIDTH
     for layer, old, gone in zip(run.model.model.layers, masked.model.layers, removed, strict=True):
         kept = [j for j in range(WIDE) if j not in gone]
-        assert layer.mlp.gate_proj.weight.shape == (WIDTH, 32) and layer.mlp.down_proj.weight.shape == (32, WIDTH)
+        assert [*map(len, gate_and_up(layer.mlp))] == [WIDTH] * 2 and layer.mlp.down_proj.weight.shape == (32, WIDTH)
         assert torch.equal(torch.stack(groups(layer)), torch.stack(groups(old))[kept])
     assert details["removed_zero_share"] == [count / (WIDE - WIDTH) for count in before_freeze]
     assert details["frozen_at_step"] == end
@@ -188,29 +197,29 @@ def test_the_proximal_step_by_hand(bias: bool) -> None:
     assert len(dead(layer)) == zeros == round(figures["zero_share"] * (WIDE - WIDTH))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3", "mistral", "gemma3", "glm4"])
 def test_balancing_changes_norms_and_nothing_else(kind: str) -> None:
     changes = {"mlp_bias": True} if "biases" in kind else {}
     model = toy(kind.split()[0], vocabulary=V, **changes).double()
     layer = model.model.layers[0].mlp
     with torch.no_grad():  # dead in one half: nothing to balance
         layer.down_proj.weight[:, 3] = 0
-        layer.up_proj.weight[5] = 0
-        if layer.up_proj.bias is not None:
+        gate_and_up(layer)[1][5] = 0
+        if changes:
             layer.up_proj.bias[5] = 0
     untouched = [groups(model.model.layers[0])[j] for j in (3, 5)]
-    gates = [layer.mlp.gate_proj.weight.clone() for layer in model.model.layers]
+    gates = [gate_and_up(layer.mlp)[0].clone() for layer in model.model.layers]
     before = logits(model)
     balance(model)
     torch.testing.assert_close(logits(model), before, rtol=1e-11, atol=1e-11)
     assert all(torch.equal(groups(model.model.layers[0])[j], old) for j, old in zip((3, 5), untouched, strict=True))
     for index, (layer, gate) in enumerate(zip((each.mlp for each in model.model.layers), gates, strict=True)):
-        up = layer.up_proj.weight.square().sum(1)
-        if layer.up_proj.bias is not None:
+        up = gate_and_up(layer)[1].square().sum(1)
+        if changes:
             up = up + layer.up_proj.bias.square()
         alive = [j for j in range(48) if index or j not in (3, 5)]
         torch.testing.assert_close(up[alive], layer.down_proj.weight.square().sum(0)[alive], rtol=1e-12, atol=0)
-        assert torch.equal(layer.gate_proj.weight, gate)
+        assert torch.equal(gate_and_up(layer)[0], gate)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from functools import cache
@@ -16,10 +17,11 @@ from safetensors.torch import load_file
 from test_vocabulary import byte_level, save, sentencepiece, shared
 from tokenizers import Tokenizer
 from toys import KINDS, toy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from distill.errors import DataError
 from distill.surgery.layers import read_changes, size_of
+from distill.surgery.parts import FAMILIES
 from distill.surgery.subtokens import (
     COPY,
     EMBEDDING,
@@ -90,11 +92,19 @@ def test_the_command_says_what_a_transplant_opens(tmp_path: Path, capsys: pytest
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("make", [bytes_folder, spaces_folder])
+@pytest.mark.parametrize(
+    "kind, tied, make",
+    [
+        *itertools.product(KINDS, (True, False), (bytes_folder, spaces_folder)),
+        *((kind, True, spaces_folder) for kind in FAMILIES if kind not in KINDS),
+    ],
+)
 def test_its_own_vocabulary_changes_nothing(kind: str, tied: bool, make: Any, tmp_path: Path) -> None:
     donor = model_folder(make(tmp_path / "donor"), kind, tie_word_embeddings=tied)
+    path = donor / "config.json"  # Gemma's own says nothing of its head
+    stated = json.loads(path.read_text())
+    if AutoConfig.for_model(stated["model_type"]).tie_word_embeddings == tied:
+        path.write_text(json.dumps({key: value for key, value in stated.items() if key != "tie_word_embeddings"}))
     before = load_file(donor / "model.safetensors")
     change = transplant(donor, donor, tmp_path / "new")
     after = load_file(tmp_path / "new" / "model.safetensors")
@@ -117,29 +127,34 @@ def by_hand(donor: Vocabulary, subtokens: Subtokens, matrix: torch.Tensor, decay
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("forward", [True, False])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_between_families(forward: bool, tied: bool, dtype: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind, forward, tied, dtype",
+    [
+        *itertools.product(["qwen2"], (True, False), (True, False), (None, "bfloat16")),
+        *((kind, False, True, None) for kind in FAMILIES if kind not in KINDS),
+    ],
+)
+def test_between_families(kind: str, forward: bool, tied: bool, dtype: str | None, tmp_path: Path) -> None:
     make = (bytes_folder, spaces_folder) if forward else (spaces_folder, bytes_folder)
-    donor, target = model_folder(make[0](tmp_path / "donor"), tie_word_embeddings=tied), make[1](tmp_path / "target")
+    donor = model_folder(make[0](tmp_path / "donor"), kind, tie_word_embeddings=tied)
+    target = make[1](tmp_path / "target")
     (target / "config.json").write_text(json.dumps({"vocab_size": 290, "eos_token_id": [3, 4]}))
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4], "temperature": 1.0}))
     change = transplant(donor, target, tmp_path / "new", dtype=dtype, decay=0.4)
     ours, theirs = Vocabulary.read(donor), Vocabulary.read(target)
     subtokens = map_subtokens(ours, theirs)
     old, new = load_file(donor / "model.safetensors"), load_file(tmp_path / "new" / "model.safetensors")
-    kind = torch.bfloat16 if dtype else torch.float32
-    assert set(new) == set(old) | {HEAD} and {tensor.dtype for tensor in new.values()} == {kind}
-    assert all(torch.equal(new[name], old[name].to(kind)) for name in set(old) - {EMBEDDING, HEAD})
+    written = torch.bfloat16 if dtype else torch.float32
+    assert set(new) == set(old) | {HEAD} and {tensor.dtype for tensor in new.values()} == {written}
+    assert all(torch.equal(new[name], old[name].to(written)) for name in set(old) - {EMBEDDING, HEAD})
     count = theirs.size
     exact = by_hand(ours, subtokens, old[EMBEDDING], None)
-    assert torch.equal(new[EMBEDDING][:count], exact.to(kind))
+    assert torch.equal(new[EMBEDDING][:count], exact.to(written))
     mean = by_hand(ours, subtokens, old[EMBEDDING] if tied else old[HEAD], 0.4)
     tolerance = 2**-8 if dtype else 1e-6
     torch.testing.assert_close(new[HEAD][:count].double(), mean, rtol=tolerance, atol=1e-6)
     single = torch.from_numpy(numpy.diff(subtokens.offsets) == 1)
-    assert torch.equal(new[HEAD][:count][single], mean[single].to(kind)) and not bool(single.all())
+    assert torch.equal(new[HEAD][:count][single], mean[single].to(written)) and not bool(single.all())
     for name in (EMBEDDING, HEAD):
         assert new[name].shape == (290, 32) and not new[name][count:].any()
         assert bool(new[name][:count].any(1).all())
@@ -151,9 +166,9 @@ def test_between_families(forward: bool, tied: bool, dtype: str | None, tmp_path
     assert model.config.eos_token_id == [3, 4] == model.generation_config.eos_token_id
     assert model.config.bos_token_id == theirs.roles.get("bos")
     assert model.config.pad_token_id == theirs.roles.get("pad")
-    written, meant = AutoTokenizer.from_pretrained(tmp_path / "new"), AutoTokenizer.from_pretrained(target)
-    assert written("ab a\xff日 c<|im_end|>").input_ids == meant("ab a\xff日 c<|im_end|>").input_ids
-    assert written.chat_template == meant.chat_template
+    found, meant = AutoTokenizer.from_pretrained(tmp_path / "new"), AutoTokenizer.from_pretrained(target)
+    assert found("ab a\xff日 c<|im_end|>").input_ids == meant("ab a\xff日 c<|im_end|>").input_ids
+    assert found.chat_template == meant.chat_template
     recorded = read_changes(tmp_path / "new")
     assert recorded == [json.loads(json.dumps(change.as_json()))]
 

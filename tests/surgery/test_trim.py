@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM
 from distill import divergences
 from distill.data.texts import Answer
 from distill.decoding.decode import plain
-from distill.engines.torch.hugging_face import load_model, read_kept, trim_head, write_kept
+from distill.engines.torch.hugging_face import load_model
+from distill.engines.torch.kept import read_kept, trim_head, trimmed_head, write_kept
 from distill.engines.torch.model import TorchModel
 from distill.errors import RecipeError
 from distill.measuring.slices import METRICS, position_metrics
 from distill.sampler import Sampler
 from distill.surgery import trim
+from distill.surgery.parts import FAMILIES
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head
 from distill.teacher.store import compress
 from distill.training.losses import LossSettings, head_loss
@@ -38,9 +40,9 @@ def kept_ids(seed: int = 0) -> list[int]:
     return sorted(numpy.random.default_rng(seed).permutation(V)[:K].tolist())
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_kept_logits_are_the_full_ones(tied: bool, tmp_path: Path) -> None:
-    model = toy("llama", V, tie_word_embeddings=tied)
+@pytest.mark.parametrize("kind, tied", [("llama", False), *((kind, True) for kind in FAMILIES)])
+def test_kept_logits_are_the_full_ones(kind: str, tied: bool, tmp_path: Path) -> None:
+    model = toy(kind, V, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
     write_kept(tmp_path, kept_ids(), V, {})
     ids = torch.tensor([random_prompts(1, V, 0)[0]])
@@ -48,6 +50,9 @@ def test_kept_logits_are_the_full_ones(tied: bool, tmp_path: Path) -> None:
     kept = torch.tensor(kept_ids())
     torch.testing.assert_close(trimmed[..., kept], full[..., kept], rtol=1e-6, atol=1e-6)
     assert int(torch.isneginf(trimmed).sum()) == full.shape[1] * (V - K)
+    with trimmed_head(model, kept_ids()):
+        assert torch.equal(model(ids).logits, trimmed)
+    assert torch.equal(model(ids).logits, full)
     # Everyone else still loads the full head.
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, full)
     assert torch.equal(load_model(str(tmp_path), "float32", CPU, trimmed=False)(ids).logits, full)

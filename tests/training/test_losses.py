@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from distill import divergences
 from distill.errors import DataError
+from distill.teacher.distributions import LogitForm
 from distill.training import losses as bucket
 from distill.training.losses import LOSSES, LossSettings, head_loss
 
@@ -96,14 +97,23 @@ def test_mixtures_add_up(k: int | None) -> None:
     st.dictionaries(st.sampled_from(LOSSES), st.floats(0.1, 2), min_size=1, max_size=4),
     st.floats(0.4, 3),
     st.integers(1, N + 2),
+    st.sampled_from([LogitForm(), LogitForm(0.3), LogitForm(2.0, 5.0)]),
 )
 def test_any_mixture(
-    seed: int, kind: str, k: int | None, trimmed: int | None, padding: int, losses: dict[str, float], t: float, c: int
+    seed: int,
+    kind: str,
+    k: int | None,
+    trimmed: int | None,
+    padding: int,
+    losses: dict[str, float],
+    t: float,
+    c: int,
+    form: LogitForm,
 ) -> None:
     problem = Problem(k, kind, seed, padding, trimmed)
     settings = LossSettings(losses, temperature=t)
-    total, _, *gradients = problem.expected(settings)
-    got, _, *own = fused(problem, settings, c)
+    total, _, *gradients = problem.expected(settings, form)
+    got, _, *own = fused(problem, settings, c, form=form)
     near(got, total, 1e-8, 1e-6)
     for left, right in zip(own, gradients, strict=True):
         near(left, right, 1e-8, 1e-6)

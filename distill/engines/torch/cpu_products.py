@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, pad, scaled_dot_product_attention, silu
 
-from distill.engines.torch.hugging_face import KeptHead
+from distill.engines.torch.kept import KeptHead
 from distill.engines.torch.model import shortest_window
 from distill.errors import DataError
 

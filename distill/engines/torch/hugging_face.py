@@ -7,14 +7,12 @@ to (distill/gguf/importing.py).
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from distill.devices import CPU, has_fast_bfloat16, pick_device
 from distill.engines.torch.intact import (
@@ -25,8 +23,9 @@ from distill.engines.torch.intact import (
     require_possible,
     require_whole,
 )
+from distill.engines.torch.kept import read_kept, trim_head
 from distill.errors import DataError, DistillError, RunError
-from distill.files import finish_folder, has_form, read_object, write_json
+from distill.files import finish_folder, has_form, read_object
 from distill.folders import (
     HINT,
     ModelSizes,
@@ -369,66 +368,6 @@ def offline() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
-
-
-# ── Trimmed heads: a draft proposes only the kept tokens; its folder still holds the full head ──
-# `kept_tokens.json` beside the weights lists the kept ids. Our loader computes only their logits and gives the
-# others −inf; plain transformers and llama.cpp ignore the file and use the full head. Legend: V vocabulary, K kept
-# tokens, H hidden.
-
-FILE = "kept_tokens.json"
-
-
-def write_kept(folder: Path, kept: list[int], vocabulary: int, metadata: dict[str, Any]) -> None:
-    """Write kept_tokens.json: `kept` ids, ascending, of `vocabulary` rows; `metadata` records how they were chosen."""
-    write_json(folder / FILE, {"format": 1, "vocabulary": vocabulary, "kept": kept, **metadata})
-
-
-def read_kept(folder: Path) -> dict[str, Any] | None:
-    """kept_tokens.json of a model folder, None where there is none; raises DataError when it is damaged."""
-    path = folder / FILE
-    if not path.is_file():
-        return None
-    hint = f"delete it to use the full head, or trim {folder} again"
-    content = read_object(path, hint)
-    if not has_form(content, {"kept": [int], "vocabulary": int}):
-        raise DataError(f"{path} is damaged: `kept` must be a list of ids, `vocabulary` a number", hint)
-    kept, size = content["kept"], content["vocabulary"]
-    if not kept or not all(a < b for a, b in itertools.pairwise(kept)) or kept[0] < 0 or kept[-1] >= size:
-        raise DataError(f"{path} is damaged: the kept ids are not ascending ids of the vocabulary", hint)
-    return content
-
-
-class KeptHead(torch.nn.Module):
-    """A head that multiplies only the kept rows [K, H] and spreads the result over V columns, −inf elsewhere."""
-
-    kept: Tensor
-    weight: Tensor
-
-    def __init__(self, head: torch.nn.Linear, kept: Tensor) -> None:
-        super().__init__()
-        self.rows = head.weight.shape[0]
-        self.product: torch.nn.Module | None = None  # what multiplies instead of torch's own product
-        self.register_buffer("kept", kept.to(head.weight.device), persistent=False)
-        self.register_buffer("weight", head.weight.detach()[kept.to(head.weight.device)].clone(), persistent=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., H]."""
-        if self.product is not None:
-            kept_logits = self.product(hidden)
-        else:
-            kept_logits = torch.nn.functional.linear(hidden, self.weight)
-        logits = kept_logits.new_full((*kept_logits.shape[:-1], self.rows), -torch.inf)
-        return logits.index_copy_(-1, self.kept, kept_logits)
-
-
-def trim_head(model: Any, kept: list[int]) -> Any:
-    """Let a loaded model compute only the kept tokens' logits; for inference, since such a model cannot be saved."""
-    rows = model.lm_head.weight.shape[0]
-    if kept[-1] >= rows:
-        raise DataError(f"{FILE} keeps token {kept[-1]}, the head has {rows} rows", "trim this folder again")
-    model.lm_head = KeptHead(model.lm_head, torch.tensor(kept))
-    return model
 
 
 # ── Whether a folder's tensors are those that its config.json asks for, from safetensors headers alone ──
