@@ -29,6 +29,7 @@ from distill.engines.model import Model
 from distill.intervals import speed_ratio
 from distill.measuring.identity import Identity, Rounding, count_texts
 from distill.measuring.speedup_results import (
+    REPEATS,
     ChosenLength,
     GroupFigures,
     Measurement,
@@ -282,9 +283,24 @@ def measurements(
             excused=None if identity is None else identity.excused,
             different=None if identity is None else identity.different,
             lossy=one.lossy,
+            repeated=repeated_share([text.decoded.tokens for text in texts if text.title == one.title]),
         )
         rows.append(row)
     return rows
+
+
+def repeated_share(texts: Sequence[Sequence[int]]) -> float:
+    """The share of all tokens that lie in REPEATS tokens which the same text had before; 0 without tokens."""
+    total = repeated = 0
+    for text in texts:
+        seen, reached = set[tuple[int, ...]](), 0  # up to where tokens are counted
+        for start in range(len(text) - REPEATS + 1):
+            if (run := tuple(text[start : start + REPEATS])) in seen:
+                repeated += start + REPEATS - max(start, reached)
+                reached = start + REPEATS
+            seen.add(run)
+        total += len(text)
+    return repeated / total if total else 0.0
 
 
 def rounds_of(texts: Sequence[TimedText], title: str) -> list[Round]:

@@ -30,6 +30,9 @@ class PairMeasured:
         return self.pair, self.backend
 
 
+REPEATS = 16  # tokens in a row that a text had before: they count as repeated
+
+
 @dataclass(frozen=True)
 class Measurement(PairMeasured):
     """What one configuration gave on all prompts, beside the plain run of the same sampler.
@@ -39,6 +42,8 @@ class Measurement(PairMeasured):
     `identical`, `excused` and `different` count texts against the plain greedy run; None where texts are sampled.
     `lossy` is the reason why the text does not follow the target's distribution, None where it does.
     `predicted` is the speedup expected from measured costs and acceptance, `nodes` the size of a tree that was chosen.
+    `repeated` is the share of the tokens that lie in REPEATS tokens which the same text had before: lookups profit from
+    these, and a degenerate text is full of them.
     """
 
     configuration: str
@@ -62,6 +67,7 @@ class Measurement(PairMeasured):
     different: int | None
     lossy: str | None
     nodes: int | None = None
+    repeated: float | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from distill.intervals import Interval
 from distill.measuring.speedup_results import (
+    REPEATS,
     BatchFigures,
     ChosenLength,
     GroupFigures,
@@ -49,7 +50,13 @@ def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[
     }
     chosen = {id(one) for one in best}
     classes = ["best" if id(one) in chosen else "plain" if one.is_plain else "" for one in rows]
-    return table_of(rows, columns, command, "configurations", classes=classes)
+    plain = {
+        f"{100 * one.repeated:.0f} % ({one.configuration}, {engine_name(one.backend)})"
+        for one in rows
+        if one.is_plain and one.repeated is not None
+    }
+    note = f"Of the texts, so much lies in {REPEATS} tokens that the same text had before: {', '.join(sorted(plain))}."
+    return table_of(rows, columns, command, "configurations", note if plain else "", classes=classes)
 
 
 def round_table(rounds: Sequence[RoundFigures], command: str) -> Table:

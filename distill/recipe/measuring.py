@@ -193,7 +193,9 @@ class Speedup(Section):
         gt=0,
         description="mean KL in nats to the target's own file up to which a decoder can be the fastest way to its text",
     )
-    lengths: tuple[int, ...] = Field((1, 2, 4, 6, 8), min_length=1, description="fixed draft lengths to measure")
+    lengths: tuple[int, ...] = Field(
+        (1, 2, 4, 6, 8), description="fixed draft lengths to measure, greedily; none for a target that is only sampled"
+    )
     prompts: int = Field(12, ge=2, description="distinct test prompts")
     new_tokens: int = Field(96, ge=8, description="tokens decoded per prompt")
     configurations: tuple[Configuration, ...] = Field(
@@ -264,6 +266,8 @@ class Speedup(Section):
     @model_validator(mode="after")
     def _no_length_twice(self) -> Speedup:
         titles = {configuration.title for configuration in self.configurations}
+        if not self.lengths and not titles:
+            raise ValueError("lengths and configurations are empty: nothing is measured but plain decoding")
         for length in self.lengths:
             if fixed_length(length).title in titles:
                 raise ValueError(f"`{fixed_length(length).title}` is measured as a length already: leave it out")

@@ -233,7 +233,7 @@ def speedup(report: SpeedupReport) -> Html:
     caption = "measured with intervals, predicted dashed; 1 is plain decoding of the same target."
     drawn = [
         as_plot(partial(plots.speedup_by_length, report.sweep, backend), f"{backend}: {caption}")
-        for backend in dict.fromkeys(one.backend for one in report.sweep)
+        for backend in dict.fromkeys(one.backend for one in report.sweep if one.length)
     ]
     note = (
         f"{number(report.prompts)} prompts, up to {number(report.new_tokens)} new tokens each; every configuration "

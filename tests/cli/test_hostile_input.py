@@ -168,7 +168,7 @@ def test_texts_of_the_command_line(tmp_path: Path) -> None:
         ("device=3", "device: text is needed"),
         ("train=3", "train: a section is needed"),
         ("speedup.lengths=3", "speedup.lengths: a list is needed"),
-        ("speedup.lengths=[]", "speedup.lengths: needs at least 1 entry"),
+        ("speedup={lengths: [], configurations: []}", "lengths and configurations are empty: nothing is measured"),
         ("name=" + "a" * 101, "name: must have at most 100 characters"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from distill.measuring.compare import (
     judge_identity,
     measurements,
     prepare_all,
+    repeated_share,
     time_texts,
 )
 from distill.measuring.evaluation import write_rounds
@@ -75,6 +77,20 @@ def test_measurements_by_hand() -> None:
     # resamples of two prompts: twice the first (2.0), twice the second (4/3), or one each (1.5)
     assert two.speedup_low == pytest.approx(4 / 3) and two.speedup_high == pytest.approx(2)
     assert five.acceptance is None and five.tokens_per_round == 1 and five.speedup == 0.5
+
+
+def test_the_share_that_repeats() -> None:
+    """Against marking the tokens of every run of 16 that occurs earlier, overlapping or not."""
+    draws = random.Random(0)
+    texts = [[1] * 40, [], list(range(50)), [*range(20), *range(18), 7, *range(2, 19)]]
+    texts += [draws.choices(range(2), (9, 1), k=200) for _ in range(5)]
+    for some in ([one] for one in texts):
+        (text,), marked = some, set[int]()
+        for start in range(len(text) - 15):
+            if any(text[other : other + 16] == text[start : start + 16] for other in range(start)):
+                marked |= set(range(start, start + 16))
+        assert repeated_share(some) == (len(marked) / len(text) if text else 0)
+    assert repeated_share(texts[:3]) == 39 / 90 and repeated_share([]) == 0
 
 
 def test_speed_ratio_is_paired() -> None:
