@@ -32,6 +32,9 @@ IN_LAYER = re.compile(r"(^blk|\blayers)\.\d+\.")
 OF_A_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_top_k")  # experts that a token uses, by family
 OF_EXPERT = re.compile(r"_exps\.|\.experts\.")
 INPUT, HEAD = ("token_embd.weight", "embed_tokens.weight"), ("output.weight", "lm_head.weight")
+# Types that models are published in, by config.json: which matrices, and the bytes of a weight. Of MXFP4, 32 weights of
+# 4 bits share a scale of 8.
+PUBLISHED = {"mxfp4": (OF_EXPERT, 4.25 / 8), "fp8": (IN_LAYER, 1.0)}
 
 
 class Sourced(Section):
@@ -119,7 +122,7 @@ class StepWork:
 
 
 def work_of(reference: str, weight_bytes: float) -> StepWork:
-    """The work of a model, from a GGUF file's head or from config.json alone, each weight then of `weight_bytes`."""
+    """The work of a model, from a GGUF file's head or from config.json alone, as `work_of_config`."""
     if not is_gguf(reference):
         return work_of_config(load_config(reference), weight_bytes)
     head = open_head(Path(reference))
@@ -136,7 +139,9 @@ def work_of(reference: str, weight_bytes: float) -> StepWork:
 
 
 def work_of_config(config: Any, weight_bytes: float) -> StepWork:
-    """The work of the model that a configuration of transformers describes; DataError for one without attention."""
+    """The work of the model that a configuration of transformers describes, each weight of `weight_bytes`, or of fewer
+    where it is published so; of one that reads images too, of its language model. DataError for one without attention.
+    """
     try:
         return _work_of_attention(config, weight_bytes)
     except (AttributeError, TypeError, ValueError) as error:  # each family's code says in its own way what it lacks
@@ -151,10 +156,16 @@ def _work_of_attention(config: Any, weight_bytes: float) -> StepWork:
     import torch
     from transformers import AutoModelForCausalLM
 
+    stored = getattr(config, "quantization_config", None) or {}
+    config = config.get_text_config()
     with torch.device("meta"):  # names and shapes alone
         model = AutoModelForCausalLM.from_config(config)
-    sizes = [(name, one.numel(), one.numel() * weight_bytes) for name, one in model.named_parameters()]
-    config = config.get_text_config()
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    packed, fewer = PUBLISHED.get(str(method), (None, weight_bytes))
+    sizes = []
+    for name, one in model.named_parameters():
+        small = packed is not None and one.ndim > 1 and not name.endswith("bias") and packed.search(name)
+        sizes.append((name, one.numel(), one.numel() * (min(weight_bytes, fewer) if small else weight_bytes)))
     heads = config.num_attention_heads
     if latent := getattr(config, "kv_lora_rank", None):  # what servers cache; transformers caches the heads made of it
         cached = (latent + config.qk_rope_head_dim) * CACHED_BYTES
@@ -166,7 +177,20 @@ def _work_of_attention(config: Any, weight_bytes: float) -> StepWork:
     if experts and not each:
         raise ValueError(f"its configuration does not say how many of {experts} experts a token uses")
     used = each / experts if each and experts else 1.0
-    return _work(sizes, config.num_hidden_layers, used, cached)
+    layers = config.num_hidden_layers
+    return _work(sizes, layers, used, cached * _layers_with_keys(config) / layers)
+
+
+def _layers_with_keys(config: Any) -> int:
+    """The layers that cache keys and values: of a model with recurrent layers, the others."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    try:
+        found = DynamicCache(config=config).layers
+    except KeyError:  # of a family with a cache of its own
+        found = []
+    return sum(isinstance(layer, DynamicLayer) for layer in found) or int(config.num_hidden_layers)
 
 
 def _work(tensors: Iterable[tuple[str, int, float]], layers: int, used: float, cached: float) -> StepWork:

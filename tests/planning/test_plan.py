@@ -158,16 +158,38 @@ def test_work_of_a_configuration(kind: str) -> None:
     assert work.position_bytes == 3 * 2 * 2 * 8 * 2 and work.layers == 3
 
 
-def test_work_of_a_mixture_of_experts() -> None:
+@pytest.mark.parametrize(("method", "experts", "others"), [(None, 2, 2), ("mxfp4", 17 / 32, 2), ("fp8", 1, 1)])
+def test_work_of_a_mixture_of_experts(method: str | None, experts: float, others: float) -> None:
+    """Weights of 2 bytes, or of those that they are published in: experts as MXFP4, all matrices of layers as FP8."""
     from transformers import MixtralConfig
 
     config = MixtralConfig(
         vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=True,
     )  # fmt: skip
+    if method is not None:
+        config.quantization_config = {"quant_method": method}
     work = work_of_config(config, 2)
-    assert work.expert_bytes == 2 * 2 * 4 * 3 * 16 * 24 and work.used == 0.5
-    assert work.parameters == pytest.approx(work.weight_bytes(1) / 2)
+    assert work.expert_bytes == experts * 2 * 4 * 3 * 16 * 24 and work.used == 0.5
+    norms, matrices = 5 * 16, 2 * (2 * 16 * 16 + 2 * 16 * 8 + 4 * 16)  # of layers: attention and router
+    assert work.shared_bytes == 2 * (50 * 16 + norms) + others * matrices
+    assert work.parameters == 50 * 16 + norms + matrices + work.expert_bytes / experts / 2
+    assert work_of_config(config, 0.5).expert_bytes == 0.5 * 2 * 4 * 3 * 16 * 24  # asked to be smaller still
+
+
+def test_only_layers_with_keys_cache_them() -> None:
+    """Two of four layers are recurrent; of a model that reads images too, the language model counts alone."""
+    from transformers import AutoConfig
+
+    text = {
+        "model_type": "qwen3_5_text", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    }  # fmt: skip
+    work = work_of_config(AutoConfig.for_model("qwen3_5", text_config=text), 2)
+    assert work.layers == 4 and work.position_bytes == 2 * (2 * 2 * 8 * 2)
+    assert work == work_of_config(AutoConfig.for_model(**text), 2)
 
 
 def test_a_latent_attention_caches_its_latents() -> None:

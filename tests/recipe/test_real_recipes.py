@@ -71,6 +71,13 @@ EXPERTS |= {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4}
 VISION = {"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "image_size": 896}
 VISION |= {"num_hidden_layers": 27, "num_attention_heads": 16, "patch_size": 14}
 TIED = {"tie_word_embeddings": True}
+LINEAR = {"linear_num_key_heads": 16, "linear_num_value_heads": 48}
+QWEN35 = sizes("qwen3_5_text", 5120, 64, 24, 4, 17408, 248320, head_dim=256, mtp_num_hidden_layers=1, **LINEAR)
+MIXTURE = {"num_experts_per_tok": 8, "n_routed_experts": 128, "moe_intermediate_size": 1408, "attention_bias": True}
+GRANITE = {"shared_intermediate_size": 1536, "num_local_experts": 72, "num_experts_per_tok": 10}
+GRANITE |= {"mamba_n_heads": 128, "mamba_d_state": 128}
+MAMBA = ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)]
+MISTRAL = sizes("mistral", 5120, 40, 32, 8, 32768, 131072, head_dim=128)
 # As published.
 CONFIGURATIONS = {
     "Qwen/Qwen2.5-Coder-14B-Instruct": sizes("qwen2", 5120, 48, 40, 8, 13824, 152064),
@@ -85,8 +92,18 @@ CONFIGURATIONS = {
     "mistralai/Mistral-Large-Instruct-2407": sizes("mistral", 12288, 88, 96, 8, 28672, 32768, head_dim=128),
     "google/gemma-3-27b-it": {"model_type": "gemma3", "text_config": GEMMA, "vision_config": VISION}
     | {"eos_token_id": [1, 106]},
-    "deepseek-ai/DeepSeek-V3-0324": sizes("deepseek_v3", 7168, 61, 128, 128, 18432, 129280, **EXPERTS, **LATENT),
+    "deepseek-ai/DeepSeek-V3-0324": sizes("deepseek_v3", 7168, 61, 128, 128, 18432, 129280, **EXPERTS, **LATENT)
+    | {"quantization_config": {"quant_method": "fp8"}},
+    "Qwen/Qwen3.5-27B": {"model_type": "qwen3_5", "text_config": QWEN35},
+    "unsloth/Mistral-Small-3.2-24B-Instruct-2506": {"model_type": "mistral3", "text_config": MISTRAL},
+    "openai/gpt-oss-120b": sizes("gpt_oss", 2880, 36, 64, 8, 2880, 201088, num_local_experts=128, head_dim=64)
+    | {"num_experts_per_tok": 4, "quantization_config": {"quant_method": "mxfp4"}},
+    "zai-org/GLM-4.5-Air": sizes("glm4_moe", 4096, 46, 96, 8, 10944, 151552, head_dim=128, **MIXTURE),
+    "ibm-granite/granite-4.0-h-small": sizes("granitemoehybrid", 4096, 40, 32, 8, 768, 100352, **GRANITE, **TIED)
+    | {"layer_types": MAMBA},
 }
+EXPERT_COUNTS = {"n_routed_experts", "num_local_experts"}
+RECURRENT = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "mamba_n_heads": 8, "mamba_d_state": 8}
 SENTENCEPIECE = ("mistralai", "google")
 MARKERS = {  # tokens that overrides name, or whose roles meet
     "Qwen": ["<|im_start|>", "<|im_end|>"],
@@ -94,6 +111,10 @@ MARKERS = {  # tokens that overrides name, or whose roles meet
     "mistralai": ["[INST]", "[/INST]"],
     "google": ["<start_of_turn>", "<end_of_turn>"],
     "deepseek-ai": ["<｜User｜>", "<｜Assistant｜>"],
+    "unsloth": ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"],
+    "openai": ["<|start|>", "<|message|>", "<|end|>"],
+    "zai-org": ["<|user|>", "<|assistant|>", "<|system|>"],
+    "ibm-granite": ["<|start_of_role|>", "<|end_of_role|>"],
 }
 
 
@@ -166,17 +187,22 @@ def test_the_figures_are_those_of_distill_plan(name: str, tmp_path: Path) -> Non
 
 
 def small(hub: str) -> dict[str, Any]:
-    """The configuration 32 wide, with the published layers; of a target that no stage cuts, four."""
+    """The configuration 32 wide, with the published layers; of a target that no stage cuts, four. Not quantised."""
     config = copy.deepcopy(CONFIGURATIONS[hub])
+    config.pop("quantization_config", None)
     inner = config.get("text_config", config)
     inner |= {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     # Padding rows differ as published.
     inner |= {"head_dim": 8, "vocab_size": {151936: 288, 152064: 320}.get(inner["vocab_size"], 300)}
     if inner["num_hidden_layers"] > 28:
         inner |= {"num_hidden_layers": 4}
+    for name in EXPERT_COUNTS & inner.keys():
+        inner |= {name: 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    if "layer_types" in inner:
+        inner["layer_types"] = inner["layer_types"][4:8]
+    inner |= {name: value for name, value in RECURRENT.items() if name in inner}
     if inner["model_type"] == "deepseek_v3":
-        inner |= {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2}
-        inner |= {"moe_intermediate_size": 16, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16}
+        inner |= {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16}
         inner |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
     return config
 
@@ -266,13 +292,34 @@ def test_a_gemma_as_donor(tmp_path: Path) -> None:
     assert "save its language model, a gemma3_text" in str(refused.value.hint)
 
 
-def test_a_gemma_that_reads_images_is_never_loaded(tmp_path: Path) -> None:
-    recipe = RECIPES / "gemma-3-27b.yaml"
+@pytest.mark.parametrize(
+    ("name", "hub", "donor"),
+    [
+        ("qwen3.5-27b", "Qwen/Qwen3.5-0.8B", QWEN35 | {"num_hidden_layers": 24, "hidden_size": 1024}),
+        ("gpt-oss-120b-server", "openai/gpt-oss-20b", CONFIGURATIONS["openai/gpt-oss-120b"]),
+        ("granite-4.0-h-small", "ibm-granite/granite-4.0-350m", CONFIGURATIONS["ibm-granite/granite-4.0-h-small"]),
+    ],
+)
+def test_what_the_recipes_call_refused_as_donor(name: str, hub: str, donor: dict[str, Any], tmp_path: Path) -> None:
+    """As they say up front: even a smaller model with the target's vocabulary, whole, before any work."""
+    places, overrides = folders(RECIPES / f"{name}.yaml", tmp_path, CONFIGURATIONS)
+    tokenizer(places["donor"], hub)
+    (places["donor"] / "config.json").write_text(json.dumps(donor))
+    recipe = load_recipe(RECIPES / f"{name}.yaml", [*overrides, "cut.transplant=null", "cut.layers=null"])
+    with pytest.raises(DataError, match=f"surgery on architecture `{donor['model_type']}` is not supported"):
+        check_cut(recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gemma-3-27b", "gemma3"), ("qwen3.5-27b", "qwen3_5"), ("mistral-small-3.2", "mistral3")]
+)
+def test_a_target_that_reads_images_is_never_loaded(name: str, kind: str, tmp_path: Path) -> None:
+    recipe = RECIPES / f"{name}.yaml"
     places, overrides = folders(recipe, tmp_path, CONFIGURATIONS)
     pretended_weights(places["donor"])
     assert check_stages(load_recipe(recipe, overrides))
     loaded = load_recipe(recipe, [*overrides, "target.load=true", "export.outtypes=[]", "speedup.backends=[pytorch]"])
-    with pytest.raises(RecipeError, match="is a gemma3, whose language model is only one of its parts"):
+    with pytest.raises(RecipeError, match=f"is a {kind}, whose language model is only one of its parts"):
         check_stages(loaded)
 
 
