@@ -3,7 +3,7 @@
 Formats from its sources: CompletionStreamResponse of entrypoints/openai/completion/protocol.py, with the usage in a
 last chunk without choices; the counters of v1/spec_decode/metrics.py with the labels model_name and engine of
 v1/metrics/loggers.py and, by position, a further one, names ending in _total as prometheus_client writes them; and
-entrypoints/serve/instrumentator.
+entrypoints/serve/instrumentator. Counts with a reply: docs/features/speculative_decoding/acceptance_metrics.md.
 """
 
 from __future__ import annotations
@@ -24,12 +24,20 @@ class VllmServing:
     """`length` drafted tokens a round (0: no draft), of which every round accepts the next count of `accepts`.
 
     Counters rise `lag` seconds after the reply, as they are written by another task. `fault` names what goes wrong.
+    With `of_requests` it runs with --per-request-spec-decode-metrics summary.
     """
 
     def __init__(
-        self, length: int = 4, accepts: tuple[int, ...] = (4, 2, 0), lag: float = 0.02, fault: str = "", key: str = ""
+        self,
+        length: int = 4,
+        accepts: tuple[int, ...] = (4, 2, 0),
+        lag: float = 0.02,
+        fault: str = "",
+        key: str = "",
+        of_requests: bool = False,
     ) -> None:
         self.length, self.accepts, self.lag, self.fault, self.key = length, accepts, lag, fault, key
+        self.of_requests = of_requests
         self.rounds = self.accepted = self.drafted = 0
         self.positions = [0] * length
         self.bodies: list[dict[str, Any]] = []
@@ -56,9 +64,17 @@ class VllmServing:
             choice |= {"prompt_token_ids": None, "token_ids": ids if body["return_token_ids"] else None}
             events.append(head | {"choices": [choice], "usage": None})
         usage = {"prompt_tokens": len(prompt), "total_tokens": len(prompt) + made, "completion_tokens": made}
-        events.append(head | {"choices": [], "usage": usage})
+        events.append(head | {"choices": [], "usage": usage} | self.summary(counts))
         threading.Timer(self.lag, self.count, [counts]).start()
         return events
+
+    def summary(self, counts: list[int]) -> dict[str, Any]:
+        if not self.of_requests:
+            return {}
+        histogram = [counts.count(accepted) for accepted in range(self.length + 1)]
+        found: dict[str, Any] = {"acceptance_histogram": histogram, "num_spec_steps": len(counts)}
+        found |= {"num_accepted_draft_tokens": sum(counts), "num_draft_tokens": self.length * len(counts)}
+        return {"metrics": {"speculative_decoding": found | {"num_spec_tokens": self.length}}}
 
     def count(self, counts: list[int]) -> None:
         with self.lock:

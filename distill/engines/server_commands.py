@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 
 from distill.errors import RecipeError
 from distill.recipe.measuring import Gguf, GgufOptions
@@ -102,6 +103,16 @@ def vllm(target: str, draft: str, length: int, probabilistic: bool = False, same
         f"vllm serve {shlex.quote(target)} \\\n"
         f"  --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}"
     )
+
+
+def vllm_lengths(longest: int, lengths: Sequence[Sequence[int]]) -> str:
+    """What vLLM's --speculative-config takes beside its method and model to draft by the requests of a step: lengths
+    [[from, to, length], …], the first from 1, of which the last goes on behind its end (v1/spec_decode/dynamic)."""
+    config = {
+        "num_speculative_tokens": longest,
+        "num_speculative_tokens_per_batch_size": [list(one) for one in lengths],
+    }
+    return f"--speculative-config {shlex.quote(json.dumps(config)[:-1] + ', …}')}"
 
 
 def suffix_depth(tokens: int) -> int:

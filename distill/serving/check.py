@@ -46,7 +46,9 @@ from distill.serving.results import (
     TextCounts,
     acceptance,
     counts_of,
+    lengths_by_load,
     rise_of_tokens,
+    summed,
 )
 
 
@@ -191,8 +193,11 @@ def _replay(
     after = drafting.totals()
     totals = None if before is None or after is None else after.since(before)
     texts, notes = counts_of([replies[: settings.samples] for replies in replayed[DRAFT]]), list[str]()
-    counted = sum(reply.counts.accepted for own in replayed[DRAFT] for reply in own)
-    if totals is not None and totals.accepted != counted:
+    replies = [reply for own in replayed[DRAFT] for reply in own]
+    given = [reply.own for reply in replies if reply.own is not None]
+    if len(given) == len(replies):  # whoever else uses the server
+        totals = summed(given)
+    if totals is not None and totals.accepted != sum(reply.counts.accepted for reply in replies):
         totals = None
         notes.append(
             "the counters did not rise by what the replies say: several servers answer at this address, or others use "
@@ -253,6 +258,7 @@ def _compare(check: Check, clients: Mapping[str, Client]) -> None:
     report.speeds, steps = speeds_under(
         clients, settings.ids, settings.limit, loads, settings.repeats, check.replayed, _title(check.server)
     )
+    report.lengths = lengths_by_load(report.speeds, report.acceptance[0].by_position or ())
     if isinstance(clients.get(PLAIN), LlamaClient):
         report.notes += filter(None, [apart(steps)])
 

@@ -36,7 +36,7 @@ from distill.recipe import SamplerSettings, Target, parse_section
 from distill.sampler import Sampler
 from distill.serving.http import Http, Timing
 from distill.serving.llama_server import LlamaServer, Running, started
-from distill.serving.results import ServedClass, Text, TextCounts, Totals, acceptance, totals_of
+from distill.serving.results import ServedClass, Text, TextCounts, Totals, acceptance, totals_of, totals_of_reply
 
 # Whatever else could shape a distribution is switched off: a server has defaults of its own, vLLM's from the model's
 # generation_config.json. llama-server's samplers come in the order of this list, which is the order of ours.
@@ -62,7 +62,7 @@ class Reply(Text):
     `cached` are the tokens of the prompt that the server did not compute again, `later_seconds` those that it took for
     all tokens behind the first, by its own clock. `started` is the moment at which the request was sent, `times` are
     those of its events with tokens (perf_counter): a llama-server sends one for each token, vLLM for each step. The
-    counts of a server that counts for no single request are those of a text without a draft.
+    counts of a server that counts for no single request are those of a text without a draft; `own` are vLLM's with it.
     """
 
     count: int
@@ -72,6 +72,7 @@ class Reply(Text):
     times: Sequence[float] = ()
     cached: int = 0
     later_seconds: float | None = None
+    own: Totals | None = None
 
     @property
     def end(self) -> float:
@@ -200,10 +201,10 @@ class LlamaClient(Client):
 class VllmClient(Client):
     """A vLLM server that the user started.
 
-    Its counters are the server's, not a request's: while `alone` is true, each reply gets what the counters rose by.
+    A reply without counts of its own gets, while `alone` is true, what the server's counters rose by.
     """
 
-    kind, prefix = "vllm", "vllm"
+    kind, prefix, counts_requests = "vllm", "vllm", False
 
     def __init__(self, http: Http, sampler: SamplerSettings = GREEDY, model: str | None = None) -> None:
         super().__init__(http, sampler)
@@ -219,25 +220,27 @@ class VllmClient(Client):
         body = VLLM_PLAIN | self.sampling(seed) | {"model": self.model, "prompt": list(ids), "max_tokens": limit}
         body |= {"cache_salt": secrets.token_hex(16), "return_token_ids": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        before = self.totals() if self.alone else None
+        before = self.totals() if self.alone and not self.counts_requests else None
         events, timing = self.http.stream("/v1/completions", body)
         with self._read("/v1/completions", events[-1]):
-            choices = [event.get("choices", ()) for event in events]
-            written = [[token for one in several for token in one.get("token_ids") or ()] for several in choices]
+            written = [[i for one in event.get("choices", ()) for i in one.get("token_ids") or ()] for event in events]
             tokens, timing = _tokens_and_moments(written, timing)
             usage: dict[str, Any] = next((event["usage"] for event in reversed(events) if event.get("usage")), {})
             count = int(usage.get("completion_tokens", len(tokens)))
             cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-        counts = TextCounts.of(count)
-        if before is not None:
-            risen = self._settled(before).since(before)
-            if min(risen.rounds, risen.drafted, risen.accepted) < 0:
-                raise ServingError(
-                    f"the counters of {self.url} fell: another server answered, or it was started again",
-                    "vLLM's counters are one server's: give the address of one of them, not of a load balancer",
-                )
-            counts = TextCounts.of(count, risen.drafted, risen.accepted, risen.rounds)
-        return Reply(tokens, counts, count, *timing, cached)
+            own = totals_of_reply(events)
+        self.counts_requests = own is not None
+        risen = own if own is not None or before is None else self._risen(before)
+        counts = TextCounts.of(count, *((risen.drafted, risen.accepted, risen.rounds) if risen else ()))
+        return Reply(tokens, counts, count, *timing, cached, own=own)
+
+    def _risen(self, before: Totals) -> Totals:
+        """What the counters rose by."""
+        risen = self._settled(before).since(before)
+        if min(risen.rounds, risen.drafted, risen.accepted) < 0:
+            what = f"the counters of {self.url} fell: another server answered, or it was started again"
+            raise ServingError(what, "they are one server's: give the address of one of them, not of a load balancer")
+        return risen
 
     def _settled(self, before: Totals) -> Totals:
         """The counters once they stand still."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill.engines.pairs import compare_pair
+from distill.engines.server_commands import vllm_lengths
 from distill.gguf.head import open_head
 from distill.intervals import Interval
 from distill.serving.llama_server import LlamaServer
@@ -233,6 +234,8 @@ def sentences(report: ServeReport, reference: Reference | None) -> list[str]:
             "server's, as happens between nearly equal tokens: steps of several tokens round otherwise than of one."
         )
     found.append(_speed(report))
+    if report.lengths:
+        found.append(_lengths(report.lengths))
     return [*found, *([report.choice.sentence] if report.choice else [])]
 
 
@@ -274,6 +277,14 @@ def _speed(report: ServeReport) -> str:
     return f"{text} With n_max {report.n_max} the draft makes no load faster here."
 
 
+def _lengths(lengths: Sequence[Sequence[int]]) -> str:
+    parts = [f"{length or 'none'} at {first}{f' to {last}' if last > first else ''}" for first, last, length in lengths]
+    return (
+        "By the measured loads, with a round's cost linear in its length, the fastest draft lengths for requests at "
+        f"once are {', '.join(parts)}."
+    )
+
+
 # ── tables ──
 
 
@@ -286,6 +297,10 @@ def serving_blocks(report: ServeReport) -> list[Block]:
         _acceptance(report),
         _speeds(report),
     ]
+    if report.lengths and report.server == "vllm":
+        blocks.append(
+            f"For the server's command, not tried here:\n\n```sh\n{vllm_lengths(report.n_max, report.lengths)}\n```"
+        )
     if report.classes:
         of_classes: Columns[ServedClass] = {
             "class": lambda one: one.name,

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
+
+import numpy
 
 from distill.files import Figure
 from distill.intervals import UNKNOWN, Interval, paired_ratio_interval, ratio_interval
@@ -134,8 +137,8 @@ class ServeReport:
     `acceptance` holds the server's own counts first. `probabilistic`: its drafts were drawn from the draft; `drawn` are
     the tokens per round that this adds to drafts of its best tokens, NaN where one of them was not measured.
     `predicted` is what the run measured for the same draft length on its own test prompts; NaN where there is no run,
-    and of sampled requests. `same_texts` of `texts` have the tokens of the plain server. `sentences` say what was
-    found, in order of weight.
+    and of sampled requests. `same_texts` of `texts` have the tokens of the plain server. `lengths` are of
+    `lengths_by_load`. `sentences` say what was found, in order of weight.
     """
 
     command: str
@@ -159,10 +162,40 @@ class ServeReport:
     same_texts: int
     texts: int
     drawn: Interval = UNKNOWN
+    lengths: list[list[int]] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
     choice: ChosenSettings | None = None
     notes: list[str] = field(default_factory=list)
+
+
+def lengths_by_load(speeds: Sequence[ServedSpeed], by_position: Sequence[float]) -> list[list[int]]:
+    """The fastest draft lengths [[from, to, length], …] by requests at once, from 1 to the most that were measured.
+
+    A round of k drafted tokens makes 1 + the shares `by_position` up to k. It costs plain steps: 1 for k = 0, for the
+    measured length what its tokens and its speedup say, for lengths between in proportion; for loads between likewise.
+    Empty where fewer than two loads were measured.
+    """
+    made = [1.0, *(1 + sum(by_position[:place]) for place in range(1, len(by_position) + 1))]
+    longest = len(by_position)
+    measured = {
+        one.concurrency: max(made[-1] / one.speedup.mean, 1.0)
+        for one in speeds
+        if one.concurrency and one.speedup.mean > 0
+    }
+    if len(measured) < 2 or not longest:
+        return []
+    loads = sorted(measured)
+    costs = numpy.interp(range(1, loads[-1] + 1), loads, [measured[load] for load in loads])
+    found: list[list[int]] = []
+    for load, cost in enumerate(costs.tolist(), 1):
+        speed = [tokens / (1 + (cost - 1) * length / longest) for length, tokens in enumerate(made)]
+        best = speed.index(max(speed))
+        if found and found[-1][2] == best:
+            found[-1][1] = load
+        else:
+            found.append([load, load, best])
+    return found
 
 
 # ── What servers and our own decoder drafted and accepted: by text, by a server's counters, and the rates of both ──
@@ -217,6 +250,28 @@ class Totals:
             self.accepted - before.accepted,
             tuple(now - then for now, then in zip(self.by_position, known, strict=False)),
         )
+
+
+def summed(totals: Sequence[Totals]) -> Totals:
+    """The counts of several replies together."""
+    columns = zip_longest(*(one.by_position for one in totals), fillvalue=0)
+    rounds, drafted, accepted = (sum(one[place] for one in map(astuple, totals)) for place in range(3))
+    return Totals(rounds, drafted, accepted, tuple(map(sum, columns)))
+
+
+def totals_of_reply(events: Sequence[Mapping[str, Any]]) -> Totals | None:
+    """The counts that vLLM gives with a reply's last event if it was started with --per-request-spec-decode-metrics;
+    None from others."""
+    given = [event["metrics"].get("speculative_decoding") for event in events if event.get("metrics")]
+    said = next(filter(None, given), None)
+    if said is None:
+        return None
+    exactly = [int(rounds) for rounds in said["acceptance_histogram"]]  # that accepted 0, 1, … tokens
+    by_position = tuple(sum(exactly[place:]) for place in range(1, len(exactly)))
+    rounds, drafted, accepted = (
+        said[f"num_{name}"] for name in ("spec_steps", "draft_tokens", "accepted_draft_tokens")
+    )
+    return Totals(int(rounds), int(drafted), int(accepted), by_position)
 
 
 def totals_of(text: str, prefix: str) -> Totals | None:
