@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from distill.errors import RunError
@@ -16,11 +16,18 @@ Item = TypeVar("Item")
 # launcher ends the others.
 PATIENCE = datetime.timedelta(days=1)
 
+# With which `accelerate launch` asks for FSDP. It is kept under a name of our own, because accelerate would shard on
+# GPUs alone, and transformers would load no weights in all processes but the first.
+ASKED, KEPT = "ACCELERATE_USE_FSDP", "DISTILL_USE_FSDP"
+_help: list[Callable[[], None]] = []
+
 
 def _state() -> Any:
     """accelerate's state, None in a process that was not launched with others."""
     if "WORLD_SIZE" not in os.environ:
         return None
+    if ASKED in os.environ:
+        os.environ[KEPT] = os.environ.pop(ASKED)
     import torch
     from accelerate import PartialState
 
@@ -51,15 +58,45 @@ def process_count() -> int:
     return 1 if state is None else int(state.num_processes)
 
 
+def shards() -> bool:
+    """Whether the processes were launched for FSDP: each holds a part of the models that all work with."""
+    return process_count() > 1 and os.environ.get(KEPT, "").lower() == "true"
+
+
 def is_main() -> bool:
     """Whether this is the process that writes the files and messages of all."""
     return process_index() == 0
+
+
+def any_process(flag: bool) -> bool:
+    """Whether the flag is set in any process; each process must call this."""
+    state = _state()
+    if state is None or process_count() == 1:
+        return flag
+    import torch
+
+    flags = torch.tensor(int(flag), device=state.device)
+    torch.distributed.all_reduce(flags)
+    return bool(flags)
+
+
+def help_with(step: Callable[[], None] | None) -> None:
+    """From now on a process that waits takes this step with each that others announce by `any_process(True)`: its part
+    of a forward pass over a model that all hold in parts. None: no longer."""
+    _help[:] = [] if step is None else [step]
+
+
+def meet() -> None:
+    """Wait until no process works on a model in parts any more; without one, return at once."""
+    while _help and any_process(False):
+        _help[0]()
 
 
 def barrier() -> None:
     """Wait until every process has called this."""
     state = _state()
     if state is not None:
+        meet()
         state.wait_for_everyone()
 
 
@@ -100,6 +137,7 @@ def agree(value: Any = None) -> Any:
     """The main process's value (anything that pickles), in every process; each process must call this."""
     if process_count() == 1:
         return value
+    meet()
     from accelerate.utils import broadcast_object_list
 
     return broadcast_object_list([value])[0]

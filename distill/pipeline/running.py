@@ -33,7 +33,7 @@ from distill.pipeline.stages import (
     recorded_parts,
     require_part,
 )
-from distill.processes import agree, process_count
+from distill.processes import agree, help_with, process_count
 from distill.progress import duration
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import left_out, not_run
@@ -297,6 +297,7 @@ def _carry_out(action: Action, planner: Planner) -> None:
     if stage.together:
         agree(stage.name)
     artifacts = stage.load()(recipe, run)
+    help_with(None)
     run.finish(stage.name, digest(parts), parts, artifacts, started)
     begun_path(run, stage).unlink(missing_ok=True)
     run.say(f"{stage.name}: done in {duration(time.time() - started)}")
@@ -345,6 +346,7 @@ def follow_main(recipe: Recipe, run: Run) -> None:
     try:
         while (name := agree()) is not None:
             find_stage(name).load()(recipe, run)
+            help_with(None)
     except RuntimeError as error:  # what gloo and NCCL raise when the other end of a connection is gone
         if not any(word in str(error) for word in ("onnection closed", "onnection reset", "NCCL", "remote process")):
             raise

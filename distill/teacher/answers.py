@@ -230,7 +230,9 @@ def write_answers(
     whose = f" of process {index}" if count > 1 else ""
     if len(missing) < len(mine):
         run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} groups{whose} exist")
-    if missing:
+    # Each forward pass of a target in parts needs all processes, also one whose groups exist.
+    together = processes.shards() and recipe.answers.writer is None
+    if processes.any_process(bool(missing)) if together else missing:
         _GroupWriter(recipe, run, rules, f"{what}{whose}", mine).write(missing)
     return len(groups)
 

@@ -19,7 +19,8 @@ from distill import processes
 from distill.data.packing import Packed, concatenate, fitted_order, hidden_states, pack
 from distill.data.texts import Answer, drop_reason, listed, read_answers
 from distill.devices import pick_device
-from distill.engines.torch.hugging_face import DTYPES, load_config, load_target, load_tokenizer, real_tokens
+from distill.engines.torch.hugging_face import DTYPES, load_config, load_tokenizer, real_tokens
+from distill.engines.torch.sharded import load_shared
 from distill.errors import DataError, RunError
 from distill.files import read_json, write_atomically, write_json
 from distill.progress import Progress
@@ -139,7 +140,7 @@ def _maker(
     if settings.kind == "online":
         return blocks, {}, lambda part: {}
     if settings.kind == "exact":
-        model = load_target(recipe.target, pick_device(recipe.device))
+        model = load_shared(recipe.target, pick_device(recipe.device))
         head = Head.of(model, vocabulary)
         require_head(model, head, blocks)
         path = head_path(run.path("teacher"))
@@ -167,7 +168,7 @@ def _open_reader(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, open
         options = recipe.gguf_options("target")
         return GgufReader(settings.gguf, recipe.target.model, blocks.ids.shape[1], vocabulary, options), blocks
     if settings.server is None:
-        return ModelReader(load_target(recipe.target, pick_device(recipe.device)), vocabulary), blocks
+        return ModelReader(load_shared(recipe.target, pick_device(recipe.device)), vocabulary), blocks
     reader = ServerReader(recipe)
     opened.callback(lambda: run.say(f"  server: {reader.endpoint.summary()}"))
     blocks, left_out = reader.scorable(blocks)

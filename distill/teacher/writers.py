@@ -21,12 +21,14 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata, compare_pair
 from distill.engines.torch.cpu_products import prepacked
-from distill.engines.torch.hugging_face import encode, end_ids, load_target, real_tokens, text_folder
+from distill.engines.torch.hugging_face import encode, end_ids, real_tokens, text_folder
 from distill.engines.torch.model import BatchedTorchModel
+from distill.engines.torch.sharded import load_shared
 from distill.errors import DataError, EndpointError, PairError
 from distill.files import has_form
 from distill.gguf.head import open_head
 from distill.gguf.library import require_loadable
+from distill.processes import shards
 from distill.recipe import Recipe
 from distill.sampler import Sampler
 from distill.teacher.endpoint import Endpoint, Refused, Unanswered, delay_seconds
@@ -91,12 +93,13 @@ class TorchWriter(_LocalWriter):
     by_prompt = False
 
     def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
-        self.model = load_target(recipe.target, pick_device(recipe.device))
+        self.model = load_shared(recipe.target, pick_device(recipe.device))
         config = self.model.config
         super().__init__(recipe, end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer))
         self.batch = recipe.answers.batch
         try:
-            fast, reason = prepacked(self.model) if recipe.pytorch.prepack else (self.model, "")
+            packs = recipe.pytorch.prepack and not shards()
+            fast, reason = prepacked(self.model) if packs else (self.model, "")
             self.notes += filter(None, [reason])
             self.engine = BatchedTorchModel(fast, self.batch, self.vocabulary)
             self.together = self.batch

@@ -16,7 +16,7 @@ import torch
 
 from distill.errors import DataError, DistillError
 from distill.files import file_digest, read_json, write_folder, write_json
-from distill.processes import barrier
+from distill.processes import barrier, is_main
 from distill.run import Run
 
 BEST = "best"  # the chosen weights
@@ -46,43 +46,63 @@ def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in plain(learner).named_parameters() if parameter.requires_grad}
 
 
-def _save_model(learner: torch.nn.Module, folder: Path) -> None:
-    weights = {name: parameter.detach().cpu() for name, parameter in _learning(learner).items()}
-    torch.save(weights, folder / "model.pt")
+def _gathered(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors (and numbers) in the main process, on the CPU; every process must call this where each holds a part."""
+    whole: dict[str, Any] = {}
+    for name, value in tensors.items():
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if is_main():
+            whole[name] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    return whole
+
+
+def _part(whole: Any, parameter: torch.nn.Parameter) -> Any:
+    """What a process that holds a part of a parameter holds of a tensor of the same shape."""
+    if not hasattr(parameter, "full_tensor") or whole.shape != parameter.shape:
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)
+
+
+def present_weights(learner: torch.nn.Module) -> dict[str, Any]:
+    """The parameters that learn, as `_gathered` gives them."""
+    return _gathered(_learning(learner))
 
 
 @torch.no_grad()
-def _set_weights(learner: torch.nn.Module, weights: dict[str, Any]) -> None:
-    """Take the weights that `_save_model` wrote; raises ValueError where they do not fit."""
+def set_weights(learner: torch.nn.Module, weights: dict[str, Any]) -> None:
+    """Take the weights that `present_weights` gave; raises ValueError where they do not fit."""
     learning = _learning(learner)
     if sorted(weights) != sorted(learning):
         raise ValueError("it holds other parameters")
     for name, parameter in learning.items():
         if weights[name].shape != parameter.shape:
             raise ValueError(f"{name} is {[*weights[name].shape]}, not {[*parameter.shape]}")
-        parameter.copy_(weights[name])
+        parameter.copy_(_part(weights[name], parameter))
 
 
 def _moments(learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """The optimizer's state by the names of parameters. Those that have not learnt yet (train.embedding_steps) have
-    none."""
+    """The optimizer's state by the names of parameters, as `_gathered` gives it. Those that have not learnt yet
+    (train.embedding_steps) have none."""
     names = {id(parameter): name for name, parameter in _learning(learner).items()}
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-    state = {
-        names[id(p)]: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
-        for p, own in optimizer.state.items()
-    }
-    return {"state": state, "param_groups": groups}
+    return {"state": {names[id(p)]: _gathered(own) for p, own in optimizer.state.items()}, "param_groups": groups}
 
 
 def _set_moments(learner: torch.nn.Module, optimizer: Any, moments: dict[str, Any]) -> None:
     """Take the state that `_moments` gave; raises a ValueError or an error of torch's where it does not fit."""
-    names = {id(parameter): name for name, parameter in _learning(learner).items()}
+    learning = _learning(learner)
+    names = {id(parameter): name for name, parameter in learning.items()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]  # torch counts by this order
     saved = [name for group in moments["param_groups"] for name in group["params"]]
     if sorted(saved) != sorted(order):
         raise ValueError("its optimizer held other parameters")
-    state = {order.index(name): own for name, own in moments["state"].items()}
+    state = {
+        order.index(name): {key: _part(value, learning[name]) for key, value in own.items()}
+        for name, own in moments["state"].items()
+    }
     own_groups = optimizer.state_dict()["param_groups"]
     groups = [{**kept, "params": own["params"]} for kept, own in zip(moments["param_groups"], own_groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -103,15 +123,19 @@ def _check_digests(folder: Path) -> None:
 def save_checkpoint(
     run: Run, step: int, learner: torch.nn.Module, optimizer: Any, keep: int, state: dict[str, Any]
 ) -> None:
-    """Write checkpoints/step-NNNNNN with `state` and delete all but the newest `keep`; for the main process."""
+    """Write checkpoints/step-NNNNNN with `state` and delete all but the newest `keep`, in the main process; every
+    process must call it."""
     folder = run.path("checkpoints")
+    weights, moments = present_weights(learner), _moments(learner, optimizer)
 
     def write(temporary: Path) -> None:
-        _save_model(learner, temporary)
-        torch.save(_moments(learner, optimizer), temporary / "optimizer.pt")
+        torch.save(weights, temporary / "model.pt")
+        torch.save(moments, temporary / "optimizer.pt")
         _write_digests(temporary)
         write_json(temporary / "state.json", {**state, "step": step})
 
+    if not is_main():
+        return
     write_folder(folder / f"step-{step:06d}", write)
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
@@ -127,7 +151,7 @@ def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dic
     with _damage_explained(f"checkpoint {path} is damaged", f"delete {path} to go on from the one before"):
         _check_digests(path)
         weights, moments = _load(path / "model.pt"), _load(path / "optimizer.pt")
-        _set_weights(learner, weights)
+        set_weights(learner, weights)
         _set_moments(learner, optimizer, moments)
     state: dict[str, Any] = read_json(path / "state.json", {"step": int})
     return state
@@ -153,16 +177,17 @@ def _first_line(error: Exception) -> str:
     return f"it does not hold what this version writes ({type(error).__name__})"
 
 
-def save_weights(run: Run, name: str, learner: torch.nn.Module, main: bool, step: int) -> None:
-    """Keep the present weights, those after `step`, as checkpoints/`name`, in the `main` process; every process must
+def save_weights(run: Run, name: str, learner: torch.nn.Module, step: int) -> None:
+    """Keep the present weights, those after `step`, as checkpoints/`name`, in the main process; every process must
     call it."""
+    weights = present_weights(learner)
 
     def write(temporary: Path) -> None:
-        _save_model(learner, temporary)
+        torch.save(weights, temporary / "model.pt")
         _write_digests(temporary)
         write_json(temporary / "state.json", {"step": step})
 
-    if main:
+    if is_main():
         write_folder(run.path("checkpoints", name), write)
     barrier()  # before any process reads them
 
@@ -178,4 +203,4 @@ def load_weights(run: Run, name: str, learner: torch.nn.Module) -> None:
     path = run.path("checkpoints", name, "model.pt")
     with _damage_explained(f"{path} is missing or damaged", "run `distill train RECIPE --redo train`"):
         _check_digests(path.parent)
-        _set_weights(learner, _load(path))
+        set_weights(learner, _load(path))

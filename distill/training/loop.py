@@ -20,7 +20,7 @@ from distill.engines.torch.kept import FILE as KEPT_FILE
 from distill.errors import DataError
 from distill.files import copy_file, from_json, write_folder, write_json, write_result
 from distill.folders import copy_tokenizer
-from distill.processes import barrier
+from distill.processes import any_process, barrier, meet
 from distill.progress import duration, noting
 from distill.recipe import Recipe
 from distill.run import BEGIN, Run
@@ -83,7 +83,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             if evaluation_due(work):
                 evaluate_weights(work)
             last = ended(work)
-            stopping = work.any_process(bool(signals))
+            stopping = any_process(bool(signals))
             if state["step"] % settings.save_every == 0 or last or stopping:
                 save(work)
             if stopping:
@@ -109,8 +109,7 @@ def save(work: Training) -> None:
     """Write a checkpoint."""
     state, began = work.state, time.monotonic()
     state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
-    if work.is_main:
-        save_checkpoint(work.run, state["step"], work.learner, work.optimizer, work.settings.keep, state)
+    save_checkpoint(work.run, state["step"], work.learner, work.optimizer, work.settings.keep, state)
     work.run.record("checkpoint", step=state["step"], seconds=time.monotonic() - began)
 
 
@@ -132,6 +131,7 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
     vector = None
     for number, index in enumerate(micro_batches, 1):
         blocks, distributions = scored_blocks(work.source, index, accelerator.device)
+        meet()  # before the draft's own passes over parts
         # Processes exchange gradients once, with the last micro-batch.
         without_exchange = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
         with without_exchange:
@@ -151,7 +151,8 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
             if not group["outer"]:
                 for parameter in group["params"]:
                     parameter.grad = None
-    norm = float(accelerator.clip_grad_norm_(learner.parameters(), CLIP))
+    norm = accelerator.clip_grad_norm_(learner.parameters(), CLIP)
+    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     shares: dict[str, float] = {**work.loss.losses, **({STATES: on_states} if on_states else {})}
     losses = {name: totals.pop(f"loss/{name}") / scored for name in shares}
     loss = sum(shares[name] * value for name, value in losses.items())

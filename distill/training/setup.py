@@ -6,6 +6,7 @@ Legend: b blocks of a step.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import os
 from collections import Counter
@@ -18,18 +19,19 @@ from torch import Tensor
 
 from distill.data.texts import AnswerTexts, lacking_classes, read_prompts
 from distill.devices import CPU, make_current, pick_device
-from distill.engines.torch.hugging_face import load_config, load_model, load_target
+from distill.engines.torch.hugging_face import load_config, load_model
 from distill.engines.torch.kept import read_kept
+from distill.engines.torch.sharded import load_shared, shard
 from distill.errors import RecipeError, RunError
 from distill.files import read_result
-from distill.processes import process_count
+from distill.processes import is_main, process_count, shards
 from distill.recipe import Recipe, Train
 from distill.run import Run
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.teacher.store import TeacherSource, open_teacher, read_manifest, require_fit
 from distill.training.adapters import attach, load_base
-from distill.training.checkpoints import plain
+from distill.training.checkpoints import plain, present_weights, set_weights
 from distill.training.losses import LossSettings
 from distill.training.optimizer import make_optimizer, with_rate
 from distill.training.step import Columns, Learner, batch_blocks, check_hidden_states, loss_settings, split_blocks
@@ -62,6 +64,7 @@ class Training:
     optimizer: Any
     penalty: Penalty | None
     kept: list[int] | None
+    spare: Learner | None = None  # of a sharded draft, in the main process: it takes the whole weights
     target: Any = None  # of an online teacher; else loaded on first use
     held_out: Any = None  # its StoredAnswers, opened on first use, where the target is not loaded
     state: dict[str, Any] = field(default_factory=START.copy)
@@ -96,20 +99,19 @@ class Training:
         blocks = batch_blocks(step, settings.batch, self.source.blocks, self.recipe.seed)
         return split_blocks(blocks, rank, ranks, settings.micro_batch)
 
-    def any_process(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
-        if self.accelerator.num_processes == 1:
-            return flag
-        return bool(self.accelerator.reduce(torch.tensor(int(flag), device=self.accelerator.device), "sum"))
-
     def draft(self) -> Any:
-        """The draft with the present weights."""
-        return plain(self.learner).draft
+        """The draft with the present weights; every process must call it. Of a sharded one the main process has a whole
+        copy, the others what they hold."""
+        if shards():
+            weights = present_weights(self.learner)
+            if self.spare is not None:
+                set_weights(self.spare, weights)
+        return (self.spare or plain(self.learner)).draft
 
     def loaded_target(self) -> Any:
-        """The target, loaded on first use."""
+        """The target, loaded on first use; in parts, where every process must call this."""
         if self.target is None:
-            self.target = load_target(self.recipe.target, self.accelerator.device)
+            self.target = load_shared(self.recipe.target, self.accelerator.device)
         return self.target
 
 
@@ -126,10 +128,12 @@ def require_processes(recipe: Recipe, device: torch.device) -> None:
             f"a step's {recipe.train.batch} blocks cannot be shared evenly by {processes} processes",
             f"set train.batch to a multiple of {processes}, or start fewer processes",
         )
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":  # accelerate launch, of its own processes
-        raise RunError(
-            "the processes were started for FSDP, and each process of a training holds the whole draft",
-            "start them with recipes/accelerate/ddp.yaml",
+    settings = recipe.train
+    quantised = settings.adapter is not None and settings.adapter.base is not None
+    if shards() and (settings.sparsity is not None or quantised or settings.compile):
+        raise RecipeError(
+            "the processes were started for FSDP, which excludes sparsity, compile and quantised bases of adapters",
+            "leave these out, or start with recipes/accelerate/ddp.yaml: each process then holds the whole draft",
         )
 
 
@@ -296,12 +300,17 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     check_hidden_states(settings, manifest["kind"], config.hidden_size, width)
     kept = trim["kept"] if trim else None
     draft = load_draft(recipe, run, device)
-    target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
+    target = load_shared(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)
     penalty = penalty_of(draft, settings)
-    optimizer: Any = make_optimizer(draft, settings)
-    learner = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk)
-    learner, optimizer = accelerator.prepare(learner, optimizer)
+    learner: Any = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk)
+    spare = None
+    if shards():
+        spare = copy.deepcopy(learner) if is_main() else None
+        shard(list(draft.base_model.layers), learner, device)
+        optimizer = accelerator.prepare(make_optimizer(draft, settings))
+    else:
+        learner, optimizer = accelerator.prepare(learner, make_optimizer(draft, settings))
     learner.train()
     start_trackers(accelerator, recipe, run)
-    return Training(recipe, run, accelerator, loss, source, learner, optimizer, penalty, kept, target)
+    return Training(recipe, run, accelerator, loss, source, learner, optimizer, penalty, kept, spare, target)

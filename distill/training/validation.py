@@ -31,7 +31,7 @@ from distill.engines.torch.kept import trimmed_head
 from distill.engines.torch.model import BatchedTorchModel
 from distill.errors import DistillError, RunError
 from distill.files import from_json
-from distill.processes import agree
+from distill.processes import agree, shards
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.sampler import Sampler
@@ -294,9 +294,11 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
         protocol = protocol_of(work.settings, work.recipe.sampler.temperature)
         return work.held_out.acceptance(draft, protocol, work.settings.chunk), None
 
-    measure, value = decoded if work.recipe.target.load else stored, None
-    with served_form(work.draft(), work.kept) as draft, torch.compiler.set_stance("force_eager"):
-        if work.is_main:
+    measure, value, present = decoded if work.recipe.target.load else stored, None, work.draft()
+    if shards() and work.recipe.target.load:
+        work.loaded_target()
+    if work.is_main:
+        with served_form(present, work.kept) as draft, torch.compiler.set_stance("force_eager"):
             value = measure(draft)
     figures: dict[str, Any]
     figures, work.state["texts"] = agree(value)
@@ -332,7 +334,7 @@ def evaluate_weights(work: Training) -> None:
     state["misses"] = 0 if better else state["misses"] + 1
     if better:
         state["best"] = {"step": step, **figures}
-        save_weights(work.run, BEST, work.learner, work.is_main, step)
+        save_weights(work.run, BEST, work.learner, step)
     work.run.say(
         f"  step {step}: {shown.words}"
         + (" (the best so far)" if better else f" (best {best['acceptance']:.3f} at step {best['step']})")

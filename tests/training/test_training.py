@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import question_worlds
 import tiny
 import torch
 import toys
@@ -407,11 +408,11 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
     train()
     shutil.rmtree(tmp_path / "tiny" / "draft")
     with monkeypatch.context() as patch:
-        take = checkpoints._set_weights
+        take = checkpoints.set_weights
         turns = iter([take, exhausted])  # the checkpoint's weights, then the best ones
         for name, instead, doing in (
             ("_set_moments", exhausted, "loaded"),
-            ("_set_weights", lambda *args: next(turns)(*args), "written"),
+            ("set_weights", lambda *args: next(turns)(*args), "written"),
         ):
             patch.setattr(checkpoints, name, instead)
             train(status=2)
@@ -566,11 +567,55 @@ def test_an_adapter_is_trained_resumed_and_merged(
     load_model(str(one / "draft"), "float32", torch.device("cpu"))
 
 
-def test_fsdp_is_refused_before_the_first_stage(world: Path, tmp_path: Path, monkeypatch: Patch, capsys: Any) -> None:
-    """`accelerate launch` says in the environment that it shards."""
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+def test_what_fsdp_excludes_is_refused_before_the_first_stage(
+    world: Path, tmp_path: Path, monkeypatch: Patch, capsys: Any
+) -> None:
+    monkeypatch.setattr("distill.training.setup.shards", lambda: True)
     for arguments in (("check", world / "recipe.yaml"), ("train", world / "recipe.yaml", "--runs", tmp_path)):
-        assert "ddp.yaml" in tiny.refused(capsys, *arguments) and not (tmp_path / "tiny" / "corpus").exists()
+        assert "FSDP, which excludes" in tiny.refused(capsys, *arguments, "train.compile=true")
+    assert not (tmp_path / "tiny" / "corpus").exists()
+
+
+@pytest.mark.parametrize(("kind", "kills"), [("online", [4]), pytest.param("compact", [4, 6], marks=pytest.mark.slow)])
+def test_fsdp_from_the_first_question_on_killed_and_resumed(tmp_path: Path, kind: str, kills: list[int]) -> None:
+    """By two processes that hold target and draft in parts, killed in these steps, and in the end by one."""
+    recipe = question_worlds.build(tmp_path)
+    asked = "corpus.sources=[{kind: target, questions: 12, tokens: 24}]"
+    overrides = (asked, "answers.new_tokens=12", f"teacher.kind={kind}", "teacher.shard_blocks=1")
+    whole = tmp_path / "whole" / "tiny"
+    with tiny.one_thread():
+        assert tiny.call(*command(tmp_path, whole.parent, *overrides)[1:]) == 0
+    program = tmp_path / "killed.py"
+    program.write_text(
+        "import os, signal, sys\n"
+        "from distill.cli.app import main\n"
+        "from distill.training import loop\n"
+        "step_of, last = loop.one_step, int(sys.argv.pop(1))\n"
+        "def killed(work, step):\n"
+        "    if step == last and work.accelerator.process_index == 0:\n"
+        "        for model in filter(None, (work.learner, work.target)):\n"
+        "            held = sum(p.to_local().numel() for p in model.parameters() if hasattr(p, 'to_local'))\n"
+        "            print('holds', held / sum(p.numel() for p in model.parameters()), flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return step_of(work, step)\n"
+        "loop.one_step = killed\n"
+        "main()\n"
+    )
+    launcher = ["accelerate.commands.launch", "--config_file", "recipes/accelerate/fsdp.yaml", "--num_processes", "2"]
+    arguments = ["--main_process_port", "0", str(program)], command(tmp_path, tmp_path / "runs", *overrides)[1:]
+    environment = {**os.environ, "PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"}
+    for step in kills:
+        result = started(*launcher, *arguments[0], str(step), *arguments[1], env=environment)
+        held = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("holds")]
+        assert result.returncode and held == pytest.approx([0.5, 0.35][: len(held) or 2], abs=0.02), result.stderr
+    assert ("resuming at step 4 of 8" in result.stderr) == (len(kills) > 1)
+    run = tmp_path / "runs" / "tiny"
+    with tiny.one_thread():
+        assert tiny.call("train", recipe, "--runs", run.parent, "--until", "train", *overrides) == 0
+    for name in ("questions", "corpus", "answers", "teacher"):
+        assert tiny.contents(run / name) == tiny.contents(whole / name), name
+    assert [line["step"] for line in metrics(run)] == list(range(1, 9))
+    same_up_to_rounding(run, whole)
 
 
 def test_trackers_get_the_figures_too(train: Trainer, tmp_path: Path, monkeypatch: Patch) -> None:

@@ -135,7 +135,7 @@ def check_placement(quantise: str | None, device: torch.device, shard: bool) -> 
     if process_count() > 1:
         raise RunError(
             f"{process_count()} processes would each spread the target over all accelerators",
-            "start one process, or set target.shard: false so that each holds the target on its own",
+            "start one process, or set target.shard: false: each then holds the target, or for FSDP a part of it",
         )
     return "auto"
 
