@@ -19,6 +19,7 @@ from distill.decoding.table import TableCalibration, TableDrafter, names_of_fits
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import Random, refusal
 from distill.engines.model import Model
+from distill.engines.recent import RecentContext
 from distill.engines.torch.hugging_face import load_config
 from distill.engines.torch.model import mask_refusal
 from distill.errors import DataError, RecipeError
@@ -129,6 +130,8 @@ def make_drafter(
     argmax = sampler.temperature == 0 or configuration.verified_by == "match"
     if configuration.draft_top_k is not None:
         sampler = Sampler(sampler.temperature, configuration.draft_top_k)
+    if configuration.draft_context is not None and draft is not None:  # None: asked for its kind alone
+        draft = RecentContext(draft, configuration.draft_context)
     return ModelDrafter(draft, make_rule(configuration, costs, calibrations), sampler, random, argmax)
 
 

@@ -62,7 +62,7 @@ CONFIGURATIONS = [
     Configuration(drafter="lookup+tree", nodes=4, length=6),
     Configuration(drafter="lookup+tree", nodes=6, length=6, depth=3, calibration="none"),
     Configuration(verifier="match"),
-    Configuration(verifier="block"),
+    Configuration(verifier="block", draft_context=64),
 ]
 FEATURES = Features(0.5, 0.25, 1.0)
 
@@ -100,6 +100,8 @@ def settings_with(
         ({"draft_top_k": 10}, "draft_top_k is not read"),
         ({"draft_top_k": 10, "sampler": "recipe", "verifier": "match"}, "draft_top_k is not read"),
         ({"draft_top_k": 10, "sampler": "recipe", "rule": "expected-value"}, "draft_top_k is not read"),
+        ({"drafter": "lookup", "draft_context": 64}, "draft_context is not read"),
+        ({"draft_context": 63}, "greater than or equal to 64"),
         ({"n_min": 9}, "n_min 9 drops every draft of at most 8"),
         ({"drafter": "lookup", "n_min": 2}, "n_min is not read"),
         ({"rule": "nonsense"}, "Input should be"),
