@@ -24,8 +24,8 @@ from distill.engines.torch.kept import read_kept
 from distill.errors import DataError
 from distill.files import parse_json, read_json, read_object, read_result
 from distill.folders import pin_tokenizer, stored_tensors, weight_files
-from distill.gguf.families import read_shape
 from distill.gguf.library import GgufFile
+from distill.gguf.shape import read_shape
 from distill.gguf.tokenizer import read_tokenizer
 from distill.measuring.calibrate import load_calibrations, load_texts, read_ranks
 from distill.measuring.evaluation_results import EvaluationReport

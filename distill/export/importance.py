@@ -14,8 +14,8 @@ from distill.engines.torch.hugging_face import encode_text, load_model, load_tok
 from distill.errors import DataError
 from distill.files import read_utf8
 from distill.folders import Floats
-from distill.gguf.families import read_shape
 from distill.gguf.head import open_head
+from distill.gguf.shape import read_shape
 
 AGAIN = "make one for this model with llama.cpp's llama-imatrix, or give a text to measure it on"
 MAX_TOKENS, WINDOW = 16_384, 512  # of the text that a matrix is measured on

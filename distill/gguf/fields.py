@@ -15,8 +15,9 @@ import numpy as np
 import distill
 from distill.errors import DataError
 from distill.folders import Floats
-from distill.gguf.families import CORRECT, GRANITE_SCALES, LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS, YARN_KEYS, Shape
+from distill.gguf.families import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS, YARN_KEYS
 from distill.gguf.head import ARRAY, STRING, write_head
+from distill.gguf.shape import CORRECT, Shape
 from distill.gguf.tokens import token_key
 from distill.vocabulary.vocabulary import SPACE
 
@@ -139,13 +140,14 @@ def add_model_fields(writer: Any, shape: Shape) -> None:
     writer.add_feed_forward_length(shape.mlp)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
-    writer.add_layer_norm_rms_eps(shape.rms_epsilon)
+    add_epsilon = writer.add_layer_norm_rms_eps if shape.family.epsilon == "rms_norm_eps" else writer.add_layer_norm_eps
+    add_epsilon(shape.epsilon)
     if shape.family.states_head_size or shape.head_size * shape.heads != shape.hidden:
         writer.add_key_length(shape.head_size)
         writer.add_value_length(shape.head_size)
     if shape.family.llama_keys:
         writer.add_vocab_size(shape.vocabulary)
-    if shape.family.llama_keys or shape.architecture == "phi3":
+    if shape.family.llama_keys or shape.family.rotates_part:
         writer.add_rope_dimension_count(shape.rotated)
     if shape.architecture not in ("gemma", "gemma2") or shape.rope_theta != DEFAULT_THETA:
         writer.add_rope_freq_base(shape.rope_theta)
@@ -153,6 +155,8 @@ def add_model_fields(writer: Any, shape: Shape) -> None:
         writer.add_rope_freq_base_swa(shape.local_theta)
     if shape.window is not None:
         writer.add_sliding_window(shape.window)
+        if shape.period != shape.family.full_every:
+            writer.add_sliding_window_pattern(shape.period)
     elif shape.architecture == "phi3":
         writer.add_sliding_window(shape.config.get("sliding_window") or 0)
     _add_rope_scaling(writer, shape)
@@ -169,10 +173,15 @@ def _add_rope_scaling(writer: Any, shape: Shape) -> None:
     if kind == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(float(rope["factor"]))
-        writer.add_rope_scaling_orig_ctx_len(_original_context(shape))
         for name, key in YARN_KEYS.items():
             if rope.get(name) is not None:
                 writer.add_float32(f"{shape.architecture}.rope.scaling.yarn_{key}", float(rope[name]))
+        if rope.get("mscale_all_dim"):
+            writer.add_rope_scaling_yarn_log_mul(float(rope["mscale_all_dim"]))
+    if kind == "yarn" or rope.get("llama_4_scaling_beta"):
+        writer.add_rope_scaling_orig_ctx_len(_original_context(shape))
+    if rope.get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(float(rope["llama_4_scaling_beta"]))
     if shape.architecture == "phi3":
         original = _original_context(shape)
         writer.add_rope_scaling_orig_ctx_len(original)
@@ -200,9 +209,8 @@ def _add_scales(writer: Any, shape: Shape) -> None:
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if shape.architecture in ("gemma2", "gemma3") and config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if shape.architecture == "granite":
-        for name, key in GRANITE_SCALES.items():
-            writer.add_float32(f"{shape.architecture}.{key}", float(config.get(name, 1.0)))
+    for name, key in shape.family.scales.items():
+        writer.add_float32(f"{shape.architecture}.{key}", float(config[name]))
 
 
 def rope_tensors(shape: Shape) -> dict[str, Floats]:

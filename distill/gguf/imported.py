@@ -13,17 +13,16 @@ from distill.folders import Floats
 from distill.gguf.families import (
     FAMILIES,
     GELU,
-    GRANITE_SCALES,
     LLAMA3_FACTORS,
     LONG_FACTORS,
     SHORT_FACTORS,
     YARN_BETAS,
     Family,
     Sizes,
-    yarn_attention,
 )
 from distill.gguf.fields import DEFAULT_THETA, llama3_divisors, longrope_attention
 from distill.gguf.head import FileHead, shortest
+from distill.gguf.shape import yarn_attention
 from distill.gguf.tokens import (
     BYTE,
     CONTROL,
@@ -45,8 +44,9 @@ from distill.vocabulary.vocabulary import NAMED_ROLES, SPACE
 
 # model_type by llama.cpp's architecture: the first family that is written as it (mistral is written as llama).
 MODEL_TYPES = {family.architecture: kind for kind, family in reversed(list(FAMILIES.items()))}
-WITHOUT_HEAD_SIZE = ("phi3", "granite")  # hidden size over heads, in transformers too
+EPSILONS = {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "layer_norm_eps": "attention.layer_norm_epsilon"}
 FOLDER = "give the Hugging Face folder of this model"
+DEFAULT_WINDOW = 4096  # llama.cpp's
 READ_ROPE_KEYS = (
     *("freq_base", "freq_base_swa", "dimension_count", "scale_linear"),
     *(f"scaling.{key}" for key in ("type", "factor", "attn_factor", "original_context_length", "finetuned")),
@@ -115,13 +115,13 @@ def configuration(head: FileHead, factors: Mapping[str, Floats]) -> dict[str, An
         "num_key_value_heads": head.count("attention.head_count_kv", heads),
         "vocab_size": embedding[1],
         "max_position_embeddings": head.count("context_length"),
-        "rms_norm_eps": head.real("attention.layer_norm_rms_epsilon"),
+        family.epsilon: head.real(EPSILONS[family.epsilon]),
         "tie_word_embeddings": "output.weight" not in head.shapes,
         "use_cache": True,
     }
     activation = "hidden_activation" if family.activation == GELU else "hidden_act"
     config[activation] = family.activation
-    if kind in WITHOUT_HEAD_SIZE:
+    if not family.own_head_size:
         if size * heads != hidden:
             head.refuse(f"heads of {size} do not make up a hidden size of {hidden}, as {kind} has them in transformers")
     elif family.states_head_size or size * heads != hidden:
@@ -171,8 +171,8 @@ def _rope(
         if not math.isclose(attention, usual, rel_tol=1e-6):
             rope["attention_factor"] = shortest(attention * (yarn_attention(factor) if kind == "yarn" else 1))
     rotated = head.count("rope.dimension_count", size)
-    if rotated != size:
-        if head.architecture != "phi3":
+    if rotated != size or "partial_rotary_factor" in family.defaults:
+        if not family.rotates_part:
             head.refuse(f"a rotary embedding of {rotated} of {size} dimensions on {head.architecture}")
         rope["partial_rotary_factor"] = rotated / size
     return rope
@@ -184,6 +184,8 @@ def _refuse_unread(head: FileHead, kind: str, factor: float) -> None:
     unread = UNREAD_YARN | {"yarn_attn_factor": (1.0, yarn_attention(factor))}
     neutral: dict[str, tuple[float, ...]] = dict.fromkeys(READ_ROPE_KEYS, ())  # no values: any will do
     neutral |= {f"scaling.{key}": values if kind == "yarn" else () for key, values in unread.items()}
+    if head.architecture == "mistral3":
+        neutral["scaling.yarn_log_multiplier"] = ()
     if head.architecture != "gemma3":
         neutral["freq_base_swa"] = (head.real("rope.freq_base", DEFAULT_THETA),)
     start = f"{head.architecture}.rope."
@@ -231,19 +233,20 @@ def _llama3(head: FileHead, divisors: Floats, theta: float, size: int, original:
 
 def _by_family(head: FileHead, kind: str, config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
     """What one family alone has in its config.json."""
-    if kind == "llama":
+    family = FAMILIES[kind]
+    values: dict[str, Any] = {name: head.real(key, family.defaults[name]) for name, key in family.scales.items()}
+    if family.full_every:
+        values |= _windows(head, family, config["num_hidden_layers"])
+    if kind in ("llama", "seed_oss", "glm4"):
         biases = {name.split(".")[2] for name in head.shapes if name.startswith("blk.") and name.endswith(".bias")}
-        return {
+        return values | {
             "attention_bias": bool(biases & {"attn_q", "attn_k", "attn_v", "attn_output"}),
             "mlp_bias": bool(biases & {"ffn_gate", "ffn_up", "ffn_down"}),
         }
     if kind in ("qwen2", "qwen3"):
         return {"use_sliding_window": False, "sliding_window": None}
     if kind in ("gemma2", "gemma3_text"):
-        values: dict[str, Any] = {
-            "query_pre_attn_scalar": sizes_of(config).query_scale,
-            "sliding_window": head.count("attention.sliding_window"),
-        }
+        values["query_pre_attn_scalar"] = sizes_of(config).query_scale
         if kind == "gemma2":
             values["attn_logit_softcapping"] = head.real("attn_logit_softcapping")
             values["final_logit_softcapping"] = head.real("final_logit_softcapping")
@@ -257,9 +260,38 @@ def _by_family(head: FileHead, kind: str, config: Mapping[str, Any], rope: Mappi
             "original_max_position_embeddings": _original_context(head) or config["max_position_embeddings"],
             "sliding_window": head.own("attention.sliding_window") or None,
         }
-    if kind == "granite":
-        return {name: head.real(key, 1.0) for name, key in GRANITE_SCALES.items()} | {"attention_bias": False}
-    return {"no_rope_layer_interval": 4, "attention_bias": False} if kind == "smollm3" else {}
+    if kind == "ministral3":
+        beta, scale = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
+        more: dict[str, Any] = {"llama_4_scaling_beta": head.real(beta) if head.own(beta) else 0.0}
+        more["original_max_position_embeddings"] = _original_context(head) or config["max_position_embeddings"]
+        more |= {"mscale": 1.0, "mscale_all_dim": head.real(scale)} if head.own(scale) else {}
+        return values | {"rope_parameters": {**rope, **more}}
+    if kind in ("granite", "smollm3", "cohere2", "olmo2"):
+        values["attention_bias"] = False
+    return values | ({"no_rope_layer_interval": 4} if kind == "smollm3" else {})
+
+
+def _windows(head: FileHead, family: Family, layers: int) -> dict[str, Any]:
+    """The window and the kinds of layers of a family that mixes them.
+
+    llama.cpp reads every how many layers one has no window (0: all have one), and passes over a list of layers.
+    """
+    if family.window_layers not in (0, layers):
+        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    key = "attention.sliding_window_pattern"
+    stated, period = head.values.get(f"{head.architecture}.{key}"), family.full_every
+    if stated is not None and not isinstance(stated, list):
+        if not isinstance(stated, int) or isinstance(stated, bool) or stated < 0:
+            head.refuse_value(key, "be a number of layers")
+        period = stated
+    full = [period > 0 and index % period == period - 1 for index in range(layers)]
+    if isinstance(stated, list) and [not one for one in stated] != full:
+        head.refuse(
+            f"{key} lists another order of windows than every {period}th layer without, which llama.cpp computes"
+        )
+    usual = DEFAULT_WINDOW if head.architecture in ("gemma2", "exaone4") else None
+    kinds = ["full_attention" if one else "sliding_attention" for one in full]
+    return {"sliding_window": head.count("attention.sliding_window", usual), "layer_types": kinds}
 
 
 # ── The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json: the inverse of tokenizer.py ──

@@ -99,8 +99,8 @@ def sources(head: FileHead, config: Mapping[str, Any]) -> dict[str, Source]:
     """
     sizes, model = sizes_of(config), f"a {config['model_type']} of transformers"
     biases = {*sizes.family.biases}
-    biases |= {*ATTENTION} if config.get("attention_bias") else set()
-    biases |= {*MLP} if config.get("mlp_bias") else set()
+    for name, parts in (("attention_bias", ATTENTION), ("mlp_bias", MLP)):
+        biases |= parts.keys() & sizes.family.more_biases if config.get(name) else set()
     expected = sizes.expected_tensors(biases)
     tensors: dict[str, Source] = {}
     for name in head.shapes:

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.folders import Floats, Stored, from_floats, stored_tensors, to_floats
-from distill.gguf.families import Shape, part_of
+from distill.gguf.families import part_of
 from distill.gguf.fields import rope_tensors
+from distill.gguf.shape import Shape
 from distill.progress import Progress
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ import numpy as np
 from distill.errors import DataError
 from distill.files import remove_left, write_atomically
 from distill.folders import Floats
-from distill.gguf.families import Shape, read_shape
 from distill.gguf.fields import (
     PLAIN,
     GgufTokenizer,
@@ -30,6 +29,7 @@ from distill.gguf.fields import (
 from distill.gguf.head import open_head, tensor_bytes, write_head
 from distill.gguf.importing import is_gguf
 from distill.gguf.library import ERRORS, last_errors, library
+from distill.gguf.shape import Shape, read_shape
 from distill.gguf.tensors import GgufTensor, Output, read_tensors, write_tensors
 from distill.gguf.tokenizer import read_tokenizer
 from distill.machine import usable_cores

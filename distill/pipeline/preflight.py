@@ -25,15 +25,15 @@ from distill.engines.torch.model import state_refusal
 from distill.engines.torch.recurrent import growing_cache
 from distill.engines.torch.static import require_static
 from distill.errors import DataError, DistillError, RecipeError, RunError
-from distill.gguf.families import read_shape
 from distill.gguf.library import describe_build, require_build, require_cache_types
+from distill.gguf.shape import read_shape
 from distill.gguf.tokenizer import read_tokenizer
 from distill.machine import faster_type, install_extra, pip_install
 from distill.pipeline.stages import NAMES, require_part
 from distill.progress import Caution
 from distill.recipe import Recipe, is_path
 from distill.recipe.recipe import HELD_OUT, REASON, not_run
-from distill.surgery.cutter import check_cut, check_smaller
+from distill.surgery.cutter import check_cut, check_smaller, planned_layers
 from distill.teacher.answers import check_writer
 from distill.teacher.questions import check_questions
 from distill.teacher.stage import check_teacher
@@ -243,6 +243,8 @@ def check_export(recipe: Recipe) -> list[str]:
             rows = read_shape(folder).vocabulary if written else load_config(model).get_text_config().vocab_size
             if model == recipe.target.model:  # whose tokenizer the draft has
                 read_tokenizer(folder, rows)
+            if model == recipe.donor_model and recipe.export.outtypes:
+                read_shape(folder, planned_layers(recipe))
         except DistillError as error:
             raise type(error)(f"export: {error.what}", f"{error.hint}; or {without}") from error
     return lines

@@ -53,7 +53,7 @@ from distill.surgery.layers import (
     tokens,
     watching,
 )
-from distill.surgery.parts import layers_of, require_supported, written_shares
+from distill.surgery.parts import layer_settings, layers_of, require_supported, written_shares
 from distill.surgery.results import Change
 from distill.surgery.sparsity import require_fewer
 from distill.surgery.subtokens import check_transplant
@@ -314,6 +314,17 @@ def _left(cut: Cut, layers: int, width: int) -> tuple[int, int]:
     """Layers and MLP width that a cut leaves of a donor's."""
     dropped = 0 if cut.drop_layers is None else len(parse_layers(cut.drop_layers, layers))
     return (cut.layers or layers) - dropped, cut.mlp_width or width
+
+
+def planned_layers(recipe: Recipe) -> dict[str, Any]:
+    """What config.json of the draft that a recipe cuts says of its layers; as of the first ones, where text decides
+    which stay."""
+    cut, config = recipe.cut, load_config(recipe.donor_model)
+    count, kept = config.num_hidden_layers, range(cut.layers or config.num_hidden_layers)
+    if cut.drop_layers is not None:
+        return layer_settings(config, sorted({*range(count)} - {*parse_layers(cut.drop_layers, count)}))
+    last = [count - 1] if cut.layer_rule == "last-but-one" else [kept[-1]]
+    return layer_settings(config, [*kept[:-1], *last])
 
 
 def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from distill.data.packing import Packed, hidden_states
 from distill.errors import DataError, RecipeError
 from distill.files import has_form, read_object, write_json
+from distill.gguf.families import kinds_of, orders
 from distill.progress import Progress
 from distill.surgery.parts import layer_settings, layers_of, put_layers, require_supported, set_layers, take_neurons
 from distill.surgery.results import Change, Size
@@ -219,6 +220,8 @@ def choose_layers(
                   model with that layer out of its list; no weights are copied. The first of equals goes.
     explicit      drops the layers in `drop` (see parse_layers), whatever `keep` is.
 
+    Layers of different kinds stay in an order that GGUF can state: of Gemma 3, every n-th without a window.
+
     Raises RecipeError for a number or for layers that are not possible; DataError for an unknown architecture.
     """
     count = len(layers_of(model))
@@ -230,38 +233,59 @@ def choose_layers(
     else:
         assert keep is not None
         check_layers(model.config, keep)
+        possible = _possible(model.config, keep)
         if rule == "last-but-one":
             dropped = range(keep - 1, count - 1)
         elif rule == "greedy":
-            steps = _greedy(model, count - keep, loss)
-            report |= {"evaluations": sum(range(keep + 1, count + 1)), "steps": steps}
+            steps, evaluations = _greedy(model, count - keep, loss, possible)
+            report |= {"evaluations": evaluations, "steps": steps}
             dropped = [step["removed"] for step in steps]
         else:
             assert rule == "influence", rule
             report["influence"] = influence = block_influence(model, blocks)
-            dropped = [*sorted(range(1, count - 1), key=lambda i: influence[i]), count - 1][: count - keep]
+            dropped = []
+            for layer in [*sorted(range(1, count - 1), key=lambda i: influence[i]), count - 1, 0]:
+                if len(dropped) < count - keep and possible([i for i in range(count) if i not in [*dropped, layer]]):
+                    dropped = [*dropped, layer]
     kept = [i for i in range(count) if i not in dropped]
     return kept, {**report, "kept": kept, "dropped": sorted(dropped)}
 
 
-def _greedy(model: Any, drop: int, loss: Loss) -> list[dict[str, Any]]:
-    """The layers removed one after the other, each with the loss without it."""
-    kept, steps = list(range(len(layers_of(model)))), []
-    evaluations = sum(len(kept) - removed for removed in range(drop))
-    progress = Progress("layers: losses without one", evaluations, brief=True)
+def _possible(config: Any, keep: int) -> Callable[[Sequence[int]], bool]:
+    """Whether `keep` of some layers of a model can be in an order of kinds, windows or positions, that GGUF states; any
+    layers can where the model's own order cannot."""
+    kinds, possible = kinds_of(config), list[list[bool]]()
+    if kinds and kinds in orders(config.model_type, len(kinds)):
+        possible = orders(config.model_type, keep)
+
+    def within(order: Sequence[bool], left: Iterator[bool]) -> bool:
+        return all(one in left for one in order)
+
+    return lambda left: not possible or any(within(order, iter([kinds[i] for i in left])) for order in possible)
+
+
+def _greedy(
+    model: Any, drop: int, loss: Loss, possible: Callable[[Sequence[int]], bool]
+) -> tuple[list[dict[str, Any]], int]:
+    """The layers removed one after the other, each with the loss without it; how many losses were evaluated."""
+    kept, steps, evaluations = list(range(len(layers_of(model)))), [], 0
+    progress = Progress("layers: losses without one", sum(len(kept) - gone for gone in range(drop)), brief=True)
     for _ in range(drop):
         losses: dict[int, float] = {}
         for candidate in kept:
-            with only_layers(model, [i for i in kept if i != candidate]):
-                value = float(loss(model))
-            losses[candidate] = value if math.isfinite(value) else math.inf
+            left = [i for i in kept if i != candidate]
+            if possible(left):
+                with only_layers(model, left):
+                    value = float(loss(model))
+                losses[candidate] = value if math.isfinite(value) else math.inf
             progress.step()
+        evaluations += len(losses)
         best = min(losses, key=lambda i: losses[i])
         if losses[best] == math.inf:
             raise DataError(f"without any of layers {kept} the loss is not finite", "check the donor's weights")
         kept.remove(best)
         steps.append({"removed": best, "loss": losses[best]})
-    return steps
+    return steps, evaluations
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from distill.engines.torch.hugging_face import check_folder, check_weights, load
 from distill.errors import DataError
 from distill.files import has_form
 from distill.folders import NUMPY_FLOATS, Stored, read_config, stored_tensors
-from distill.surgery.parts import require_supported
+from distill.surgery.parts import FAMILIES, require_supported
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import RARE, Vocabulary, role_counterparts, stand_ins
 
@@ -276,13 +276,13 @@ def check_transplant(
     """
     check_folder(str(donor.absolute()))
     config = read_config(donor)
-    whole = load_config(str(donor.absolute()))
-    require_supported(whole)
-    config.setdefault("tie_word_embeddings", whole.tie_word_embeddings)  # families have defaults of their own
+    if config.get("model_type") not in FAMILIES:
+        require_supported(load_config(str(donor.absolute())))
     for key in SIZES:
         if not has_form(config.get(key), int):
             raise DataError(f"{donor}/config.json: {key} must be an integer", "give a whole folder")
-    tied = bool(config.get("tie_word_embeddings", False))
+    # Families have defaults of their own.
+    tied = bool(config.setdefault("tie_word_embeddings", load_config(str(donor.absolute())).tie_word_embeddings))
     tensors = stored_tensors(donor, tied)
     _check_matrices(donor, config, tensors, tied)
     check_weights(str(donor.absolute()))

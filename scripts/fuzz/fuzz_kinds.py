@@ -429,7 +429,7 @@ def weight_files(world: World) -> Strategy:
 
 def read_weights(world: World, found: tuple[str, bytes]) -> Readers:
     from distill.folders import stored_tensors
-    from distill.gguf.families import read_shape
+    from distill.gguf.shape import read_shape
     from distill.gguf.tensors import read_tensors
 
     name, data = found
@@ -514,9 +514,9 @@ def read_configuration(world: World, found: bytes) -> Readers:
     from distill.engines.loaded import context_of
     from distill.engines.pairs import VocabularyMetadata
     from distill.engines.torch.hugging_face import load_config
-    from distill.gguf.families import read_shape
     from distill.gguf.fields import add_model_fields, rope_tensors
     from distill.gguf.head import write_head
+    from distill.gguf.shape import read_shape
     from distill.surgery.subtokens import check_transplant
 
     def export() -> None:

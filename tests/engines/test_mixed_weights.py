@@ -16,7 +16,7 @@ from test_export import edit
 
 from distill.engines.torch.hugging_face import check_weights, load_model
 from distill.errors import DataError
-from distill.gguf.families import read_shape
+from distill.gguf.shape import read_shape
 from distill.gguf.tensors import read_tensors
 from distill.surgery.subtokens import check_transplant
 

@@ -32,7 +32,7 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.errors import DataError
 from distill.export.parity import Source, compare
 from distill.gguf import tokenizer as export_tokenizer
-from distill.gguf.families import read_shape
+from distill.gguf.shape import read_shape
 from distill.gguf.tensors import permute_for_llama, read_tensors
 from distill.gguf.writer import export_files, export_gguf
 from distill.recipe.measuring import OUTTYPES
@@ -112,6 +112,19 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0}
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+CAPS = {"sliding_window": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
+LAYERS = {"s": "sliding_attention", "f": "full_attention"}
 GEMMA = {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
@@ -125,13 +138,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear-rope": ("llama", {"rope_parameters": LINEAR_ROPE | {"rope_theta": 2e4, "factor": 4.0}}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "gemma": ("gemma", {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}),
-    "gemma2": ("gemma2", GEMMA | {"sliding_window": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
+    "gemma2": ("gemma2", GEMMA | CAPS),
     "gemma3": ("gemma3_text", GEMMA | {"sliding_window": 16, "num_hidden_layers": 7}),
     "phi3": ("phi3", {"original_max_position_embeddings": 512}),
     "phi3-long": ("phi3", script.longrope(16)),
     "phi3-partial": ("phi3", script.longrope(12, partial_rotary_factor=0.75)),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
     "granite": ("granite", script.GRANITE | {"logits_scaling": 2.0}),  # less flat
+    "gemma2-ordered": ("gemma2", GEMMA | CAPS | {"num_hidden_layers": 3, "layer_types": [*"ssf"]}),
+    "gemma3-ordered": ("gemma3_text", GEMMA | {"sliding_window": 16, "num_hidden_layers": 4, "layer_types": [*"sfsf"]}),
+    "gemma3-windows": ("gemma3_text", GEMMA | {"sliding_window": 16, "num_hidden_layers": 2, "layer_types": [*"ss"]}),
+    "olmo2": ("olmo2", {"rms_norm_eps": 1e-5}),
+    "exaone4": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": [*"ff"], "rope_parameters": LLAMA3_ROPE},
+    ),
+    "exaone4-windows": (
+        "exaone4",
+        {"sliding_window": 16, "num_hidden_layers": 64, "hidden_size": 32, "intermediate_size": 32},
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 32}),
+    "ministral3": ("ministral3", {"head_dim": 32, "rope_parameters": MINISTRAL_ROPE}),
+    "glm4": ("glm4", {"head_dim": 32, "pad_token_id": None}),
+    "glm4-tied": ("glm4", {"head_dim": 32, "pad_token_id": None, "tie_word_embeddings": True, "attention_bias": False}),
+    "cohere2": ("cohere2", {"sliding_window": 16, "num_hidden_layers": 5, "logit_scale": 2.0}),
+    "cohere2-ordered": (
+        "cohere2",
+        {"sliding_window": 16, "num_hidden_layers": 3, "layer_types": [*"sfs"], "logit_scale": 2.0},
+    ),
     "qwen3-yarn": ("qwen3", {"head_dim": 32, "rope_parameters": script.YARN}),
 }
 
@@ -148,6 +182,8 @@ def build(
     torch.manual_seed(7)
     kind, values = FAMILIES[name]
     sizes = {"vocab_size": len(tokenizer) + extra_rows, "eos_token_id": tokenizer.eos_token_id, **values, **more}
+    if "layer_types" in sizes:
+        sizes["layer_types"] = [LAYERS[one] for one in sizes["layer_types"]]
     config = AutoConfig.for_model(kind, **(SIZES | sizes))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from distill.errors import DataError
 from distill.export.importance import importance_of
 from distill.export.parity import Source, compare, faults_of
-from distill.gguf.families import read_shape
+from distill.gguf.shape import read_shape
 from distill.gguf.writer import export_files, export_gguf
 from distill.recipe.measuring import OUTTYPES
 
@@ -34,7 +34,28 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown": ("qwen2", {"model_type": "mamba"}, "supported: llama"),
     "images": ("qwen2", {"model_type": "gemma3", "text_config": {}}, "images"),
     "gemma scale": ("gemma2", {"query_pre_attn_scalar": 144}, "query_pre_attn_scalar"),
-    "gemma order": ("gemma3_text", {"layer_types": ["full_attention"] * 2}, "every 6th layer"),
+    "gemma order": ("gemma3_text", {"layer_types": ["full_attention"] * 2}, "every n-th layer"),
+    "gemma2 order": ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, "every n-th layer"),
+    "exaone4 windows": (
+        "exaone4",
+        {"sliding_window": 16, "layer_types": ["sliding_attention"] * 2},
+        "models of 64 alone",
+    ),
+    "olmo2 head": ("olmo2", {"tie_word_embeddings": True}, "a tied head"),
+    "cohere2 scale": ("cohere2", {"logit_scale": 0, "sliding_window": 8}, "logit_scale"),
+    "ministral3 scale": (
+        "ministral3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "mscale": 2.0,
+                "mscale_all_dim": 1.0,
+            }
+        },
+        "yarn with mscale",
+    ),
     "smollm3 order": ("smollm3", {"no_rope_layers": [1, 0]}, "position-free"),
     "longrope": ("qwen2", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
     "partial rotation": ("qwen2", {"partial_rotary_factor": 0.5}, "8 of 16 dimensions"),

@@ -85,7 +85,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.float32) for name in FAMILIES),
+        *((name, torch.float32) for name in FAMILIES if name != "exaone4-windows"),  # whose 64 layers take long
         *(("llama-biases", dtype) for dtype in (torch.float16, torch.bfloat16)),
         *(("gemma2", dtype) for dtype in (torch.float16, torch.bfloat16)),
         *(("phi3-long", dtype) for dtype in (torch.float16, torch.bfloat16)),

@@ -12,11 +12,16 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from toys import save_toy, toy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.data.packing import Packed
 from distill.data.texts import drop_reason, read_answers
+from distill.engines.torch.hugging_face import load_config, load_tokenizer
 from distill.files import read_result
+from distill.gguf import families
+from distill.gguf.families import kinds_of
+from distill.gguf.writer import export_gguf
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.surgery.results import Comparison
@@ -243,3 +248,29 @@ def test_a_donor_with_other_padding_gets_the_targets_rows(
     said = tiny.shown(capsys, "check", world / f"{tmp_path.name}.yaml")
     assert f"gets the target's {rows} rows instead of the donor's {rows + 40}" in said
     assert "pair rule of vLLM: fits" in said
+
+
+@tiny.needs_llama
+def test_a_gemma_from_file_to_file(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Windows by pattern, four norms, scaled embeddings, a tied head: imported, cut, trimmed, trained, exported."""
+    tokenizer = load_tokenizer(str(world / "target"))
+    orders = [*(["sliding_attention"] * 2 + ["full_attention"]) * 2]
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "query_pre_attn_scalar": 16}
+    model = toy("gemma3", 400, 6, layer_types=orders, tie_word_embeddings=True, initializer_range=0.1, **sizes)
+    export_gguf(save_toy(model, tokenizer, tmp_path / "made"), tmp_path / "target.gguf", "f16")
+    values = tiny.recipe_values(world, elsewhere=True) | {"target": {"model": "./target.gguf"}}
+    values["answers"] |= {"prompts": 4}
+    values["cut"] |= {"layers": 4, "mlp_width": 96, "trim": {"mass": 0.5}}
+    values["train"] |= {"steps": 2, "acceptance": None}
+    recipe = tiny.write_recipe(tmp_path / "recipe.yaml", values)
+    said = tiny.refused(capsys, "check", recipe, "cut.layers=null", "cut.drop_layers=0-1,3")
+    assert "export: " in said and "other than every n-th layer full" in said
+    assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "export") == 0
+    run = tmp_path / "tiny"
+    config = load_config(str(run / "draft"))
+    assert kinds_of(config) in families.orders("gemma3_text", 4) and config.intermediate_size == 96
+    assert 256 <= len(read(run / "draft" / "kept_tokens.json")["kept"]) < 400
+    (file,) = (one for one in read(run / "gguf" / "export.json")["files"] if "draft" in one["path"])
+    assert not file["faults"] and file["parity"]["kl"] < 1e-3
+    back = load_config(str(run / "gguf" / "draft-f16.gguf"))
+    assert (back.layer_types, back.vocab_size) == (config.layer_types, config.vocab_size)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from distill.data.packing import Packed, pack
 from distill.errors import DataError, RecipeError
+from distill.gguf.families import orders
 from distill.surgery.layers import (
     block_influence,
     check_layers,
@@ -270,6 +271,23 @@ def test_layer_rules_for_every_number() -> None:
         assert max([influence[i] for i in gone], default=-1) <= min(
             [influence[i] for i in {1, 2, 3, 4} - gone], default=9
         )
+
+
+@pytest.mark.parametrize("rule", ["greedy", "influence"])
+@pytest.mark.parametrize("case", ["gemma3_text", "cohere2", "smollm3"])
+def test_kinds_of_layers_stay_in_an_order_that_gguf_states(
+    case: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = [False, False, False, True, False, False, False, True]  # True: without a window, or without positions
+    kinds: dict[str, Any] = {"layer_types": [["sliding_attention", "full_attention"][own] for own in order]}
+    kinds = {"no_rope_layers": [int(not own) for own in order]} if case == "smollm3" else kinds
+    model = small(case, layers=8, **kinds)
+    for layer in (1, 4, 5, 6):  # the order that would stay is none
+        silence(model.model.layers[layer])
+    kept, _ = chosen(model, 4, rule)
+    assert [order[i] for i in kept] in orders(case, 4)
+    monkeypatch.setattr("distill.surgery.layers.kinds_of", lambda _: [])
+    assert chosen(model, 4, rule)[0] == [0, 2, 3, 7] and [order[i] for i in (0, 2, 3, 7)] not in orders(case, 4)
 
 
 def test_parse_layers() -> None:
