@@ -1,34 +1,35 @@
-"""Models that decode on a CPU: their weights laid out once as its kernels read them, their layers in few operators.
+"""Models that decode on a CPU: their weights laid out once as its kernels read them.
 
 torch's own product reads a weight [out, in] as it lies, and for 2 to 16 tokens that takes two to three times as long as
 the weight's bytes take to arrive: a step that verifies five tokens costs two of one. From the layout that oneDNN
 chooses, all of them take about as long as one. These are the operators that torch.compile uses where weights are
-frozen; without compiling, they are called here. Around the products of a step of few tokens, transformers takes as long
-again in small operators: `Layer` and `_forward` compute the same with a third of them.
+frozen; without compiling, they are called here.
 
 oneDNN also compiles and keeps a primitive for each number of rows of any other product. Batches of changing size are
 therefore filled up with rows of zeros (`filled`), so that hours of work need only a few primitives.
-
-Legend: B rows, m tokens of a call, C tokens in the cache before it, H hidden, D width of a head, G heads of queries for
-one of keys and values.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import inspect
-import types
-from collections.abc import Callable
 from typing import Any, Literal
 
 import psutil
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, linear, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, pad
 
 from distill.engines.torch.kept import KeptHead
-from distill.engines.torch.model import shortest_window
+from distill.engines.torch.layers import (
+    ACTIVATIONS,
+    COMBINED,
+    Product,
+    copy_of,
+    hooked,
+    in_few_operators,
+    is_of_family,
+    with_layers,
+)
 from distill.errors import DataError
 
 FEW = 8  # tokens that the layout is chosen for; up to 16 were measured to do well in it
@@ -42,12 +43,7 @@ BLOCK = 16  # rows of a weight that the 4-bit kernel takes together
 
 Bits = Literal["int8", "int4"]  # what the weights of a draft may be rounded to
 
-# What may follow a product: torch's function, and oneDNN's name for it with its variant.
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
-    "silu": (silu, "swish", ""),
-    "gelu_pytorch_tanh": (functools.partial(gelu, approximate="tanh"), "gelu", "tanh"),
-}
-COMBINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"add": torch.add, "mul": torch.mul}
+NAMES = {"silu": ("swish", ""), "gelu_pytorch_tanh": ("gelu", "tanh")}  # of ACTIVATIONS in oneDNN, with the variant
 
 # ── Products ──
 
@@ -63,7 +59,7 @@ class PrepackedLinear(torch.nn.Module):
         # Not a buffer: its layout is opaque, and nothing may save, move or count it.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FEW)
         self._bias = None if bias is None else bias.detach()
-        _, name, variant = ACTIVATIONS[activation] if activation else (None, "none", "")
+        name, variant = NAMES[activation] if activation else ("none", "")
         self._after: tuple[str, list[Any], str] = name, [], variant
 
     def forward(self, x: Tensor, other: Tensor | None = None, how: str = "add") -> Tensor:
@@ -99,7 +95,7 @@ class RoundedLinear(torch.nn.Module):
             held = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1), both.to(weight.dtype)
         self._bits, (self._weight, self._scales) = bits, held
         self._bias = None if bias is None else bias.detach()
-        self._activation = ACTIVATIONS[activation][0] if activation else None
+        self._activation = ACTIVATIONS[activation] if activation else None
 
     def forward(self, x: Tensor, other: Tensor | None = None, how: str = "add") -> Tensor:
         """[..., out] of [..., in]."""
@@ -114,9 +110,6 @@ class RoundedLinear(torch.nn.Module):
         if self._activation is not None:
             product = self._activation(product)
         return product if other is None else COMBINED[how](product, other)
-
-
-Product = Callable[..., torch.nn.Module]  # of a weight [out, in], its bias or None, and an activation's name
 
 
 def works(dtype: torch.dtype, product: Product = PrepackedLinear) -> bool:
@@ -143,10 +136,13 @@ def prepacked(model: Any) -> tuple[Any, str]:
     """A copy of a model of transformers that decodes with prepacked layers, and why it has none (then: the model).
 
     The copy shares everything else, so that `model` itself stays what it was. It holds the weights of the time of this
-    call. The reason is empty where the model runs elsewhere than on a CPU, or this build has no such kernels.
+    call. The reason is empty where this build has no such kernels, and elsewhere than on a CPU, where nothing is
+    packed, but the layers are computed in few operators.
     """
     dtype, layers = _layers_on_cpu(model)
-    if dtype is None or not layers or not works(dtype):
+    if dtype is None:
+        return in_few_operators(model), ""
+    if not layers or not works(dtype):
         return model, ""
     size = sum(module.weight.numel() * module.weight.element_size() for module in layers.values())
     free = psutil.virtual_memory().available
@@ -192,16 +188,14 @@ def _layers_on_cpu(model: Any) -> tuple[torch.dtype | None, dict[str, Any]]:
 
 def _replaceable(module: Any) -> bool:
     """Plain linear layers only: adapted and quantised ones, and those that others hook into, compute something else."""
-    if type(module) not in (torch.nn.Linear, KeptHead) or module._forward_hooks or module._forward_pre_hooks:
+    if type(module) not in (torch.nn.Linear, KeptHead) or hooked(module):
         return False
     return bool(module.weight.numel() >= MIN_VALUES)
 
 
 def _with_products(model: Any, layers: dict[str, Any], product: Product) -> Any:
     """A copy of a model whose linear `layers`, by name, multiply by `product`; it shares all other tensors."""
-    few = _is_of_family(model, layers)
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    prepared = copy.deepcopy(model, shared)
+    few, prepared = is_of_family(model, layers), copy_of(model)
     for name, module in layers.items():
         if few and name.startswith("model.layers."):
             continue
@@ -211,195 +205,7 @@ def _with_products(model: Any, layers: dict[str, Any], product: Product) -> Any:
         else:
             parent, _, own = name.rpartition(".")
             setattr(prepared.get_submodule(parent), own, inner)
-    if few:
-        base = model.model
-        prepared.model.layers = torch.nn.ModuleList(Layer(layer, product) for layer in base.layers)
-        prepared.model.norm, prepared.model.rotary_emb = Norm(base.norm), Rotary(base.rotary_emb)
-        prepared.forward = functools.partial(_forward, prepared, shortest_window(model.config))
-    return prepared
-
-
-# ── The Llama family in few operators ──
-
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")  # what `Layer` computes; the tests compare each
-
-
-def _is_of_family(model: Any, layers: dict[str, Any]) -> bool:
-    """Whether `Layer` and `_forward` compute what this model does, if its products are all among `layers`."""
-    config = model.config
-    if type(model).__name__ not in [f"{family}ForCausalLM" for family in FAMILIES]:
-        return False
-    own = [name for name, one in model.named_modules() if "_proj" in name.rpartition(".")[2]]
-    return (
-        config._attn_implementation == "sdpa"
-        and not getattr(config, "final_logit_softcapping", None)
-        and not getattr(config, "use_bidirectional_attention", None)
-        and _activation(config) in ACTIVATIONS
-        and all(name in layers for name in own)
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    )
-
-
-def _activation(config: Any) -> str:
-    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
-
-
-class Norm(torch.nn.Module):
-    """A root-mean-square norm by torch's layer norm: the mean of x and −x together is 0, and their variance is x's.
-
-    One operator of several that would take longer than many products (torch has none of its own for CPUs).
-    """
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        of_gemma = type(norm).__name__.startswith("Gemma")
-        weight = norm.weight.detach().float() + (1 if of_gemma else 0)
-        self.epsilon, self.width = norm.eps if of_gemma else norm.variance_epsilon, len(weight)
-        self._weight = torch.cat((weight, torch.zeros_like(weight)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., H] of [..., H]."""
-        return layer_norm(torch.cat((x, -x), -1), (2 * self.width,), self._weight, None, self.epsilon)[
-            ..., : self.width
-        ]
-
-
-class Rotary(torch.nn.Module):
-    """The rotary tables that `Layer` takes: cosines, and sines that are negative for the first half; [B, m, 1, D]."""
-
-    def __init__(self, rotary: Any) -> None:
-        super().__init__()
-        self._inner = rotary
-        self.by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
-
-    def forward(self, *inputs: Any, **settings: Any) -> tuple[Tensor, Tensor]:
-        """The tables of transformers' module with these inputs."""
-        cosines, sines = self._inner(*inputs, **settings)
-        first, second = sines.chunk(2, -1)
-        return cosines.unsqueeze(2), torch.cat((-first, second), -1).unsqueeze(2)
-
-
-class Layer(torch.nn.Module):
-    """A decoder layer of FAMILIES: attention over a cache and a gated MLP, with norms before them (Gemma: and after).
-
-    The G heads of queries that share keys are more queries of one head, so that no key is repeated.
-    """
-
-    def __init__(self, layer: Any, product: Product) -> None:
-        super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
-        self.index, self.width, self.scaling = attention.layer_idx, attention.head_dim, attention.scaling
-        self.groups = attention.num_key_value_groups
-        self.pairs = attention.k_proj.weight.shape[0] // self.width  # heads of keys and values
-        three = [attention.q_proj, attention.k_proj, attention.v_proj]
-        bias = None if three[0].bias is None else torch.cat([one.bias for one in three])
-        # The functions alone, because calling a module takes longer than some of them.
-        self.inputs = product(torch.cat([one.weight for one in three]), bias).forward
-        self.output = product(attention.o_proj.weight, attention.o_proj.bias).forward
-        self.gate = product(mlp.gate_proj.weight, mlp.gate_proj.bias, _activation(attention.config)).forward
-        self.up = product(mlp.up_proj.weight, mlp.up_proj.bias).forward
-        self.down = product(mlp.down_proj.weight, mlp.down_proj.bias).forward
-        self.before = Norm(layer.input_layernorm).forward
-        self.after = self.after_mlp = None
-        if hasattr(layer, "pre_feedforward_layernorm"):
-            self.after = Norm(layer.post_attention_layernorm).forward
-            self.before_mlp = Norm(layer.pre_feedforward_layernorm).forward
-            self.after_mlp = Norm(layer.post_feedforward_layernorm).forward
-        else:
-            self.before_mlp = Norm(layer.post_attention_layernorm).forward
-        self.of_heads = None
-        if hasattr(attention, "q_norm"):
-            self.of_heads = Norm(attention.q_norm).forward, Norm(attention.k_norm).forward
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        position_embeddings: Any = None,
-        **_: Any,
-    ) -> Tensor:
-        """Hidden states [B, m, H] of hidden states, with `Rotary`'s tables; the mask may be `_folded` already."""
-        read = self._attended(self.before(hidden_states), attention_mask, past_key_values, *position_embeddings)
-        if self.after is None:
-            hidden_states = self.output(read, hidden_states)
-        else:
-            hidden_states = hidden_states + self.after(self.output(read))
-        inner = self.before_mlp(hidden_states)
-        inner = self.up(inner, self.gate(inner), "mul")
-        if self.after_mlp is None:
-            return self.down(inner, hidden_states)
-        return hidden_states + self.after_mlp(self.down(inner))
-
-    def _attended(self, inputs: Tensor, mask: Tensor | None, cache: Any, cosines: Tensor, sines: Tensor) -> Tensor:
-        """What the heads read for inputs [B, m, H], side by side, after the tokens' keys and values are stored."""
-        batch, columns, heads = *inputs.shape[:2], self.pairs * self.groups
-        states = self.inputs(inputs).view(batch, columns, -1, self.width)
-        turned, values = states[:, :, : heads + self.pairs], states[:, :, heads + self.pairs :]
-        if self.of_heads is not None:
-            of_queries, of_keys = self.of_heads
-            turned = torch.cat((of_queries(turned[:, :, :heads]), of_keys(turned[:, :, heads:])), 2)
-        turned = torch.addcmul(turned * cosines, turned.roll(self.width // 2, -1), sines)
-        keys, values = cache.update(turned[:, :, heads:].transpose(1, 2), values.transpose(1, 2), self.index)
-        queries = turned[:, :, :heads]
-        if mask is None and columns > 1:  # a prompt, in an empty cache
-            read = scaled_dot_product_attention(
-                queries.transpose(1, 2), keys, values, is_causal=True, scale=self.scaling, enable_gqa=True
-            )
-            return read.transpose(1, 2).flatten(2)
-        queries = queries.unflatten(2, (self.pairs, self.groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        mask = _folded(mask, columns, self.groups)
-        read = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self.scaling)
-        return read.unflatten(2, (self.groups, columns)).permute(0, 3, 1, 2, 4).flatten(2)
-
-
-def _folded(mask: Tensor | None, columns: int, groups: int) -> Tensor | None:
-    """A mask [B, 1, m, S] for the queries of all G heads that share keys: [B, 1, G · m, S]."""
-    if mask is None or columns == 1 or mask.shape[2] != columns:
-        return mask
-    return mask.repeat(1, 1, groups, 1)
-
-
-def _forward(
-    self: Any,
-    window: int,
-    input_ids: Tensor,
-    past_key_values: Any,
-    attention_mask: Any = None,
-    position_ids: Tensor | None = None,
-    logits_to_keep: int | Tensor = 0,
-    **others: Any,
-) -> Any:
-    """What transformers' forward returns for a model of `Layer`s: its `logits` [B, m or fewer, V].
-
-    transformers makes the masks where rows are padded, or layers see no more than `window` tokens of a longer text.
-    """
-    base, columns, mask, committed = self.model, input_ids.shape[1], attention_mask, 0
-    if mask is None:
-        committed = past_key_values.get_seq_length()
-    if committed + columns > window if mask is None else not isinstance(mask, dict) and mask.dim() != 4:
-        settings = {"attention_mask": mask, "position_ids": position_ids, "logits_to_keep": logits_to_keep, **others}
-        return type(self).forward(self, input_ids=input_ids, past_key_values=past_key_values, **settings)
-    hidden = base.embed_tokens(input_ids)
-    if position_ids is None:
-        position_ids = torch.arange(committed, committed + columns)[None]
-    if committed and columns > 1:
-        mask = torch.full((columns, committed + columns), torch.finfo(hidden.dtype).min, dtype=hidden.dtype)
-        mask = mask.triu_(committed + 1)[None, None]
-    kinds = getattr(self.config, "layer_types", None) or [""] * len(base.layers)
-    masks = mask if isinstance(mask, dict) else dict.fromkeys(kinds, mask)
-    masks = {kind: _folded(masks[kind], columns, base.layers[0].groups) for kind in dict.fromkeys(kinds)}
-    if base.rotary_emb.by_kind:
-        tables = {kind: base.rotary_emb(hidden, position_ids, kind) for kind in masks}
-    else:
-        tables = dict.fromkeys(kinds, base.rotary_emb(hidden, position_ids))
-    for layer, kind in zip(base.layers, kinds, strict=True):
-        hidden = layer.forward(hidden, masks[kind], past_key_values, tables[kind])
-    if isinstance(logits_to_keep, Tensor):
-        hidden = hidden[:, logits_to_keep]
-    elif logits_to_keep:
-        hidden = hidden[:, -logits_to_keep:]
-    return types.SimpleNamespace(logits=self.lm_head(base.norm(hidden)))
+    return with_layers(prepared, model, product) if few else prepared
 
 
 # ── Batches of changing size ──
