@@ -38,6 +38,11 @@ def finite_argmax(ids: list[int], largest: list[float], place: Place | None, emp
     return [token if value > -math.inf else empty for token, value in zip(ids, largest, strict=True)]
 
 
+def shrunk(largest: Tensor) -> Tensor:
+    """Largest logits in two bytes each, of which `require_finite` says the same."""
+    return (largest.float() * 1e-30).bfloat16()
+
+
 def require_finite(largest: Iterable[float], place: Place | None = None, empty: bool = False) -> None:
     """Raise DataError unless the largest logit of each row is finite; −∞ is allowed with `empty`."""
     for row, value in enumerate(largest):

@@ -426,11 +426,15 @@ class FallbackDrafter:
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """The first one's proposal unless it is empty."""
-        proposal = self.first.propose(context, min(limit, self.first.room(len(context))), ends)
-        self._last = self.first
+        proposal = self.look_up(context, limit, ends)
         if not proposal.tokens:
             proposal = self.second.propose(context, min(limit, self.second.room(len(context))), ends)
-            self._last = self.second
+        return proposal
+
+    def look_up(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """The first one's proposal; where it is empty, this is the second one's round."""
+        proposal = self.first.propose(context, min(limit, self.first.room(len(context))), ends)
+        self._last = self.first if proposal.tokens else self.second
         return proposal
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:

@@ -23,14 +23,16 @@ import torch
 from torch import Tensor
 
 from distill.decoding import verify
-from distill.decoding.drafters import NONE, ChainDraft, Drafter, ModelDrafter, distribution_sampler
+from distill.decoding.device_trees import DeviceTrees, Stepped
+from distill.decoding.drafters import NONE, ChainDraft, Drafter, FallbackDrafter, ModelDrafter, distribution_sampler
 from distill.decoding.lengths import Features, LengthRule, NGramIndex, Proposal, entropies
 from distill.decoding.rules import Rules
+from distill.decoding.trees import TreeDrafter
 from distill.devices import has_float64
 from distill.engines.model import Model
 from distill.engines.torch.model import fetch, model_name, send
-from distill.engines.torch.static import StaticTorchModel
-from distill.sampler import Place, Sampler, place_of, require_finite
+from distill.errors import DataError
+from distill.sampler import Place, Sampler, place_of, require_finite, shrunk
 
 KNOWN = (*verify.CHAINS, "distinct")
 UNDRAWN = 0.5  # in the place of numbers that nobody draws
@@ -77,9 +79,7 @@ class DeviceDraft:
     With `argmax` its best tokens are taken; else they are drawn from its distribution after the `sampler`.
     """
 
-    def __init__(
-        self, model: StaticTorchModel, sampler: Sampler, argmax: bool, looks: bool, ends: Collection[int]
-    ) -> None:
+    def __init__(self, model: Stepped, sampler: Sampler, argmax: bool, looks: bool, ends: Collection[int]) -> None:
         self.model, self.sampler, self.argmax, self.looks = model, sampler, argmax, looks
         self._ends = send(sorted(ends), model.device)
 
@@ -147,7 +147,7 @@ class DeviceDraft:
         """The rows whose length rule takes this token, which was drawn, but is not shown to it."""
         assert distribution is not None
         two = distribution.topk(min(2, distribution.shape[-1])).values
-        shown = fetch(token, distribution.argmax(-1), peak, two, entropies(distribution))
+        shown = fetch(token.int(), distribution.argmax(-1).int(), shrunk(peak), two, entropies(distribution))
         tokens, best, peaks, tops, entropy = (part.tolist() for part in shown)
         going_on = {}
         for r, row in drawing.items():
@@ -178,7 +178,7 @@ class Outcome:
 class DeviceRounds:
     """The rounds of a text, or of the texts of a batch; `draft` is None where no model drafts on the device."""
 
-    def __init__(self, target: StaticTorchModel, rules: Rules, draft: DeviceDraft | None) -> None:
+    def __init__(self, target: Stepped, rules: Rules, draft: DeviceDraft | None) -> None:
         self.target, self.draft, self.sampler, self.by_argmax = target, draft, rules.sampler, rules.by_argmax
         # Without siblings, distinct and token are the same.
         self.verifier = verify.CHAINS["token" if rules.verifier == "distinct" else rules.verifier]
@@ -197,7 +197,7 @@ class DeviceRounds:
             drafted = self.draft.chains(rows, numbers)
         results = self._verified(rows, drafted, longest, numbers)
         if drafted is not None:
-            results += [drafted.tokens.to(self.target.device), drafted.largest.to(self.target.device)]
+            results += [drafted.tokens.to(self.target.device).int(), shrunk(drafted.largest.to(self.target.device))]
         return self._concluded(rows, drafted, [part.tolist() for part in fetch(*results)])
 
     def _numbers(self, rows: Sequence[RowRound], longest: int) -> list[list[float]]:
@@ -250,7 +250,7 @@ class DeviceRounds:
             used = [[*line[longest : longest + columns - 1], line[-1]] for line in numbers]
             uniforms = send(used, device, torch.float64)
             accepted, following = verify.draw_rows(self.verifier(p, q, tokens), uniforms)
-        return [accepted, following, largest.float().masked_fill(~read, 0)]
+        return [accepted.to(torch.int8), following.int(), shrunk(largest.masked_fill(~read, 0))]
 
     def _concluded(self, rows: Sequence[RowRound], drafted: Drafted | None, results: Sequence[Any]) -> list[Outcome]:
         """The outcomes, from what the device gave; nothing is committed where a logit is not finite."""
@@ -261,9 +261,13 @@ class DeviceRounds:
         for row in rows:
             r, depth = row.number, lengths[row.number] + 1
             own = [token for token in tokens[r] if token != NONE]
-            if self.draft is not None:
-                require_finite(peaks[r], _place(self.draft.model, depth), empty=True)
-            require_finite(largest[r][: len(own) + 1], _place(self.target, depth))
+            try:
+                if self.draft is not None:
+                    require_finite(peaks[r], _place(self.draft.model, depth), empty=True)
+                require_finite(largest[r][: len(own) + 1], _place(self.target, depth))
+            except DataError:
+                self.target.commit(self.target.lengths)  # nothing of this round
+                raise
             lengths[r] += 1 + accepted[r]
             if drafted is not None and r in drafted.read:
                 read[r] = drafted.read[r] + max(len(own) - 1, 0)
@@ -278,7 +282,7 @@ class DeviceRounds:
         return outcomes
 
 
-def _place(model: StaticTorchModel, depth: int) -> Place:
+def _place(model: Stepped, depth: int) -> Place:
     """The places of logits [γ] or [γ + 1] of a row, the first of them after `depth` tokens."""
     return lambda index: f"{model_name(model.model)} after {depth + index} tokens"
 
@@ -293,53 +297,87 @@ def rounds_on_device(
 ) -> DeviceRounds | None:
     """The rounds of this target on its device, with a draft there or without one; None where the host takes part.
 
-    That is for other models than StaticTorchModel, under a grammar or a repetition penalty, which read the text,
-    with n_min, and on a device without fp64. `lengths` are the draft's length rules, `drawn` its sampler where
-    that is not the served one; with `argmax` its best tokens are taken, else they are drawn.
+    That is for models on a CPU with a growing cache and those of other engines, under a grammar or a repetition
+    penalty, which read the text, with n_min, and on a device without fp64. `lengths` are the draft's length rules,
+    `drawn` its sampler where that is not the served one; with `argmax` its best tokens are taken, else they are drawn.
     """
-    models = [target] if draft is None else [target, draft]
-    if not all(isinstance(model, StaticTorchModel) and has_float64(model.device) for model in models):
+    models: list[Any] = [target] if draft is None else [target, draft]
+    if not driven(models, rules):
         return None
-    reads_text = rules.constraint is not None or rules.sampler.repetition_penalty != 1
     if any(rule.n_min > 1 for rule in lengths):
         return None  # drafts are counted on the host before they are verified
-    if reads_text or rules.verifier not in KNOWN or models[-1].rows != target.rows:
+    if models[-1].rows != target.rows:
         return None
-    assert isinstance(target, StaticTorchModel)
     if draft is None:
-        return DeviceRounds(target, rules, None)
-    assert isinstance(draft, StaticTorchModel)
+        return DeviceRounds(models[0], rules, None)
     looks = any(rule.reads_features for rule in lengths)
     own = distribution_sampler(drawn or rules.sampler)
-    return DeviceRounds(target, rules, DeviceDraft(draft, own, argmax, looks, rules.ends))
+    return DeviceRounds(models[0], rules, DeviceDraft(models[1], own, argmax, looks, rules.ends))
 
 
-def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> DeviceRounds | None:
-    """The rounds of this text on the target's device, the draft's chain too where it is there; None on the host."""
-    if drafter.tree:
-        return None
-    if type(drafter) is ModelDrafter:
-        rounds = rounds_on_device(target, rules, drafter.model, drafter.argmax, [drafter.rule], drafter.sampler)
-        if rounds is not None:
-            return rounds
-    return rounds_on_device(target, rules, None)
+def driven(models: Sequence[Any], rules: Rules) -> bool:
+    """Whether these models take steps of tokens that lie on a device, and nothing in the rules reads the text."""
+    reads_text = rules.constraint is not None or rules.sampler.repetition_penalty != 1
+    if reads_text or rules.verifier not in KNOWN:
+        return False
+    return all(getattr(model, "steps_on_device", False) and has_float64(model.device) for model in models)
 
 
-def round_of_text(
-    rounds: DeviceRounds, drafter: Drafter, context: Sequence[int], limit: int, rules: Rules
-) -> tuple[Proposal, list[int], int]:
-    """A round on the device: the proposal, its accepted nodes, and the token after them."""
-    row = RowRound(0, context, rules.random)
-    if limit > 0 and rounds.draft is not None:
-        assert isinstance(drafter, ModelDrafter)
-        rounds.draft.looks = drafter.rule.reads_features
-        if rounds.draft.looks:
-            drafter.index.read(context)
-        chain = ChainDraft(drafter.rule, drafter.random, drafter.argmax, limit, rules.ends)
-        if len(context) - drafter.model.lengths[0] > 2 and chain.goes_on():
-            drafter.catch_up(context)
-        row = replace(row, chain=chain, index=drafter.index)
-    elif limit > 0:
-        row = replace(row, proposed=drafter.propose(context, limit, rules.ends))
-    outcome = rounds.run([row])[0]
-    return outcome.proposal, list(range(outcome.accepted)), outcome.token
+class TextRounds:
+    """The rounds of one text on the target's device: chains, and trees where there are any.
+
+    Where the drafter's model cannot be driven there too, its proposals come from the host.
+    """
+
+    def __init__(self, target: Model, drafter: Drafter, rules: Rules, chains: DeviceRounds) -> None:
+        own: Drafter = drafter.second if isinstance(drafter, FallbackDrafter) else drafter
+        self._rules, self._chains, self._own = rules, chains, own
+        self._drafts = chains.draft is not None
+        grows = type(own) is TreeDrafter and driven([own.model], rules)
+        self._trees = DeviceTrees(target, rules, own if grows else None) if own.tree else None  # type: ignore[arg-type]
+
+    def play(self, drafter: Drafter, context: Sequence[int], limit: int) -> tuple[Proposal, list[int], int]:
+        """A round: the proposal, its accepted nodes, and the token after them."""
+        rules, own = self._rules, self._own
+        row = RowRound(0, context, rules.random)
+        if limit > 0 and isinstance(drafter, FallbackDrafter):
+            looked_up = drafter.look_up(context, limit, rules.ends)
+            if looked_up.tokens:
+                return self._chain(replace(row, proposed=looked_up))
+            limit = min(limit, own.room(len(context)))
+        if limit <= 0:
+            return self._chain(row)
+        if self._drafts:
+            assert isinstance(own, ModelDrafter)
+            return self._chain(self._drafting(own, row, limit))
+        if self._trees is not None and self._trees.drafter is not None:
+            return self._trees.drafted(context, limit, rules.random) or self._chain(row)
+        proposal = own.propose(context, limit, rules.ends)
+        if self._trees is None or proposal.is_chain:
+            return self._chain(replace(row, proposed=proposal))
+        return (proposal, *self._trees.proposed(proposal, context, rules.random))
+
+    def _chain(self, row: RowRound) -> tuple[Proposal, list[int], int]:
+        outcome = self._chains.run([row])[0]
+        return outcome.proposal, list(range(outcome.accepted)), outcome.token
+
+    def _drafting(self, drafter: ModelDrafter, row: RowRound, limit: int) -> RowRound:
+        assert self._chains.draft is not None
+        self._chains.draft.looks = drafter.rule.reads_features
+        if self._chains.draft.looks:
+            drafter.index.read(row.context)
+        chain = ChainDraft(drafter.rule, drafter.random, drafter.argmax, limit, self._rules.ends)
+        if len(row.context) - drafter.model.lengths[0] > 2 and chain.goes_on():
+            drafter.catch_up(row.context)
+        return replace(row, chain=chain, index=drafter.index)
+
+
+def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> TextRounds | None:
+    """The rounds of this text on the target's device, the draft's part too where it is there; None on the host."""
+    own = drafter.second if isinstance(drafter, FallbackDrafter) else drafter
+    chains = None
+    if type(own) is ModelDrafter:
+        chains = rounds_on_device(target, rules, own.model, own.argmax, [own.rule], own.sampler)
+    if chains is None:
+        chains = rounds_on_device(target, rules, None)
+    return None if chains is None else TextRounds(target, drafter, rules, chains)

@@ -382,7 +382,7 @@ class TreeDrafter:
 
     Without a `shape` the tree has the `nodes` nodes of greatest value (deterministic children). With one, children are
     the best tokens where `best`, else drawn from the draft's distribution, without replacement where `distinct`.
-    `values` are those of the last tree that was made without a shape, best first.
+    `values` are those of the last tree that was proposed without a shape, best first.
     """
 
     tree = True
@@ -423,13 +423,22 @@ class TreeDrafter:
         """The room left in the draft's context, which holds every node that the draft takes."""
         return self.model.capacity - length
 
-    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """A tree of at most `limit` levels; a shape loses its deeper ones. Its size is settled before any draw."""
+    def size(self, limit: int) -> tuple[Shape | None, int]:
+        """The shape and the most nodes of a tree of at most `limit` levels: a shape loses its deeper ones. It is
+        settled before any draw; 0 where nothing is drafted."""
         shape = None if self.shape is None else self.shape.within(limit)
-        nodes = self.nodes if shape is None else len(shape)
         # The target holds a path of limit + 1 nodes and SPARE_NODES beside it; the context's last token is one of them.
         room = limit + SPARE_NODES - 2
-        if limit <= 0 or nodes == 0 or (shape is not None and nodes > room):
+        if limit <= 0:
+            return None, 0
+        if shape is None:
+            return None, min(self.nodes, room)
+        return shape, len(shape) if len(shape) <= room else 0
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """A tree of at most `limit` levels, of `size`."""
+        shape, nodes = self.size(limit)
+        if nodes == 0:
             return Proposal.chain([])
         fresh = list(context[self.model.lengths[0] :])
         root = self.sampler.distributions(self.model.extend(fresh, want=[len(fresh) - 1]), empty=True)[0]
@@ -444,7 +453,7 @@ class TreeDrafter:
         proposal, self.values = best_first(
             root,
             expand,
-            min(nodes, room),
+            nodes,
             branching=self.branching,
             depth=min(self.depth, limit),
             calibration=self.calibration,

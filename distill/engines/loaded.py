@@ -186,10 +186,12 @@ def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = T
 def with_rows(model: Model, rows: int, compiled: bool = False) -> Model | None:
     """A model of `rows` texts with the weights of a PyTorch model of one, prepacked where they are; None where there is
     none of texts of different lengths."""
-    from distill.engines.torch.static import StaticTorchModel
+    from distill.engines.torch.static import StaticTorchModel, refusal
 
     if isinstance(model, StaticTorchModel):
         return StaticTorchModel(model.model, model.vocabulary_size, rows, model.size, compiled)
+    if isinstance(model, TorchModel) and model.steps_on_device and refusal(model.model) is None:
+        return StaticTorchModel(model.model, model.vocabulary_size, rows)
     try:
         return BatchedTorchModel(model.model, rows, model.vocabulary_size) if isinstance(model, TorchModel) else None
     except (ValueError, DataError):  # windows, or states that no other text may touch

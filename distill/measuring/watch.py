@@ -6,12 +6,13 @@ Legend: m tokens of a step.
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from distill.engines.model import AroundModel, Ints, Logits, Model
-from distill.engines.torch.model import TorchLogits
+from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
 
 
@@ -42,36 +43,54 @@ class WatchedModel(AroundModel):
         return logits
 
 
-class WatchedStaticModel(StaticTorchModel):
-    """A static model whose steps are noted. It shares its whole state with `model`: either can go on with a text.
+class _Noting:
+    """A model that notes its steps and shares its whole state with `model`: either can go on with a text.
 
-    It is a static model itself, because rounds on a device drive those by `step`, past `extend`.
+    It is of the model's own class, because rounds on a device drive those by `step` and `grow`, past `extend`.
     """
 
-    __slots__ = ("steps",)
+    steps: list[Step]
+    lengths: list[int]
 
-    def __init__(self, model: StaticTorchModel, steps: list[Step]) -> None:
+    def __init__(self, model: Any, steps: list[Step]) -> None:
         self.__dict__ = model.__dict__
         self.steps = steps
 
-    def step(
-        self, ids: Tensor, counts: Tensor, starts: Tensor, most: int, keep: Tensor | int = 0, prompt: bool = False
-    ) -> Tensor:
-        """See `StaticTorchModel`."""
-        started, depth = time.perf_counter(), self.lengths[0]
-        logits = super().step(ids, counts, starts, most, keep, prompt)
-        self.steps.append(Step(depth, ids.shape[1], started, time.perf_counter() - started))
+    def _noted(self, tokens: int, call: Callable[[], Any]) -> Any:
+        started, depth, noted = time.perf_counter(), self.lengths[0], len(self.steps)
+        logits = call()
+        if len(self.steps) == noted:  # `extend` may call `step` or `grow`
+            self.steps.append(Step(depth, tokens, started, time.perf_counter() - started))
         return logits
+
+    def step(self, ids: Tensor, *arguments: Any) -> Any:
+        """See `StaticTorchModel`."""
+        call = super().step  # type: ignore[misc]
+        return self._noted(ids.shape[1], lambda: call(ids, *arguments))
+
+    def grow(self, ids: Tensor, *arguments: Any) -> Any:
+        """See `StaticTorchModel`."""
+        call = super().grow  # type: ignore[misc]
+        return self._noted(len(ids), lambda: call(ids, *arguments))
 
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
-    ) -> TorchLogits:
-        """See `Model`; a chain is taken by `step`, a tree is not."""
-        started, depth = time.perf_counter(), self.lengths[0]
-        logits = super().extend(tokens, counts, parents, want)
-        if parents is not None:
-            self.steps.append(Step(depth, len(tokens), started, time.perf_counter() - started))
-        return logits
+    ) -> Any:
+        """See `Model`."""
+        call = super().extend  # type: ignore[misc]
+        return self._noted(len(tokens), lambda: call(tokens, counts, parents, want))
+
+
+class WatchedStaticModel(_Noting, StaticTorchModel):
+    """A static model whose steps are noted."""
+
+    __slots__ = ("steps",)
+
+
+class WatchedGrowingModel(_Noting, TorchModel):
+    """A model with a growing cache on an accelerator whose steps are noted."""
+
+    __slots__ = ("steps",)
 
 
 class Watch:
@@ -95,4 +114,8 @@ class Watch:
 
 
 def _watched(model: Model, steps: list[Step]) -> Model:
-    return WatchedStaticModel(model, steps) if isinstance(model, StaticTorchModel) else WatchedModel(model, steps)
+    if isinstance(model, StaticTorchModel):
+        return WatchedStaticModel(model, steps)
+    if isinstance(model, TorchModel) and model.steps_on_device:
+        return WatchedGrowingModel(model, steps)
+    return WatchedModel(model, steps)

@@ -295,8 +295,9 @@ class PyTorch(Section):
 
     static: bool = Field(
         False,
-        description="use caches of fixed size, which roll back by length. Rounds stay on the device: the host "
-        "synchronises once a round, or once a drafted token if the length rule needs it (docs/decoding.md)",
+        description="use caches of fixed size, which roll back by length. Rounds stay on the device (on an accelerator "
+        "with either cache): the host waits once a round, or once a drafted token if the length rule needs it "
+        "(docs/decoding.md)",
     )
     compile: bool = Field(
         False,
@@ -311,8 +312,9 @@ class PyTorch(Section):
     )
     prepack: bool = Field(
         True,
-        description="CPU: store the weights of linear layers a second time, in the layout of oneDNN's kernels for few "
-        "tokens; skipped, with a message, if they would take more than half of the free memory",
+        description="compute the layers of the Llama family in few operators. CPU: store the weights of linear layers "
+        "a second time, in the layout of oneDNN's kernels for few tokens; skipped, with a message, if they would take "
+        "more than half of the free memory",
     )
 
     @model_validator(mode="after")

@@ -423,7 +423,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, kernels) {
   kernels.impl("_copy_from_and_resize", &copy_from_and_resize);
   kernels.impl("_local_scalar_dense", &item);
   kernels.impl("set_.source_Storage_storage_offset", &set);
+  // Two that CUDA, XPU and MPS have kernels for, and that torch would take apart here.
   kernels.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
+  kernels.impl("_fused_rms_norm", torch::CppFunction::makeFromBoxedFunction<&any_operation>());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, kernels) { kernels.fallback(torch::CppFunction::makeFromBoxedFunction<&any_operation>()); }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.devices import has_pinned_memory
+from distill.devices import CPU, has_pinned_memory
 from distill.engines.model import Ints, PendingTree, check_call, check_chain, check_lengths, check_no_paths
 from distill.errors import DataError
 from distill.sampler import Place, finite_argmax, place_of
@@ -221,37 +221,79 @@ class TorchModel:
             raise ValueError(f"{model_name(self.model)} takes no trees: {reason}")
         check_call(tokens, counts, parents, want, self.vocabulary_size)
         old, tree = len(self._tree), self._tree.grown(parents, self._length, self.capacity)
-        lengths = [self._length + depth for depth in tree.depths[old:]]
-        positions = torch.tensor([lengths], device=self.device) - 1
-        seen = torch.tensor([tree.seen(old, len(tree))], dtype=torch.bool, device=self.device)
-        visible = torch.nn.functional.pad(seen, (self._length, 0), value=True)  # [1, n, C + N]
-        depths = torch.tensor(tree.depths, device=self.device)
-        of = torch.cat([torch.arange(self._length, device=self.device), depths + (self._length - 1)])
-        masks = layer_masks(self.model, visible, positions, of)
-        logits = self._forward(tokens, want, lengths, attention_mask=masks, position_ids=positions)
+        seen, depths = send(tree.seen(old, len(tree)), self.device, torch.bool), send(tree.depths, self.device)
+        logits = self.grow(send(tokens, self.device), depths, seen, old, self._kept(len(tokens), want))
         self._tree = tree
-        return logits
+        return TorchLogits(logits, self._place([self._length + depth for depth in tree.depths[old:]], want))
 
-    def _forward(self, tokens: list[int], want: Ints | None, lengths: Ints | None = None, **inputs: Any) -> TorchLogits:
-        """Run the model on `tokens`; the cache stays unchanged when that fails.
+    def _forward(self, tokens: list[int], want: Ints | None, **inputs: Any) -> TorchLogits:
+        """Run the model on a chain; the cache stays unchanged when that fails."""
+        ids = send([tokens], self.device)
+        logits = self._computed(ids, self._kept(len(tokens), want), **inputs)[0]
+        return TorchLogits(logits, self._place(range(self._length + 1, self._length + len(tokens) + 1), want))
 
-        `lengths` are those of the texts that the tokens end (None: the tokens are a chain).
-        """
-        ids = torch.tensor([tokens], device=self.device)
-        keep: int | Tensor = 0
-        if want is not None:
-            last = list(want) == [len(tokens) - 1]
-            keep = 1 if last else torch.tensor(list(want), dtype=torch.long, device=self.device)
+    def _kept(self, count: int, want: Ints | None) -> int | Tensor:
+        """What of a step of `count` tokens gets logits, as transformers is told."""
+        if want is None:
+            return 0
+        return 1 if list(want) == [count - 1] else send(list(want), self.device)
+
+    def _place(self, lengths: Sequence[int], want: Ints | None) -> Place:
+        """The places of the wanted tokens, which end texts of these `lengths`."""
+        return place_of(model_name(self.model), lengths if want is None else [lengths[index] for index in want])
+
+    # What rounds on a device call, as of StaticTorchModel: tokens that lie there.
+
+    @property
+    def steps_on_device(self) -> bool:
+        """Whether `step` and `grow` may drive it: on a CPU, rounds that draw only what they need gain nothing by it."""
+        return self.device.type != CPU
+
+    @torch.inference_mode()
+    def step(
+        self,
+        ids: Tensor,
+        counts: Tensor,
+        starts: Tensor,
+        end: int,
+        keep: Tensor | int = 0,
+        prompt: bool = False,
+    ) -> Tensor:
+        """See `StaticTorchModel.step`; here tokens [1, m] follow those of the steps since the last `commit`."""
+        return self._computed(ids, keep)
+
+    @torch.inference_mode()
+    def grow(self, ids: Tensor, depths: Tensor, seen: Tensor, first: int, keep: Tensor | int = 0) -> Tensor:
+        """See `StaticTorchModel.grow`; `keep` as of `step`."""
+        committed, end = self._length, first + len(ids)
+        visible = torch.nn.functional.pad(seen[None, :, :end], (committed, 0), value=True)  # [1, m, C + end]
+        places = depths[:end] + (committed - 1)
+        of = torch.cat([torch.arange(committed, device=self.device), places])
+        positions = places[None, first:]
+        masks = layer_masks(self.model, visible, positions, of)
+        return self._computed(ids[None], keep, attention_mask=masks, position_ids=positions)[0]
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """Count as committed what steps wrote, up to this length, and drop the rest."""
+        (self._length,) = lengths
+        self._trim(self._length)
+
+    def settle(self, parents: Ints, path: Sequence[int]) -> None:
+        """Commit one path of the nodes that `grow` took, which hang below these `parents`, and drop the others."""
+        self._tree = self._tree.grown(parents, self._length, self.capacity)
+        self.keep([path])
+
+    def _computed(self, ids: Tensor, keep: Tensor | int, **inputs: Any) -> Tensor:
+        """Logits [1, m, V] of tokens on the device, of all columns or as `keep` says; a failure leaves what was
+        committed."""
         try:
             logits = self.model(
                 input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep, **inputs
-            ).logits[0]
+            ).logits
         except BaseException:
             self._trim(self._length + len(self._tree))
             raise
-        read = range(self._length + 1, self._length + len(tokens) + 1) if lengths is None else lengths
-        wanted = read if want is None else [read[index] for index in want]
-        return TorchLogits(logits[:, : self.vocabulary_size], place_of(model_name(self.model), wanted))
+        return logits[..., : self.vocabulary_size]
 
     def _trim(self, size: int) -> None:
         """Cut every layer to its first `size` entries; after a failed call only some layers have more."""
@@ -268,7 +310,7 @@ class TorchModel:
         path = self._tree.only_path(paths)
         if path != list(range(len(path))):
             start, end = self._length, self._length + len(path)
-            places = torch.tensor(path) + start
+            places = send(path, self.device) + start
             for layer in self._cache.layers:
                 if not layer.is_initialized:
                     continue

@@ -56,6 +56,11 @@ class RecurrentTorchModel(TorchModel):
         """0: no trees."""
         return 0
 
+    @property
+    def steps_on_device(self) -> bool:
+        """False: what a state has read cannot be cut."""
+        return False
+
     @torch.inference_mode()
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None

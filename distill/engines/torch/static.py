@@ -122,7 +122,7 @@ class Steps:
         self.model, self.cache, self.compiled = model, cache, compiled
         # Compiled steps, and the tensors that they read slots and inputs from: the same addresses and strides always. A
         # part of a larger tensor has strides of its own, for which torch would compile the step again.
-        self._graphs: dict[tuple[str, int, int], tuple[Callable[..., Tensor], list[Tensor]]] = {}
+        self._graphs: dict[tuple[Any, ...], tuple[Callable[..., Tensor], list[Tensor]]] = {}
 
     def forget(self) -> None:
         """Drop the compiled steps: the cache that they wrote to is another one now."""
@@ -177,7 +177,7 @@ class Steps:
         step = self._chain if kind == "chain" else self._tree
         if not self._compiles(columns) or isinstance(keep, Tensor):
             return step(keep, *inputs)
-        name = kind, columns, keep
+        name = kind, columns, keep, *(inputs[1].shape if kind == "tree" else ())
         if name not in self._graphs:
             function = _compiled(step, f"{kind}_{columns}", inputs[0].device)
             self._graphs[name] = function, [_place(tensor) for tensor in (self.cache.slots, *inputs)]
@@ -271,6 +271,8 @@ class StaticTorchModel:
     more, the cache doubles. With `compiled`, steps of up to LONGEST_STEP tokens after a prompt are compiled by torch,
     one for each number of tokens. DataError for a model that cannot decode with slots.
     """
+
+    steps_on_device = True
 
     def __init__(
         self,
@@ -381,6 +383,25 @@ class StaticTorchModel:
         """
         self._reserve(end)
         return self._steps.chain(ids, counts, starts, end, keep, prompt)[..., : self.vocabulary_size]
+
+    @torch.inference_mode()
+    def grow(self, ids: Tensor, depths: Tensor, seen: Tensor, first: int) -> Tensor:
+        """Logits [m, V] of nodes [m] on the device, the `first` and following ones of a tree of one row.
+
+        `depths` [W] are those of the tree's nodes (1 below the committed end), `seen` [m, W] the nodes that these see:
+        their paths and themselves. Like `step` it commits nothing and waits for nothing; `settle` says what counts.
+        """
+        committed, width = self._lengths[0], _rounded(len(depths))
+        if self._steps.compiled and width > len(depths):  # few shapes
+            depths = torch.nn.functional.pad(depths, (0, width - len(depths)), value=1)
+            seen = torch.nn.functional.pad(seen, (0, width - seen.shape[1]))
+        self._reserve(committed + max(first + len(ids), len(depths)))
+        return self._steps.tree(ids, depths, seen, committed, committed + first)[0, :, : self.vocabulary_size]
+
+    def settle(self, parents: Ints, path: Sequence[int]) -> None:
+        """Commit one path of the nodes that `grow` took, which hang below these `parents`, and drop the others."""
+        self._tree = self._tree.grown(parents, self._lengths[0], self.capacity)
+        self.keep([path])
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Count as committed what steps wrote: the rows are `lengths` long."""

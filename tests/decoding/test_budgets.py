@@ -1,0 +1,221 @@
+"""What decoding asks of an accelerator, counted exactly on the pretend one: waits and bytes of rounds, launches of
+steps. docs/decoding.md has the tables that these counts make. The texts are the CPU's.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_device_rounds import DRAFTS, MODELS
+from test_device_trees import GREEDY, V, outline
+from toys import random_prompts, toy
+
+from distill.decoding.batch import decode_batch
+from distill.decoding.decode import Decoded, decode, decode_text, plain_steps
+from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
+from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor, Proposal
+from distill.decoding.rules import Rules
+from distill.decoding.table import TableDrafter
+from distill.decoding.trees import Shape, TreeDrafter
+from distill.engines.loaded import torch_decoder, with_rows
+from distill.engines.torch.model import TorchModel
+from distill.engines.torch.static import StaticTorchModel
+from distill.recipe import PyTorch
+from distill.sampler import Sampler
+
+torch.set_num_threads(1)
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "decoding.md"
+SHAPE = Shape.of_widths([2, 2, 1])  # 10 nodes
+Make = Callable[[Any, Rules], Drafter]
+
+
+def chain(rule: Callable[[], Any]) -> Make:
+    return lambda draft, rules: ModelDrafter(draft, rule(), rules.sampler, rules.random)
+
+
+def of_shape(best: bool, distinct: bool = False) -> Make:
+    return lambda draft, rules: TreeDrafter(
+        draft, rules.sampler, rules.random, len(SHAPE), shape=SHAPE, best=best, distinct=distinct
+    )
+
+
+class OfTable(TableDrafter):
+    """Its trees are of one size, whatever was counted: they come from the host as all do."""
+
+    def propose(self, context: Sequence[int], limit: int, ends: Any) -> Proposal:
+        return Proposal([5, 6, 7, 8, 5, 6, 7], [-1, -1, 0, 0, 1, 2, 4]) if limit > 2 else Proposal.chain([])
+
+
+class Case(NamedTuple):
+    """A configuration, by its line in the document, and the tokens of a whole draft."""
+
+    make: Make | None
+    drafted: int
+    verifier: str = "token"  # where it samples
+    samples: bool | None = None  # None: greedily and sampled
+    looks: bool = False
+
+
+BEST_FIRST: Make = lambda draft, rules: TreeDrafter(draft, rules.sampler, rules.random, 8, depth=3)  # noqa: E731
+CASES: dict[str, Case] = {
+    "plain, greedy": Case(None, 0, samples=False),
+    "plain, sampled": Case(None, 0, samples=True),
+    "`fixed`, `ratio`: 4 tokens": Case(chain(lambda: AcceptedRatio(4, shortest=4, longest=4)), 4),
+    "`lookup`: 4 tokens": Case(lambda draft, rules: LookupDrafter(4), 4),
+    "`lookup+draft`: 4 tokens of the draft": Case(
+        lambda d, r: FallbackDrafter(LookupDrafter(4, shortest=30), chain(lambda: Fixed(4))(d, r)), 4
+    ),
+    "best-first tree of 8 nodes, 3 levels": Case(BEST_FIRST, 8, "match"),
+    "`lookup+tree`: the tree of 8 nodes": Case(
+        lambda d, r: FallbackDrafter(LookupDrafter(4, shortest=30), BEST_FIRST(d, r)), 8, "match"
+    ),
+    "tree of static shape, 10 nodes": Case(of_shape(True), 10, "match"),
+    "drawn tree of 10 nodes": Case(of_shape(False, True), 10, "distinct", True),
+    "`table`: a tree of 7 nodes": Case(lambda *_: OfTable(None, 7, 3), 7, "match"),
+    "`p_min`, `start-continue`, `beta`, `expected-value`: 4 tokens": Case(
+        chain(lambda: ProbabilityFloor(4, 0.0)), 4, looks=True
+    ),
+}
+PROMPT = [5, 6, 7, 8, 5, 6, 9, 8] * 2  # lookups and counts of n-grams find something
+# What a device needs in the types that it decodes in.
+SMALL = {"target": toy(seed=3).float(), "draft": toy(seed=3).float()}
+
+
+def rounds_of(case: Case, cache: str, sampler: Sampler, pretend: Any) -> list[tuple[int, Any]]:
+    """Of each round: tokens drafted, and what the device was asked; of plain decoding, of each token."""
+    models = {role: copy.deepcopy(model).to("pretend") for role, model in SMALL.items()}
+    target, draft = (torch_decoder(model, V, PyTorch(static=cache == "static"), tokens=80) for model in models.values())
+    rules = Rules(sampler, case.verifier if sampler.temperature else "greedy", random=random.Random(3).random)
+    result, found = Decoded(), []
+    if case.make is None:
+        steps = plain_steps(target, PROMPT, 6, rules, result)
+    else:
+        steps = decode(target, case.make(draft, rules), PROMPT, 14, rules, result)
+    next(steps)
+    while True:
+        with pretend.counting() as counts:
+            if next(steps, None) is None:
+                return found
+        found.append((result.rounds[-1].drafted if result.rounds else 0, counts))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rounds(name: str, pretend: Any) -> None:
+    """A growing cache on an accelerator and a static one are asked the same, greedily and sampled."""
+    case, lines = CASES[name], set()
+    kinds = [Sampler(0.0), Sampler(0.9)] if case.samples is None else [Sampler(0.9 if case.samples else 0.0)]
+    for cache, sampler in ((cache, sampler) for cache in ("growing", "static") for sampler in kinds):
+        rounds = rounds_of(case, cache, sampler, pretend)
+        assert len(rounds) > 2
+        for drafted, counts in rounds:
+            looked = counts.waits - 1
+            assert drafted <= looked <= min(drafted + 1, 4) if case.looks else not looked
+        whole = [counts for drafted, counts in rounds if drafted == case.drafted]
+        waits, size = whole[0].waits, max(counts.bytes_to_host for counts in whole)  # two less for a level less
+        assert all(counts.waits == waits for counts in whole)
+        assert case.looks or size <= 16 * max(case.drafted, 1)
+        share = f"{size / case.drafted:.1f}" if case.drafted else "–"
+        lines.add(f"| {name} | {waits} | {size} | {share} |")
+    assert len(lines) == 1
+    assert_documented(lines.pop())
+
+
+def assert_documented(line: str) -> None:
+    assert line in DOCUMENT.read_text(encoding="utf-8").splitlines(), f"docs/decoding.md has to say\n{line}"
+
+
+def test_a_round_of_a_batch_waits_once(pretend: Any) -> None:
+    """Rows of a growing cache are decoded in a static one there."""
+    models = [copy.deepcopy(model).to("pretend") for model in SMALL.values()]
+    rows = [with_rows(torch_decoder(model, V), 3) for model in models]
+    assert all(isinstance(model, StaticTorchModel) for model in rows)
+    prompts, found = random_prompts(3, V, seed=2), []
+    for limit in (6, 11):  # the prompts and one round, and one more: with a draft like the target five tokens each
+        with pretend.counting() as counts:
+            texts = decode_batch(rows[0], rows[1], prompts, limit, Rules(), 4)  # type: ignore[arg-type]
+        found.append((sum(len(text.rounds) for text in texts), counts.waits, counts.bytes_to_host))
+    (rounds, waits, size), (more, more_waits, more_size) = found
+    assert more - rounds == 3 and more_waits - waits == 1
+    assert_documented(f"| a batch of 3 rows: 4 tokens each | 1 | {more_size - size} | {(more_size - size) / 12:.1f} |")
+
+
+# Launches of a step.
+
+LAYERS = {"llama": "Llama, Mistral, Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma 3", "phi3": "Phi-3", "olmo2": "OLMo 2"}
+OURS = ("llama", "qwen3", "gemma3")
+LAUNCHES = 45  # of a layer and step, the most where the layers are ours
+
+
+WAYS = {"ours": PyTorch(static=True), "growing": PyTorch(), "transformers'": PyTorch(static=True, prepack=False)}
+
+
+def launches(kind: str, pretend: Any, ways: Mapping[str, PyTorch] = WAYS) -> dict[str, list[tuple[int, int]]]:
+    """Launches in bfloat16 of a step of one token and of five: of a layer, and besides all layers."""
+    counted: dict[str, list[list[int]]] = {name: [] for name in ways}
+    for layers in (2, 4):
+        windows = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)} if kind == "gemma3" else {}
+        model = toy(kind, layers=layers, **windows).bfloat16().to("pretend")
+        for name, pytorch in ways.items():
+            decoder, found = torch_decoder(model, V, pytorch, tokens=40), []
+            decoder.extend([1, 2, 3])
+            for tokens in (1, 5):
+                with pretend.counting() as counts:
+                    decoder.extend(list(range(tokens)))
+                found.append(counts.launches)
+            counted[name].append(found)
+    return {
+        name: [((b - a) // 2, 2 * a - b) for a, b in zip(two, four, strict=True)]
+        for name, (two, four) in counted.items()
+    }
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_launches_of_a_step(kind: str, pretend: Any) -> None:
+    """Of the layers that are ours, and of two families that transformers computes."""
+    found = launches(kind, pretend)
+    for (ours, _), (theirs, _) in zip(found["ours"], found["transformers'"], strict=True):
+        assert ours <= LAUNCHES and ours < 0.6 * theirs if kind in OURS else ours == theirs
+    cells = [", ".join(f"{layer} + {besides}" for layer, besides in found[name]) for name in WAYS]
+    assert_documented(f"| {LAYERS[kind]} | {' | '.join(cells)} |")
+
+
+def test_like_families_launch_alike(pretend: Any) -> None:
+    static = {"ours": WAYS["ours"]}
+    llama, *others = (launches(kind, pretend, static) for kind in ("llama", "mistral", "qwen2"))
+    assert all(other == llama for other in others)
+
+
+# Texts.
+
+
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_texts_are_those_of_the_cpu(kind: str, pretend: Any) -> None:
+    """Greedy ones of either cache, those of the growing one; sampled ones of either cache, those of the static one."""
+    there = {}
+    for role, model in (("target", MODELS[kind]), ("draft", DRAFTS[kind])):
+        moved = copy.deepcopy(model).to("pretend")
+        there[role] = [torch_decoder(moved, V, PyTorch(static=static), tokens=60) for static in (False, True)]
+    prompt = [5, 6, 7, 8] * 3
+    greedy = {"p_min": chain(lambda: ProbabilityFloor(4, 0.1)), **GREEDY}
+    for name in ("p_min", "best-first, calibrated", "shape", "table"):
+        rules, texts = Rules(ends=(7,)), []
+        for target, draft in ((TorchModel(MODELS[kind]), TorchModel(DRAFTS[kind])), *zip(*there.values(), strict=True)):
+            texts.append(outline(decode_text(target, greedy[name](draft, rules), prompt, 10, rules)))
+        assert texts[0] == texts[1] == texts[2], name
+    for case in (CASES["`fixed`, `ratio`: 4 tokens"], CASES["drawn tree of 10 nodes"]):
+        texts = []
+        here = StaticTorchModel(MODELS[kind]), StaticTorchModel(DRAFTS[kind])
+        for target, draft in (here, *zip(*there.values(), strict=True)):
+            rules = Rules(Sampler(0.9, 20, 0.95), case.verifier, random=random.Random(5).random)
+            assert case.make is not None
+            texts.append(outline(decode_text(target, case.make(draft, rules), prompt, 10, rules)))
+        assert texts[0] == texts[1] == texts[2]
