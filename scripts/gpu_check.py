@@ -1,82 +1,117 @@
-"""What this project does on a GPU: decoding at the cost of 1B, 7B and 14B targets, and training steps, in one table.
+"""What this project does on an accelerator, as the tables that docs/benchmarks.md has for CPUs alone.
 
-    python scripts/gpu_check.py --to gpu/ --draft runs/demo/draft     # all parts, one after another; resumes by part
-    python scripts/gpu_check.py --to gpu/ --part decode-7b            # one part; each ends within --minutes
-    python scripts/gpu_check.py --to gpu/ --table                     # the table of the parts that are there
-    python scripts/gpu_check.py --to toy/ --toy                       # a CPU, in a minute: to see that it works
+    python scripts/gpu_check.py --to gpu/                  # all parts, one after another; ended or killed, it goes on
+    python scripts/gpu_check.py --to gpu/ --part 7b        # one part; each ends within --minutes
+    python scripts/gpu_check.py --to gpu/ --table          # the tables of what is there, by device
+    python scripts/gpu_check.py --to toy/ --toy            # tiny sizes on any device or the CPU: to see that it works
 
-Needs no network and no llama.cpp. The demo target is grown to the cost of a real one (scripts/grow_target.py: its text
-stays the same), its head padded to 151,936 rows; the draft is grown to .5B in the same way. Without --draft the demo
-target's first and last layer, untrained, take its place: acceptance is then low, and only the costs mean anything.
+Needs no network. A package that is missing is named: of this project's it needs torch, transformers, accelerate,
+pydantic and psutil; for SmolLM2's own file, not for a folder that `distill import-gguf` made of it, gguf and typer.
 
-Parts: `bandwidth` (bytes a second of a copy: a step cannot take less than its weights' bytes over it), `decode-1b`,
-`decode-7b`, `decode-14b` (the growing and the static cache, compiled or not; plain, speculative, trees, batches;
-transformers' own assisted generation beside them), `head-loss` and `training` (benchmarks/training.py and
-benchmarks/steps.py, what they print). A configuration that --minutes have no time for is listed as left out.
+Pairs: `smollm2` (scripts/smollm2.txt, or --smollm2) and `7b`, the demo target grown to the cost of a real one
+(scripts/grow_target.py: its text stays the same), its head padded to 151,936 rows, with a draft grown to .5B. Without
+--smollm2-draft and --draft the target's outer layers, untrained, draft: acceptance is then low, and only the costs
+mean anything. Parts of a pair: its name (the growing and the static cache, and transformers' own generation, plain and
+assisted), `-compiled`, `-batches`, `-batches-compiled`. `training` is what benchmarks/steps.py prints. What a part
+had no time for, and what failed, is named, and measured by the next call.
 
-Legend: T(m) seconds of the target's step of m tokens, D of the draft's, τ tokens a round.
+Legend: T(m) seconds of the target's step of m tokens, D(m) of the draft's, τ tokens a round.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import gc
+import io
+import itertools
 import json
-import statistics
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from grow_target import grow
-
-from distill.decoding.batch import decode_batch, plain_batch
-from distill.decoding.costs import measure_steps
-from distill.decoding.decode import Decoded, decode_text, plain
-from distill.decoding.drafters import ModelDrafter
-from distill.decoding.lengths import Fixed
-from distill.decoding.rules import GREEDY, Rules
-from distill.decoding.trees import TreeDrafter
-from distill.engines.torch.hugging_face import encode, load_model, load_tokenizer, real_tokens
-from distill.engines.torch.model import TorchModel
-from distill.engines.torch.static import StaticTorchModel
-from distill.files import write_json
-from distill.machine import machine
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
+
+try:
+    import torch
+    from benchmarks import steps
+    from grow_target import grow
+
+    from distill.decoding.batch import decode_batch, plain_batch
+    from distill.decoding.costs import measure_steps
+    from distill.decoding.decode import Decoded, decode_text, plain
+    from distill.decoding.drafters import ModelDrafter
+    from distill.decoding.lengths import Fixed
+    from distill.decoding.ngrams import NGramTable, count_ngrams
+    from distill.decoding.rules import GREEDY, Rules
+    from distill.decoding.table import TableDrafter
+    from distill.decoding.trees import TreeDrafter
+    from distill.devices import CPU, accelerators, device_name, peak_memory_bytes, pick_device, synchronise, take_peaks
+    from distill.engines.torch.hugging_face import encode, load_model, load_tokenizer, real_tokens
+    from distill.engines.torch.model import TorchModel
+    from distill.engines.torch.static import StaticTorchModel
+    from distill.errors import RunError
+    from distill.files import write_json
+    from distill.machine import machine
+    from distill.surgery.parts import layer_settings, put_layers
+except ModuleNotFoundError as error:
+    sys.exit(f"gpu_check needs the package {error.name}, which is not installed: carry its wheel, or pip install it")
+
 ROWS = 151_936  # of Qwen's head
-SIZES = {"1b": (8, 1e9), "7b": (14, 7e9), "14b": (20, 14e9)}  # times the demo target's width; parameters
-DRAFT_SIZE = 4, 5e8
+SIZES = {"7b": ((14, 7e9), (4, 5e8)), "toy": ((1, 0), (1, 0))}  # target, draft: times the demo's width; parameters
 LENGTHS = (2, 4, 8)
-BATCHES = (4, 16)
+COUNTS = (1, 2, 3, 5, 9, 17, 33)  # of tokens, m of T(m)
+BATCHES = (2, 4, 8, 16, 32)
+MODES = ("", "-compiled", "-batches", "-batches-compiled")
+PROMPT = 64  # tokens
+RULES = Rules(GREEDY, "greedy")
 Measured = dict[str, Any]
 
 
-class Clock:
-    """Whether a part has time left for another configuration."""
+class Part:
+    """What was measured of a part, in a file that is written after each configuration; and its time."""
 
-    def __init__(self, minutes: float) -> None:
-        self.end = time.monotonic() + 60 * minutes
-        self.left_out: list[str] = []
+    def __init__(self, path: Path, options: Any) -> None:
+        self.path, self.options, self.end = path, options, time.monotonic() + 60 * options.minutes
+        self.found: Measured = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+        self.rows, self.finished = self.found["rows"], self.found.get("finished", False)
+        self.found |= {"left_out": [], "finished": False}
 
-    def allows(self, name: str) -> bool:
-        """Whether there is time; the name of what there was no time for is kept."""
-        if time.monotonic() < self.end:
-            return True
-        self.left_out.append(name)
-        return False
+    def save(self, **more: Any) -> None:
+        """Write the file."""
+        self.found |= more
+        write_json(self.path, self.found)
+
+    def add(self, name: str, engine: str, measure: Callable[[], Measured], at_once: int = 1) -> None:
+        """A row with what `measure` finds, unless it is there; without time for it, or if it fails, its name."""
+        if any((row["engine"], row["configuration"], row["at_once"]) == (engine, name, at_once) for row in self.rows):
+            return
+        label = f"{engine}: {name}, {at_once} at once"
+        if time.monotonic() > self.end:
+            self.found["left_out"].append(f"{label}: no time")
+            return
+        try:
+            self.rows.append({"configuration": name, "engine": engine, "at_once": at_once, **measure()})
+        except Exception as error:  # the others are measured all the same
+            self.found["left_out"].append(f"{label}: {type(error).__name__}: {error}".splitlines()[0])
+        print(f"  {label}", file=sys.stderr, flush=True)
+        self.save()
+
+    def decode(self, name: str, engine: str, decode_all: Callable[[], list[Decoded]], at_once: int = 1) -> None:
+        """A row: how fast these texts are decoded."""
+        self.add(name, engine, partial(timed, self.options.device, decode_all), at_once)
 
 
-def grown(model: Any, tile: int, parameters: float, rows: int, options: Any) -> Any:
-    """The model at the width times `tile`, with as many layers as `parameters` take, its head padded to `rows`."""
+def grown(model: Any, size: tuple[int, float], rows: int, options: Any) -> Any:
+    """The model at a multiple of its width, with as many layers as the parameters take, its head padded to `rows`."""
+    tile, parameters = size
     config = model.config
     width = config.hidden_size * tile
     # Of a layer: queries and outputs, keys and values, the three matrices of the MLP.
@@ -87,328 +122,302 @@ def grown(model: Any, tile: int, parameters: float, rows: int, options: Any) -> 
         larger = grow(model.to(options.device), tile, layers).to(options.dtype)
         larger.resize_token_embeddings(max(rows, config.vocab_size), mean_resizing=False)
     larger.eval()
-    weight = larger.get_input_embeddings().weight
-    weight.data[config.vocab_size :] = 0
+    larger.get_input_embeddings().weight.data[config.vocab_size :] = 0
     return larger
 
 
-def synchronised(device: torch.device) -> float:
-    """The time, after all that the device was asked to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def outer_layers(model: Any) -> Any:
+    """A model's first and last layer."""
+    cut, kept = copy.deepcopy(model), [0, model.config.num_hidden_layers - 1]
+    put_layers(cut, [cut.base_model.layers[place] for place in kept])
+    for name, value in {**layer_settings(model.config, kept), "num_hidden_layers": 2}.items():
+        setattr(cut.config, name, value)
+    return cut
 
 
 def timed(device: torch.device, decode_all: Callable[[], list[Decoded]]) -> Measured:
-    """Tokens a second of the texts after their prompts, tokens a round and acceptance; a first call warms up."""
+    """Tokens a second of the texts after their prompts, tokens a round, acceptance rate; a first call warms up."""
+
+    def now() -> float:
+        synchronise(device)
+        return time.perf_counter()
+
+    take_peaks()
     decode_all()
-    started = synchronised(device)
+    started = now()
     found = decode_all()
-    seconds = synchronised(device) - started
-    prompts = sum(one.prefill_seconds for one in found)
+    seconds = now() - started
     rounds = [r for one in found for r in one.rounds]
     drafted = sum(r.drafted for r in rounds)
     tokens = sum(len(one.tokens) for one in found)
     return {
-        "tokens_per_second": (tokens - len(found)) / max(seconds - prompts, 1e-9),
-        "with_prompts": tokens / seconds,
+        "tokens_per_second": (tokens - len(found)) / max(seconds - sum(one.prefill_seconds for one in found), 1e-9),
         "tokens_per_round": sum(r.accepted + 1 for r in rounds) / len(rounds) if rounds else None,
         "acceptance": sum(r.accepted for r in rounds) / drafted if drafted else None,
+        "peak_bytes": peak_memory_bytes(device) if accelerators() else None,
         "texts": [one.tokens for one in found],
     }
 
 
-def all_texts(target: Any, drafter: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[Decoded]:
-    """Greedy texts, one after another, with a drafter."""
-    return [decode_text(target, drafter, prompt, tokens, Rules()) for prompt in prompts]
+def packaged() -> Path:
+    """SmolLM2's file in its package."""
+    from distill.cli.check import smollm2_file
+
+    file = smollm2_file()
+    if file is None:
+        raise RunError("SmolLM2 is not here", "install scripts/smollm2.txt, or give its file or folder (--smollm2)")
+    return file
 
 
-def measure_pair(target: Any, draft: Any, prompts: list[list[int]], vocabulary: int, options: Any) -> Measured:
-    """Every configuration of one grown pair, those of one text first."""
-    device, clock, rows = target.device, Clock(options.minutes), []
-    rules = Rules(GREEDY, "greedy")
+class Pair:
+    """Target and draft, the prompts, and others, behind which the target writes what its n-gram table counts."""
 
-    def add(name: str, engine: str, decode_all: Callable[[], list[Decoded]]) -> None:
-        if clock.allows(f"{engine}: {name}"):
-            rows.append({"configuration": name, "engine": engine, **timed(device, decode_all)})
-            print(f"  {engine}: {name}: {rows[-1]['tokens_per_second']:.1f} tokens/s", file=sys.stderr, flush=True)
+    def __init__(self, name: str, options: Any) -> None:
+        self.options, on_cpu = options, torch.device(CPU)
+        if name == "smollm2":
+            reference, type_name = str(options.smollm2 or packaged()), str(options.dtype).removeprefix("torch.")
+            self.target = load_model(reference, type_name, options.device)
+            given = options.smollm2_draft
+            self.draft = load_model(str(given), type_name, options.device) if given else outer_layers(self.target)
+        else:
+            reference, given = str(ROOT / "data" / "demo-target"), options.draft
+            small, rows = load_model(reference, "float32", on_cpu), 0 if name == "toy" else ROWS
+            cut = load_model(str(given), "float32", on_cpu) if given else outer_layers(small)
+            self.draft = grown(cut, SIZES[name][1], rows, options)
+            self.target = grown(small, SIZES[name][0], rows, options)
+        tokenizer = load_tokenizer(reference)
+        self.vocabulary = real_tokens(self.target.config, tokenizer)
+        texts = [encode(tokenizer, path.read_text("utf-8")) for path in sorted((ROOT / "data" / "test").glob("*.py"))]
+        texts = [text for text in texts if len(text) >= 2 * PROMPT]
+        self.prompts = [text[:PROMPT] for text in texts[: options.prompts]]
+        self.others = [text[PROMPT : 2 * PROMPT] for text in texts]
+        counts = {role: sum(p.numel() for p in getattr(self, role).parameters()) for role in ("target", "draft")}
+        self.about = {"pair": name, "trained_draft": given is not None, "parameters": counts}
 
-    def alone(engine: str, make: Callable[[Any], Any], lengths: Sequence[int]) -> tuple[Any, Any]:
-        big, small = make(target), make(draft)
-        add("plain", engine, lambda: [plain(big, prompt, options.tokens) for prompt in prompts])
-        for length in lengths:
-            drafter = ModelDrafter(small, Fixed(length), GREEDY, rules.random)
-            add(f"γ = {length}", engine, partial(all_texts, big, drafter, prompts, options.tokens))
-        return big, small
+    def engines(self, kind: str, rows: int = 1) -> list[Any]:
+        """Target and draft as an engine."""
+        models = (self.target, self.draft)
+        if kind == "growing":
+            return [TorchModel(model, self.vocabulary) for model in models]
+        size, compiled = PROMPT + self.options.tokens, kind == "compiled"
+        return [StaticTorchModel(model, self.vocabulary, rows=rows, size=size, compiled=compiled) for model in models]
 
-    size = max(map(len, prompts)) + options.tokens
-    alone("growing cache", lambda model: TorchModel(model, vocabulary), [4])
-    big, small = alone("static cache", lambda model: StaticTorchModel(model, vocabulary, size=size), [4])
-    tree = TreeDrafter(small, GREEDY, rules.random, 8, depth=4)
-    add("tree of 8", "static cache", partial(all_texts, big, tree, prompts, options.tokens))
+    def table(self, target: Any) -> NGramTable:
+        """N-grams of the target's own texts behind the other prompts."""
+        return NGramTable(count_ngrams([plain(target, other, self.options.tokens).tokens for other in self.others]), {})
+
+
+def measure_alone(part: Part, pair: Pair, kind: str) -> None:
+    """One text after another: plain, chains, a tree, a table, and the steps' costs, with one engine."""
+    big, small = pair.engines(kind)
+    tokens, drawn = part.options.tokens, RULES.random
+
+    def decode(drafter: Any) -> list[Decoded]:
+        return [decode_text(big, drafter, prompt, tokens, RULES) for prompt in pair.prompts]
+
+    part.decode("plain", kind, lambda: [plain(big, prompt, tokens) for prompt in pair.prompts])
+    for length in LENGTHS:
+        part.decode(f"γ = {length}", kind, partial(decode, ModelDrafter(small, Fixed(length), GREEDY, drawn)))
+    part.decode("tree of 8", kind, partial(decode, TreeDrafter(small, GREEDY, drawn, 8, depth=4)))
+    part.decode("table, tree of 8", kind, partial(decode, TableDrafter(pair.table(big), 8, 4)))
+    for name, model, counts in (("T(m)", big, COUNTS), ("D(m)", small, COUNTS[:2])):
+        part.add(name, kind, partial(costs, model, counts, pair.vocabulary))
     big.close()
     small.close()
-    found: Measured = {}
-    if options.compile:
-        compiled = alone(
-            "static, compiled", lambda model: StaticTorchModel(model, vocabulary, size=size, compiled=True), LENGTHS
-        )
-        found["busy"] = {role: busy(one) for role, one in zip(("target", "draft"), compiled, strict=True)}
-        steps = [
-            measure_steps(model, counts, min(map(len, prompts)), 10, vocabulary)
-            for model, counts in zip(compiled, ([1, *(n + 1 for n in LENGTHS)], [1, 2]), strict=True)
-        ]
-        found["target_step"], found["draft_step"] = ({m: one[0] for m, one in step.items()} for step in steps)
-        for one in compiled:
-            one.close()
-    add_assisted(target, draft, prompts, options, add)
-    for batch in BATCHES:
-        add_batch(target, draft, (prompts * batch)[:batch], vocabulary, size, options, add)
-    weights = {"target": weight_bytes(target), "draft": weight_bytes(draft)}
-    reference = next(row["texts"] for row in rows if row["configuration"] == "plain")
-    for row in rows:
-        texts = row.pop("texts")
-        row["same_text"] = sum(a == b for a, b in zip(texts, reference, strict=False)) if texts else None
-    return {**found, "rows": rows, "weight_bytes": weights, "left_out": clock.left_out, "prompts": len(prompts)}
 
 
-def together(found: list[Decoded]) -> list[Decoded]:
+def costs(model: Any, counts: tuple[int, ...], vocabulary: int) -> Measured:
+    """Median seconds of a model's steps behind a prompt."""
+    return {"steps": {m: one[0] for m, one in measure_steps(model, counts, PROMPT, 10, vocabulary).items()}}
+
+
+def measure_batches(part: Part, pair: Pair, kind: str) -> None:
+    """Several texts at once, plainly and with four drafted tokens a round."""
+    for count in BATCHES[: 1 if part.options.toy else None]:
+        big, small = pair.engines(kind, count)
+        asked = (pair.prompts * count)[:count], part.options.tokens, RULES
+        part.decode("plain", kind, partial(together, plain_batch, big, *asked), count)
+        part.decode("γ = 4", kind, partial(together, decode_batch, big, small, *asked, 4), count)
+        big.close()
+        small.close()
+
+
+def together(decode: Callable[..., list[Decoded]], *arguments: Any) -> list[Decoded]:
     """Texts of one batch: its prompts were read together, so their seconds count once."""
+    found = decode(*arguments)
     for one in found[1:]:
         one.prefill_seconds = 0.0
     return found
 
 
-def weight_bytes(model: Any) -> int:
-    """The bytes of a model's weights, a tied head counted once."""
-    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
-
-
-def add_batch(
-    target: Any, draft: Any, prompts: list[list[int]], vocabulary: int, size: int, options: Any, add: Any
-) -> None:
-    """Several texts at once, plainly and with four drafted tokens a round."""
-    big, small = (
-        StaticTorchModel(model, vocabulary, rows=len(prompts), size=size, compiled=options.compile)
-        for model in (target, draft)
-    )
-    engine = "static, compiled" if options.compile else "static cache"
-    count, rules = len(prompts), Rules(GREEDY, "greedy")
-    add(f"plain, {count} texts", engine, lambda: together(plain_batch(big, prompts, options.tokens, rules)))
-    add(f"γ = 4, {count} texts", engine, lambda: together(decode_batch(big, small, prompts, options.tokens, rules, 4)))
-    big.close()
-    small.close()
-
-
-def add_assisted(target: Any, draft: Any, prompts: list[list[int]], options: Any, add: Any) -> None:
+def measure_transformers(part: Part, pair: Pair) -> None:
     """transformers' own generation, plain and assisted by the draft; its prompts are part of its time."""
 
     def generate(**more: Any) -> list[Decoded]:
         texts = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt], device=target.device)
+        for prompt in pair.prompts:
+            ids = torch.tensor([prompt], device=pair.target.device)
+            count = {"max_new_tokens": part.options.tokens, "min_new_tokens": part.options.tokens}
             with torch.inference_mode():
-                made = target.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=options.tokens,
-                    min_new_tokens=options.tokens,
-                    do_sample=False,
-                    pad_token_id=0,
-                    **more,
-                )
+                mask = torch.ones_like(ids)
+                made = pair.target.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **count, **more)
             texts.append(Decoded(made[0, len(prompt) :].tolist()))
         return texts
 
-    draft.generation_config.num_assistant_tokens = 4
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
-    add("plain", "transformers", generate)
-    add("assisted, γ = 4", "transformers", lambda: generate(assistant_model=draft))
+    settings = pair.draft.generation_config
+    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = 4, "constant"
+    settings.assistant_confidence_threshold = 0.0
+    part.decode("plain", "transformers", generate)
+    part.decode("assisted, γ = 4", "transformers", lambda: generate(assistant_model=pair.draft))
 
 
-def busy(model: Any) -> float | None:
-    """The share of the time in which kernels run while a model takes 20 steps of one token; None without a GPU."""
-    if model.device.type != "cuda":
-        return None
-    from torch.profiler import ProfilerActivity, profile
-
-    model.extend([1, 2, 3])
-    for _ in range(3):
-        model.extend([1], want=[0]).argmax()
-    started = synchronised(model.device)
-    for _ in range(20):
-        model.extend([1], want=[0]).argmax()
-    wall = synchronised(model.device) - started
-    with profile(activities=[ProfilerActivity.CUDA]) as measured:
-        for _ in range(20):
-            model.extend([1], want=[0]).argmax()
-        synchronised(model.device)
-    kernels = sum(event.self_device_time_total for event in measured.key_averages()) / 1e6
-    model.rollback([0])
-    return kernels / wall
+def decoding(name: str, mode: str, part: Part) -> None:
+    """A part of a pair."""
+    pair = Pair(name, part.options)
+    part.save(**pair.about)
+    kind = "compiled" if mode.endswith("compiled") else "static"
+    if mode.startswith("-batches"):
+        measure_batches(part, pair, kind)
+        return
+    if not mode:
+        measure_alone(part, pair, "growing")
+    measure_alone(part, pair, kind)
+    if not mode:
+        measure_transformers(part, pair)
 
 
-def bandwidth(options: Any) -> Measured:
-    """Bytes read and written a second by copies of one large tensor: the median of ten."""
-    count = 2**20 if options.toy else 2**31
-    source = torch.empty(count, dtype=torch.bfloat16, device=options.device)
-    target, taken = torch.empty_like(source), []
-    for _ in range(11):
-        started = synchronised(source.device)
-        target.copy_(source)
-        taken.append(synchronised(source.device) - started)
-    return {"bytes_per_second": 2 * source.numel() * source.element_size() / statistics.median(taken[1:])}
+def training(part: Part) -> None:
+    """What benchmarks/steps.py prints."""
+    small = ("--shape", "small", "--blocks", "1", "--block", "64", "--repeats", "1", "--kinds", "compact")
+    asked = ["--device", str(part.options.device), *(small if part.options.toy else ())]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        steps.main(asked)
+    part.save(command=" ".join(["benchmarks/steps.py", *asked]), printed=printed.getvalue())
 
 
-def decoding(size: str, options: Any) -> Measured:
-    """A part that decodes with a target of one size."""
-    reference = str(ROOT / "data" / "demo-target")
-    tokenizer, cpu = load_tokenizer(reference), torch.device("cpu")
-    small = load_model(reference, "float32", cpu)
-    vocabulary = real_tokens(small.config, tokenizer)
-    texts = sorted((ROOT / "data" / "test").glob("*.py"))
-    prompts = [encode(tokenizer, path.read_text(encoding="utf-8"))[:64] for path in texts]
-    prompts = [prompt for prompt in prompts if len(prompt) == 64][: options.prompts]
-    cut = load_model(str(options.draft), "float32", cpu) if options.draft else untrained(small)
-    tile, parameters = (1, 0) if options.toy else SIZES[size]
-    rows = 0 if options.toy else ROWS
-    target = grown(small, tile, parameters, rows, options)
-    draft = grown(cut, *((1, 0) if options.toy else DRAFT_SIZE), rows, options)
-    counts = {"target": target, "draft": draft}
-    counted = {role: sum(p.numel() for p in model.parameters()) for role, model in counts.items()}
-    found = measure_pair(target, draft, prompts, vocabulary, options)
-    return {"parameters": counted, "trained_draft": options.draft is not None, **found}
-
-
-def untrained(model: Any) -> Any:
-    """The target's first and last layer."""
-    import copy
-
-    cut = copy.deepcopy(model)
-    cut.model.layers = torch.nn.ModuleList([cut.model.layers[0], cut.model.layers[-1]])
-    cut.model.layers[1].self_attn.layer_idx = 1
-    cut.config.num_hidden_layers = 2
-    cut.config.layer_types = cut.config.layer_types[:1] + cut.config.layer_types[-1:]
-    return cut
-
-
-def printed(script: str, *arguments: str) -> Measured:
-    """What another benchmark prints."""
-    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{script} ended with status {done.returncode}: {done.stderr[-2000:]}")
-    return {"command": " ".join([script, *arguments]), "printed": done.stdout}
-
-
-def parts_of(options: Any) -> dict[str, Callable[[], Measured]]:
+def parts_of(options: Any) -> dict[str, Callable[[Part], None]]:
     """Every part by name, in order."""
-    if options.toy:
-        small = ("--tokens", "64", "--hidden", "32", "--vocabulary", "512", "--repeats", "1", "--rounds", "1")
-        return {
-            "bandwidth": lambda: bandwidth(options),
-            "decode-toy": lambda: decoding("toy", options),
-            "head-loss": lambda: printed("benchmarks/training.py", *small),
-        }
-    return {
-        "bandwidth": lambda: bandwidth(options),
-        **{f"decode-{size}": (lambda size=size: decoding(size, options)) for size in SIZES},
-        "head-loss": lambda: printed(
-            "benchmarks/training.py", "--device", "cuda", "--dtype", "bfloat16", "--tokens", "8192"
-        ),
-        "training": lambda: printed("benchmarks/steps.py"),
-    }
+    pairs, modes = (("toy",), MODES[::2]) if options.toy else (("smollm2", "7b"), MODES)
+    decodes = {f"{name}{mode}": partial(decoding, name, mode) for name in pairs for mode in modes}
+    return {**decodes, "training": training}
 
 
-def table(folder: Path) -> str:
-    """The parts that are there, as Markdown."""
-    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+def driver(device: torch.device) -> str | None:
+    """The version of the device's driver, as torch or its maker's tool gives it."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    said = getattr(properties(device), "driver_version", None) if properties is not None else None
+    tools = ("nvidia-smi --query-gpu=driver_version --format=csv,noheader", "rocm-smi --showdriverversion --csv")
+    for tool in tools if said is None and accelerators() else ():
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            said = subprocess.run(tool.split(), capture_output=True, text=True, check=True).stdout.split()[-1]
+            break
+    return said
+
+
+# ── The tables ──
+
+
+def tables(folder: Path) -> str:
+    """What the folders of devices hold, as Markdown."""
     lines = []
-    rate = found.get("bandwidth", {}).get("bytes_per_second")
-    if rate:
-        lines += [f"Copies move {rate / 1e9:.0f} GB/s on {found['bandwidth']['device']}.", ""]
-    for name, one in found.items():
-        if "rows" in one:
-            lines += decoding_table(name, one, rate)
-        elif "printed" in one:
-            lines += [f"**{name}**: `{one['command']}`", "", one["printed"].rstrip(), ""]
+    for place in sorted({path.parent for path in folder.glob("*/*.json")}):
+        found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(place.glob("*.json"))}
+        lines += device_table(found)
     return "\n".join(lines)
 
 
-def decoding_table(name: str, one: Measured, rate: float | None) -> list[str]:
-    """The lines of one part that decodes."""
-    plain_rate = max(row["tokens_per_second"] for row in one["rows"] if row["configuration"] == "plain")
-    trained = "trained" if one["trained_draft"] else "untrained"
-    sizes = {role: f"{count / 1e9:.2f}B" for role, count in one["parameters"].items()}
-    lines = [f"**{name}**: target {sizes['target']}, {trained} draft {sizes['draft']}, {one['prompts']} prompts", ""]
-    lines += [
-        "| engine | configuration | tokens/s | of the fastest plain | τ | acceptance rate | same text |",
-        "|---|---|--:|--:|--:|--:|--:|",
-    ]
-    for row in one["rows"]:
-        tau, acceptance = row["tokens_per_round"], row["acceptance"]
-        lines.append(
-            f"| {row['engine']} | {row['configuration']} | {row['tokens_per_second']:.1f} | "
-            f"{row['tokens_per_second'] / plain_rate:.2f} | {'' if tau is None else f'{tau:.2f}'} | "
-            f"{'' if acceptance is None else f'{acceptance:.3f}'} | {row['same_text']} |"
-        )
-    lines.append("")
-    if rate and "target_step" in one:
-        bound = one["weight_bytes"]["target"] / (rate / 2)
-        own = one["weight_bytes"]["draft"] / (rate / 2)
-        taken = ", ".join(f"T({m}) {s * 1e3:.2f} ms = {s / bound:.2f}" for m, s in one["target_step"].items())
-        drafts = ", ".join(f"D({m}) {s * 1e3:.2f} ms = {s / own:.2f}" for m, s in one["draft_step"].items())
-        lines += [f"Steps, and times the bound of reading the weights once: {taken}; {drafts}.", ""]
-    if any(one.get("busy", {}).values()):
-        shares = ", ".join(f"{role} {share:.0%}" for role, share in one["busy"].items())
-        lines += [f"Share of a step of one token in which kernels run: {shares}.", ""]
-    if one["left_out"]:
-        lines += [f"Left out for time: {'; '.join(one['left_out'])}.", ""]
+def device_table(found: dict[str, Measured]) -> list[str]:
+    """The lines of one device."""
+    one = next(iter(found.values()))
+    told = [f"{name} {one['machine'][name]}" for name in ("python", "torch", "transformers") if name in one["machine"]]
+    made = f", driver {one['driver']}" if one["driver"] else ""
+    lines = [f"## {one['device']}", "", f"{one['date']}{made}, {', '.join(told)}, {one['machine']['cpu']}.", ""]
+    for pair in dict.fromkeys(one["pair"] for one in found.values() if "pair" in one):
+        lines += pair_table([one for one in found.values() if one.get("pair") == pair])
+    if "training" in found and "printed" in found["training"]:
+        lines += [f"**training**: `{found['training']['command']}`", "", found["training"]["printed"].rstrip(), ""]
+    left = [f"{name}: {what}" for name, one in found.items() for what in one["left_out"]]
+    lines += [f"Not measured: {'; '.join(left)}. Call again.", ""] if left else []
     return lines
 
 
+def pair_table(parts: list[Measured]) -> list[str]:
+    """The lines of a pair, from all its parts."""
+    one, rows = parts[0], sorted((row for part in parts for row in part["rows"]), key=lambda row: row["at_once"])
+    sizes = {role: f"{count / 1e9:.2f}B" for role, count in one["parameters"].items()}
+    trained = "trained" if one["trained_draft"] else "untrained"
+    lines = [f"**{one['pair']}**: target {sizes['target']}, {trained} draft {sizes['draft']}", ""]
+    lines += [
+        "| texts at once | engine | configuration | tokens/s | of the fastest plain | τ | acceptance rate | same text "
+        "| peak memory, GiB |",
+        "|--:|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    plains = [row for row in rows if row["configuration"] == "plain"]
+    for row in (row for row in rows if "texts" in row):
+        best = max((p["tokens_per_second"] for p in plains if p["at_once"] == row["at_once"]), default=float("nan"))
+        same = sum(a == b for a, b in zip(row["texts"], itertools.cycle(plains[0]["texts"]), strict=False))
+        tau, acceptance, peak = row["tokens_per_round"], row["acceptance"], row["peak_bytes"]
+        lines.append(
+            f"| {row['at_once']} | {row['engine']} | {row['configuration']} | {row['tokens_per_second']:.1f} | "
+            f"{row['tokens_per_second'] / best:.2f} | {'' if tau is None else f'{tau:.2f}'} | "
+            f"{'' if acceptance is None else f'{acceptance:.3f}'} | {same} of {len(row['texts'])} | "
+            f"{'' if peak is None else f'{peak / 2**30:.2f}'} |"
+        )
+    heads = "".join(f" m = {m} |" for m in COUNTS)
+    lines += ["", f"| steps, ms | engine |{heads}", f"|---|---|{'--:|' * len(COUNTS)}"]
+    for row in (row for row in rows if "steps" in row):
+        cells = (f" {row['steps'][str(m)] * 1e3:.2f} |" if str(m) in row["steps"] else " |" for m in COUNTS)
+        lines.append(f"| {row['configuration']} | {row['engine']} |{''.join(cells)}")
+    return [*lines, ""]
+
+
 def main() -> None:
-    """Measure the parts that are missing, then print the table."""
+    """Measure the parts that are missing, then print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", type=Path, required=True, help="folder of the results, a JSON file a part")
+    parser.add_argument("--to", type=Path, required=True, help="of the results: a folder a device, a file a part")
     parser.add_argument("--draft", type=Path, help="a trained draft of the demo target")
+    parser.add_argument("--smollm2", type=Path, help="SmolLM2's GGUF file, or a folder that was made of it")
+    parser.add_argument("--smollm2-draft", type=Path, help="a trained draft of SmolLM2, as scripts/demo.sh makes it")
     parser.add_argument("--part", action="append", help="only this one; may be repeated")
     parser.add_argument("--minutes", type=float, default=7.0, help="after which a part begins no new configuration")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96, help="decoded after each prompt")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="as with --toy")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, nothing compiled, also without an accelerator")
+    parser.add_argument("--table", action="store_true", help="only print the tables")
     options = parser.parse_args()
     if options.table:
-        print(table(options.to))
+        print(tables(options.to))
         return
-    if not options.toy and not torch.cuda.is_available():
-        sys.exit("torch sees no GPU: --toy runs everything at tiny sizes on the CPU")
-    if options.draft is not None and not (options.draft / "config.json").is_file():
-        sys.exit(f"--draft {options.draft} holds no config.json: give the folder draft/ of a run")
-    options.device = torch.device("cpu" if options.toy else "cuda")
+    options.device = pick_device("auto")
+    if not options.toy and options.device.type == CPU:
+        sys.exit("torch sees no accelerator: --toy runs everything at tiny sizes on the CPU")
+    for name, folder in (("--draft", options.draft), ("--smollm2-draft", options.smollm2_draft)):
+        if folder is not None and not (folder / "config.json").is_file():
+            sys.exit(f"{name} {folder} holds no config.json: give the folder draft/ of a run")
     options.dtype = torch.float32 if options.toy else torch.bfloat16
-    options.compile = options.compile and not options.toy  # minutes, to see nothing more
     parts = parts_of(options)
     unknown = sorted(set(options.part or ()) - set(parts))
     if unknown:
         sys.exit(f"there is no part {', '.join(unknown)}; there are {', '.join(parts)}")
-    options.to.mkdir(parents=True, exist_ok=True)
-    for name in options.part or parts:
-        path = options.to / f"{name}.json"
-        if path.exists():
+    name = device_name(options.device) if options.device.type != CPU else "the CPU"
+    place = options.to / re.sub(r"\W+", "-", name).strip("-")
+    for asked in options.part or parts:
+        part = Part(place / f"{asked}.json", options)
+        if part.finished:
             continue
-        print(f"{name} …", file=sys.stderr, flush=True)
-        started = time.monotonic()
-        found = parts[name]()
-        device = torch.cuda.get_device_name(0) if options.device.type == "cuda" else "the CPU"
-        write_json(path, {"device": device, "machine": machine(), "seconds": time.monotonic() - started, **found})
+        print(f"{asked} …", file=sys.stderr, flush=True)
+        place.mkdir(parents=True, exist_ok=True)
+        date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        part.save(device=name, date=date, driver=driver(options.device), machine=machine())
+        try:
+            parts[asked](part)
+        except Exception as error:  # the other parts are measured all the same
+            part.found["left_out"].append(f"{type(error).__name__}: {error}".splitlines()[0])
+        part.save(finished=not part.found["left_out"])
         gc.collect()
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
-    print(table(options.to))
+        if options.device.type != CPU:
+            torch.accelerator.empty_cache()
+    print(tables(options.to))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Throughput of whole training steps at real shapes with random weights: online, exact and compact teachers.
 
     python scripts/benchmarks/steps.py                          # a GPU: Qwen2.5-0.5B draft, Qwen2.5-7B target, bf16
-    python scripts/benchmarks/steps.py --shape small            # a CPU, to see that it works
+    python scripts/benchmarks/steps.py --shape small            # any device, in fp32, to see that it works
 
 Each kind of teacher takes the same steps: forward, loss over the head in chunks, backward, clipping, AdamW. The online
 one adds the target's forward pass; the stored ones hold their distributions in memory, so the time includes no disk
@@ -18,12 +18,14 @@ import argparse
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from distill.data.packing import Packed, hidden_states
+from distill.devices import CPU, device_name, peak_memory_bytes, pick_device, synchronise, take_peaks
 from distill.machine import machine
 from distill.teacher.distributions import CompactTeacher, Head, Teacher
 from distill.training.losses import LossSettings
@@ -99,11 +101,11 @@ def blocks_of(options: argparse.Namespace, vocabulary: int, device: torch.device
     return Packed(ids.int(), documents.int(), positions.int(), mask)
 
 
-def main() -> None:
-    """Print the table."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table; `arguments` in place of the command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--block", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=1024)
@@ -112,11 +114,11 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--kinds", nargs="+", default=["compact", "exact", "online"])
     parser.add_argument("--peak-tflops", type=float, default=None)
-    options = parser.parse_args()
-    device = torch.device(options.device)
-    cuda = device.type == "cuda"
-    dtype = torch.bfloat16 if cuda else torch.float32
-    name = torch.cuda.get_device_name() if cuda else machine()["cpu"]
+    options = parser.parse_args(arguments)
+    device = pick_device(options.device)
+    short = device.type != CPU and options.shape != "small"
+    dtype = torch.bfloat16 if short else torch.float32
+    name = device_name(device) if device.type != CPU else machine()["cpu"]
     peak = options.peak_tflops or next((value for key, value in PEAKS.items() if key in name), None)
     draft_shape, target_shape = SHAPES[options.shape]
     target = build(target_shape, device, dtype).eval()
@@ -150,13 +152,12 @@ def main() -> None:
         if options.checkpointing:
             recompute_activations(draft)
         learner = Learner(draft, Columns(vocabulary, None, device), options.chunk)
-        optimizer = torch.optim.AdamW(parameter_groups(draft), lr=1e-5, fused=cuda)
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
+        optimizer = torch.optim.AdamW(parameter_groups(draft), lr=1e-5)
+        take_peaks()
         seconds = []
         for repeat in range(options.repeats + 2):
             started = time.perf_counter()
-            with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+            with torch.autocast(device.type, torch.bfloat16, enabled=short):
                 total, sums = learner(blocks, distributions(kind), losses)
             total.backward()
             for parameter in learner.parameters():
@@ -165,14 +166,13 @@ def main() -> None:
             torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if cuda:
-                torch.cuda.synchronize()
+            synchronise(device)
             if repeat > 1:
                 seconds.append(time.perf_counter() - started)
         tokens = options.blocks * options.block
         middle = statistics.median(seconds)
         use = flops_per_token(draft_shape, target_shape, kind, options.block // 4) * tokens / middle / 1e12
-        memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}" if cuda else "not measured"
+        memory = f"{peak_memory_bytes(device) / 2**30:.1f}" if device.type != CPU else "not measured"
         share = f"{use / peak:.1%}" if peak else f"{use:.3f} TFLOP/s"
         print(f"| {kind} | {middle:.3f} | {tokens / middle:.0f} | {share} | {memory} |", flush=True)
         del draft, learner, optimizer

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
+from distill.devices import CPU, device_name, peak_memory_bytes, synchronise, take_peaks
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head
 from distill.teacher.store import compress
 from distill.training.losses import LossSettings, head_loss
@@ -42,14 +43,13 @@ class Peak:
 
     def now(self) -> int:
         """The bytes that are held."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.memory_allocated(self.device))
+        if self.device.type != CPU:
+            return int(torch.accelerator.memory_allocated(self.device))
         return int(psutil.Process().memory_info().rss)
 
     def __enter__(self) -> Peak:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+        synchronise(self.device)
+        take_peaks()
         self.start, self.ended = self.now(), threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
@@ -62,8 +62,8 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self.ended.set()
         self.thread.join()
-        if self.device.type == "cuda":
-            self.bytes = int(torch.cuda.max_memory_allocated(self.device)) - self.start
+        if self.device.type != CPU:
+            self.bytes = peak_memory_bytes(self.device) - self.start
 
 
 class Inputs:
@@ -215,8 +215,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         loss = step()
         if loss is not None:
             loss.backward()
-        if inputs.device.type == "cuda":
-            torch.cuda.synchronize(inputs.device)
+        synchronise(inputs.device)
         return time.perf_counter() - start
 
     with peak:
@@ -259,10 +258,11 @@ def main() -> None:
         for name in arguments.only:
             found[name].append(in_own_process(name))
             print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
-    device = torch.cuda.get_device_name(arguments.device) if arguments.device.startswith("cuda") else arguments.device
+    device = torch.device(arguments.device)
+    name = device.type if device.type == CPU else device_name(device)
     print(
         f"V = {arguments.vocabulary:,}, H = {arguments.hidden}, {arguments.tokens:,} tokens, K = {arguments.k}, "
-        f"chunks of {arguments.chunk}, {arguments.dtype}, {device}, {arguments.threads} threads, "
+        f"chunks of {arguments.chunk}, {arguments.dtype}, {name}, {arguments.threads} threads, "
         f"torch {torch.__version__}\n"
     )
     print(table(found))
