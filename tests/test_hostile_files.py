@@ -258,6 +258,14 @@ def test_numbers_on_which_llama_cpp_aborts(copied: Path, key: str, number: int) 
         GgufFile(path)
 
 
+def test_an_architecture_that_the_library_does_not_know(copied: Path) -> None:
+    path = copied / "gguf" / "draft-f16.gguf"
+    path.write_bytes(path.read_bytes().replace(b"qwen2", b"qwen9"))
+    with pytest.raises(DataError, match=r"'qwen9', is unknown to the installed llama-cpp-python \d") as refused:
+        GgufFile(path)
+    assert "pip install -U llama-cpp-python" in str(refused.value.hint)
+
+
 def test_an_embedding_without_lengths(copied: Path) -> None:
     path = copied / "gguf" / "draft-f16.gguf"
     data = bytearray(path.read_bytes())

@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from distill.vocabulary.files import ids_around
 # ── llama-cpp-python's low-level API: loaded once, its log silenced, its last errors kept ──
 
 LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 4, 5
+UNKNOWN = "unknown model architecture"  # llama.cpp's words
 ERRORS: deque[str] = deque(maxlen=4)
 AMX = "AMX_INT8"
 NOT_BESIDE_PYTORCH = "llama.cpp was compiled with AMX, whose tiles PyTorch's products in bfloat16 take from it"
@@ -296,6 +298,13 @@ class GgufFile:
         model = llama.llama_model_load_from_file(os.fsencode(self.path), parameters)
         if not model:
             self.close()
+            if UNKNOWN in last_errors():
+                name = "llama-cpp-python" if llama is library() else "ik-llama-cpp-python"
+                architecture = open_head(self.path).architecture
+                raise DataError(
+                    f"{self.path}: its architecture, {architecture!r}, is unknown to the installed {name} {version(name)}",
+                    f"pip install -U {name}, or decode its Hugging Face folder in PyTorch",
+                )
             raise DataError(
                 f"{self.path} cannot be loaded: {last_errors()}",
                 hint="see that its disk works; else export or copy it again",

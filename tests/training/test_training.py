@@ -144,6 +144,22 @@ def packed_learner(seed: int = 0) -> tuple[Learner, Any, Any]:
     return Learner(draft, Columns(61, None, torch.device("cpu")), 4), target, blocks
 
 
+@pytest.mark.parametrize("kind", ["granite", "cohere2", "gemma2"])
+def test_scaled_and_capped_logits_are_learnt_as_the_model_gives_them(kind: str) -> None:
+    changes = {"granite": {"logits_scaling": 3.0}, "cohere2": {}, "gemma2": {"final_logit_softcapping": 2.0}}[kind]
+    draft, ids = toys.toy(kind, **changes), torch.tensor([[3, 9, 4, 8, 2, 7, 5]])
+    blocks = pack([(ids[0].tolist(), 1)], 7, split_long=False)
+    states, target = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)), Head.of(toys.toy(), 61)
+    learner = Learner(draft, Columns(61, None, torch.device("cpu")), 4)
+    total, _ = learner(blocks, target.teacher(states), LossSettings({"forward_kl": 1.0}))
+    logs = draft(ids).logits[0, :-1].log_softmax(-1)
+    expected = torch.nn.functional.kl_div(logs, target.logits(states).log_softmax(-1), log_target=True, reduction="sum")
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+    weights = [draft.lm_head.weight, draft.model.layers[0].mlp.down_proj.weight]
+    for found, own in zip(torch.autograd.grad(total, weights), torch.autograd.grad(expected, weights), strict=True):
+        assert (found - own).abs().max() <= 1e-5 * own.abs().max()
+
+
 def gradient_at_embeddings(learner: Learner, target: Any, blocks: Any, document: int) -> torch.Tensor:
     """The gradient of one document's loss with respect to the input embeddings [S, H] of the whole block."""
     from dataclasses import replace
