@@ -251,7 +251,9 @@ def cache_type(name: str) -> Any:
 MAX_LAYERS, MAX_EXPERTS = 512, 512  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS
 MAX_ROWS = 2**22  # tokens; the rows of many lists
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
-ROTATES_ALL = ("llama", "qwen2", "qwen3")  # every dimension of a head is rotated, and keys are as wide as values
+# Every dimension of a head is rotated, and keys are as wide as values.
+ROTATES_ALL = ("llama", "qwen2", "qwen3", "olmo2", "exaone4", "seed_oss", "mistral3", "cohere2")
+MIXES_WINDOWS = ("gemma2", "gemma3", "cohere2", "exaone4")
 AGAIN = "export or copy the file again"
 
 
@@ -300,9 +302,9 @@ class GgufFile:
             self.close()
             if UNKNOWN in last_errors():
                 name = "llama-cpp-python" if llama is library() else "ik-llama-cpp-python"
-                architecture = open_head(self.path).architecture
+                kind = open_head(self.path).architecture
                 raise DataError(
-                    f"{self.path}: its architecture, {architecture!r}, is unknown to the installed {name} {version(name)}",
+                    f"{self.path}: its architecture, {kind!r}, is unknown to the installed {name} {version(name)}",
                     f"pip install -U {name}, or decode its Hugging Face folder in PyTorch",
                 )
             raise DataError(
@@ -390,6 +392,10 @@ def require_loadable(head: FileHead) -> None:
     epsilon = head.values.get(f"{head.architecture}.attention.layer_norm_rms_epsilon")
     if epsilon is not None and not (isinstance(epsilon, float) and 0 <= epsilon < math.inf):
         head.refuse_value("attention.layer_norm_rms_epsilon", "be a number of at least 0")
+    if (head.size("rope.dimension_count", 0, 2**20) or 0) % 2:
+        head.refuse_value("rope.dimension_count", "be even")
+    if head.architecture in MIXES_WINDOWS and head.size("attention.sliding_window_pattern", 0, 2**16) == 1:
+        head.refuse_value("attention.sliding_window_pattern", "leave a layer with a window: be 0, or at least 2")
     size, _ = head.head_sizes
     if head.architecture in ROTATES_ALL and size is not None:
         for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 import tiny
 from test_export import SIZES, build, held_out_texts, train_tokenizer
+from test_hostile_files import with_number
 from tiny import Capture, needs_llama
 from transformers import PreTrainedTokenizerFast
 
 from distill.errors import DataError
 from distill.export.importance import importance_of
 from distill.export.parity import Source, compare, faults_of
+from distill.gguf.head import open_head
+from distill.gguf.library import GgufFile
 from distill.gguf.shape import read_shape
 from distill.gguf.writer import export_files, export_gguf
 from distill.recipe.measuring import OUTTYPES
@@ -310,3 +313,23 @@ def test_a_draft_is_held_against_its_target(
     draft = tmp_path / "out" / "model-bf16.gguf"
     assert f"llama-server -m {tmp_path / 'model.gguf'} -md {draft} --spec-type" in capsys.readouterr().out
     assert "does not fit" in tiny.refused(capsys, *arguments, "--overwrite", "--target", tmp_path / "other.gguf")
+
+
+@needs_llama
+@pytest.mark.parametrize(
+    ("name", "key", "number"),
+    [
+        *((name, "rope.dimension_count", 8) for name in ("olmo2", "seed_oss", "ministral3")),
+        *((name, "attention.key_length", 8) for name in ("olmo2", "cohere2")),
+        *((name, "attention.sliding_window_pattern", 1) for name in ("gemma2", "gemma3", "cohere2")),
+        ("glm4", "rope.dimension_count", 7),
+    ],
+)
+def test_numbers_of_families_on_which_llama_cpp_aborts(
+    name: str, key: str, number: int, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    build(name, tmp_path / "model", tokenizer)
+    path = export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16").path
+    with_number(path, f"{open_head(path).architecture}.{key}", number)
+    with pytest.raises(DataError, match=r"dimension_count|sliding_window_pattern|by its heads"):
+        GgufFile(path)
