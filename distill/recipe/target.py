@@ -312,9 +312,9 @@ class PyTorch(Section):
     )
     prepack: bool = Field(
         True,
-        description="compute the layers of the Llama family in few operators. CPU: store the weights of linear layers "
-        "a second time, in the layout of oneDNN's kernels for few tokens; skipped, with a message, if they would take "
-        "more than half of the free memory",
+        description="compute the layers of the Llama family in few operators (on accelerators the norms of others, "
+        "too). CPU: store the weights of linear layers a second time, in the layout of oneDNN's kernels for few "
+        "tokens; skipped, with a message, if they would take more than half of the free memory",
     )
 
     @model_validator(mode="after")

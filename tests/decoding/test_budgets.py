@@ -6,6 +6,7 @@ Legend: V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import pytest
 import torch
 from test_device_rounds import DRAFTS, MODELS
 from test_device_trees import GREEDY, V, outline
-from toys import random_prompts, toy
+from toys import EXPERTS, FAMILIES, SHORT, random_prompts, toy
 
 from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode, decode_text, plain_steps
@@ -28,6 +29,7 @@ from distill.decoding.trees import Shape, TreeDrafter
 from distill.engines.loaded import torch_decoder, with_rows
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
+from distill.errors import DataError
 from distill.recipe import PyTorch
 from distill.sampler import Sampler
 
@@ -152,7 +154,7 @@ def test_a_round_of_a_batch_waits_once(pretend: Any) -> None:
 
 LAYERS = {"llama": "Llama, Mistral, Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma 3", "phi3": "Phi-3", "olmo2": "OLMo 2"}
 OURS = ("llama", "qwen3", "gemma3")
-LAUNCHES = 45  # of a layer and step, the most where the layers are ours
+LAUNCHES = 45  # of a layer and step, the most
 
 
 WAYS = {"ours": PyTorch(static=True), "growing": PyTorch(), "transformers'": PyTorch(static=True, prepack=False)}
@@ -162,8 +164,9 @@ def launches(kind: str, pretend: Any, ways: Mapping[str, PyTorch] = WAYS) -> dic
     """Launches in bfloat16 of a step of one token and of five: of a layer, and besides all layers."""
     counted: dict[str, list[list[int]]] = {name: [] for name in ways}
     for layers in (2, 4):
-        windows = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)} if kind == "gemma3" else {}
-        model = toy(kind, layers=layers, **windows).bfloat16().to("pretend")
+        own = FAMILIES[SHORT.get(kind, kind)]
+        both = {name: own[name] * (layers // 2) for name in ("layer_types", "no_rope_layers") if name in own}
+        model = toy(kind, layers=layers, **both).bfloat16().to("pretend")
         for name, pytorch in ways.items():
             decoder, found = torch_decoder(model, V, pytorch, tokens=40), []
             decoder.extend([1, 2, 3])
@@ -180,10 +183,10 @@ def launches(kind: str, pretend: Any, ways: Mapping[str, PyTorch] = WAYS) -> dic
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_launches_of_a_step(kind: str, pretend: Any) -> None:
-    """Of the layers that are ours, and of two families that transformers computes."""
+    """Of the layers that are ours, and of two families whose norms alone are."""
     found = launches(kind, pretend)
     for (ours, _), (theirs, _) in zip(found["ours"], found["transformers'"], strict=True):
-        assert ours <= LAUNCHES and ours < 0.6 * theirs if kind in OURS else ours == theirs
+        assert ours <= LAUNCHES and ours < (0.6 if kind in OURS else 0.7) * theirs
     cells = [", ".join(f"{layer} + {besides}" for layer, besides in found[name]) for name in WAYS]
     assert_documented(f"| {LAYERS[kind]} | {' | '.join(cells)} |")
 
@@ -192,6 +195,19 @@ def test_like_families_launch_alike(pretend: Any) -> None:
     static = {"ours": WAYS["ours"]}
     llama, *others = (launches(kind, pretend, static) for kind in ("llama", "mistral", "qwen2"))
     assert all(other == llama for other in others)
+
+
+@pytest.mark.slow
+def test_families_whose_layers_launch_more(pretend: Any) -> None:
+    """Those that docs/decoding.md names: mixtures of experts, DeepSeek's attention, Gemma 2 and 4."""
+    more = {}
+    for kind in FAMILIES:
+        with contextlib.suppress(DataError):  # recurrent layers, and attention in chunks
+            more[kind] = max(layer for layer, _ in launches(kind, pretend, {"ours": WAYS["ours"]})["ours"])
+    more = {kind: most for kind, most in more.items() if most > LAUNCHES}
+    gemmas = {kind: most for kind, most in more.items() if kind.startswith("gemma")}
+    assert set(gemmas) == {"gemma2", "gemma4_text"} and max(gemmas.values()) == 48
+    assert all(EXPERTS.keys() <= FAMILIES[kind].keys() for kind in more.keys() - gemmas.keys())
 
 
 # Texts.

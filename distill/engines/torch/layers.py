@@ -1,7 +1,8 @@
 """The Llama family in few operators: the same layers for processors and accelerators, with products of one's own.
 
 Around the products of a step of few tokens, transformers takes as long again in small operators, each of which a host
-has to launch. `Layer` and `_forward` compute the same with a third to half of them.
+has to launch. `Layer` and `_forward` compute the same with a third to half of them. Of other families an accelerator
+gets the norms alone.
 
 Legend: B rows, m tokens of a call, C tokens in the cache before it, H hidden, D width of a head, G heads of queries for
 one of keys and values.
@@ -74,15 +75,39 @@ def hooked(module: torch.nn.Module) -> bool:
 
 
 def in_few_operators(model: Any) -> Any:
-    """A copy of a model on an accelerator with `Layer`s of `Linear` products, or the model where it is of another kind.
+    """A copy of a model on an accelerator with `Layer`s of `Linear` products; of other families, with `Norm`s alone.
 
-    The copy shares all tensors with the model, which stays what it was.
+    The copy shares all tensors with the model, which stays what it was. The model itself where neither is possible.
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     kinds = {(weight.device, weight.dtype) for weight in model.parameters() if weight.dim() > 1}
-    if len(kinds) > 1 or not is_of_family(model, layers):
+    if len(kinds) > 1 or any(hooked(module) for module in model.modules()):
         return model
-    return with_layers(copy_of(model), model, Linear)
+    if is_of_family(model, layers):
+        return with_layers(copy_of(model), model, Linear)
+    norms = {name: norm for name, module in model.named_modules() if (norm := _norm_of(module)) is not None}
+    copied = copy_of(model) if norms else model
+    for name, norm in norms.items():
+        parent, _, own = name.rpartition(".")
+        setattr(copied.get_submodule(parent), own, norm)
+    return copied
+
+
+def _norm_of(module: torch.nn.Module) -> Norm | None:
+    """The `Norm` that computes what this module of any family does, which one call of both shows; else None."""
+    if not type(module).__name__.endswith("RMSNorm") or len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    weight: Any = getattr(module, "weight", None)
+    if weight is None or not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
+        return None
+    x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
+    for shifted in (False, True):
+        norm = Norm(module, shifted)
+        with torch.no_grad():
+            expected, found = module(x), norm(x)
+        if bool((found - expected).abs().amax() <= 4 * torch.finfo(x.dtype).eps * expected.abs().amax()):
+            return norm
+    return None
 
 
 def copy_of(model: Any) -> Any:
@@ -111,14 +136,15 @@ class Norm(torch.nn.Module):
     variance is x's.
     """
 
-    def __init__(self, norm: Any) -> None:
+    def __init__(self, norm: Any, shifted: bool | None = None) -> None:
         super().__init__()
-        of_gemma = type(norm).__name__.startswith("Gemma")
-        self.epsilon, self.width = norm.eps if of_gemma else norm.variance_epsilon, len(norm.weight)
+        # Gemma's norms multiply by 1 + w.
+        shifted = type(norm).__name__.startswith("Gemma") if shifted is None else shifted
+        self.epsilon, self.width = getattr(norm, "variance_epsilon", None) or norm.eps, len(norm.weight)
         self._of_torch = norm.weight.device.type != CPU
         weight = norm.weight.detach()
-        if of_gemma or not self._of_torch:  # 1 + w takes more digits than w
-            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (1 if of_gemma else 0)
+        if shifted or not self._of_torch:  # 1 + w takes more digits than w
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (1 if shifted else 0)
         self._weight = weight if self._of_torch else torch.cat((weight, torch.zeros_like(weight)))
 
     def forward(self, x: Tensor) -> Tensor:
