@@ -16,7 +16,7 @@ import pretend
 
 def main() -> None:
     """Run the script."""
-    parser = argparse.ArgumentParser(prog="python -m pretend", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pretend", description=__doc__, allow_abbrev=False)
     parser.add_argument("--devices", type=int, default=1, choices=(1, 2))
     parser.add_argument("--memory", type=int)
     parser.add_argument("--mps", action="store_true")
