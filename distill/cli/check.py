@@ -56,6 +56,7 @@ def check(
 
 
 def _check_standalone(target: str, draft: str, context: int | None, offline: bool) -> None:
+    from distill.engines.heads import shipped_heads
     from distill.engines.pairs import compare_pair
     from distill.engines.torch.hugging_face import check_weights, local_snapshot
     from distill.engines.torch.hugging_face import offline as without_network
@@ -73,7 +74,7 @@ def _check_standalone(target: str, draft: str, context: int | None, offline: boo
         for name in files:
             require_loadable(open_head(Path(name)))
         pair = compare_pair(*names, context)
-        print("\n".join(pair.lines()))
+        print("\n".join([*pair.lines(), *shipped_heads(names[0])]))
         if files:
             print(describe_build())
         if len(files) < len(names):  # two files decode in llama.cpp; one beside a folder is imported

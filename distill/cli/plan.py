@@ -243,6 +243,7 @@ def plan(
     )
     recipe = _recipe(model, overrides or [])
     from distill.decoding.costs import load_cost_curve
+    from distill.engines.heads import shipped_heads
     from distill.planning.cases import PlanRequest, curve_case, estimated_case, llama_settings, planned_config
     from distill.planning.hardware import read_hardware
     from distill.planning.hours import StageEstimate, estimated_hours
@@ -283,7 +284,8 @@ def plan(
         rates = by_position(next(iter(given.values())), max(drafted))
         settings = llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)
     found = SpeedupPlan(command_line(sys.argv), machine(), [forecast(one, given) for one in cases], settings)
-    found = replace(found, run=run, run_on="" if described is None else described.name)
+    heads = [] if recipe is None and model is None else shipped_heads(request.target.model)
+    found = replace(found, run=run, run_on="" if described is None else described.name, heads=heads)
     shared.print_blocks(plan_blocks(found), found, output)
 
 

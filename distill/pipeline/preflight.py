@@ -18,6 +18,7 @@ from distill.data.corpus import check_chat, check_corpus
 from distill.data.traffic import check_traffic
 from distill.decoding.configured import check_configurations, check_trees
 from distill.devices import pick_device
+from distill.engines.heads import shipped_heads
 from distill.engines.loaded import context_of
 from distill.engines.pairs import compare_pair
 from distill.engines.torch.hugging_face import check_placement, check_weights, load_config, local_snapshot, text_folder
@@ -163,16 +164,19 @@ def check_stages(recipe: Recipe) -> list[str]:
 
 
 def check_pair(recipe: Recipe) -> list[str]:
-    """Target and donor as a pair.
+    """Target and donor as a pair, and the heads that the target ships in a draft's place.
 
     A transplanted draft has the target's own vocabulary and rows: only the context remains to be compared.
     """
     Vocabulary.read(text_folder(recipe.target.model))  # as evaluation does, after hours
-    pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=True)
+    pair, heads = (
+        compare_pair(recipe.target.model, recipe.donor_model, same_rows=True),
+        shipped_heads(recipe.target.model),
+    )
     if recipe.cut.transplant is not None:
-        return [f"context: {pair.context or 'fits'}"]
+        return [f"context: {pair.context or 'fits'}", *heads]
     troubles = {line for line, fits, _ in pair.verdicts() if not fits}
-    return [Caution(line) if line in troubles else line for line in pair.lines()]
+    return [*(Caution(line) if line in troubles else line for line in pair.lines()), *heads]
 
 
 def check_weights_of_models(recipe: Recipe) -> list[str]:

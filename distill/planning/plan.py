@@ -90,6 +90,7 @@ class SpeedupPlan:
     """All forecasts, each by its own costs, and llama.cpp's settings where a curve and an acceptance were given.
 
     `run` are the stages of the recipe's run on the machine `run_on`; none without a recipe and a described machine.
+    `heads` are lines about what the target ships to draft with.
     """
 
     command: str
@@ -98,6 +99,7 @@ class SpeedupPlan:
     settings: list[str] = field(default_factory=list)
     run: list[StageEstimate] = field(default_factory=list)
     run_on: str = ""
+    heads: list[str] = field(default_factory=list)
 
 
 def step_costs(target: Sequence[float], draft: float, draft_two: float, lengths: Sequence[int]) -> PaidCosts:
@@ -257,7 +259,7 @@ def plan_blocks(plan: SpeedupPlan) -> list[Block]:
     if plan.run:
         note = "Its loops alone, every text as long as it may get."
         blocks.append(estimate_table(plan.run, title=f"the run on {plan.run_on}, estimated", note=note))
-    return [*blocks, "\n".join(plan.settings)]
+    return [*blocks, "\n".join([*plan.heads, *plan.settings])]
 
 
 def _forecast_blocks(one: SpeedupForecast) -> list[Block]:

@@ -1,0 +1,100 @@
+"""What a target ships to draft with: said where it is there, and where a copy states it and has lost it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from safetensors.torch import load_file, save_file
+
+from distill.engines.heads import shipped_heads
+
+HEADS = {  # a key of config.json and a tensor, of DeepSeek-V3, Qwen3.5 and MiMo
+    "num_nextn_predict_layers": "model.layers.3.eh_proj.weight",
+    "mtp_num_hidden_layers": "mtp.layers.0.input_layernorm.weight",
+    "num_nextn_predict_layers ": "model.mtp_layers.0.norm.weight",
+}
+
+
+def change(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.fixture
+def target(world: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(world / "target", tmp_path / "models" / "target"))
+
+
+@pytest.mark.parametrize(("key", "tensor"), HEADS.items())
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_head_inside_or_lost(target: Path, key: str, tensor: str, nested: bool) -> None:
+    assert shipped_heads(str(target)) == []
+    change(target, **({"text_config": {key.strip(): 1}} if nested else {key.strip(): 1}))
+    (lost, more) = shipped_heads(str(target))
+    assert f"({key.strip()} 1) and holds no tensor of it: this copy lost it" in lost and "choosing.md" in more
+    weights = load_file(target / "model.safetensors")
+    save_file(weights | {tensor: weights["model.norm.weight"].clone()}, target / "model.safetensors")
+    held, _ = shipped_heads(str(target))
+    assert f'({key.strip()} 1); measure it first: vLLM, --speculative-config \'{{"method": "mtp"' in held
+    assert "llama-server --spec-type draft-mtp" in held
+
+
+def test_heads_in_folders_beside_it(target: Path) -> None:
+    width = json.loads((target / "config.json").read_text())["hidden_size"]
+    for name, architecture, hidden in (
+        ("one", "LlamaForCausalLMEagle3", width),
+        ("two", "DFlashDraftModel", width),
+        ("other", "LlamaForCausalLMEagle3", 2 * width),
+        ("plain", "LlamaForCausalLM", width),
+    ):
+        (target.parent / name).mkdir()
+        (target.parent / name / "config.json").write_text(
+            json.dumps({"architectures": [architecture], "hidden_size": hidden})
+        )
+    (target.parent / "damaged").mkdir()
+    (target.parent / "damaged" / "config.json").write_text("{")
+    found = shipped_heads(str(target))
+    assert len(found) == 3
+    assert "one has its width and is for EAGLE-3" in found[0] and '"method": "eagle3"' in found[0]
+    assert "two has its width and is for DFlash" in found[1] and '"method": "dflash"' in found[1]
+
+
+def gguf_file(path: Path, architecture: str, layers: int | None = None, tensor: str = "output_norm.weight") -> Path:
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, architecture)
+    if layers is not None:
+        writer.add_uint32(f"{architecture}.nextn_predict_layers", layers)
+    writer.add_tensor(tensor, np.zeros(32, np.float32))
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    return path
+
+
+def test_heads_of_files(tmp_path: Path) -> None:
+    path = gguf_file(tmp_path / "a.gguf", "qwen35", 1, "blk.3.nextn.eh_proj.weight")
+    (held, _) = shipped_heads(str(path))
+    assert "(nextn_predict_layers 1); measure it first: llama-server --spec-type draft-mtp --spec-draft-n-max 3" in held
+    assert "this copy lost it" in shipped_heads(str(gguf_file(path, "qwen35", 1)))[0]
+    assert shipped_heads(str(gguf_file(path, "qwen35", 0))) == []
+    gguf_file(tmp_path / "b.gguf", "eagle3")
+    (tmp_path / "c.gguf").write_bytes(b"damaged")
+    (beside, _) = shipped_heads(str(gguf_file(path, "qwen35")))
+    assert "b.gguf beside it is for EAGLE-3" in beside
+    assert beside.endswith("llama-server -md b.gguf --spec-type draft-eagle3")
+
+
+def test_check_and_plan_say_it(world: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(target, mtp_num_hidden_layers=1)
+    assert "this copy lost it" in tiny.shown(capsys, "check", world / "recipe.yaml", f"target.model={target}")
+    assert "this copy lost it" in tiny.shown(capsys, "check", "--target", target, "--draft", world / "target")
+    (tmp_path / "machine.yaml").write_text((tiny.ROOT / "recipes" / "hardware" / "h100.yaml").read_text())
+    planned = ("plan", target, "--draft-cost", "0.1", "--no-measure", "--hardware", tmp_path / "machine.yaml")
+    assert "this copy lost it" in tiny.shown(capsys, *planned)
+    assert json.loads(tiny.shown(capsys, *planned, "-o", "json"))["heads"]
