@@ -28,7 +28,10 @@ MORE = "docs/choosing.md#drafts-of-other-kinds says when a plain draft still win
 
 
 def shipped_heads(target: str) -> list[str]:
-    """A line for each head of a model folder, hub name or GGUF file: how to use it, or that this copy has lost it."""
+    """A line for each head of a model folder, hub name or GGUF file: how to use it, or that this copy has lost it.
+
+    Nothing for a hub name whose files cannot be had; DataError for a damaged GGUF file or config.json.
+    """
     found = list(_of_file(Path(target)) if target.endswith(".gguf") else _of_folder(target))
     return [*found, MORE] if found else []
 
@@ -50,7 +53,10 @@ def _of_file(path: Path) -> Iterator[str]:
 def _of_folder(target: str) -> Iterator[str]:
     from distill.engines.torch.hugging_face import local_snapshot, text_folder
 
-    folder = text_folder(target)
+    try:
+        folder = text_folder(target)
+    except DistillError:  # `plan` needs no more than a configuration
+        return
     config = _language(read_object(folder / "config.json"))
     stated = next(((key, config[key]) for key in KEYS if config.get(key)), None)
     if stated is not None:
