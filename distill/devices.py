@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from distill.errors import RunError
+from distill.errors import DistillError, RunError
 
 if TYPE_CHECKING:
     import torch
@@ -105,9 +106,16 @@ def has_float64(device: torch.device) -> bool:
         return True
 
 
+def float64_device(device: torch.device) -> torch.device:
+    """Where the fp64 numbers of a device are: there, or on the CPU where it has none."""
+    import torch
+
+    return device if has_float64(device) else torch.device(CPU)
+
+
 def doubled(values: Tensor) -> Tensor:
-    """The values in fp64: on their device, or on the CPU where that has none."""
-    return (values if has_float64(values.device) else values.cpu()).double()
+    """The values in fp64, see `float64_device`."""
+    return values.to(float64_device(values.device)).double()
 
 
 @functools.cache
@@ -135,11 +143,35 @@ def records_graphs(device: torch.device) -> bool:
 WORDS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate", "ALLOC_FAILED")
 
 
+class OutOfMemory(RunError):
+    """Memory ran out; the message has advice."""
+
+
 def memory_ran_out(error: BaseException | None) -> bool:
     """Whether an error says that the host or a device has no memory left."""
-    import torch
+    torch = sys.modules.get("torch")
+    kinds = (MemoryError,) if torch is None else (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or any(word in str(error) for word in WORDS)
 
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in WORDS)
+
+@contextlib.contextmanager
+def memory_explained(advice: Callable[..., tuple[str, str]], *subject: Any) -> Iterator[None]:
+    """Turn errors for exhausted memory into an OutOfMemory with the pair that `advice(*subject)` returns.
+
+    The pair is (during which work, what to do now). `advice` is called only then; of nested ones, the innermost counts.
+    Loaders report every error as a damaged file, so the causes of our own errors are examined too.
+    """
+    try:
+        yield
+    except OutOfMemory:
+        raise
+    except (DistillError, RuntimeError, MemoryError) as error:
+        cause = error.__cause__ if isinstance(error, DistillError) else error
+        if not memory_ran_out(cause):
+            raise
+        doing, hint = advice(*subject)
+        first = (str(cause).splitlines() or [type(cause).__name__])[0]
+        raise OutOfMemory(f"memory ran out {doing}: {first}", hint) from error
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -156,6 +188,20 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(psutil.Process().memory_info().peak_wset)
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def free_memory() -> dict[int | str, int] | None:
+    """Free bytes of each accelerator by its number, and of the host (`cpu`); None where the devices do not say."""
+    import psutil
+    import torch
+
+    try:
+        free: dict[int | str, int] = {
+            device.index: torch.accelerator.get_memory_info(device)[0] for device in accelerators()
+        }
+    except RuntimeError:
+        return None
+    return free | {CPU: psutil.virtual_memory().available}
 
 
 def take_peaks() -> int:

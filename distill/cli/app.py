@@ -26,6 +26,7 @@ from distill.cli.serve_check import serve_check
 from distill.cli.speedup import speedup
 from distill.cli.surgery import cut, transplant
 from distill.cli.train import train
+from distill.devices import memory_explained
 from distill.errors import DistillError, RecipeError, RunError, disk_fault
 from distill.files import is_utf8
 from distill.processes import leave
@@ -115,7 +116,8 @@ def _run() -> int:
     """The exit status of the command, its message printed."""
     try:
         _require_text(sys.argv)
-        result = app(prog_name="distill", standalone_mode=False)
+        with memory_explained(_smaller_models):
+            result = app(prog_name="distill", standalone_mode=False)
         code = result if isinstance(result, int) else 0
         if code == 0:
             leave()
@@ -129,6 +131,10 @@ def _run() -> int:
         if signalled():  # libraries turn Ctrl-C into errors of their own
             return _interrupted()
         return _explain(error)
+
+
+def _smaller_models() -> tuple[str, str]:
+    return "in this command", "free memory that other programs hold, or hold the models in a smaller type (--dtype)"
 
 
 def _interrupted() -> int:

@@ -25,8 +25,9 @@ from distill.decoding.lengths import Fixed, LengthRule, NGramIndex, Proposal
 from distill.decoding.on_device import DeviceRounds, RowRound, rounds_on_device
 from distill.decoding.rules import Rules, Stop, require_lossless
 from distill.decoding.verify import Random, draw_chain, draw_token, unchecked_transform, verify_greedy
+from distill.devices import float64_device
 from distill.engines.model import Logits, Model
-from distill.engines.torch.model import TorchLogits, model_name
+from distill.engines.torch.model import TorchLogits, model_name, send
 from distill.sampler import Sampler, place_of
 
 CHUNK = 256  # tokens of a prompt that one call reads
@@ -319,7 +320,7 @@ def continue_prompts(
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
         draws[row] = uniform_numbers(seeds[row], limit)
-    mask, draws = mask.to(device), draws.to(device)
+    mask, draws = mask.to(device), draws.to(float64_device(device))
     positions = (mask[:, :longest].cumsum(-1) - 1).clamp(min=0)
     padded = bool((mask[:, :longest] == 0).any())
     stop = torch.tensor(list(ends), device=device)
@@ -442,6 +443,6 @@ def _drawn(logits: Logits, rows: Sequence[_Writing], sampler: Sampler, vocabular
     values: Tensor = logits.values if isinstance(logits, TorchLogits) else logits.full()
     histories = [row.request.ids + row.tokens for row in rows] if sampler.repetition_penalty != 1 else None
     probabilities = sampler.probabilities(values[:, :vocabulary], histories, logits.place)
-    numbers = torch.tensor([row.numbers[len(row.tokens)] for row in rows], dtype=torch.float64, device=values.device)
+    numbers = send([row.numbers[len(row.tokens)] for row in rows], float64_device(values.device), torch.float64)
     tokens: list[int] = unchecked_transform(probabilities, numbers).tolist()
     return tokens

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from distill.decoding.lengths import ROOT, Proposal
+from distill.devices import doubled
 from distill.errors import DataError
 
 Random = Callable[[], float]
@@ -29,7 +30,7 @@ def inverse_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
     The distributions need not sum to 1 exactly: each draw is scaled by the sum that rounding left. DataError for one
     whose sum is 0 or not finite: nothing can be drawn from it.
     """
-    total = distribution.double().cumsum(-1)[..., -1]
+    total = doubled(distribution).cumsum(-1)[..., -1]
     if not bool(((total > 0) & total.isfinite()).all()):
         wrong = next(value for value in total.flatten().tolist() if not 0 < value < float("inf"))
         raise DataError(
@@ -41,12 +42,12 @@ def inverse_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
 
 def unchecked_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
     """`inverse_transform` that the host does not wait for; some token where nothing can be drawn."""
-    cumulative = distribution.double().cumsum(-1)
+    cumulative = doubled(distribution).cumsum(-1)
     total = cumulative[..., -1:].contiguous()
     token = torch.searchsorted(cumulative, uniforms.to(cumulative).unsqueeze(-1) * total, right=True)
     # Where the product rounded up to the total: the last token that adds to it.
     last = torch.searchsorted(cumulative, total).clamp(max=distribution.shape[-1] - 1)
-    return torch.minimum(token, last).squeeze(-1)
+    return torch.minimum(token, last).squeeze(-1).to(distribution.device)
 
 
 def draw_token(distribution: Tensor, random: Random) -> int:

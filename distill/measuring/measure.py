@@ -27,6 +27,7 @@ from distill.decoding.decode import Round, decode_text, plain, room_for
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import LONGEST, Features, NGramIndex, features_of
 from distill.decoding.rules import Rules
+from distill.devices import doubled
 from distill.engines.loaded import with_rows
 from distill.engines.model import Model
 from distill.engines.torch.model import model_name
@@ -88,7 +89,7 @@ def sum_by_document(values: Iterable[Values]) -> dict[str, Measured]:
     """What was measured of each draft; the documents stand in the order in which they come."""
     totals: dict[str, dict[int, Sums]] = {}
     for draft, number, least, most, hits in values:
-        sums = torch.stack([least.double().sum(0), most.double().sum(0)]).cpu().numpy()
+        sums = torch.stack([doubled(least).sum(0), doubled(most).sum(0)]).cpu().numpy()
         row = numpy.append(sums, [len(least), hits])  # [2 M + 2]
         own = totals.setdefault(draft, {})
         own[number] = own[number] + row if number in own else row

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.data.packing import Packed, scored_documents
+from distill.devices import doubled
 from distill.engines.server_commands import DRAWN_AMONG
 from distill.intervals import ratio_interval
 from distill.measuring.evaluation_results import MEASURES, SLICES, SliceResult
@@ -190,7 +191,7 @@ class SlicedValues:
     def watch(self, values: Iterable[Values]) -> Iterator[Values]:
         """The values, unchanged, once they have been noted; of bounds the middle."""
         for draft, number, least, most, hits in values:
-            self.values.setdefault(draft, {}).setdefault(number, []).append((least + most).double().cpu() / 2)
+            self.values.setdefault(draft, {}).setdefault(number, []).append(doubled(least + most).cpu() / 2)
             yield draft, number, least, most, hits
 
     def results(self, measure: str) -> list[SliceResult]:

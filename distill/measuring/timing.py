@@ -25,6 +25,7 @@ from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.round_costs import PROMPTS, RoundCostMeter, keep_costs, measure_paid, prompts_as_long
 from distill.decoding.rules import Characters, Rules
 from distill.decoding.verify import CHAINS, Random
+from distill.devices import memory_explained
 from distill.engines.loaded import LoadedPair, with_rows
 from distill.engines.model import Model
 from distill.engines.torch.model import TorchModel, mask_refusal, model_name, state_refusal
@@ -440,36 +441,41 @@ def measure_batches(
     able = [one for one in prepared if one.make is not None and _refusal(one) is None]
     new_tokens, figures = settings.speedup.new_tokens, list[BatchFigures]()
     for size in sizes if able else ():
-        groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
-        target, draft = (with_rows(model, size, settings.pytorch.compile) for model in (pair.target, pair.draft))
-        assert target is not None and draft is not None  # see `require_rows`
-        runs: dict[str, BatchRun] = {}
-        for one in able:
-            verifier = "token" if one.sampled else "greedy"
-            rules = Rules(one.rules.sampler, verifier, one.rules.ends)
-            runs.setdefault(one.base, partial(plain_batch, target, rules=rules))
-        for one in able:
-            rule = partial(make_rule, one.configuration, fitted.costs, fitted.by_name)
-            argmax = one.rules.verifier == "match"
-            runs[one.title] = partial(decode_batch, target, draft, rules=one.rules, length=rule, argmax=argmax)
-        seconds: dict[str, float] = dict.fromkeys(runs, 0.0)
-        texts: dict[str, list[Decoded]] = {title: [] for title in runs}
-        for run in runs.values():  # a throw-away text each
-            run(groups[0], min(8, new_tokens), randoms=_randoms(settings.seed, size))
-        order = list(runs.items())
-        progress = Progress(f"batches of {size}", len(groups))
-        for index, group in enumerate(groups):
-            turn = index % len(order)
-            limit = min(new_tokens, min(target.capacity, draft.capacity) - max(map(len, group)))
-            for title, run in order[turn:] + order[:turn]:
-                started = time.perf_counter()
-                texts[title] += run(group, limit, randoms=_randoms(settings.seed + index, size))
-                seconds[title] += time.perf_counter() - started
-            progress.step()
-        figures += [_figures(size, one, texts, seconds) for one in able]
-        target.close()
-        draft.close()
+        with memory_explained(_fewer_texts, size):
+            groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
+            target, draft = (with_rows(model, size, settings.pytorch.compile) for model in (pair.target, pair.draft))
+            assert target is not None and draft is not None  # see `require_rows`
+            runs: dict[str, BatchRun] = {}
+            for one in able:
+                verifier = "token" if one.sampled else "greedy"
+                rules = Rules(one.rules.sampler, verifier, one.rules.ends)
+                runs.setdefault(one.base, partial(plain_batch, target, rules=rules))
+            for one in able:
+                rule = partial(make_rule, one.configuration, fitted.costs, fitted.by_name)
+                argmax = one.rules.verifier == "match"
+                runs[one.title] = partial(decode_batch, target, draft, rules=one.rules, length=rule, argmax=argmax)
+            seconds: dict[str, float] = dict.fromkeys(runs, 0.0)
+            texts: dict[str, list[Decoded]] = {title: [] for title in runs}
+            for run in runs.values():  # a throw-away text each
+                run(groups[0], min(8, new_tokens), randoms=_randoms(settings.seed, size))
+            order = list(runs.items())
+            progress = Progress(f"batches of {size}", len(groups))
+            for index, group in enumerate(groups):
+                turn = index % len(order)
+                limit = min(new_tokens, min(target.capacity, draft.capacity) - max(map(len, group)))
+                for title, run in order[turn:] + order[:turn]:
+                    started = time.perf_counter()
+                    texts[title] += run(group, limit, randoms=_randoms(settings.seed + index, size))
+                    seconds[title] += time.perf_counter() - started
+                progress.step()
+            figures += [_figures(size, one, texts, seconds) for one in able]
+            target.close()
+            draft.close()
     return figures
+
+
+def _fewer_texts(size: int) -> tuple[str, str]:
+    return f"while {size} texts were decoded at once", "lower --batch, or hold the models in a smaller type (--dtype)"
 
 
 def _randoms(seed: int, rows: int) -> list[Random]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distill.data.traffic import PIN, begins_with, parts_of, pin_of, read_lines
+from distill.devices import memory_explained
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import digest, read_json, write_json
 from distill.pipeline.stages import (
@@ -296,11 +297,23 @@ def _carry_out(action: Action, planner: Planner) -> None:
             run.verify(name, pattern)
     if stage.together:
         agree(stage.name)
-    artifacts = stage.load()(recipe, run)
+    with memory_explained(_less_memory, stage.name, recipe):
+        artifacts = stage.load()(recipe, run)
     help_with(None)
     run.finish(stage.name, digest(parts), parts, artifacts, started)
     begun_path(run, stage).unlink(missing_ok=True)
     run.say(f"{stage.name}: done in {duration(time.time() - started)}")
+
+
+def _less_memory(name: str, recipe: Recipe) -> tuple[str, str]:
+    """Where memory ran out, and the settings to lower: first those that change nothing but rounding."""
+    from distill.training.validation import smaller_target
+
+    sizes = {"answers": recipe.answers.batch, "questions": recipe.answers.batch, "teacher": recipe.teacher.batch}
+    key, hint = "teacher.batch" if name == "teacher" else "answers.batch", "free memory that other programs hold"
+    if recipe.target.load:
+        hint = smaller_target(recipe)
+    return f"in stage {name}", f"lower {key} (now {sizes[name]}), or {hint}" if sizes.get(name, 1) > 1 else hint
 
 
 def _remove_cut_off(run: Run, stage: Stage) -> None:

@@ -231,7 +231,7 @@ class TargetDistributions:
             assert stored.ids is not None
             parts = (stored.ids.long(), stored.log_probabilities, stored.log_tail)
             ids, logs, tail = (part[rows].to(logits.device) for part in parts)
-            total += float(divergences.bucketed_forward_kl(ids, logs, tail, logits).double().sum())
+            total += float(doubled(divergences.bucketed_forward_kl(ids, logs, tail, logits)).sum())
         return total / max(1, at)
 
 

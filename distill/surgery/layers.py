@@ -361,7 +361,7 @@ def narrow(model: Any, blocks: Packed, width: int) -> dict[str, Any]:
     """
     check_width(model.config, width)
     neurons, shares = [], []
-    for scores in neuron_scores(model, blocks):
+    for scores in (one.cpu() for one in neuron_scores(model, blocks)):  # some devices sort no integers
         kept = scores.sort(descending=True, stable=True).indices[:width].sort().values
         mass = float(scores.sum())
         neurons.append(kept.tolist())

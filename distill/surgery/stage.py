@@ -19,7 +19,7 @@ from distill import divergences
 from distill.data.packing import Packed, pack
 from distill.data.texts import Answer, drop_reason, read_answers
 from distill.decoding.costs import measure_steps, predicted_speedups
-from distill.devices import pick_device
+from distill.devices import doubled, pick_device
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import growing_decoder, target_file
 from distill.engines.model import Model
@@ -209,7 +209,7 @@ def acceptance(recipe: Recipe, target: Any, distributions: TargetDistributions, 
     for start in range(0, len(blocks), 2):  # whole distributions take much memory
         part = blocks.take(slice(start, start + 2))
         p, q = (sampler.probabilities(scored_logits(model, part)[:, :vocabulary]) for model in (target, draft))
-        total += float(divergences.acceptance_sampling(p, q.to(p.device)).double().sum())
+        total += float(doubled(divergences.acceptance_sampling(p, q.to(p.device))).sum())
         count += len(p)
     return total / max(1, count)
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from distill.data.texts import Answer
+from distill.devices import doubled
 from distill.errors import DataError, RecipeError
 from distill.teacher.store import TeacherSource
 from distill.vocabulary.vocabulary import Vocabulary
@@ -63,7 +64,7 @@ def expected_shares(teacher: TeacherSource, device: torch.device, positions: int
         own = teacher.teacher(torch.tensor([block]), device)
         for first in range(0, len(own), CHUNK):
             chunk = own.chunk(slice(first, min(first + CHUNK, len(own))))
-            values = chunk.log_probabilities.exp().double().cpu()
+            values = doubled(chunk.log_probabilities.exp()).cpu()
             if chunk.ids is None:
                 total += values.sum(0)
             else:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distill.data.texts import Answer, drop_reason, read_answers
 from distill.decoding.ngrams import ORDER, Expected, NGramTable, count_ngrams, write_table
-from distill.devices import pick_device
+from distill.devices import doubled, pick_device
 from distill.engines.torch.hugging_face import load_tokenizer
 from distill.errors import DataError
 from distill.files import digest
@@ -74,7 +74,7 @@ def expected_tokens(store: TeacherStore, answers: Sequence[Answer], device: torc
             chunk = teacher.chunk(slice(start, start + ROWS))
             best, columns = chunk.log_probabilities.topk(min(LIKELIEST, chunk.log_probabilities.shape[-1]))
             ids.append((columns if chunk.ids is None else chunk.ids.gather(-1, columns)).long().cpu())
-            chances.append(best.exp().double().cpu())
+            chances.append(doubled(best.exp()).cpu())
         read += len(teacher)
     lengths = [len(one) for one in scored]
     parts = (torch.cat(some)[: len(written)].split(lengths) for some in (ids, chances))

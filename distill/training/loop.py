@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from distill.devices import peak_memory_bytes, synchronise
+from distill.devices import memory_explained, peak_memory_bytes, synchronise
 from distill.engines.torch.kept import FILE as KEPT_FILE
 from distill.errors import DataError
 from distill.files import copy_file, from_json, write_folder, write_json, write_result
@@ -37,7 +37,6 @@ from distill.training.validation import (
     evaluate_weights,
     evaluation_due,
     loading,
-    memory_explained,
     stepping,
     take_best,
     writing,

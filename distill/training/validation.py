@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,12 +24,11 @@ from distill.data.texts import Prompt, prompt_seed, read_prompts
 from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded
 from distill.decoding.rules import Rules
-from distill.devices import memory_ran_out
+from distill.devices import doubled, memory_explained
 from distill.engines.loaded import growing_decoder
 from distill.engines.torch.hugging_face import end_ids, load_tokenizer
 from distill.engines.torch.kept import trimmed_head
 from distill.engines.torch.model import BatchedTorchModel
-from distill.errors import DistillError, RunError
 from distill.files import from_json
 from distill.processes import agree, shards
 from distill.recipe import Recipe
@@ -47,34 +46,10 @@ from distill.training.step import Verifying, protocol_of
 RESUMES = "the same command then goes on from the last checkpoint"
 
 
-class OutOfMemory(RunError):
-    """Memory ran out; the message has advice."""
-
-
-@contextlib.contextmanager
-def memory_explained(advice: Callable[..., tuple[str, str]], *subject: Any) -> Iterator[None]:
-    """Turn torch's errors for exhausted memory into an OutOfMemory with the pair that `advice(*subject)` returns.
-
-    The pair is (during which work, what to do now). `advice` is called only then; of nested ones, the innermost counts.
-    Loaders report every error as a damaged file, so the causes of our own errors are examined too.
-    """
-    try:
-        yield
-    except OutOfMemory:
-        raise
-    except (DistillError, RuntimeError, MemoryError) as error:
-        cause = error.__cause__ if isinstance(error, DistillError) else error
-        if not memory_ran_out(cause):
-            raise
-        doing, hint = advice(*subject)
-        first = (str(cause).splitlines() or [type(cause).__name__])[0]
-        raise OutOfMemory(f"memory ran out {doing}: {first}", hint) from error
-
-
 def loading(recipe: Recipe) -> tuple[str, str]:
     """While draft and teacher are loaded, before the first step."""
     if recipe.teacher.kind == "online":
-        hint = _smaller_target(recipe)
+        hint = smaller_target(recipe)
         return "while draft and target were loaded", f"{hint}; teacher.kind=compact trains without a target"
     smaller = "a smaller draft (cut.layers, cut.mlp_width)"
     if recipe.train.adapter is None:
@@ -107,7 +82,7 @@ def evaluating(work: Training) -> tuple[str, str]:
     return (
         f"while target and draft decoded after step {work.state['step']} on {work.accelerator.device}",
         f"lower train.acceptance.prompts (now {settings.prompts}) or train.acceptance.new_tokens (now "
-        f"{settings.new_tokens}) and train again (--redo train), or {_smaller_target(work.recipe)}",
+        f"{settings.new_tokens}) and train again (--redo train), or {smaller_target(work.recipe)}",
     )
 
 
@@ -119,7 +94,7 @@ def writing(work: Training) -> tuple[str, str]:
     )
 
 
-def _smaller_target(recipe: Recipe) -> str:
+def smaller_target(recipe: Recipe) -> str:
     """Advice for a target that takes less memory of this accelerator."""
     spread = "" if recipe.target.shard else "set target.shard=true where one process has several accelerators, or "
     smaller = {None: "target.quantise=int8 or int4", "int8": "target.quantise=int4", "int4": ""}[recipe.target.quantise]
@@ -179,7 +154,7 @@ class ServedTarget:
                 chances = divergences.acceptance_match(self.sampler.probabilities(own), drafts)
             else:
                 chances = divergences.acceptance_sampling(*map(self.sampler.probabilities, (own, drafts)))
-            sums.append(round(float(chances.double().sum()), 6))
+            sums.append(round(float(doubled(chances).sum()), 6))
         return sums
 
     def _logits(self, model: Any, ids: Tensor, count: int) -> Tensor:
@@ -241,7 +216,7 @@ class StoredAnswers:
                 logits = head_logits(draft, hidden[rows])
                 logits[:, self.store.vocabulary :] = -torch.inf
                 low, high = stored_chances(teacher.chunk(rows), logits, protocol)
-                least, largest = least + float(low.double().sum()), largest + float(high.double().sum())
+                least, largest = least + float(doubled(low).sum()), largest + float(doubled(high).sum())
             positions += len(hidden)
         count = max(1, positions)
         return {"acceptance": least / count, "most": largest / count, "positions": positions, "measure": STORED}

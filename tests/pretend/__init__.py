@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -214,6 +215,7 @@ def memory(more: int | None = None, device: int = 0) -> Iterator[None]:
     import torch
 
     load()
+    gc.collect()  # what is garbage would be given back inside
     _State.library.pretend_limit(device, 0 if more is None else torch.accelerator.memory_allocated(device) + more)
     try:
         yield

@@ -4,6 +4,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
@@ -11,6 +12,7 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/convolution.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
@@ -295,6 +297,7 @@ void any_operation(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const auto& one : ours) {
     if (one.written && (one.seen.sizes() != one.original.sizes() || one.seen.storage().data() == nullptr ||
                         (!one.original.numel() && one.seen.numel()))) {
+      c10::DeviceGuard held(one.original.device());  // whose memory is taken
       at::native::resize_(one.original, one.seen.sizes());
       on_cpu(one.original).copy_(one.seen);
     }
@@ -383,6 +386,7 @@ at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::
 }
 
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard held(self.device());
   return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
 }
 
@@ -412,7 +416,18 @@ Attended attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   return {on_device(result, device.index()), none, none, none, 0, 0, none, none, none};
 }
 
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef more, c10::SymInt groups) {
+  TORCH_CHECK(input.device() == weight.device(), "Expected all tensors to be on the same device, but a convolution got ", input.device(), " and ",
+      weight.device());
+  launch("aten::convolution");
+  auto own = bias && bias->defined() ? std::optional<at::Tensor>(on_cpu(*bias)) : std::nullopt;
+  auto result = at::convolution_symint(on_cpu(input), on_cpu(weight), own, stride, padding, dilation, transposed, more, groups);
+  return on_device(result, input.device().index());
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, kernels) {
+  kernels.impl("convolution_overrideable", &convolution);
   kernels.impl("empty.memory_format", &empty);
   kernels.impl("empty_strided", &empty_strided);
   kernels.impl("as_strided", &as_strided);
@@ -429,6 +444,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, kernels) {
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, kernels) { kernels.fallback(torch::CppFunction::makeFromBoxedFunction<&any_operation>()); }
+
+// Types under autocast are those of CUDA.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, kernels) { kernels.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define FLOAT32_OUT(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+  AT_FORALL_LOWER_PRECISION_FP(LOWER)
+  AT_FORALL_FP32(FLOAT32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(FLOAT32_OUT)
+}
 
 std::string json(const std::map<std::string, int64_t>& values) {
   std::string text = "{";

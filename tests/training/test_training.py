@@ -43,6 +43,7 @@ from distill.decoding.decode import decode_text
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed
 from distill.decoding.rules import Rules
+from distill.devices import memory_explained
 from distill.engines.torch.hugging_face import load_model
 from distill.engines.torch.model import TorchModel
 from distill.errors import RunError
@@ -496,7 +497,7 @@ def test_memory_that_runs_out_names_what_counts_there(
 
 
 def test_other_errors_are_not_of_memory() -> None:
-    with pytest.raises(RuntimeError, match="else"), loop.memory_explained(lambda: ("", "")):
+    with pytest.raises(RuntimeError, match="else"), memory_explained(lambda: ("", "")):
         raise RuntimeError("something else")
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from distill.devices import CPU, has_fast_bfloat16, pick_device
+from distill.devices import CPU, free_memory, has_fast_bfloat16, pick_device
 from distill.engines.torch.intact import (
     is_quantised,
     quiet,
@@ -191,6 +192,7 @@ def load_model(
     options: dict[str, Any] = {}
     if quantise is not None or shard:
         options["device_map"] = check_placement(quantise, device, shard)
+        options["max_memory"] = free_memory() if shard else None  # libraries know few kinds of accelerators themselves
     if quantise is not None:
         options["quantization_config"] = quantisation(quantise, dtype)
     try:
@@ -199,9 +201,22 @@ def load_model(
         raise
     except Exception as error:  # transformers raises many kinds for faulty files
         raise _explained(reference, error) from error
-    model = (model if options else model.to(device)).eval()
+    if not options and device.type != CPU:
+        model.to(device).tie_weights()  # some makers' devices take new parameters instead of moving the old ones
+    model.eval()
     kept = read_kept(text_folder(reference)) if trimmed and not is_gguf(reference) else None
     return model if kept is None else trim_head(model, kept["kept"])
+
+
+def logits_of(model: Any, keep: Tensor | int, **inputs: Any) -> Tensor:
+    """The logits of a step, of all columns (0), the last ones (their number), or those that `keep` lists.
+
+    A model whose layers lie on several devices computes all: accelerate moves the list to the first of them, and the
+    last layers look for it on their own.
+    """
+    listed = isinstance(keep, Tensor) and len({*(getattr(model, "hf_device_map", None) or {}).values()}) > 1
+    logits: Tensor = model(use_cache=True, logits_to_keep=0 if listed else keep, **inputs).logits
+    return logits[:, keep] if listed else logits
 
 
 def load_target(target: Target, device: torch.device) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from distill.devices import CPU, has_pinned_memory
 from distill.engines.model import Ints, PendingTree, check_call, check_chain, check_lengths, check_no_paths
+from distill.engines.torch.hugging_face import logits_of
 from distill.errors import DataError
 from distill.sampler import Place, finite_argmax, place_of
 
@@ -287,9 +288,7 @@ class TorchModel:
         """Logits [1, m, V] of tokens on the device, of all columns or as `keep` says; a failure leaves what was
         committed."""
         try:
-            logits = self.model(
-                input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep, **inputs
-            ).logits
+            logits = logits_of(self.model, keep, input_ids=ids, past_key_values=self._cache, **inputs)
         except BaseException:
             self._trim(self._length + len(self._tree))
             raise
@@ -466,14 +465,14 @@ class BatchedTorchModel:
         read = [places[i] for i in (range(len(tokens)) if want is None else want)]
         wanted = [(entry, column) for entry, column, _, _ in read]
         kept = sorted({column for _, column in wanted})
-        logits = self.model(
+        logits = logits_of(
+            self.model,
+            1 if kept == [longest - 1] else self._tensor(kept),
             input_ids=ids,
             attention_mask=masks,
             position_ids=positions,
             past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1 if kept == [longest - 1] else self._tensor(kept),
-        ).logits[..., : self.vocabulary_size]
+        )[..., : self.vocabulary_size]
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         which = {column: index for index, column in enumerate(kept)}
         return TorchLogits(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.devices import doubled
 from distill.engines.model import NO_TREES, Ints, Retold, check_chain, check_lengths
 from distill.engines.torch.model import TorchLogits, TorchModel, model_name
 from distill.errors import DataError
@@ -111,7 +112,7 @@ class RecurrentTorchModel(TorchModel):
         try:
             with torch.inference_mode():
                 ids = torch.tensor([tokens], device=self.device)
-                whole = self.model(input_ids=ids, use_cache=False).logits[0, :, : self.vocabulary_size].double()
+                whole = doubled(self.model(input_ids=ids, use_cache=False).logits[0, :, : self.vocabulary_size])
             self.extend(tokens[:4])
             found = [self.extend(tokens[4:8]).full(), self.extend(tokens[8:9]).full()]
             self.rollback([6])

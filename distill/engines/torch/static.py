@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from distill.devices import records_graphs
 from distill.engines.model import SPARE_NODES, Ints, PendingTree, check_call, check_chain, check_lengths, check_no_paths
+from distill.engines.torch.hugging_face import logits_of
 from distill.engines.torch.model import (
     TorchLogits,
     TorchModel,
@@ -216,14 +217,14 @@ class Steps:
 
     def _forward(self, keep: Tensor | int, ids: Tensor, positions: Tensor, visible: Tensor, of: Tensor) -> Tensor:
         """Logits of tokens [R, m] that attend to the slots in `visible` [R, m, shown], at positions `of` [shown]."""
-        return self.model(
+        return logits_of(
+            self.model,
+            keep,
             input_ids=ids,
             attention_mask=layer_masks(self.model, visible, positions, of),
             position_ids=positions,
             past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=keep,
-        ).logits
+        )
 
 
 def _place(like: Tensor) -> Tensor:

@@ -1,0 +1,141 @@
+"""Whole runs on the pretend device: as on the CPU up to rounding, also on one that lacks what MPS lacks, or spread over
+two; and what is said where its memory runs out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from trainings import metrics
+
+TIMED = {"time", "seconds", "tokens_per_second", "memory_bytes", "eta_seconds"}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread: None) -> None:
+    """The models are small."""
+
+
+def losses(run: Path) -> list[Any]:
+    """What a training's log says of each step, without times."""
+    return [{name: value for name, value in one.items() if name not in TIMED} for one in metrics(run)]
+
+
+def figures(run: Path) -> Any:
+    """What eval.json says of the test files and answers."""
+    return json.loads((run / "eval.json").read_text())["domains"]
+
+
+def close(found: Any, expected: Any) -> bool:
+    """Whether both are the same up to the rounding of fp32."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(close(found[name], expected[name]) for name in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(close, found, expected))
+    return (
+        bool(found == pytest.approx(expected, rel=1e-3, abs=1e-4)) if isinstance(expected, float) else found == expected
+    )
+
+
+@pytest.fixture
+def trained(world: Path, ready: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Copies the run that lacks its training, and trains with these overrides on a device."""
+
+    def train(device: str, *overrides: str, until: str = "train") -> Path:
+        runs = tmp_path / device.replace(":", "-")
+        shutil.copytree(ready, runs / "tiny")
+        arguments = ("--runs", runs, f"device={device}", *overrides, "--until", until)
+        assert tiny.call("train", world / "recipe.yaml", *arguments) == 0
+        return runs / "tiny"
+
+    return train
+
+
+def test_a_run_from_corpus_to_report(pretend: Any, world: Path, finished: Path, tmp_path: Path) -> None:
+    with pretend.counting() as counts:
+        assert tiny.call("train", world / "recipe.yaml", "device=auto", "--runs", tmp_path) == 0
+    run = tmp_path / "tiny"
+    assert counts.launches > 100_000 and counts.synchronisations == 8  # one a training step, for its clock
+    for folder in ("corpus", "answers"):
+        assert tiny.contents(run / folder) == tiny.contents(finished / folder)
+    assert close(losses(run), losses(finished)) and close(figures(run), figures(finished))
+    # The memory of the device, not of the process, in which torch alone takes more.
+    assert all(0 < one["memory_bytes"] < 2**26 for one in metrics(run))
+    assert "Pretend Accelerator" in (run / "provenance.json").read_text()
+    assert (run / "report.html").is_file() and (run / "draft" / "README.md").is_file()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.adapter={rank: 4}",),
+        ("train.steps=12", "train.sparsity={mlp_width: 32, ramp: 0.9}", "train.acceptance=null"),
+        ("train.steps=12", "train.sparsity={share: 0.5, ramp: 0.9}", "train.acceptance=null"),
+        ("train.optimizer=muon", "train.checkpointing=true", "train.micro_batch=1"),
+    ],
+    ids=["LoRA", "narrowed", "sparse", "muon"],
+)
+def test_trainings(pretend: Any, trained: Callable[..., Path], overrides: tuple[str, ...]) -> None:
+    found, expected = trained("pretend", *overrides), trained("cpu", *overrides)
+    ours, theirs = losses(found), losses(expected)
+    assert len(ours) == len(theirs) and [one["loss"] for one in ours] == pytest.approx(
+        [one["loss"] for one in theirs], rel=0.05 if "train.optimizer=muon" in overrides else 1e-3
+    )
+
+
+def test_bfloat16(pretend: Any, trained: Callable[..., Path]) -> None:
+    """Autocast computes products in it: the loss is that of the CPU up to its rounding."""
+    found, expected = (losses(trained(name, "train.dtype=bfloat16")) for name in ("pretend", "cpu"))
+    assert [one["loss"] for one in found] == pytest.approx([one["loss"] for one in expected], rel=0.1)
+
+
+def test_a_device_that_lacks_what_mps_lacks(pretend: Any, world: Path, finished: Path, tmp_path: Path) -> None:
+    overrides = ("device=auto", "teacher.kind=exact", "pytorch.static=true", "--until", "eval")
+    with pretend.without("float64", pretend.SORTS, *pretend.lacking("MPS")):
+        assert tiny.call("train", world / "recipe.yaml", *overrides, "--runs", tmp_path) == 0
+    assert tiny.contents(tmp_path / "tiny" / "answers") == tiny.contents(finished / "answers")
+
+
+def test_a_target_spread_over_two_devices(pretend: Any, world: Path, finished: Path, tmp_path: Path) -> None:
+    overrides = ("device=auto", "target.shard=true", "pytorch.draft_device=pretend:1", "--until", "eval")
+    torch.accelerator.reset_peak_memory_stats(1)
+    with pretend.available(2):
+        assert tiny.call("train", world / "recipe.yaml", *overrides, "--runs", tmp_path) == 0
+    assert torch.accelerator.max_memory_allocated(1) > 100_000
+    run = tmp_path / "tiny"
+    assert tiny.contents(run / "answers") == tiny.contents(finished / "answers")
+    assert close(losses(run), losses(finished)) and close(figures(run), figures(finished))
+
+
+@pytest.mark.parametrize(
+    ("more", "overrides", "said"),
+    [
+        (520_000, ("answers.batch=12",), "in stage answers: pretend out of memory|lower answers.batch (now 12)"),
+        (800_000, ("answers.batch=1",), "in stage teacher: pretend out of memory|lower teacher.batch (now 8)"),
+        (4_000_000, (), "at step 0 on pretend: pretend out of memory|lower train.micro_batch (now 4)"),
+    ],
+    ids=["answers", "teacher", "train"],
+)
+def test_memory_that_runs_out(
+    pretend: Any, world: Path, tmp_path: Path, capsys: Any, more: int, overrides: tuple[str, ...], said: str
+) -> None:
+    arguments = ("train", world / "recipe.yaml", "--runs", tmp_path, "device=auto", *overrides, "--until", "train")
+    with pretend.memory(more):
+        words = tiny.refused(capsys, *arguments)
+    assert all(part in words for part in said.split("|")), words
+
+
+def test_memory_that_runs_out_in_a_batch(pretend: Any, finished: Path, world: Path, capsys: Any) -> None:
+    pair = ("speedup", "--target", world / "target", "--draft", finished / "draft", "--count", 4, "--tokens", 8)
+    with pretend.memory(1_300_000):
+        words = tiny.refused(capsys, *pair, "--prompts", world / "corpus" / "test", "--lengths", 2, "--batch", 4)
+    assert "memory ran out while 4 texts were decoded at once: pretend out of memory" in words
+    assert "lower --batch" in words
+    with pretend.memory(100_000):
+        assert "memory ran out in this command" in tiny.refused(capsys, *pair, "--prompts", world / "corpus" / "test")
