@@ -384,6 +384,17 @@ def test_a_file_that_is_never_loaded_answers_itself(world: Path, tmp_path: Path)
     assert recipe.teacher.gguf == str(tmp_path / "other.gguf")
 
 
+def test_a_donor_that_cannot_be_cut_is_refused_before_its_weights_are_imported(
+    tmp_path: Path, cache: Path, tokenizer: PreTrainedTokenizerFast, capsys: Capture
+) -> None:
+    path, text = export("gemma", tmp_path, tokenizer, "f16"), tiny.ROOT / "data" / "test" / "chunk.py"
+    for command in (("transplant", path, tmp_path / "model"), ("cut", path)):
+        more = ("--layers", 1, "--text", text) if "cut" in command else ()
+        said = tiny.refused(capsys, *command, tmp_path / "out", *more)
+        assert "`gemma` is not supported" in said and "gemma3_text" in said
+    assert not list(cache.rglob("*.safetensors"))
+
+
 def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: Capture) -> None:
     export("llama", tmp_path, tokenizer, "q8_0")
     printed = tiny.shown(capsys, "import-gguf", tmp_path / "m.gguf", tmp_path / "half", "--dtype", "bfloat16")

@@ -57,6 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # beside those of toys.FAMILIES
     "cohere2": {"tie_word_embeddings": True, "sliding_window": 5},
     "seed_oss": {"mlp_bias": True},
 }
+PLAIN, ODD = [*CASES], ["gemma3_text", "granite", "cohere2"]  # of the others, those of most parts of their own
 CASES |= {name: SETTINGS.get(name, {}) for name in FAMILIES if name not in KINDS}
 RULES = ("last-but-one", "influence", "greedy", "explicit")
 
@@ -217,7 +218,7 @@ def test_kinds_of_layers_are_cut(kind: str, tmp_path: Path) -> None:
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("case", "planted"), [*zip(CASES, itertools.cycle((1, 2)), strict=False)])
+@pytest.mark.parametrize(("case", "planted"), [*zip([*PLAIN, *ODD], itertools.cycle((1, 2)), strict=False)])
 def test_a_planted_identity_goes_first(case: str, planted: int) -> None:
     model = small(case, layers=4)
     silence(model.model.layers[planted])
@@ -328,7 +329,7 @@ def test_narrow_equals_the_masked_model(case: str, tmp_path: Path) -> None:
     assert again.config.intermediate_size == 64 and size_of(again).mlp == (64, 64, 64)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*PLAIN, *ODD])
 def test_neurons_stay_by_what_they_write(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small(case)
     inputs = [one_by_one(model, layer.mlp.down_proj) for layer in model.model.layers]

@@ -131,7 +131,7 @@ def by_hand(donor: Vocabulary, subtokens: Subtokens, matrix: torch.Tensor, decay
     "kind, forward, tied, dtype",
     [
         *itertools.product(["qwen2"], (True, False), (True, False), (None, "bfloat16")),
-        *((kind, False, True, None) for kind in FAMILIES if kind not in KINDS),
+        *((kind, False, True, None) for kind in ("gemma3_text", "granite", "cohere2")),
     ],
 )
 def test_between_families(kind: str, forward: bool, tied: bool, dtype: str | None, tmp_path: Path) -> None:
