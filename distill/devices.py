@@ -137,6 +137,14 @@ def records_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def begin_replay(device: torch.device) -> None:
+    """Tell torch that the outputs of graphs that were replayed on this device may be overwritten."""
+    import torch
+
+    if records_graphs(device):
+        torch.compiler.cudagraph_mark_step_begin()
+
+
 # ── Memory and time ──
 
 # How allocators word it where the type of the exception does not tell.

@@ -225,3 +225,17 @@ def test_help_of_every_command_loads_nothing_heavy() -> None:
         "    assert result.exit_code == 0, (arguments, result.output)\n"
         "    assert 'torch' not in sys.modules and 'transformers' not in sys.modules, arguments\n"
     )
+
+
+def test_one_module_knows_kinds_of_devices() -> None:
+    """distill/devices.py: elsewhere no code names one. Texts that a user reads may."""
+    kinds = {"cuda", "mps", "xpu", "npu", "hip"}
+    found = []
+    for path in FILES:
+        for node in ast.walk(parsed(path)) if path.name != "devices.py" else ():
+            name = (
+                node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
+            )
+            if isinstance(name, str) and (name in kinds or name.startswith(("cuda", "is_cuda"))):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert not found, "\n".join(found)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, StaticLayer
 
-from distill.devices import records_graphs
+from distill.devices import begin_replay, records_graphs
 from distill.engines.model import SPARE_NODES, Ints, PendingTree, check_call, check_chain, check_lengths, check_no_paths
 from distill.engines.torch.hugging_face import logits_of
 from distill.engines.torch.model import (
@@ -186,7 +186,7 @@ class Steps:
         for place, tensor in zip(places, (self.cache.slots, *inputs), strict=True):
             place.copy_(tensor)
         self.cache.slots = places[0]
-        torch.compiler.cudagraph_mark_step_begin()
+        begin_replay(self.cache.slots.device)
         try:
             logits = graph(keep, *places[1:])
         except torch._dynamo.exc.TorchDynamoException as error:  # a faulty model fails uncompiled, with its prompt
