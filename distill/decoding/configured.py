@@ -155,7 +155,8 @@ def require_trees(target: Model, draft: Model) -> None:
     for role, model in (("target", target), ("draft", draft)):
         if model.max_leaves < 1:
             raise DataError(
-                f"the {role} takes no trees of drafted tokens: its attention takes no mask of ours",
+                f"the {role} takes no trees of drafted tokens: its attention takes no mask of ours, or its library "
+                "computes them otherwise than single tokens",
                 CHAINS_ONLY,
             )
 

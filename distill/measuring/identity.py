@@ -12,7 +12,7 @@ from torch import Tensor
 from distill.data.texts import first_difference
 from distill.decoding.decode import plain
 from distill.divergences import forward_kl
-from distill.engines.model import Model
+from distill.engines.model import ROOT, Model
 from distill.recipe import Target
 
 TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
@@ -21,10 +21,11 @@ TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
 @dataclass(frozen=True)
 class Rounding:
     """How far rounding moves a target's logits: two within `noise` are tied. In a type that rounds coarsely, a tie is
-    also read in steps of as many tokens as each of `sizes`; see `ties`."""
+    also read in steps of as many tokens as each of `sizes`, with `trees` also as paths through trees; see `ties`."""
 
     noise: float
     sizes: tuple[int, ...] = ()
+    trees: bool = False
 
 
 @dataclass
@@ -90,7 +91,8 @@ def ties(
     It may where the target's two best logits lie within the noise. In a type that rounds coarsely the logits depend on
     how many tokens are taken at once, all along the text, because the cache keeps the differences. For such a type the
     distance of the two tokens' logits is read with the text taken one token at a time, and in steps of each size; its
-    spread is the rounding. The text is read once for all others, by sizes in turn, until each of them is decided.
+    spread is the rounding. Behind trees the cache may hold the text in another order, which rounds otherwise again. The
+    text is read once for all others, by sizes in turn, until each of them is decided.
     """
     gaps = {where: top_gap(target, [*prompt, *text[:where]]) for where in sorted({where for _, where in others})}
     tied = [gaps[where] <= rounding.noise for _, where in others]
@@ -99,10 +101,12 @@ def ties(
         for number, (other, where) in enumerate(others)
         if rounding.sizes and not tied[number] and where < min(len(text), len(other))
     }
-    for size in (1, *rounding.sizes):
+    ways = [(size, False) for size in (1, *rounding.sizes)]
+    ways += [(size, True) for size in rounding.sizes if rounding.trees]
+    for size, tree in ways:
         if not apart:
             break
-        logits = _logits_along(target, prompt, text, size, {others[number][1] for number in apart})
+        logits = _logits_along(target, prompt, text, size, {others[number][1] for number in apart}, tree)
         for number, distances in list(apart.items()):
             other, where = others[number]
             row = logits[where]
@@ -114,9 +118,12 @@ def ties(
 
 
 def _logits_along(
-    target: Model, prompt: Sequence[int], text: Sequence[int], size: int, places: Collection[int]
+    target: Model, prompt: Sequence[int], text: Sequence[int], size: int, places: Collection[int], tree: bool
 ) -> dict[int, Tensor]:
-    """The logits [V] before the text's tokens at these places, the text read in steps of `size` tokens."""
+    """The logits [V] before the text's tokens at these places, the text read in steps of `size` tokens.
+
+    As a `tree`, each step has another node behind its first token, which is then dropped.
+    """
     ids, found = [*prompt, *text], dict[int, Tensor]()
     asked = {len(prompt) + place - 1: place for place in places}
     # Plain decoding reads the whole prompt at once; a round reads its last token with the drafted ones.
@@ -129,7 +136,14 @@ def _logits_along(
     for start in range(begin, max(asked, default=-1) + 1, size):
         piece = ids[start : start + size]
         wanted = [at for at in range(start, start + len(piece)) if at in asked]
-        logits = target.extend(piece, want=[at - start for at in wanted] or [len(piece) - 1]).full()
+        rows = [at - start for at in wanted] or [len(piece) - 1]
+        if tree and len(piece) > 1 and target.capacity - start > len(piece):
+            path = [0, *range(2, len(piece) + 1)]
+            nodes = [piece[0], piece[0], *piece[1:]]
+            logits = target.extend(nodes, parents=[ROOT, 0, *path[:-1]], want=[path[row] for row in rows]).full()
+            target.keep([path])
+        else:
+            logits = target.extend(piece, want=rows).full()
         found |= {asked[at]: row for at, row in zip(wanted, logits, strict=False)}
     return found
 
@@ -142,17 +156,20 @@ def measured_rounding(
     text: Sequence[int],
     lengths: Sequence[int],
     others: Sequence[int] = (),
+    trees: bool = False,
 ) -> Rounding:
     """The rounding of a target. In fp32 it is agreed; in other types it is measured on the plain `text` behind a
     prompt, in pieces as long as rounds of these draft `lengths` read them, and of `others`: of trees, how many nodes.
-    Ties are then read in steps of every size up to the longest of the lengths, too.
+    Ties are then read in steps of every size up to the longest of the lengths, too, with `trees` also as paths through
+    trees, where the target takes them.
     """
     if backend == "pytorch" and settings.dtype == "float32" and settings.quantise is None:
         return Rounding(TORCH_NOISE)
     pieces = [text[start : start + length + 1] for length in (*lengths, *others) for start in (0, 16)]
     # A text may end before the longest length.
     noise = max((rounding_noise(target, prompt, piece) for piece in pieces if len(piece) > 1), default=0.0)
-    return Rounding(noise, tuple(sorted({*range(2, max(lengths) + 2), *(length + 1 for length in others)})))
+    sizes = tuple(sorted({*range(2, max(lengths) + 2), *(length + 1 for length in others)}))
+    return Rounding(noise, sizes, trees and target.max_leaves > 1)
 
 
 # ── How far the same target in another engine or type of file is from its own distributions ──

@@ -139,7 +139,8 @@ def measure_pair(
     plain = next(text.decoded.tokens for text in texts if text.title == PLAIN.title)
     lengths = [one.max_length for one in settings.sweep] or [LONGEST_OF_NONE]
     others = _others_drafted(settings.others, choices)
-    rounding = measured_rounding(settings.target, pair.backend, pair.target, prompts[0], plain, lengths, others)
+    trees = any(one.branches or one.counts_ngrams for one in settings.configurations)
+    rounding = measured_rounding(settings.target, pair.backend, pair.target, prompts[0], plain, lengths, others, trees)
     identities = judge_identity(pair.target, prompts, texts, prepared, rounding)
     rows = [
         with_prediction(row, one, given, texts, choices, paid, predictions)

@@ -20,6 +20,7 @@ from distill.decoding.lengths import Fixed
 from distill.decoding.rules import Rules
 from distill.engines.llama_cpp import batches
 from distill.engines.llama_cpp.batches import BatchCheck
+from distill.engines.llama_cpp.context import GgufContext
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import load_pair
 from distill.errors import DataError, RecipeError
@@ -126,7 +127,32 @@ def test_what_it_cannot_do_is_refused(files: dict[str, Path], monkeypatch: pytes
     ],
 )
 def test_no_more_tokens_are_computed_at_once_than_are_sound(kl: dict[int, float], largest: int | None) -> None:
-    assert BatchCheck("llama.cpp", 1, kl).largest == largest
+    assert BatchCheck("llama.cpp", 1, kl, 0.0).largest == largest
+
+
+def test_trees_whose_gaps_hide_tokens_are_found_and_not_used(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ik_llama.cpp does not see tokens behind an empty cell at certain places: gaps are closed, or trees refused."""
+    draws = random.Random(0)
+    with GgufModel(files["f32"], context=256, max_leaves=3, options=IK) as model:
+        assert model.batches is not None and model.batches.takes_trees and model.max_leaves == 3
+        text, found = [7], []
+        model.extend(text)
+        while len(text) < 120:
+            nodes = draws.sample(range(5, 200), 4)
+            found += [model.extend(nodes, parents=[-1, 0, 0, 2]).full()[[0, 2, 3]]]
+            model.keep([[0, 2, 3]])
+            text += [nodes[0], *nodes[2:]]
+        model.rollback([1])
+        alone = torch.cat([model.extend([token]).full() for token in text[1:]])
+    assert (torch.cat(found) - alone).abs().max() < 1e-3
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path))
+    monkeypatch.setattr(GgufContext, "close_gaps", lambda self: None)
+    with GgufModel(files["f32"], context=256, max_leaves=3, options=IK) as model:
+        assert model.max_leaves == 0 and "trees are wrong" in capsys.readouterr().err
+        with pytest.raises(ValueError, match="opened without room for trees"):
+            model.extend([5, 6], parents=[-1, 0])
 
 
 def test_a_wrong_kernel_is_found_kept_in_mind_and_worked_around(
@@ -161,6 +187,6 @@ def test_a_wrong_kernel_is_found_kept_in_mind_and_worked_around(
     with GgufModel(files["f32"], context=256, options=IK):
         assert calls, "a damaged record is measured again"
 
-    write_result(kept, BatchCheck("ik_llama.cpp", 1, {2: 1.9}))
+    write_result(kept, BatchCheck("ik_llama.cpp", 1, {2: 1.9}, 0.0))
     with pytest.raises(DataError, match=r"computes 2 tokens at once otherwise than one by one \(KL 1.9 nats\)"):
         GgufModel(files["f32"], context=256, options=IK)

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from distill.divergences import forward_kl
-from distill.engines.llama_cpp.context import GgufContext
+from distill.engines.llama_cpp.context import Branches, GgufContext
+from distill.engines.model import ROOT, PendingTree
 from distill.errors import DataError
 from distill.files import digest, read_result, write_result
 from distill.gguf.importing import cache_folder, file_name
@@ -24,6 +25,7 @@ from distill.recipe import GgufOptions
 from distill.recipe.measuring import MOST_KL
 
 SIZES = (2, 8, 16, 31, 32, 64)
+BRANCHED = (ROOT, 0, 0)  # parents in the trees that are tried
 TEXT = (
     "The bicycle was invented in the nineteenth century, when builders in several countries tried to make machines "
     "that a rider moves with the feet. The first ones were heavy, made of wood and hard to steer; later ones had "
@@ -37,12 +39,13 @@ class BatchCheck:
     """What a library makes of a file's tokens in batches of each size.
 
     `kl` is the mean KL in nats (one by one ‖ together), `equal` the largest size up to which the logits are equal bit
-    for bit, 1 where none is.
+    for bit, 1 where none is; `trees` is the mean KL where the text is a path through trees, None for a recurrent model.
     """
 
     library: str
     equal: int
     kl: dict[int, float]
+    trees: float | None
 
     @property
     def largest(self) -> int | None:
@@ -50,16 +53,24 @@ class BatchCheck:
         sound = list(takewhile(lambda size: self.kl[size] <= MOST_KL, sorted(self.kl)))
         return None if len(sound) == len(self.kl) else max(sound, default=1)
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether trees give the logits of single tokens, or nearly so."""
+        return self.trees is not None and self.trees <= MOST_KL
+
     def describe(self) -> str:
         """What was found, in a sentence."""
         worst = max(self.kl, key=lambda size: self.kl[size])
         equal = f"up to {self.equal} tokens at once give the logits of single ones bit for bit"
         rest = f"{worst} differ by a KL of {self.kl[worst]:.2g}"
+        wrong = (
+            "" if self.trees is None or self.takes_trees else f"; trees are wrong (KL {self.trees:.2g}) and not used"
+        )
         if self.equal == max(self.kl):
-            return f"{self.library}: {equal}"
+            return f"{self.library}: {equal}{wrong}"
         found = f"{equal}; {rest}" if self.equal > 1 else f"tokens computed at once differ from single ones: {rest}"
         parts = "" if self.largest is None else f", so that no more than {self.largest} are computed at once"
-        return f"{self.library}: {found}{parts}"
+        return f"{self.library}: {found}{parts}{wrong}"
 
 
 def checked_batches(file: GgufFile, options: GgufOptions) -> BatchCheck | None:
@@ -110,7 +121,29 @@ def _measure(file: GgufFile, library: str, options: GgufOptions, sizes: list[int
                 equal = size if np.array_equal(single[count - size :], together) else equal
     finally:
         context.close()
-    return BatchCheck(library, equal, kl)
+    return BatchCheck(library, equal, kl, None if file.recurrent else _kl_of_trees(file, options, ids, single))
+
+
+def _kl_of_trees(file: GgufFile, options: GgufOptions, ids: NDArray[np.int64], single: NDArray[np.float32]) -> float:
+    """Mean KL of the text's logits [n, V] one by one to those in trees of two of its tokens, with another one between.
+
+    The gaps that rejected nodes leave in the cache come to lie in every place.
+    """
+    context = GgufContext(
+        file, 2 * len(ids), len(BRANCHED), 3, False, options.model_copy(update={"ubatch_size": len(BRANCHED)})
+    )
+    try:
+        branches, rows = Branches(context, 2), []
+        for place in range(0, len(ids) - 1, 2):
+            first, second = ids[place : place + 2]
+            positions = np.array([place, place + 1, place + 1], dtype=np.int32)
+            with branches.growing(PendingTree().grown(BRANCHED), place) as through:
+                nodes = np.array([first, (second + 1) % file.vocabulary_size, second])
+                rows.append(context.decode_nodes(nodes, np.ones(3, dtype=np.int8), positions, through)[[0, 2]])
+            branches.commit([[0, 2]], place)
+    finally:
+        context.close()
+    return _mean_kl(single[: 2 * len(rows)], np.concatenate(rows))
 
 
 def _rows(context: GgufContext, ids: NDArray[np.int64], start: int) -> NDArray[np.float32]:

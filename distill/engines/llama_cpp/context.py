@@ -67,7 +67,7 @@ class GgufContext:
                 hint="ask for a shorter context or free memory",
             )
         self._memory = llama.llama_get_memory(self._context)
-        # ik_llama.cpp puts the tokens of a call into cells side by side, and kept branches leave holes.
+        # ik_llama.cpp puts the tokens of a call into cells side by side.
         self._defragment = getattr(llama, "llama_kv_cache_defrag", None)
         self.undoable = int(llama.llama_n_rs_seq(self._context)) if file.recurrent else 0  # in some architectures none
         self.batch_size = int(llama.llama_n_batch(self._context))
@@ -172,13 +172,22 @@ class GgufContext:
         ERRORS.clear()
         code = self._library.llama_decode(self._context, self._batch)
         if code == NO_SLOT and self._defragment is not None:
-            self._defragment(self._context)
+            self.close_gaps()
             code = self._library.llama_decode(self._context, self._batch)
         if code != 0:
             raise DataError(
                 f"{self.path}: llama.cpp could not decode {count} tokens at {start} (code {code}): {last_errors()}",
                 hint="ask for a larger context, or free memory",
             )
+
+    def close_gaps(self) -> None:
+        """Let the next call move the tokens of ik_llama.cpp's cache together.
+
+        It looks for the last cell in use at every 32nd or 256th, and where one of these is empty, the tokens behind it
+        are not seen (August 2026, llama_kv_cache_cell_max). llama.cpp needs nothing.
+        """
+        if self._defragment is not None:
+            self._defragment(self._context)
 
     def share(self, source: int, sequence: int, begin: int, end: int) -> None:
         """Add `sequence` to the owners of the cells of `source` at positions `begin`..`end` − 1."""
@@ -342,6 +351,8 @@ class Branches:
         if path:
             self._context.share(self._through[path[-1]][0], 0, length, length + len(path))
         self.drop(length)
+        if path != list(range(len(path))):  # nodes before or between those that are kept leave gaps
+            self._context.close_gaps()
         return len(path)
 
     def drop(self, length: int) -> None:

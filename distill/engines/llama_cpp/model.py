@@ -71,21 +71,23 @@ class GgufModel:
         # With ubatch_size 1 every token is computed alone.
         pad_single = pad_single and options.ubatch_size != 1 and not self._file.recurrent
         self.pad_single = pad_single
-        self.max_leaves = max_leaves
         self._undoable = 0  # of the last tokens, by llama.cpp itself; −1 where it has just taken some back
         self.head_rows, self.vocabulary_size = self._file.head_rows, self._file.vocabulary_size
         try:
             options = options.model_copy(update={"threads": options.threads or threads})
             self.batches = checked_batches(self._file, options)
-            if self.batches is not None and self.batches.largest is not None:
-                note(f"{self.path.name}: {self.batches.describe()}")
-                options = options.model_copy(update={"ubatch_size": self.batches.largest})
+            if self.batches is not None:
+                if self.batches.largest is not None or (max_leaves and not self.batches.takes_trees):
+                    note(f"{self.path.name}: {self.batches.describe()}")
+                options = options.model_copy(update={"ubatch_size": self.batches.largest or options.ubatch_size})
+                max_leaves = max_leaves if self.batches.takes_trees else 0
             self._context = GgufContext(self._file, context, batch, max_leaves + 1, pad_single, options)
         except BaseException:
             self._file.close()
             raise
         # Whether rejected tokens leave others that are computed again.
         self.resends = self._text is not None and not self._context.undoable
+        self.max_leaves = max_leaves
         self._branches = Branches(self._context, max_leaves)
 
     @property
