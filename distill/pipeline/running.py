@@ -295,10 +295,11 @@ def _carry_out(action: Action, planner: Planner) -> None:
     for name, pattern in stage.inputs:
         if name != "teacher":  # whose shards are compared one at a time, when they are read
             run.verify(name, pattern)
-    if stage.together:
-        agree(stage.name)
-    with memory_explained(_less_memory, stage.name, recipe):
-        artifacts = stage.load()(recipe, run)
+    with with_others():
+        if stage.together:
+            agree(stage.name)
+        with memory_explained(_less_memory, stage.name, recipe):
+            artifacts = stage.load()(recipe, run)
     help_with(None)
     run.finish(stage.name, digest(parts), parts, artifacts, started)
     begun_path(run, stage).unlink(missing_ok=True)
@@ -350,20 +351,27 @@ def _remove_all(run: Run, stage: Stage) -> None:
                 path.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def with_others() -> Iterator[None]:
+    """Turn what gloo and NCCL raise when another process of the command has ended into a RunError: its words count."""
+    try:
+        yield
+    except RuntimeError as error:
+        words = ("onnection closed", "onnection reset", "NCCL", "remote process")
+        if process_count() == 1 or not any(word in str(error) for word in words):
+            raise
+        raise RunError("this process ends because another one did", "see the message of that process") from error
+
+
 def follow_main(recipe: Recipe, run: Run) -> None:
     """Take part in each stage that the main process announces, until it announces the end.
 
-    Every process but the main one calls this. Raises RunError when another process has ended; its own message has the
-    cause.
+    Every process but the main one calls this. Raises RunError when another process has ended.
     """
-    try:
+    with with_others():
         while (name := agree()) is not None:
             find_stage(name).load()(recipe, run)
             help_with(None)
-    except RuntimeError as error:  # what gloo and NCCL raise when the other end of a connection is gone
-        if not any(word in str(error) for word in ("onnection closed", "onnection reset", "NCCL", "remote process")):
-            raise
-        raise RunError("this process ends because another one did", "see the message of that process") from error
 
 
 # ── `--refresh`: moves a finished run aside and starts a run of its name from its draft ──

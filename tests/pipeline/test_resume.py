@@ -12,7 +12,8 @@ import pytest
 import tiny
 from killed_runs import run_jobs
 
-from distill.pipeline.running import plan_run
+from distill.errors import RunError
+from distill.pipeline.running import plan_run, with_others
 from distill.recipe import load_recipe
 from distill.run import Run
 
@@ -286,3 +287,21 @@ def test_a_dry_run_prints_the_whole_plan(world: Path, copied: Path, capsys: pyte
     text = capsys.readouterr().err
     assert states(text)["train"] == "refused" and "--redo train" in text
     assert tiny.contents(copied) == before
+
+
+@pytest.mark.parametrize(
+    ("processes", "words", "said"),
+    [
+        (2, "[pair.cc:553] Connection closed by peer [127.0.0.1]:41134", RunError),
+        (2, "NCCL error: remote process exited", RunError),
+        (1, "Connection closed by peer", RuntimeError),
+        (2, "the sizes of tensors differ", RuntimeError),
+    ],
+)
+def test_the_end_of_another_process_is_no_bug_of_this_one(
+    monkeypatch: pytest.MonkeyPatch, processes: int, words: str, said: type[Exception]
+) -> None:
+    monkeypatch.setattr("distill.pipeline.running.process_count", lambda: processes)
+    with pytest.raises((RunError, RuntimeError)) as caught, with_others():
+        raise RuntimeError(words)
+    assert caught.type is said
