@@ -190,7 +190,7 @@ class Pair:
         texts = [encode(tokenizer, path.read_text("utf-8")) for path in sorted((ROOT / "data" / "test").glob("*.py"))]
         texts = [text for text in texts if len(text) >= 2 * PROMPT]
         self.prompts = [text[:PROMPT] for text in texts[: options.prompts]]
-        self.others = [text[PROMPT : 2 * PROMPT] for text in texts]
+        self.others = [text[PROMPT : 2 * PROMPT] for text in texts[: 1 if options.toy else None]]
         counts = {role: sum(p.numel() for p in getattr(self, role).parameters()) for role in ("target", "draft")}
         self.about = {"pair": name, "trained_draft": given is not None, "parameters": counts}
 
@@ -221,14 +221,14 @@ def measure_alone(part: Part, pair: Pair, kind: str) -> None:
     part.decode("tree of 8", kind, partial(decode, TreeDrafter(small, GREEDY, drawn, 8, depth=4)))
     part.decode("table, tree of 8", kind, partial(decode, TableDrafter(pair.table(big), 8, 4)))
     for name, model, counts in (("T(m)", big, COUNTS), ("D(m)", small, COUNTS[:2])):
-        part.add(name, kind, partial(costs, model, counts, pair.vocabulary))
+        part.add(name, kind, partial(costs, model, counts, 2 if part.options.toy else 10, pair.vocabulary))
     big.close()
     small.close()
 
 
-def costs(model: Any, counts: tuple[int, ...], vocabulary: int) -> Measured:
+def costs(model: Any, counts: tuple[int, ...], repeats: int, vocabulary: int) -> Measured:
     """Median seconds of a model's steps behind a prompt."""
-    return {"steps": {m: one[0] for m, one in measure_steps(model, counts, PROMPT, 10, vocabulary).items()}}
+    return {"steps": {m: one[0] for m, one in measure_steps(model, counts, PROMPT, repeats, vocabulary).items()}}
 
 
 def measure_batches(part: Part, pair: Pair, kind: str) -> None:

@@ -598,7 +598,8 @@ def test_fsdp_from_the_first_question_on_killed_and_resumed(tmp_path: Path, kind
     """By two processes that hold target and draft in parts, killed in these steps, and in the end by one."""
     recipe = question_worlds.build(tmp_path)
     asked = "corpus.sources=[{kind: target, questions: 12, tokens: 24}]"
-    overrides = (asked, "answers.new_tokens=12", f"teacher.kind={kind}", "teacher.shard_blocks=1")
+    small = ("answers.new_tokens=8", "answers.group=4", "teacher.shard_blocks=1")
+    overrides = (asked, *small, f"teacher.kind={kind}")
     whole = tmp_path / "whole" / "tiny"
     with tiny.one_thread():
         assert tiny.call(*command(tmp_path, whole.parent, *overrides)[1:]) == 0
