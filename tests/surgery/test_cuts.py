@@ -220,7 +220,8 @@ def test_kinds_of_layers_are_cut(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("case", "planted"), [*zip([*PLAIN, *ODD], itertools.cycle((1, 2)), strict=False)])
 def test_a_planted_identity_goes_first(case: str, planted: int) -> None:
-    model = small(case, layers=4)
+    alike: dict[str, Any] = {"layer_types": ["sliding_attention"]} if case in ODD and case != "granite" else {}
+    model = small(case, layers=4, **alike)  # so that any of them may go
     silence(model.model.layers[planted])
     assert block_influence(model, BLOCKS)[planted] == 0
     for rule in ("influence", "greedy"):
