@@ -199,11 +199,17 @@ def test_settings_that_clash() -> None:
 
 
 def test_a_quantised_base_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda name: None)
+    find = adapters.importlib.util.find_spec  # others look for packages, too
+    present: list[object] = [None]
+
+    def found(name: str, package: str | None = None) -> object:
+        return present[0] if name == "bitsandbytes" else find(name, package)
+
+    monkeypatch.setattr(adapters.importlib.util, "find_spec", found)
     with pytest.raises(RunError, match="needs bitsandbytes") as caught:
         load_base(Path("nowhere"), Adapter(base="int4"), CPU)
     assert "pip install bitsandbytes" in str(caught.value) and "base=null" in str(caught.value)
-    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda name: object())
+    present[0] = object()
     with pytest.raises(RunError, match="not mps"):
         load_base(Path("nowhere"), Adapter(base="int8"), torch.device("mps"))
 
