@@ -112,11 +112,13 @@ def _in_turns(
     recipe: Recipe, run: Run, report: SpeedupReport, calibrated: Calibrated | None, table: NGramTable | None
 ) -> list[InTurns]:
     """Plain decoding and the fastest way of each engine, timed again in turns, the fastest first: one engine after the
-    other was measured in other minutes, and a machine is not the same from one to the next."""
-    plain, turns, prompts = {one.key: one for one in report.plain}, recipe.speedup.turns, _prompts(recipe, run)
+    other was measured in other minutes, and a machine is not the same from one to the next. Engines that are far
+    slower are left out."""
+    turns, prompts = recipe.speedup.turns, _prompts(recipe, run)
+    plain = {one.key: one for one in report.plain if one.key in report.contenders}
     if len(plain) < 2 or turns < 1:
         return []
-    ways = [*plain.values(), *report.best]
+    ways = [*plain.values(), *(one for one in report.best if one.key in plain)]
     titles = {key: {one.configuration for one in ways if one.key == key} for key in plain}
     texts: dict[tuple[str, str], list[TimedText]] = {key: [] for key in plain}
     run.say(f"  {len(plain)} engines in {turns} turns: plain decoding, and the fastest way of each")

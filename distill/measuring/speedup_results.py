@@ -30,6 +30,7 @@ class PairMeasured:
         return self.pair, self.backend
 
 
+NEAR = 0.6  # one machine's minutes hardly differ by more
 REPEATS = 16  # tokens in a row that a text had before: they count as repeated
 
 
@@ -344,6 +345,14 @@ class SpeedupReport:
         """All ways to the target's greedy text but plain decoding, of backends whose KL is accepted."""
         greedy = (one for one in self._accepted if one.sampler is None and one.lossy is None)
         return [one for one in greedy if not one.is_plain]
+
+    @property
+    def contenders(self) -> set[tuple[str, str]]:
+        """The engines that may be the fastest: with NEAR times the most tokens a second that were measured, or more."""
+        speeds: dict[tuple[str, str], float] = {}
+        for one in (*self.plain, *self.best):
+            speeds[one.key] = max(speeds.get(one.key, 0.0), one.tokens_per_second)
+        return {key for key, speed in speeds.items() if speed >= NEAR * max(speeds.values())}
 
     @property
     def fastest_way(self) -> Measurement:

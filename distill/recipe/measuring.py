@@ -205,8 +205,8 @@ class Speedup(Section):
     turns: int = Field(
         3,
         ge=0,
-        description="where there are several engines: turns in which each times plain decoding and its fastest way "
-        "again, on a share of the prompts; 0: none",
+        description="where several engines come near the fastest: turns in which each times plain decoding and its "
+        "fastest way again, on a share of the prompts; 0: none",
     )
     calibration_prompts: int = Field(
         16, ge=2, description="validation texts of `new_tokens` tokens decoded for configurations that need calibration"
