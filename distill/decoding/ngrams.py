@@ -148,16 +148,16 @@ class NGramTable:
         if known is None:
             start, end = self._children(size, ngram)
             tokens, counts = self.levels[size].tokens[start:end], self.levels[size].counts[start:end]
-            total, numbers = float(counts.sum(dtype=numpy.float64)), numpy.arange(start, end)
-            if len(numbers) > KEPT:
+            numbers: Sequence[int] = range(start, end)
+            if end - start > KEPT:
+                total = float(counts.sum(dtype=numpy.float64))
                 best = numpy.argpartition(-counts, KEPT - 1)[:KEPT]
-                tokens, counts, numbers = tokens[best], counts[best], numbers[best]
-            ids = tokens.tolist()
+                tokens, counts, numbers = tokens[best], counts[best], (best + start).tolist()
+            ids, each = tokens.tolist(), counts.tolist()
+            if end - start <= KEPT:  # of most contexts: numpy would take longer
+                total = sum(each)
             known = Following(
-                total,
-                end - start,
-                dict(zip(ids, counts.tolist(), strict=True)),
-                dict(zip(ids, numbers.tolist(), strict=True)),
+                total, end - start, dict(zip(ids, each, strict=True)), dict(zip(ids, numbers, strict=True))
             )
             if len(self._known) >= CACHED:
                 self._known.clear()
@@ -356,5 +356,5 @@ class Mixture:
             share *= self.own_weight
             for token, n in own.items():
                 chances[token] = chances.get(token, 0.0) + share * n
-        best = sorted((-chance, token) for token, chance in chances.items())[:count]
-        return Guess([token for _, token in best], [-loss for loss, _ in best], len(levels), counted)
+        tokens = sorted(chances, key=chances.__getitem__, reverse=True)[:count]
+        return Guess(tokens, [chances[token] for token in tokens], len(levels), counted)
