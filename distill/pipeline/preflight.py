@@ -169,10 +169,8 @@ def check_pair(recipe: Recipe) -> list[str]:
     A transplanted draft has the target's own vocabulary and rows: only the context remains to be compared.
     """
     Vocabulary.read(text_folder(recipe.target.model))  # as evaluation does, after hours
-    pair, heads = (
-        compare_pair(recipe.target.model, recipe.donor_model, same_rows=True),
-        shipped_heads(recipe.target.model),
-    )
+    pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=True)
+    heads = shipped_heads(recipe.target.model)
     if recipe.cut.transplant is not None:
         return [f"context: {pair.context or 'fits'}", *heads]
     troubles = {line for line, fits, _ in pair.verdicts() if not fits}
