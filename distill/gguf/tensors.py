@@ -1,17 +1,17 @@
-"""The tensors of a Hugging Face folder under llama.cpp's names: read, converted and written in parts by a few threads.
+"""The tensors of a Hugging Face folder under llama.cpp's names: read and converted in parts by a few threads, written.
 
 A tensor is read, checked and converted a few million values at a time, so that memory does not grow with the model.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -19,22 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.errors import DataError
-from distill.folders import Floats, Stored, from_floats, stored_tensors, to_floats
+from distill.folders import Floats, Stored, stored_tensors, to_floats
 from distill.gguf.families import part_of
 from distill.gguf.fields import rope_tensors
+from distill.gguf.head import tensor_bytes
 from distill.gguf.shape import Shape
 from distill.progress import Progress
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
-    from distill.gguf.head import TensorRow
-
 F16_MAX = 65504.0
 PART_VALUES = 2**21  # converted at a time, when written by each thread
 REPORTED_VALUES = 2**28  # below, a file is written too fast for lines of progress
-_SEEKING = threading.Lock()
-EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80}  # all set: infinity or NaN
 CHECK = "check that config.json belongs to these weights"
 
 
@@ -42,8 +39,7 @@ CHECK = "check that config.json belongs to these weights"
 class GgufTensor:
     """One tensor under its GGUF name: `read(first, count)` gives rows of its first dimension as fp32, checked.
 
-    `whole`: it can only be read at once. `dtype` is the type in safetensors. `bits(first, count)` gives the rows as
-    they are stored, for conversions between types of 16 bits; None where values or order change.
+    `whole`: it can only be read at once. `dtype` is the type in safetensors.
     """
 
     name: str
@@ -51,7 +47,6 @@ class GgufTensor:
     dtype: str
     read: Callable[[int, int], Floats]
     whole: bool = False
-    bits: Callable[[int, int], NDArray[np.uint16]] | None = None
 
 
 def read_tensors(folder: Path, shape: Shape) -> list[GgufTensor]:
@@ -82,9 +77,8 @@ def read_tensors(folder: Path, shape: Shape) -> list[GgufTensor]:
         heads = shape.reordered_heads(name)
         if heads and tensor.shape[0] % (2 * heads):
             raise DataError(f"{folder}: {name} has {tensor.shape[0]} rows, not pairs for {heads} heads", CHECK)
-        halves = tensor.dtype in ("F16", "BF16") and not heads and len(tensor.shape) > 1
-        read, bits = _reader(name, tensor, shape, folder, heads), partial(_bits, tensor) if halves else None
-        tensors.append(GgufTensor(gguf_name, tensor.shape, tensor.dtype, read, heads > 0, bits))
+        read = _reader(name, tensor, shape, folder, heads)
+        tensors.append(GgufTensor(gguf_name, tensor.shape, tensor.dtype, read, heads > 0))
     for name, factors in rope_tensors(shape).items():
         tensors.append(GgufTensor(name, factors.shape, "F32", partial(_constant, factors), True))
     return tensors
@@ -125,61 +119,38 @@ def _constant(values: Floats, first: int, count: int) -> Floats:
     return values[first : first + count]
 
 
-def _bits(stored: Stored, first: int, count: int) -> NDArray[np.uint16]:
-    return stored.rows(first, count).view(np.uint16)
-
-
 class Output(NamedTuple):
-    """A file that is written, and the name, shape, type and bytes of each tensor, in order."""
+    """A file whose head is written, and the type of each tensor in it, in order."""
 
     file: BinaryIO
-    rows: list[TensorRow]
-
-
-class _Place(NamedTuple):
-    """Where rows go: the file, its type for them, and their first byte."""
-
-    descriptor: int
-    kind: GGMLQuantizationType
-    first_byte: int
-
-
-class _Part(NamedTuple):
-    """Rows of a tensor, read once for all the files that they are written to."""
-
-    tensor: GgufTensor
-    first: int
-    rows: int
-    places: list[_Place]
-
-    @property
-    def values(self) -> int:
-        """Number of values, counted once for each file."""
-        return len(self.places) * self.rows * _width(self.tensor)
+    kinds: Sequence[GGMLQuantizationType]
 
 
 def write_tensors(tensors: list[GgufTensor], outputs: Sequence[Output]) -> None:
-    """Write the tensors to each file from its position on, each padded to GGUF's alignment.
+    """Append the tensors to each file, each padded to GGUF's alignment; a part is read once for all files.
 
     Raises DataError for values that are not finite or too large for a type, OSError for a full disk.
     """
-    parts = list(_parts(tensors, outputs))
-    for output in outputs:
-        os.ftruncate(output.file.fileno(), output.file.tell() + sum(_padded(size) for *_, size in output.rows))
-    progress = ValuesProgress(sum(part.values for part in parts))
+    progress = ValuesProgress(len(outputs) * sum(math.prod(tensor.shape) for tensor in tensors))
     workers = min(4, os.cpu_count() or 1)
+    waiting: deque[Future[list[NDArray[np.uint8]]]] = deque()
+
+    def write_first() -> None:
+        for output, data in zip(outputs, waiting.popleft().result(), strict=True):
+            output.file.write(data)
+
     with ThreadPoolExecutor(workers) as pool:
-        waiting: deque[tuple[Future[None], _Part]] = deque()
-        try:
-            for part in parts:
-                waiting.append((pool.submit(_write_part, part), part))
-                while len(waiting) > (2 * workers if part is not parts[-1] else 0):
-                    future, done = waiting.popleft()
-                    future.result()
-                    progress.add(done.values)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for tensor, *kinds in zip(tensors, *(output.kinds for output in outputs), strict=True):
+            rows, width = tensor.shape[0], math.prod(tensor.shape[1:])
+            step = rows if tensor.whole else max(1, PART_VALUES // width)
+            for first in range(0, rows, step):
+                count = min(step, rows - first)
+                waiting.append(pool.submit(_converted, tensor, first, count, kinds))
+                progress.add(count * width * len(outputs))
+                if len(waiting) > 2 * workers:
+                    write_first()
+        while waiting:
+            write_first()
 
 
 class ValuesProgress:
@@ -196,82 +167,20 @@ class ValuesProgress:
             self._lines.step(self._done // 10**6 - before)
 
 
-def _padded(size: int) -> int:
+def _converted(
+    tensor: GgufTensor, first: int, count: int, kinds: Sequence[GGMLQuantizationType]
+) -> list[NDArray[np.uint8]]:
+    """Rows of a tensor in each of the types, the last ones with the padding behind the tensor."""
     import gguf
 
-    return int(size + -size % gguf.GGUF_DEFAULT_ALIGNMENT)
-
-
-def _width(tensor: GgufTensor) -> int:
-    return int(np.prod(tensor.shape[1:], dtype=np.int64))
-
-
-def _parts(tensors: list[GgufTensor], outputs: Sequence[Output]) -> Iterator[_Part]:
-    starts = [output.file.tell() for output in outputs]
-    for index, tensor in enumerate(tensors):
-        rows, written = tensor.shape[0], [output.rows[index] for output in outputs]
-        step = rows if tensor.whole else max(1, PART_VALUES // _width(tensor))
-        for first in range(0, rows, step):
-            places = [
-                _Place(output.file.fileno(), kind, start + first * (size // rows))
-                for output, (*_, kind, size), start in zip(outputs, written, starts, strict=True)
-            ]
-            yield _Part(tensor, first, min(step, rows - first), places)
-        starts = [start + _padded(size) for start, (*_, size) in zip(starts, written, strict=True)]
-
-
-def _write_part(part: _Part) -> None:
-    tensor = part.tensor
-    floats = cache(lambda: np.ascontiguousarray(tensor.read(part.first, part.rows)))
-    bits = cache(lambda: None if tensor.bits is None else tensor.bits(part.first, part.rows))
-    for place in part.places:
-        halves = _halves(tensor.dtype, place.kind, bits, floats) if place.kind.name in EXPONENTS else None
-        data = (_converted(tensor.name, place.kind, floats()) if halves is None else halves).data.cast("B")
-        at = place.first_byte
-        while data:
-            written = _write_at(place.descriptor, data, at)
-            data, at = data[written:], at + written
-
-
-def _write_at(descriptor: int, data: memoryview, at: int) -> int:
-    """The bytes written of those given, from byte `at` of a file that several threads write to."""
-    if hasattr(os, "pwrite"):
-        return os.pwrite(descriptor, data, at)
-    with _SEEKING:  # Windows writes only where the file stands
-        os.lseek(descriptor, at, os.SEEK_SET)
-        return os.write(descriptor, data)
-
-
-def _halves(
-    dtype: str,
-    kind: GGMLQuantizationType,
-    bits: Callable[[], NDArray[np.uint16] | None],
-    floats: Callable[[], Floats],
-) -> NDArray[np.uint16] | None:
-    """Values of one 16-bit type in another; None where that needs fp32, or where one of them is not finite."""
-    stored = bits()
-    if stored is None:
-        return None
-    if dtype == kind.name:
-        halves = stored
-    else:
-        halves = _bf16_as_f16()[stored] if kind.name == "F16" else from_floats(floats(), "BF16")
-    exponent = EXPONENTS[kind.name]
-    # Values that are not finite go through fp32, whose checks name them.
-    return None if ((halves & exponent) == exponent).any() else halves
-
-
-def _converted(name: str, kind: GGMLQuantizationType, floats: Floats) -> NDArray[np.uint8]:
-    from gguf import quants
-
-    _require_range(name, floats, kind)
-    return np.ascontiguousarray(quants.quantize(floats, kind)).view(np.uint8)
-
-
-@cache
-def _bf16_as_f16() -> NDArray[np.uint16]:
-    """f16 for each of the 65,536 bf16 values, as bits: the rounding of numpy, looked up."""
-    return from_floats(to_floats(np.arange(2**16), "BF16"), "F16").view(np.uint16)
+    floats, parts = np.ascontiguousarray(tensor.read(first, count)), []
+    for kind in kinds:
+        _require_range(tensor.name, floats, kind)
+        data = np.ascontiguousarray(gguf.quants.quantize(floats, kind)).view(np.uint8).ravel()
+        last = first + count == tensor.shape[0]
+        padding = -tensor_bytes(tensor.shape, kind) % gguf.GGUF_DEFAULT_ALIGNMENT if last else 0
+        parts.append(np.pad(data, (0, padding)) if padding else data)
+    return parts
 
 
 def _require_range(name: str, array: Floats, kind: GGMLQuantizationType) -> None:

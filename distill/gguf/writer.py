@@ -229,7 +229,7 @@ def _write(model: _Model, types: Mapping[Path, str]) -> None:
             _write_head(path, model, outtype, rows)
             file = stack.enter_context(path.open("r+b"))
             file.seek(0, os.SEEK_END)
-            outputs.append(Output(file, rows))
+            outputs.append(Output(file, kinds))
         write_tensors(model.tensors, outputs)
 
 
