@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 HIGHEST = float(torch.finfo(torch.float32).max)
 NUCLEUS = 128  # likeliest tokens among which top-p is looked for first
+WIDER = 16  # times as many are looked at next: the nucleus of a base model may hold thousands of tokens
 
 
 @dataclass(frozen=True)
@@ -207,31 +208,42 @@ def _outside(probabilities: Tensor, top_p: float, looks: bool) -> Tensor:
     """
     size = probabilities.shape[-1]
     rows = probabilities.detach().reshape(-1, size)
-    least, last = _smallest(rows, top_p, NUCLEUS if looks else size)
-    dropped, tied = rows < least, rows == least
-    if not looks or bool((tied.sum(-1, keepdim=True) > last).any()):
+    least, count = _smallest(rows, top_p, NUCLEUS if looks else size)
+    dropped = rows < least
+    # More are as likely as the last one that stays where more than the counted ones are left.
+    if not looks or bool((size - dropped.count_nonzero(dim=-1) > count).any()):
+        tied = rows == least
+        last = count.unsqueeze(-1) - (rows > least).sum(-1, keepdim=True)
         dropped |= tied & (tied.cumsum(-1) > last)
     return dropped.reshape(probabilities.shape)
 
 
-def _smallest(rows: Tensor, top_p: float, count: int) -> tuple[Tensor, Tensor]:
-    """Of each row [N, V] the smallest probability that stays, and how many tokens of just that stay: [N, 1] each.
+def _smallest(rows: Tensor, top_p: float, among: int) -> tuple[Tensor, Tensor]:
+    """Of each row [N, V] the smallest probability that stays [N, 1], and how many tokens stay [N].
 
-    Looked for among the `count` likeliest, and where these are too few, among all.
+    Looked for among the likeliest, so many at first, and where these are too few, among more. A row of NaN keeps all.
+    """
+    values = _falling(rows, among)
+    stays = values.cumsum(-1) - values < top_p
+    count = stays.sum(-1)
+    least = values.gather(-1, count.unsqueeze(-1).sub(1).clamp_(min=0))
+    # Behind the K-th the mass before a token is no smaller: none stays there where the K-th does not.
+    if among < rows.shape[-1] and bool((more := stays[:, -1]).any()):
+        least[more], count[more] = _smallest(rows[more], top_p, WIDER * among)
+    return least, count.clamp(min=1)
+
+
+def _falling(rows: Tensor, count: int) -> Tensor:
+    """The `count` largest of each row [N, V], all at most, in falling order, NaN first.
+
+    On a CPU numpy sorts many times faster: it keeps no indices.
     """
     whole = count >= rows.shape[-1]
-    values = _falling(rows) if whole else rows.topk(count, dim=-1).values
-    stays = values.cumsum(-1) - values < top_p
-    least = values.gather(-1, stays.sum(-1, keepdim=True).sub_(1).clamp_(min=0))
-    last = ((values == least) & stays).sum(-1, keepdim=True)
-    # Behind the K-th the mass before a token is no smaller: none stays there where the K-th does not.
-    if not whole and bool((more := stays[:, -1]).any()):
-        least[more], last[more] = _smallest(rows[more], top_p, rows.shape[-1])
-    return least, last
-
-
-def _falling(rows: Tensor) -> Tensor:
-    """Each row [N, V] in falling order, NaN first. On a CPU numpy sorts many times faster: it keeps no indices."""
+    if not whole and (count <= NUCLEUS or rows.device.type != "cpu"):
+        return rows.topk(count, dim=-1).values
     if rows.device.type != "cpu":
         return rows.sort(dim=-1, descending=True).values
-    return torch.from_numpy(np.sort(rows.numpy(), axis=-1)).flip(-1)
+    values = rows.numpy()
+    if not whole:
+        values = np.partition(values, -count, axis=-1)[:, -count:]
+    return torch.from_numpy(np.sort(values, axis=-1)).flip(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 from distill.recipe import SamplerSettings
-from distill.sampler import NUCLEUS, Sampler, _outside
+from distill.sampler import NUCLEUS, WIDER, Sampler, _outside
 
 torch.set_num_threads(1)
 
@@ -197,9 +198,15 @@ def test_top_p_of_the_likeliest_is_that_of_all(seed: int, size: int, spread: flo
 
 def test_top_p_sorts_no_vocabulary_that_it_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = 4 * torch.randn(9, 150_000, generator=torch.Generator().manual_seed(0))
-    asked: list[int] = []
-    topk = torch.Tensor.topk
-    monkeypatch.setattr(torch.Tensor, "topk", lambda self, k, **more: (asked.append(k), topk(self, k, **more))[1])
-    monkeypatch.setattr(torch.Tensor, "sort", None)  # no row of these needs it
-    Sampler(top_p=0.9).probabilities(logits)
-    assert asked[0] == NUCLEUS and max(asked) <= 16 * NUCLEUS
+    sorted_widths: list[int] = []
+    sort = numpy.sort
+
+    def noting(values: numpy.ndarray, axis: int) -> numpy.ndarray:
+        sorted_widths.append(values.shape[axis])
+        return sort(values, axis=axis)
+
+    monkeypatch.setattr("distill.sampler.np.sort", noting)
+    monkeypatch.setattr(torch.Tensor, "sort", None)
+    expected = Sampler(top_p=0.9).probabilities(logits)
+    assert sorted_widths == [WIDER * NUCLEUS]
+    assert int((expected > 0).sum(-1).max()) > NUCLEUS
