@@ -47,6 +47,8 @@ cut:
 file*, on a command line at the working directory. Any other model name is a hub name, unless a file or folder of that
 name exists there.
 
+**null.** A key whose default is `null` takes `null`, too: what it means is said where it is not simply off.
+
 **Mistakes.** One message names every unknown key, with its nearest known one, and every value out of range, before
 any work starts. `distill check RECIPE` makes all checks that need no weights.
 
@@ -76,24 +78,34 @@ def describe_schema() -> str:
     """Each key with its values, default and meaning, as Markdown."""
     lines: list[str] = []
     anchors: dict[type[Section], str] = {}  # of each section, where its keys are listed
+    listed: dict[tuple[type, str], str] = {}  # of each key by the class that has it, the section that lists it
 
     def walk(section: type[Section], title: str, prefix: str) -> None:
         lines.extend([f"## {title}", "", inspect.cleandoc(section.__doc__ or ""), ""])
         lines.extend(["| key | takes | default | meaning |", "|---|---|---|---|"])
         nested: list[tuple[type[Section], str]] = []
+        shared: dict[str, list[str]] = {}  # keys that another section lists, by that section
         for name, field in section.model_fields.items():
+            owner = next(base for base in section.__mro__ if name in inspect.get_annotations(base))
+            if (owner, name) in listed:
+                shared.setdefault(listed[owner, name], []).append(f"`{name}`")
+                continue
+            listed[owner, name] = title
             inner = _section_in(field.annotation)
             if inner is not None and inner not in anchors:
                 nested.append((inner, prefix + name))
                 anchors[inner] = (prefix + name).replace(".", "")
                 if section is Recipe:
                     continue  # its own heading follows
-            cells = (f"`{name}`", _takes(field.annotation, field.metadata, anchors), _default(field))
+            takes, default = _takes(field.annotation, field.metadata, anchors), _default(field)
+            cells = (f"`{name}`", takes.removesuffix(" or `null`") if default == "`null`" else takes, default)
             meaning = field.description or (inspect.cleandoc(inner.__doc__ or "").split("\n\n")[0] if inner else "")
             lines.append(
                 "| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, " ".join(meaning.split()))) + " |"
             )
         lines.append("")
+        for other, names in shared.items():
+            lines.extend([f"{', '.join(names)}: as in [{other}](#{other.replace('.', '')}).", ""])
         for inner, name in nested:
             walk(inner, name, f"{name}.")
 

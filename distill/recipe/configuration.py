@@ -46,18 +46,15 @@ class Configuration(Section):
     drafter: DrafterName = Field(
         "draft",
         description="draft: the draft model; lookup: the tokens that followed the longest earlier match in the text; "
-        "lookup+draft: the draft model if the lookup finds nothing; tree: a tree of the draft model's likeliest "
-        "tokens; lookup+tree: a tree if the lookup finds nothing; table: a match of 2 tokens or more in the text, else "
-        "a tree of the likeliest tokens by counts of the target's train answers and of the text so far; none: plain "
-        "decoding. For a draft with another "
-        "vocabulary (`distill generate`): intersection: through the tokens both share; string: through its text",
+        "tree: a tree of the draft model's likeliest tokens; lookup+draft, lookup+tree: these where the lookup finds "
+        "nothing; table: a match of 2 tokens or more in the text, else a tree of the likeliest tokens by counts of "
+        "the target's train answers and the text so far; none: plain decoding. For a draft with another vocabulary "
+        "(`distill generate`): intersection: through the tokens both share; string: through its text",
     )
     rule: RuleName | None = Field(
         None,
-        description="decides how many tokens are drafted; null: fixed. fixed: always `length`; p_min: while the "
-        "largest probability is at least p_min; start-continue: one threshold for the first position and one for "
-        "later ones; ratio: by accepted ÷ drafted so far; beta: by the conditional acceptance so far; "
-        "expected-value: by measured costs and calibrated probabilities (for a lookup, those of each match length)",
+        description="decides how many tokens are drafted ([decoding](decoding.md#how-many-tokens-are-drafted)); "
+        "null: fixed",
     )
     length: int | None = Field(
         None,
@@ -72,27 +69,27 @@ class Configuration(Section):
         None,
         ge=1,
         le=63,
-        description="tree: tokens verified per round; null: the number, below `speedup.max_tokens`, that is fastest on "
-        f"validation text by measured costs and calibrated probabilities. table: at most so many; null: {NODES}",
+        description="tree: tokens verified per round; null: the number below `speedup.max_tokens` that is fastest "
+        f"on validation text. table: at most so many; null: {NODES}",
     )
     shape: Literal["best-first", "static"] | None = Field(
         None,
-        description=f"tree: best-first: the likeliest nodes of each round; static: always the same shape, the best for "
-        f"the acceptance by rank counted on validation text (Sequoia); null: {SHAPE}",
+        description="tree: best-first: the likeliest nodes of each round; static: always the shape that is best for "
+        f"the acceptance by rank on validation text (Sequoia); null: {SHAPE}",
     )
     widths: tuple[int, ...] | None = Field(
         None,
         min_length=1,
-        description="tree: children of every node, by level, drawn from the draft's distribution instead; verified by "
-        "token, or by distinct if drawn without replacement",
+        description="tree: children of every node, by level, drawn from the draft's distribution instead; verified "
+        "by token, or by distinct if drawn without replacement",
     )
     p_min: float | None = Field(None, gt=0, le=1, description=f"p_min: the threshold; null: {P_MIN}")
     n_min: int | None = Field(
         None,
         ge=1,
         le=63,
-        description="draft, lookup+draft: fewer tokens than these from the draft model are dropped, as llama.cpp does; "
-        "lossy when verified by token or block; null: 0",
+        description="draft, lookup+draft: drop drafts of fewer tokens than these, as llama.cpp does; lossy when "
+        "verified by token or block; null: 0",
     )
     start: float | None = Field(
         None,
@@ -106,27 +103,26 @@ class Configuration(Section):
     floor: float | None = Field(None, ge=0, le=1, description=f"beta: the threshold; null: {FLOOR}")
     calibration: CalibrationName | None = Field(
         None,
-        description=f"expected-value, tree: maps probabilities to conditional acceptance, fitted on validation text. "
-        f"features: logistic regression on features of the distribution; context: also on which token followed the "
-        f"same tokens before; none: the probability itself; null: {CALIBRATION}",
+        description="expected-value, tree: what maps probabilities to conditional acceptance, fitted on validation "
+        "text. features: logistic regression on features of the distribution; context: also on which token followed "
+        f"the same tokens before; none: the probability itself; null: {CALIBRATION}",
     )
     draft_top_k: int | None = Field(
         None,
         ge=1,
-        description="draft, lookup+draft with rule fixed or p_min, verified by token or block: draw from this many of "
-        "the draft's likeliest tokens at the served temperature and ignore the rest of the sampler, as llama-server's "
-        "probabilistic drafts do (10); null: draw under the served sampler",
+        description="draft, lookup+draft with rule fixed or p_min, verified by token or block: draw from this many "
+        "of the draft's likeliest tokens at the served temperature alone, as llama-server's probabilistic drafts do "
+        "(10); null: draw under the served sampler",
     )
     draft_context: int | None = Field(
         None,
         ge=64,
-        description="draft, lookup+draft: the draft reads at most so many of the text's last tokens, and half of them "
-        "where it begins anew; null: all",
+        description="draft, lookup+draft: the draft reads at most so many of the text's last tokens; null: all",
     )
     verifier: VerifierName | None = Field(
         None, description="null: greedy; when sampling, token, or match for a lookup and for trees that are not drawn"
     )
-    sampler: Literal["greedy", "recipe"] = Field("greedy", description="greedy, or recipe: the served sampler")
+    sampler: Literal["greedy", "recipe"] = Field("greedy", description="recipe: the served sampler")
 
     @model_validator(mode="after")
     def _only_settings_that_are_read(self) -> Configuration:

@@ -30,35 +30,32 @@ class Source(Section):
     """One source of text."""
 
     kind: Literal["tree", "text", "jsonl", "csv", "parquet", "hub", "target"] = Field(
-        description="tree: every matching file below a folder is a document; text: a file is one document, or, if "
-        "longer than 32,768 characters, is split into documents of at least 16,384; jsonl (or one JSON array), csv "
-        "(its first line names the columns), parquet: every line or row is a record; hub: a data set by its hub name "
-        "(through `datasets`); target: no data: the target writes the questions itself, after the user header of its "
-        "chat template; without a template it writes texts, whose beginnings are the prompts"
+        description="tree: every matching file below a folder is a document; text: a file is one, or several if "
+        "longer than 32,768 characters; jsonl (or one JSON array), csv (its first line names the columns), parquet: "
+        "a record in every line or row; hub: a data set by its hub name (through `datasets`); target: the target "
+        "writes the questions itself, or without a chat template the beginnings of texts"
     )
     path: str = Field(
         "",
         validate_default=True,
-        description="folder, file or hub name; required except for kind target. `python:stdlib` is the standard "
-        "library of the running interpreter; for text, jsonl, csv and parquet, a pattern such as logs/*.jsonl also "
-        "works",
+        description="folder, file or hub name; required except for kind target. `python:stdlib` is the running "
+        "interpreter's library; text, jsonl, csv and parquet also take a pattern such as logs/*.jsonl",
     )
     questions: int | None = Field(
         None,
         ge=1,
         le=10_000_000,
-        description="target: number of usable questions to collect (required); the target writes at most three times "
-        "as many",
+        description="target: usable questions to collect (required); the target writes at most three times as many",
     )
     openings: tuple[str, ...] = Field(
         (),
         description="target: how its questions or texts begin, such as `Translate into English:`; the seed draws one "
-        "for each, and the target continues it; without any, a text begins with the beginning token",
+        "for each; without any, a text begins with the beginning token",
     )
     tokens: int = Field(
         96,
         ge=4,
-        description="target: maximum tokens of a question, including its end; longer ones are dropped, texts cut",
+        description="target: maximum tokens of a question, its end included; longer ones are dropped, texts cut",
     )
     temperature: float = Field(1.0, gt=0, le=HOTTEST, description="target: sampling temperature of its questions")
     top_p: float = Field(0.99, gt=0, le=1, description="target: top-p of its questions; 1: off")
@@ -66,15 +63,15 @@ class Source(Section):
         1,
         ge=1,
         le=MOST_TURNS,
-        description="target: maximum user turns of a conversation; above 1, the target answers each question with the "
-        "served sampler and then writes the next user turn",
+        description="target: maximum user turns of a conversation; above 1, the target also answers and writes the "
+        "next user turn",
     )
     pattern: str = Field("**/*.py", description="tree: pattern that file paths must match")
     form: Literal["auto", "text", "prompt", "messages", "conversations", "turns"] = Field(
         "auto",
-        description="what a record holds: text; prompt: a prompt, with or without an answer; messages: a list with "
-        "role and content; conversations: ShareGPT's format; turns: a list of user messages; auto: decided by its "
-        "fields. For tree and text sources, prompt makes every file a user message",
+        description="what a record holds: prompt: a prompt, with or without an answer; messages: role and content; "
+        "conversations: ShareGPT's; turns: a list of user messages; auto: decided by its fields. For tree and text, "
+        "prompt makes every file a user message",
     )
     field: str = Field("text", description="records: field that holds the text")
     fields: dict[
@@ -82,10 +79,10 @@ class Source(Section):
     ] = Field({}, description="records: names of these fields, where they differ")
     given: bool = Field(
         True,
-        description="records: also learn from the answers that conversations contain; false: use only their questions",
+        description="records: also learn from the answers that they contain; false: use only their questions",
     )
     label: str | None = Field(
-        None, max_length=100, description="class of its prompts in reports; null: the record's `category`, if any"
+        None, max_length=100, description="class of its prompts in reports; null: the record's `category`"
     )
     weight: float | None = Field(
         None,
@@ -98,10 +95,10 @@ class Source(Section):
     exclude: tuple[str, ...] = Field((), description="tree: folder names to skip")
     split: Literal["by-name", "train", "validation", "test"] = Field(
         "by-name",
-        description="by-name: chosen by a hash of the document's name; otherwise, the split of every document",
+        description="by-name: by a hash of each document's name; otherwise, the split of all",
     )
     keep: tuple[Literal["train", "validation", "test"], ...] = Field(
-        ("train", "validation", "test"), description="splits to keep; documents of other splits are dropped and counted"
+        ("train", "validation", "test"), description="splits to keep; documents of others are dropped and counted"
     )
 
     @field_validator("path")
@@ -158,7 +155,7 @@ class Chat(Section):
     """How conversations are rendered: by the target's own chat template."""
 
     system: tuple[str, ...] = Field(
-        (), description="system prompts; a conversation without one is given one of these, drawn by the seed"
+        (), description="system prompts; a conversation without one gets one of these, drawn by the seed"
     )
     thinking: float | None = Field(
         None, ge=0, le=1, description="share of conversations with thinking on; null: the template's default"

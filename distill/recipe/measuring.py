@@ -34,15 +34,14 @@ class GgufOptions(Section):
 
     library: Literal["llama.cpp", "ik"] | None = Field(
         None,
-        description="what computes: llama.cpp, or ik: ik_llama.cpp, whose kernels for CPUs verify several tokens at "
-        "less cost; null: llama.cpp, for a draft the target's",
+        description="what computes: llama.cpp, or ik: ik_llama.cpp; null: llama.cpp, for a draft the target's",
     )
     n_gpu_layers: int | None = Field(
         None,
         ge=0,
         le=10_000,
-        description="layers on GPUs, counting the head as one; null: all if llama.cpp was built for a GPU and `device` "
-        "is not cpu, else none",
+        description="layers on GPUs, counting the head as one; null: all if llama.cpp was built for a GPU and "
+        "`device` is not cpu, else none",
     )
     device: tuple[str, ...] = Field(
         (), description="GPUs by llama.cpp's names, such as CUDA0; [none]: no GPU; []: all of them"
@@ -65,7 +64,7 @@ class GgufOptions(Section):
         None,
         ge=1,
         le=65_536,
-        description="tokens computed at once (micro-batch); null: all tokens of a call, up to 512",
+        description="tokens computed at once (micro-batch); null: up to 512",
     )
 
     @field_validator("flash_attn", mode="before")
@@ -184,39 +183,42 @@ class Speedup(Section):
 
     backends: tuple[str, ...] = Field(
         ("pytorch", "gguf"),
-        description="decoders to measure: pytorch, gguf (llama.cpp) and ik (ik_llama.cpp); gguf:TYPE and ik:TYPE with "
-        "both models in another type of file",
+        description="decoders to measure: pytorch, gguf (llama.cpp) and ik (ik_llama.cpp); gguf:TYPE and ik:TYPE "
+        "with both models in another type of file",
     )
     outtype: OutType = Field("f16", description="GGUF type of both models; a target that is a GGUF file keeps its own")
     most_kl: float = Field(
         MOST_KL,
         gt=0,
-        description="mean KL in nats to the target's own file up to which a decoder can be the fastest way to its text",
+        description="mean KL in nats to the target's own file up to which a decoder counts as the fastest way to its "
+        "text",
     )
     lengths: tuple[int, ...] = Field(
-        (1, 2, 4, 6, 8), description="fixed draft lengths to measure, greedily; none for a target that is only sampled"
+        (1, 2, 4, 6, 8), description="fixed draft lengths to measure, greedily; [] for a target that is only sampled"
     )
     prompts: int = Field(12, ge=2, description="distinct test prompts")
     new_tokens: int = Field(96, ge=8, description="tokens decoded per prompt")
     configurations: tuple[Configuration, ...] = Field(
         (Configuration(rule="expected-value", calibration="context"),),
-        description="other ways to decode, measured interleaved with the lengths",
+        description="other ways to decode, measured in turns with the lengths",
     )
     turns: int = Field(
         3,
         ge=0,
         description="where several engines come near the fastest: turns in which each times plain decoding and its "
-        "fastest way again, on a share of the prompts; 0: none",
+        "fastest way again; 0: none",
     )
     calibration_prompts: int = Field(
-        16, ge=2, description="validation texts of `new_tokens` tokens decoded for configurations that need calibration"
+        16,
+        ge=2,
+        description="validation texts of `new_tokens` tokens, decoded for configurations that need calibration",
     )
     repeats: int = Field(
         7,
         ge=5,
         le=10_000,
-        description="timed repeats of a step or round, after a discarded one; the median is used. Stage speedup stops "
-        "at 3 where the median lies within 5 % of the fastest",
+        description="timed repeats of a step or round; the median is used. Stage speedup stops at 3 where the median "
+        "lies within 5 % of the fastest",
     )
     depth: int = Field(128, ge=1, description="tokens in the cache where cuts and plans time steps")
     max_tokens: int = Field(16, ge=2, le=64, description="tokens of the largest step that is priced for trees")

@@ -220,14 +220,14 @@ class Writer(Servers):
     gguf: str | None = Field(None, description="a GGUF file of the target")
     api: Literal["completions", "chat"] = Field(
         "completions",
-        description="completions: send the rendered prompt; chat: send the messages and let the server render them",
+        description="completions: send the rendered prompt; chat: send the messages, which the server renders",
     )
     missing: float = Field(
         0.0,
         ge=0,
         lt=1,
         description="share of prompts that may remain unanswered after all retries: they are dropped and counted. "
-        "Above it, stage answers stops, and the next command asks again",
+        "Above it the stage stops, and the next command asks again",
     )
 
     @model_validator(mode="after")
@@ -255,8 +255,8 @@ class TeacherServer(Servers):
     model: str = Field(min_length=1, description="its name on the servers, as /v1/models lists it")
     prompts: Literal["ids", "text"] = Field(
         "ids",
-        description="send token ids, or text if the server accepts nothing else; documents whose text tokenizes to "
-        "other ids are then skipped and counted",
+        description="text: for servers that take no token ids; documents whose text tokenizes to other ids are then "
+        "skipped and counted",
     )
 
 
@@ -269,25 +269,22 @@ TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Target(Section):
     """The large model that the draft is for."""
 
-    model: str = Field(
-        description="folder (`./name` for a relative one), hub name, or GGUF file, which is imported; a file or folder "
-        "takes precedence over a hub name"
-    )
+    model: str = Field(description="folder (`./name` for a relative one), hub name, or GGUF file")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "float32",
-        description="number type it runs in; auto: bfloat16 if the device has instructions for it, else float32 (a run "
-        "keeps the type it began with)",
+        description="number type it runs in; auto: bfloat16 if the device has instructions for it, else float32 (a "
+        "run keeps the type it began with)",
     )
     load: bool = Field(
         True,
-        description="false: never load or download its weights; only its tokenizer and config.json are read. Answers "
-        "and distributions come from servers or GGUF files (answers.writer, teacher; if the target is a GGUF file, "
-        "from that file by default), and steps that need the weights are skipped",
+        description="false: its weights are never loaded or downloaded, only its tokenizer and config.json; servers "
+        "or GGUF files give answers (answers.writer) and distributions (teacher), and steps that need the weights "
+        "are skipped",
     )
     quantise: Literal["int8", "int4"] | None = Field(
-        None, description="load the weights in 8 or 4 bits with bitsandbytes; null: not quantised"
+        None, description="load the weights in 8 or 4 bits with bitsandbytes"
     )
-    shard: bool = Field(False, description="spread the layers over all accelerators of this machine, in one process")
+    shard: bool = Field(False, description="spread the layers over all accelerators of this machine")
 
 
 class PyTorch(Section):
@@ -295,9 +292,7 @@ class PyTorch(Section):
 
     static: bool = Field(
         False,
-        description="use caches of fixed size, which roll back by length. Rounds stay on the device (on an accelerator "
-        "with either cache): the host waits once a round, or once a drafted token if the length rule needs it "
-        "(docs/decoding.md)",
+        description="use caches of fixed size, which roll back by length ([decoding](decoding.md#the-static-cache))",
     )
     compile: bool = Field(
         False,
@@ -307,14 +302,13 @@ class PyTorch(Section):
     draft_device: str | None = Field(None, description="the draft's device; null: the target's")
     draft_weights: Literal["int8", "int4"] | None = Field(
         None,
-        description="CPU: round the weights of the draft's linear layers to 8 bits with a scale for each row, or to 4 "
-        "with one for each 32 numbers; a step takes less time, the target's text is the same. null: as they are",
+        description="CPU: round the weights of the draft's linear layers to 8 or 4 bits; its steps take less time, "
+        "the target's text is the same. null: as they are",
     )
     prepack: bool = Field(
         True,
-        description="compute the layers of the Llama family in few operators (on accelerators the norms of others, "
-        "too). CPU: store the weights of linear layers a second time, in the layout of oneDNN's kernels for few "
-        "tokens; skipped, with a message, if they would take more than half of the free memory",
+        description="compute the layers of known families in few operators, on a CPU from a second copy of the "
+        "weights in oneDNN's layout ([decoding](decoding.md#on-a-cpu))",
     )
 
     @model_validator(mode="after")
@@ -372,8 +366,7 @@ class Answers(Section):
     group: int | None = Field(
         None,
         ge=1,
-        description="PyTorch: prompts per file, the unit of resuming; within a group, a finished text makes room for "
-        "the next prompt; null: 8 × batch",
+        description="PyTorch: prompts per file, the unit of resuming; null: 8 × batch",
     )
     writer: Writer | None = Field(
         None, description="a GGUF file of the target, or servers that run it; null: the target in PyTorch"
@@ -383,9 +376,7 @@ class Answers(Section):
     repetition_penalty: float = Field(
         1.0, gt=0, le=100, description="as in transformers and llama.cpp, applied to prompt and answer; 1: off"
     )
-    traffic: Traffic | None = Field(
-        None, description="served answers, used in addition to the generated ones; null: off"
-    )
+    traffic: Traffic | None = Field(None, description="served answers, used in addition to the generated ones")
 
     @property
     def group_size(self) -> int:
@@ -411,22 +402,20 @@ class TeacherStore(Section):
 
     kind: Literal["compact", "exact", "online"] = Field(
         "compact",
-        description="compact: store the top-k log-probabilities and the log of the remaining mass; exact: store the "
-        "last hidden states and the head, which give full distributions; online: store nothing and run the target "
-        "during training",
+        description="compact: store the likeliest tokens' log-probabilities and the mass of the rest; exact: store "
+        "the last hidden states and the head, which give full distributions; online: store nothing and run the "
+        "target during training",
     )
     top_k: int = Field(256, ge=1, description="compact: entries stored per position; with `mass`, the maximum")
     mass: float | None = Field(
         0.99,
         gt=0,
         lt=1,
-        description="compact: store as few entries as cover this mass, on average over a sample of positions; "
-        "null: store `top_k`",
+        description="compact: store as few entries as hold this mass on average; null: store `top_k`",
     )
     temperatures: tuple[float, ...] = Field(
         (1.0,),
-        description="compact: temperatures for which the remaining mass is stored; must include 1. Losses can use only "
-        "these",
+        description="compact: temperatures that losses can use; must include 1",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="exact: number type of the stored hidden states; null: the target's"
@@ -435,11 +424,10 @@ class TeacherStore(Section):
     batch: int = Field(8, ge=1, description="blocks per forward pass")
     gguf: str | None = Field(
         None,
-        description="compact: take the distributions from this GGUF file of the target, through llama.cpp, including "
-        "its quantisation error; null: from target.model",
+        description="compact: take the distributions from this GGUF file of the target, through llama.cpp",
     )
     server: TeacherServer | None = Field(
-        None, description="compact: take the distributions from servers that run the target; null: from target.model"
+        None, description="compact: take the distributions from servers that run the target"
     )
 
     @field_validator("temperatures")

@@ -19,7 +19,7 @@ class Adapter(Section):
     rank: int = Field(16, ge=1, description="r, for the two matrices [out, r] and [r, in] added to each layer")
     alpha: float = Field(32.0, gt=0, le=1e6, description="the product of the two is multiplied by alpha / rank")
     base: Literal["int8", "int4"] | None = Field(
-        None, description="QLoRA: bitsandbytes keeps the frozen weights in 8 bits or 4 bits (NF4); null: not quantised"
+        None, description="QLoRA: bitsandbytes keeps the frozen weights in 8 or 4 bits (NF4); null: not quantised"
     )
     train_outer: bool = Field(
         False, description="also train embeddings and head in full, as a transplanted vocabulary needs"
@@ -66,7 +66,7 @@ class Acceptance(Section):
     new_tokens: int = Field(48, ge=8, description="tokens decoded per prompt")
     length: int = Field(4, ge=1, description="draft length")
     patience: int | None = Field(
-        None, ge=1, description="stop after this many evaluations without improvement; null: never stop early"
+        None, ge=1, description="stop after this many evaluations without improvement; null: never"
     )
 
 
@@ -85,9 +85,8 @@ class Train(Section):
 
     protocol: Protocol = Field(
         "auto",
-        description="how drafted tokens will be verified. sampling: drafts are sampled and verified by rejection "
-        "sampling; match: argmax drafts, compared with sampled tokens of the target; greedy; auto: greedy at "
-        "temperature 0, else sampling. Decides the default loss and how the best weights are chosen",
+        description="how drafted tokens will be verified; decides the default loss and how the best weights are "
+        "chosen ([training](training.md#protocols-and-losses)). auto: greedy at temperature 0, else sampling",
     )
     steps: int = Field(300, ge=1, description="optimizer steps")
     batch: int = Field(4, ge=1, description="blocks per step, over all processes")
@@ -98,43 +97,39 @@ class Train(Section):
     )
     optimizer: Literal["adamw", "muon"] = Field(
         "muon",
-        description="muon: Muon for the matrices of the layers, AdamW for embeddings, head, norms and biases; scaled "
-        "so that its steps are as large as AdamW's at the same rate",
+        description="muon: Muon for the matrices of the layers, AdamW for the rest",
     )
     rate: float | None = Field(
         None,
         gt=0,
         le=10,
-        description="peak learning rate; null: depends on how much of the donor is left, from 5e-5 for all of it to "
+        description="peak learning rate; null: by the share of the donor that is left, from 5e-5 for all of it to "
         "1.5e-3 for a sixth of its layers or less",
     )
     matrix_rate: float | None = Field(
         None,
         gt=0,
         le=10,
-        description="muon: peak rate of the layers' matrices, beside train.rate for all else; null: the same rate",
+        description="muon: another peak rate for the layers' matrices; null: the same",
     )
     schedule: Literal["cosine", "wsd"] = Field(
         "cosine",
-        description="learning rate after the warm-up: cosine: falls along a cosine to `final_rate_share`; wsd: "
-        "constant, then falls linearly over the last fifth of the steps",
+        description="learning rate after the warm-up: cosine: falls along a cosine; wsd: constant, then falls "
+        "linearly over the last fifth of the steps",
     )
     final_rate_share: float = Field(0.1, ge=0, le=1, description="final rate, as a share of the peak")
     loss: Loss | None = Field(
         None,
-        description="weights of the losses; null: the best measured for the protocol: jsd for sampling, forward_kl for "
-        "match and greedy",
+        description="weights of the losses; null: jsd for sampling, forward_kl for match and greedy",
     )
     temperature: float = Field(
         1.0,
         gt=0,
         le=100,
-        description="temperature of both distributions in forward_kl, reverse_kl and jsd; these losses are multiplied "
-        "by its square",
+        description="temperature of both distributions in forward_kl, reverse_kl and jsd; these losses are "
+        "multiplied by its square",
     )
-    hidden_states: HiddenStates | None = Field(
-        None, description="also learn the target's final hidden states; null: off"
-    )
+    hidden_states: HiddenStates | None = Field(None, description="also learn the target's final hidden states")
     chunk: int = Field(256, ge=1, description="positions per chunk of the head and its loss")
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept")
@@ -149,12 +144,12 @@ class Train(Section):
     acceptance: Acceptance | None = Field(
         Acceptance(), description="keep the best weights; null, or with sparsity: keep the last"
     )
-    adapter: Adapter | None = Field(None, description="train LoRA adapters instead of all weights; null: off")
-    sparsity: Sparsity | None = Field(None, description="L1 penalty during training; null: off")
+    adapter: Adapter | None = Field(None, description="train LoRA adapters instead of all weights")
+    sparsity: Sparsity | None = Field(None, description="L1 penalty during training")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (),
-        description="also send metrics to these trackers, through accelerate. They write to trackers/ in the run "
-        "directory (trackio to its own folder); metrics.jsonl is always written",
+        description="also send metrics to these, through accelerate; they write to trackers/ in the run directory "
+        "(trackio to its own folder)",
     )
 
     _loss = field_validator("loss")(_weighs_something)
@@ -187,8 +182,8 @@ class Transplant(Section):
         1.0,
         gt=0,
         le=1,
-        description="weight of each donor subtoken in the head's row of a token that the donor lacks, relative to the "
-        "one before; 1: their mean, which measured best (docs/benchmarks.md#cuts-and-transplants)",
+        description="weight of each donor subtoken in the head's row of a token that the donor lacks, relative to "
+        "the one before; 1: their mean, which measured best",
     )
 
 
@@ -198,8 +193,8 @@ class Trim(Section):
     size: int | None = Field(None, ge=256, description="tokens to keep; null: decided by `by`")
     by: Literal["mass", "price"] = Field(
         "mass",
-        description="mass: the fewest tokens that cover `mass` in every domain; price: the number predicted to decode "
-        "fastest",
+        description="mass: the fewest tokens that cover `mass` in every domain; price: the number predicted to "
+        "decode fastest",
     )
     mass: float = Field(0.995, gt=0, le=1, description="share of the target's written tokens to cover in every domain")
 
@@ -232,30 +227,29 @@ class Cut(Section):
     donor: str = Field(
         "target", description="`target` for the target itself, or another model, given as target.model is"
     )
-    transplant: Transplant | None = Field(None, description="needed if the donor has another vocabulary; null: off")
+    transplant: Transplant | None = Field(None, description="needed if the donor has another vocabulary")
     layers: int | None = Field(None, ge=1, description="layers to keep; null: all")
     layer_rule: Literal["auto", "greedy", "influence", "last-but-one"] = Field(
         "auto",
         description="which layers are dropped. greedy: one at a time, the layer whose removal adds least KL to the "
         "target; influence: those that change the hidden state least; last-but-one: the last ones before the final "
-        "layer; auto: greedy up to 28 layers, influence for deeper models, where greedy takes too long",
+        "layer; auto: greedy up to 28 layers, influence for deeper models",
     )
     drop_layers: str | None = Field(
         None, description="layers to drop, by number (the first is 0), such as `14-21` or `3,7,9-11`"
     )
     layer_repair: bool = Field(
         True,
-        description="refit down_proj of the kept layers by ridge regression, so that each makes up for the layers "
-        "dropped after it",
+        description="refit down_proj of the kept layers, so that each makes up for the layers dropped after it",
     )
     mlp_width: int | None = Field(
         None, ge=32, description="MLP neurons to keep per layer, those that add most to the residual stream; null: all"
     )
-    trim: Trim | None = Field(None, description="restrict the head to frequent tokens; null: off")
+    trim: Trim | None = Field(None, description="restrict the head to frequent tokens")
     compare: tuple[ComparedCut, ...] = Field(
         (),
-        description="cuts to price before the one above is made: each is trained briefly, and its acceptance "
-        "probability and step cost predict its tokens per second, in one table",
+        description="cuts to price first: each is trained briefly, and one table has its acceptance probability, "
+        "step cost and predicted tokens per second",
     )
     heal_steps: int = Field(60, ge=0, description="training steps for each cut that is priced, by compare or trim")
     allow_full_size: bool = Field(
