@@ -30,6 +30,11 @@ def place_of(model: str, lengths: Sequence[int]) -> Place:
     return lambda row: f"{model} after {lengths[row]} tokens"
 
 
+def place_from(place: Place | None, first: int) -> Place | None:
+    """The places of some rows of many, `first` on."""
+    return None if place is None else lambda row: place(first + row)
+
+
 def finite_argmax(ids: list[int], largest: list[float], place: Place | None, empty: int | None) -> list[int]:
     """The ids of the rows' largest logits, `empty` for those that are −∞ everywhere; DataError as `require_finite`."""
     require_finite(largest, place, empty is not None)
@@ -67,7 +72,6 @@ if TYPE_CHECKING:
 
 HIGHEST = float(torch.finfo(torch.float32).max)
 NUCLEUS = 128  # likeliest tokens among which top-p is looked for first
-WIDER = 16  # times as many are looked at next: the nucleus of a base model may hold thousands of tokens
 
 
 @dataclass(frozen=True)
@@ -210,8 +214,12 @@ def _outside(probabilities: Tensor, top_p: float, looks: bool) -> Tensor:
     rows = probabilities.detach().reshape(-1, size)
     least, count = _smallest(rows, top_p, NUCLEUS if looks else size)
     dropped = rows < least
-    # More are as likely as the last one that stays where more than the counted ones are left.
-    if not looks or bool((size - dropped.count_nonzero(dim=-1) > count).any()):
+    if looks:  # logits of two bytes often tie: rows where more are left than stay drop the last ones of these
+        for row in (size - dropped.count_nonzero(dim=-1) > count).nonzero().flatten().tolist():
+            tied = (rows[row] == least[row]).nonzero().flatten()
+            likelier = int((rows[row] > least[row]).count_nonzero())
+            dropped[row, tied[int(count[row]) - likelier :]] = True
+    else:
         tied = rows == least
         last = count.unsqueeze(-1) - (rows > least).sum(-1, keepdim=True)
         dropped |= tied & (tied.cumsum(-1) > last)
@@ -221,29 +229,30 @@ def _outside(probabilities: Tensor, top_p: float, looks: bool) -> Tensor:
 def _smallest(rows: Tensor, top_p: float, among: int) -> tuple[Tensor, Tensor]:
     """Of each row [N, V] the smallest probability that stays [N, 1], and how many tokens stay [N].
 
-    Looked for among the likeliest, so many at first, and where these are too few, among more. A row of NaN keeps all.
+    Looked for among the likeliest, so many at first. Where these are too few, tokens below (1 − top-p) ÷ V are left
+    out: all of them together hold less than 1 − top-p.
     """
-    values = _falling(rows, among)
-    stays = values.cumsum(-1) - values < top_p
-    count = stays.sum(-1)
-    least = values.gather(-1, count.unsqueeze(-1).sub(1).clamp_(min=0))
-    # Behind the K-th the mass before a token is no smaller: none stays there where the K-th does not.
-    if among < rows.shape[-1] and bool((more := stays[:, -1]).any()):
-        least[more], count[more] = _smallest(rows[more], top_p, WIDER * among)
+    size = rows.shape[-1]
+    least, count, whole = _last_that_stays(_falling(rows) if among >= size else rows.topk(among, dim=-1).values, top_p)
+    if among < size:
+        for row in (~whole).nonzero().flatten().tolist():
+            for floor in ((1 - top_p) / size, 0.0):  # the latter where rounding left a sum below top-p
+                values = rows[row]
+                least[row], count[row], enough = _last_that_stays(_falling(values[values >= floor]), top_p)
+                if bool(enough):
+                    break
     return least, count.clamp(min=1)
 
 
-def _falling(rows: Tensor, count: int) -> Tensor:
-    """The `count` largest of each row [N, V], all at most, in falling order, NaN first.
+def _last_that_stays(values: Tensor, top_p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of falling probabilities [..., K] the last that stays [..., 1], how many do [...], and whether one did not."""
+    stays = values.cumsum(-1) - values < top_p
+    count = stays.sum(-1)
+    return values.gather(-1, count.unsqueeze(-1).sub(1).clamp_(min=0)), count, ~stays[..., -1]
 
-    On a CPU numpy sorts many times faster: it keeps no indices.
-    """
-    whole = count >= rows.shape[-1]
-    if not whole and (count <= NUCLEUS or rows.device.type != "cpu"):
-        return rows.topk(count, dim=-1).values
+
+def _falling(rows: Tensor) -> Tensor:
+    """Each row [..., V] in falling order, NaN first. On a CPU numpy sorts many times faster: it keeps no indices."""
     if rows.device.type != "cpu":
         return rows.sort(dim=-1, descending=True).values
-    values = rows.numpy()
-    if not whole:
-        values = np.partition(values, -count, axis=-1)[:, -count:]
-    return torch.from_numpy(np.sort(values, axis=-1)).flip(-1)
+    return torch.from_numpy(np.sort(rows.numpy(), axis=-1)).flip(-1)

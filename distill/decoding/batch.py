@@ -25,12 +25,13 @@ from distill.decoding.lengths import Fixed, LengthRule, NGramIndex, Proposal
 from distill.decoding.on_device import DeviceRounds, RowRound, rounds_on_device
 from distill.decoding.rules import Rules, Stop, require_lossless
 from distill.decoding.verify import Random, draw_chain, draw_token, unchecked_transform, verify_greedy
-from distill.devices import float64_device
+from distill.devices import CPU, float64_device
 from distill.engines.model import Logits, Model
 from distill.engines.torch.model import TorchLogits, model_name, send
-from distill.sampler import Sampler, place_of
+from distill.sampler import Sampler, place_from, place_of
 
 CHUNK = 256  # tokens of a prompt that one call reads
+CACHED = 2**20  # logits of rows that a processor shapes at once: its caches hold these and what is made of them
 
 
 @dataclass
@@ -440,9 +441,14 @@ def _read_prompts(model: Model, places: Sequence[int], rows: Sequence[_Writing])
 @torch.inference_mode()
 def _drawn(logits: Logits, rows: Sequence[_Writing], sampler: Sampler, vocabulary: int | None) -> list[int]:
     """The next token of each row, from logits [N, V]."""
-    values: Tensor = logits.values if isinstance(logits, TorchLogits) else logits.full()
+    values: Tensor = (logits.values if isinstance(logits, TorchLogits) else logits.full())[:, :vocabulary]
     histories = [row.request.ids + row.tokens for row in rows] if sampler.repetition_penalty != 1 else None
-    probabilities = sampler.probabilities(values[:, :vocabulary], histories, logits.place)
     numbers = send([row.numbers[len(row.tokens)] for row in rows], float64_device(values.device), torch.float64)
-    tokens: list[int] = unchecked_transform(probabilities, numbers).tolist()
+    size = max(1, CACHED // values.shape[-1]) if values.device.type == CPU else len(rows)
+    tokens: list[int] = []
+    for start in range(0, len(values), size):
+        part = slice(start, start + size)
+        place = place_from(logits.place, start)
+        probabilities = sampler.probabilities(values[part], histories and histories[part], place)
+        tokens += unchecked_transform(probabilities, numbers[part]).tolist()
     return tokens

@@ -30,24 +30,29 @@ def inverse_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
     The distributions need not sum to 1 exactly: each draw is scaled by the sum that rounding left. DataError for one
     whose sum is 0 or not finite: nothing can be drawn from it.
     """
-    total = doubled(distribution).cumsum(-1)[..., -1]
+    cumulative = doubled(distribution).cumsum(-1)
+    total = cumulative[..., -1]
     if not bool(((total > 0) & total.isfinite()).all()):
         wrong = next(value for value in total.flatten().tolist() if not 0 < value < float("inf"))
         raise DataError(
             f"no token can be drawn: the distribution sums to {wrong}",
             "the logits of the target or the draft are not finite: check both models' weights",
         )
-    return unchecked_transform(distribution, uniforms)
+    return _at_uniforms(cumulative, uniforms).to(distribution.device)
 
 
 def unchecked_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
     """`inverse_transform` that the host does not wait for; some token where nothing can be drawn."""
-    cumulative = doubled(distribution).cumsum(-1)
+    return _at_uniforms(doubled(distribution).cumsum(-1), uniforms).to(distribution.device)
+
+
+def _at_uniforms(cumulative: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token of each row [..., V] whose cumulated mass is above that share of the row's total."""
     total = cumulative[..., -1:].contiguous()
     token = torch.searchsorted(cumulative, uniforms.to(cumulative).unsqueeze(-1) * total, right=True)
     # Where the product rounded up to the total: the last token that adds to it.
-    last = torch.searchsorted(cumulative, total).clamp(max=distribution.shape[-1] - 1)
-    return torch.minimum(token, last).squeeze(-1).to(distribution.device)
+    last = torch.searchsorted(cumulative, total).clamp(max=cumulative.shape[-1] - 1)
+    return torch.minimum(token, last).squeeze(-1)
 
 
 def draw_token(distribution: Tensor, random: Random) -> int:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from distill.recipe import SamplerSettings
-from distill.sampler import NUCLEUS, WIDER, Sampler, _outside
+from distill.sampler import NUCLEUS, Sampler, _outside
 
 torch.set_num_threads(1)
 
@@ -198,15 +198,15 @@ def test_top_p_of_the_likeliest_is_that_of_all(seed: int, size: int, spread: flo
 
 def test_top_p_sorts_no_vocabulary_that_it_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = 4 * torch.randn(9, 150_000, generator=torch.Generator().manual_seed(0))
-    sorted_widths: list[int] = []
+    widths: list[int] = []
     sort = numpy.sort
 
     def noting(values: numpy.ndarray, axis: int) -> numpy.ndarray:
-        sorted_widths.append(values.shape[axis])
+        widths.append(values.shape[axis])
         return sort(values, axis=axis)
 
     monkeypatch.setattr("distill.sampler.np.sort", noting)
     monkeypatch.setattr(torch.Tensor, "sort", None)
-    expected = Sampler(top_p=0.9).probabilities(logits)
-    assert sorted_widths == [WIDER * NUCLEUS]
-    assert int((expected > 0).sum(-1).max()) > NUCLEUS
+    kept = Sampler(top_p=0.9).probabilities(logits) > 0
+    assert int(kept.sum(-1).max()) > NUCLEUS  # the likeliest that are looked at first do not tell
+    assert len(widths) == len(logits) and max(widths) < 150_000 / 4
