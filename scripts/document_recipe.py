@@ -17,20 +17,19 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from distill.recipe import Recipe, Section  # noqa: E402
-from distill.recipe.measuring import OutType  # noqa: E402
+from distill.recipe.measuring import CacheType, OutType  # noqa: E402
 from distill.recipe.training import LossName  # noqa: E402
 
 # Lists of values that several keys take: named in their tables, and printed once, under this name.
-NAMED = {OutType: "GGUF type", LossName: "loss"}
+NAMED = {OutType: "GGUF type", CacheType: "cache type", LossName: "loss"}
 
 INTRODUCTION = """\
 <!-- Written by `python scripts/document_recipe.py` from distill/recipe/; edit those, not this file. -->
 
 # Recipes
 
-A recipe is one YAML file with everything a run depends on: the target, the text, how the draft is cut and trained, and
-which measurements are made at the end. `distill train RECIPE` runs it stage by stage and writes to the run directory
-`runs/<name>`. The smallest recipe names a target, some text and a cut; every other key has a default:
+A recipe is one YAML file with everything a run depends on. `distill train RECIPE` runs it stage by stage and writes to
+the run directory `runs/<name>`. The smallest recipe names a target, some text and a cut; every other key has a default:
 
 ```yaml
 name: first
@@ -47,13 +46,13 @@ cut:
 file*, on a command line at the working directory. Any other model name is a hub name, unless a file or folder of that
 name exists there.
 
-**null.** A key whose default is `null` takes `null`, too: what it means is said where it is not simply off.
+**null.** A key whose default is `null` takes `null`, too. Unless its meaning says otherwise, that is: off.
 
 **Mistakes.** One message names every unknown key, with its nearest known one, and every value out of range, before
 any work starts. `distill check RECIPE` makes all checks that need no weights.
 
 **Overrides.** A command that takes a recipe also takes changes to it, as `a.b=c`. The value is YAML; numbers index
-into lists; `null` switches an optional part off. Quote anything your shell would interpret:
+into lists. Quote anything your shell would interpret:
 
 ```
 distill train recipes/demo.yaml train.steps=100 cut.layers=1 'speedup.lengths=[2, 4]' train.hidden_states=null
@@ -63,8 +62,7 @@ distill train recipes/demo.yaml corpus.sources.0.pattern='asyncio/*.py' name=asy
 The run directory keeps the recipe as written (`recipe.yaml`) and resolved (`config.yaml`), which is itself a recipe.
 
 **Splits.** *train*: the draft learns from it. *validation*: choices are made on it. *test*: every printed figure
-comes from it. With `split: by-name` a hash of a document's name decides, by the shares `corpus.validation` and
-`corpus.test`.
+comes from it.
 
 """
 
@@ -135,7 +133,8 @@ def _takes(annotation: Any, metadata: typing.Sequence[Any], anchors: dict[type[S
         f"{sign} {getattr(bound, attribute)}"
         for bound in metadata
         for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
-        if getattr(bound, attribute, None) is not None and abs(getattr(bound, attribute)) < 10**6  # larger: any
+        if getattr(bound, attribute, None) is not None
+        and abs(getattr(bound, attribute)) < 1000  # larger: any that makes sense
     ]
     if origin in (typing.Union, types.UnionType):
         some = [_takes(argument, metadata, anchors) for argument in arguments if argument is not type(None)]

@@ -45,10 +45,10 @@ class Configuration(Section):
 
     drafter: DrafterName = Field(
         "draft",
-        description="draft: the draft model; lookup: the tokens that followed the longest earlier match in the text; "
-        "tree: a tree of the draft model's likeliest tokens; lookup+draft, lookup+tree: these where the lookup finds "
+        description="draft: the draft model; lookup: what followed the longest earlier match in the text; tree: a "
+        "tree of the draft model's likeliest tokens; lookup+draft, lookup+tree: these where the lookup finds "
         "nothing; table: a match of 2 tokens or more in the text, else a tree of the likeliest tokens by counts of "
-        "the target's train answers and the text so far; none: plain decoding. For a draft with another vocabulary "
+        "the target's train answers and the text so far; none: plain decoding. For a draft of another vocabulary "
         "(`distill generate`): intersection: through the tokens both share; string: through its text",
     )
     rule: RuleName | None = Field(
@@ -103,16 +103,16 @@ class Configuration(Section):
     floor: float | None = Field(None, ge=0, le=1, description=f"beta: the threshold; null: {FLOOR}")
     calibration: CalibrationName | None = Field(
         None,
-        description="expected-value, tree: what maps probabilities to conditional acceptance, fitted on validation "
-        "text. features: logistic regression on features of the distribution; context: also on which token followed "
-        f"the same tokens before; none: the probability itself; null: {CALIBRATION}",
+        description="expected-value, tree: maps probabilities to conditional acceptance, fitted on validation text. "
+        "features: by features of the distribution; context: also by which token followed the same tokens before; "
+        f"none: the probability itself; null: {CALIBRATION}",
     )
     draft_top_k: int | None = Field(
         None,
         ge=1,
         description="draft, lookup+draft with rule fixed or p_min, verified by token or block: draw from this many "
-        "of the draft's likeliest tokens at the served temperature alone, as llama-server's probabilistic drafts do "
-        "(10); null: draw under the served sampler",
+        "likeliest tokens at the served temperature alone, as llama-server's probabilistic drafts do (10); null: "
+        "draw under the served sampler",
     )
     draft_context: int | None = Field(
         None,

@@ -32,8 +32,8 @@ class Source(Section):
     kind: Literal["tree", "text", "jsonl", "csv", "parquet", "hub", "target"] = Field(
         description="tree: every matching file below a folder is a document; text: a file is one, or several if "
         "longer than 32,768 characters; jsonl (or one JSON array), csv (its first line names the columns), parquet: "
-        "a record in every line or row; hub: a data set by its hub name (through `datasets`); target: the target "
-        "writes the questions itself, or without a chat template the beginnings of texts"
+        "every line or row is a record; hub: a data set by its hub name (through `datasets`); target: the target "
+        "writes the questions, or without a chat template the beginnings of texts"
     )
     path: str = Field(
         "",
@@ -95,7 +95,8 @@ class Source(Section):
     exclude: tuple[str, ...] = Field((), description="tree: folder names to skip")
     split: Literal["by-name", "train", "validation", "test"] = Field(
         "by-name",
-        description="by-name: by a hash of each document's name; otherwise, the split of all",
+        description="by-name: by a hash of each document's name and the shares `corpus.validation` and "
+        "`corpus.test`; otherwise, the split of all",
     )
     keep: tuple[Literal["train", "validation", "test"], ...] = Field(
         ("train", "validation", "test"), description="splits to keep; documents of others are dropped and counted"
@@ -172,8 +173,8 @@ class Corpus(Section):
     sources: tuple[Source, ...] = Field(
         min_length=1, description="read in this order; if several documents share a name, the first is kept"
     )
-    validation: float = Field(0.04, ge=0, lt=1, description="share of by-name documents used for validation")
-    test: float = Field(0.04, ge=0, lt=1, description="share of by-name documents used for test")
+    validation: float = Field(0.04, ge=0, lt=1, description="share of by-name documents for validation")
+    test: float = Field(0.04, ge=0, lt=1, description="share of by-name documents for test")
     block: int = Field(512, ge=16, description="positions per packed block")
     tokens: int = Field(400_000, ge=0, description="tokens of train text to learn from, in addition to the answers")
     max_documents: int = Field(

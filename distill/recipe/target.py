@@ -226,8 +226,8 @@ class Writer(Servers):
         0.0,
         ge=0,
         lt=1,
-        description="share of prompts that may remain unanswered after all retries: they are dropped and counted. "
-        "Above it the stage stops, and the next command asks again",
+        description="share of prompts that may remain unanswered after all retries; above it the stage stops, and "
+        "the next command asks again",
     )
 
     @model_validator(mode="after")
@@ -359,7 +359,7 @@ class Answers(Section):
 
     prompts: int = Field(256, ge=0, description="train prompts to answer; 0: only traffic is used")
     prompt_tokens: int = Field(
-        64, ge=1, description="tokens per prompt, taken from the beginning of a document or further on"
+        64, ge=1, description="tokens per prompt, from the beginning of a document or further on"
     )
     new_tokens: int = Field(192, ge=1, description="maximum tokens generated per prompt")
     batch: int = Field(32, ge=1, description="texts generated at a time by the target in PyTorch")

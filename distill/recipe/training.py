@@ -117,7 +117,7 @@ class Train(Section):
         description="learning rate after the warm-up: cosine: falls along a cosine; wsd: constant, then falls "
         "linearly over the last fifth of the steps",
     )
-    final_rate_share: float = Field(0.1, ge=0, le=1, description="final rate, as a share of the peak")
+    final_rate_share: float = Field(0.1, ge=0, le=1, description="cosine: final rate, as a share of the peak")
     loss: Loss | None = Field(
         None,
         description="weights of the losses; null: jsd for sampling, forward_kl for match and greedy",
@@ -148,8 +148,8 @@ class Train(Section):
     sparsity: Sparsity | None = Field(None, description="L1 penalty during training")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         (),
-        description="also send metrics to these, through accelerate; they write to trackers/ in the run directory "
-        "(trackio to its own folder)",
+        description="also send metrics to these, through accelerate; files in trackers/ of the run directory "
+        "(trackio: in its own folder)",
     )
 
     _loss = field_validator("loss")(_weighs_something)
@@ -248,8 +248,8 @@ class Cut(Section):
     trim: Trim | None = Field(None, description="restrict the head to frequent tokens")
     compare: tuple[ComparedCut, ...] = Field(
         (),
-        description="cuts to price first: each is trained briefly, and one table has its acceptance probability, "
-        "step cost and predicted tokens per second",
+        description="cuts to price first: each is trained briefly; a table has acceptance probability, step cost and "
+        "predicted tokens per second",
     )
     heal_steps: int = Field(60, ge=0, description="training steps for each cut that is priced, by compare or trim")
     allow_full_size: bool = Field(
