@@ -80,7 +80,7 @@ def describe_schema() -> str:
 
     def walk(section: type[Section], title: str, prefix: str) -> None:
         lines.extend([f"## {title}", "", inspect.cleandoc(section.__doc__ or ""), ""])
-        lines.extend(["| key | takes | default | meaning |", "|---|---|---|---|"])
+        lines.extend(["| key | takes | default | meaning |", "|-|-|-|-|"])
         nested: list[tuple[type[Section], str]] = []
         shared: dict[str, list[str]] = {}  # keys that another section lists, by that section
         for name, field in section.model_fields.items():
@@ -140,14 +140,14 @@ def _takes(annotation: Any, metadata: typing.Sequence[Any], anchors: dict[type[S
         some = [_takes(argument, metadata, anchors) for argument in arguments if argument is not type(None)]
         return " or ".join([*some, "`null`"] if type(None) in arguments else some)
     if origin is Literal:
-        return ", ".join(f"`{argument}`" for argument in arguments)
+        return ", ".join(map(str, arguments))
     if origin is tuple:
         return f"list of {_takes(arguments[0], (), anchors)}"
     if origin is dict:
         return f"mapping of {_takes(arguments[0], (), anchors)} to {_takes(arguments[1], (), anchors)}"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return f"[section](#{anchors[annotation]})"
-    words = {str: "text", int: "integer", float: "number", bool: "`true`, `false`", Any: "any value"}
+    words = {str: "text", int: "integer", float: "number", bool: "true, false", Any: "any value"}
     return " ".join([words.get(annotation, str(annotation)), ", ".join(bounds)]).strip()
 
 

@@ -45,11 +45,11 @@ class Configuration(Section):
 
     drafter: DrafterName = Field(
         "draft",
-        description="draft: the draft model; lookup: what followed the longest earlier match in the text; tree: a "
-        "tree of the draft model's likeliest tokens; lookup+draft, lookup+tree: these where the lookup finds "
-        "nothing; table: a match of 2 tokens or more in the text, else a tree of the likeliest tokens by counts of "
-        "the target's train answers and the text so far; none: plain decoding. For a draft of another vocabulary "
-        "(`distill generate`): intersection: through the tokens both share; string: through its text",
+        description="what proposes tokens ([decoding](decoding.md)). draft: the draft model; tree: a tree of its "
+        "likeliest tokens; lookup: what followed the longest earlier match in the text; lookup+draft, lookup+tree: "
+        "these where the lookup finds nothing; table: n-grams of the target's answers and the text; none: plain "
+        "decoding. For a draft of another vocabulary (`distill generate`): intersection: through the tokens both "
+        "share; string: through its text",
     )
     rule: RuleName | None = Field(
         None,
@@ -74,22 +74,22 @@ class Configuration(Section):
     )
     shape: Literal["best-first", "static"] | None = Field(
         None,
-        description="tree: best-first: the likeliest nodes of each round; static: always the shape that is best for "
-        f"the acceptance by rank on validation text (Sequoia); null: {SHAPE}",
+        description="tree: best-first: the likeliest nodes of each round; static: always the shape that is best on "
+        f"validation text (Sequoia); null: {SHAPE}",
     )
     widths: tuple[int, ...] | None = Field(
         None,
         min_length=1,
-        description="tree: children of every node, by level, drawn from the draft's distribution instead; verified "
-        "by token, or by distinct if drawn without replacement",
+        description="tree: children of every node, by level, drawn from the draft's distribution; verified by token, "
+        "or by distinct if drawn without replacement",
     )
     p_min: float | None = Field(None, gt=0, le=1, description=f"p_min: the threshold; null: {P_MIN}")
     n_min: int | None = Field(
         None,
         ge=1,
         le=63,
-        description="draft, lookup+draft: drop drafts of fewer tokens than these, as llama.cpp does; lossy when "
-        "verified by token or block; null: 0",
+        description="draft, lookup+draft: drop drafts of fewer tokens, as llama.cpp does; lossy when verified by "
+        "token or block; null: 0",
     )
     start: float | None = Field(
         None,
@@ -111,8 +111,7 @@ class Configuration(Section):
         None,
         ge=1,
         description="draft, lookup+draft with rule fixed or p_min, verified by token or block: draw from this many "
-        "likeliest tokens at the served temperature alone, as llama-server's probabilistic drafts do (10); null: "
-        "draw under the served sampler",
+        "likeliest tokens at the served temperature alone, as llama-server's probabilistic drafts do (10)",
     )
     draft_context: int | None = Field(
         None,

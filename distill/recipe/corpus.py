@@ -31,26 +31,26 @@ class Source(Section):
 
     kind: Literal["tree", "text", "jsonl", "csv", "parquet", "hub", "target"] = Field(
         description="tree: every matching file below a folder is a document; text: a file is one, or several if "
-        "longer than 32,768 characters; jsonl (or one JSON array), csv (its first line names the columns), parquet: "
-        "every line or row is a record; hub: a data set by its hub name (through `datasets`); target: the target "
-        "writes the questions, or without a chat template the beginnings of texts"
+        "longer than 32,768 characters; jsonl (or one JSON array), csv, parquet: every line or row is a record; hub: "
+        "a data set by its hub name (through `datasets`); target: the target writes the questions itself "
+        "([prompts](prompts.md#questions-from-the-target-itself))"
     )
     path: str = Field(
         "",
         validate_default=True,
-        description="folder, file or hub name; required except for kind target. `python:stdlib` is the running "
+        description="folder, file or hub name; required except for kind target. `python:stdlib`: the running "
         "interpreter's library; text, jsonl, csv and parquet also take a pattern such as logs/*.jsonl",
     )
     questions: int | None = Field(
         None,
         ge=1,
         le=10_000_000,
-        description="target: usable questions to collect (required); the target writes at most three times as many",
+        description="target: usable questions to collect; required",
     )
     openings: tuple[str, ...] = Field(
         (),
         description="target: how its questions or texts begin, such as `Translate into English:`; the seed draws one "
-        "for each; without any, a text begins with the beginning token",
+        "for each",
     )
     tokens: int = Field(
         96,
@@ -63,15 +63,13 @@ class Source(Section):
         1,
         ge=1,
         le=MOST_TURNS,
-        description="target: maximum user turns of a conversation; above 1, the target also answers and writes the "
-        "next user turn",
+        description="target: maximum user turns of a conversation that it writes",
     )
     pattern: str = Field("**/*.py", description="tree: pattern that file paths must match")
     form: Literal["auto", "text", "prompt", "messages", "conversations", "turns"] = Field(
         "auto",
-        description="what a record holds: prompt: a prompt, with or without an answer; messages: role and content; "
-        "conversations: ShareGPT's; turns: a list of user messages; auto: decided by its fields. For tree and text, "
-        "prompt makes every file a user message",
+        description="what a record holds ([prompts](prompts.md#sources)); auto: decided by its fields. For tree and "
+        "text, prompt makes every file a user message",
     )
     field: str = Field("text", description="records: field that holds the text")
     fields: dict[
@@ -95,8 +93,7 @@ class Source(Section):
     exclude: tuple[str, ...] = Field((), description="tree: folder names to skip")
     split: Literal["by-name", "train", "validation", "test"] = Field(
         "by-name",
-        description="by-name: by a hash of each document's name and the shares `corpus.validation` and "
-        "`corpus.test`; otherwise, the split of all",
+        description="by-name: by a hash of each document's name; otherwise, the split of all",
     )
     keep: tuple[Literal["train", "validation", "test"], ...] = Field(
         ("train", "validation", "test"), description="splits to keep; documents of others are dropped and counted"

@@ -190,8 +190,7 @@ class Speedup(Section):
     most_kl: float = Field(
         MOST_KL,
         gt=0,
-        description="mean KL in nats to the target's own file up to which a decoder counts as the fastest way to its "
-        "text",
+        description="mean KL in nats to the target's own file up to which a decoder can be the fastest",
     )
     lengths: tuple[int, ...] = Field(
         (1, 2, 4, 6, 8), description="fixed draft lengths to measure, greedily; [] for a target that is only sampled"
@@ -205,8 +204,8 @@ class Speedup(Section):
     turns: int = Field(
         3,
         ge=0,
-        description="where several engines come near the fastest: turns in which each times plain decoding and its "
-        "fastest way again; 0: none",
+        description="turns in which several engines that come near the fastest time plain decoding and their fastest "
+        "way again; 0: none",
     )
     calibration_prompts: int = Field(
         16,
@@ -217,8 +216,8 @@ class Speedup(Section):
         7,
         ge=5,
         le=10_000,
-        description="timed repeats of a step or round; the median is used. Stage speedup stops at 3 where the median "
-        "lies within 5 % of the fastest",
+        description="timed repeats of a step or round; the median is used. Stage speedup stops at 3 where it lies "
+        "within 5 % of the fastest",
     )
     depth: int = Field(128, ge=1, description="tokens in the cache where cuts and plans time steps")
     max_tokens: int = Field(16, ge=2, le=64, description="tokens of the largest step that is priced for trees")

@@ -168,7 +168,7 @@ class Servers(Section):
     """Servers with OpenAI's API that run one model. Keys come from the environment and are never written."""
 
     urls: tuple[str, ...] = Field(
-        (), description="base URLs of servers that run the same target, such as http://localhost:8000/v1"
+        (), description="base URLs of servers that run the target, such as http://localhost:8000/v1"
     )
     model: str | None = Field(None, description="its name on the servers; null: the only model they serve")
     key: str | None = Field(None, pattern=VARIABLE, description="environment variable that holds the servers' API key")
@@ -213,14 +213,13 @@ class Servers(Section):
 class Writer(Servers):
     """Who writes the answers: a GGUF file of the target, run by llama-cpp-python, or servers with OpenAI's API.
 
-    Give exactly one of `gguf` and `urls`. Prompts are rendered and tokenized here, with the tokenizer of
-    `target.model`, whose weights are not loaded. Servers receive token ids if they accept them, else text.
+    Give exactly one of `gguf` and `urls`.
     """
 
     gguf: str | None = Field(None, description="a GGUF file of the target")
     api: Literal["completions", "chat"] = Field(
         "completions",
-        description="completions: send the rendered prompt; chat: send the messages, which the server renders",
+        description="completions: send the rendered prompt; chat: send the messages",
     )
     missing: float = Field(
         0.0,
@@ -250,13 +249,13 @@ class TeacherServer(Servers):
     """
 
     urls: tuple[str, ...] = Field(
-        min_length=1, description="base URLs of servers that run the same model, such as http://localhost:8000/v1"
+        min_length=1, description="base URLs of servers that run the target, such as http://localhost:8000/v1"
     )
     model: str = Field(min_length=1, description="its name on the servers, as /v1/models lists it")
     prompts: Literal["ids", "text"] = Field(
         "ids",
-        description="text: for servers that take no token ids; documents whose text tokenizes to other ids are then "
-        "skipped and counted",
+        description="text: for servers that take no token ids; texts that tokenize to other ids are then skipped and "
+        "counted",
     )
 
 
@@ -277,9 +276,8 @@ class Target(Section):
     )
     load: bool = Field(
         True,
-        description="false: its weights are never loaded or downloaded, only its tokenizer and config.json; servers "
-        "or GGUF files give answers (answers.writer) and distributions (teacher), and steps that need the weights "
-        "are skipped",
+        description="false: its weights are never loaded or downloaded, only its tokenizer and config.json ([big "
+        "targets](big-targets.md#never-loaded))",
     )
     quantise: Literal["int8", "int4"] | None = Field(
         None, description="load the weights in 8 or 4 bits with bitsandbytes"
@@ -344,11 +342,10 @@ class SamplerSettings(Section):
 class Traffic(Section):
     """Served prompts with the target's answers: a jsonl file, which may still be growing, or a folder of such files.
 
-    `distill record` writes them (docs/serving.md). A line is `{"prompt": …, "answer": …}` or `{"messages": […]}`. The
-    last message is the assistant's answer; the others are rendered with the target's chat template, which receives
-    `chat.arguments` and the line's own `chat_template_kwargs`. An answer ends with the target's end token, unless the
-    line has a `finish_reason` other than `stop`. A hash of the prompt decides its split, by the shares of the corpus:
-    the draft learns from answers to train prompts and is measured on prompts of the other splits.
+    `distill record` writes them (docs/serving.md). A line is `{"prompt": …, "answer": …}` or `{"messages": […]}`, the
+    last message being the answer. The target's chat template receives `chat.arguments` and the line's own
+    `chat_template_kwargs`. An answer ends with the target's end token, unless the line has a `finish_reason` other than
+    `stop`. A hash of the prompt decides its split, by the shares of the corpus.
     """
 
     path: str = Field(description="the jsonl file or folder")
@@ -403,8 +400,7 @@ class TeacherStore(Section):
     kind: Literal["compact", "exact", "online"] = Field(
         "compact",
         description="compact: store the likeliest tokens' log-probabilities and the mass of the rest; exact: store "
-        "the last hidden states and the head, which give full distributions; online: store nothing and run the "
-        "target during training",
+        "the last hidden states and the head; online: store nothing and run the target during training",
     )
     top_k: int = Field(256, ge=1, description="compact: entries stored per position; with `mass`, the maximum")
     mass: float | None = Field(

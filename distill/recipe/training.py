@@ -85,8 +85,8 @@ class Train(Section):
 
     protocol: Protocol = Field(
         "auto",
-        description="how drafted tokens will be verified; decides the default loss and how the best weights are "
-        "chosen ([training](training.md#protocols-and-losses)). auto: greedy at temperature 0, else sampling",
+        description="how drafted tokens will be verified ([training](training.md#protocols-and-losses)); auto: "
+        "greedy at temperature 0, else sampling",
     )
     steps: int = Field(300, ge=1, description="optimizer steps")
     batch: int = Field(4, ge=1, description="blocks per step, over all processes")
@@ -103,8 +103,8 @@ class Train(Section):
         None,
         gt=0,
         le=10,
-        description="peak learning rate; null: by the share of the donor that is left, from 5e-5 for all of it to "
-        "1.5e-3 for a sixth of its layers or less",
+        description="peak learning rate; null: by the share of the donor that is left "
+        "([training](training.md#the-rate))",
     )
     matrix_rate: float | None = Field(
         None,
@@ -114,20 +114,20 @@ class Train(Section):
     )
     schedule: Literal["cosine", "wsd"] = Field(
         "cosine",
-        description="learning rate after the warm-up: cosine: falls along a cosine; wsd: constant, then falls "
-        "linearly over the last fifth of the steps",
+        description="rate after the warm-up: cosine: falls along a cosine; wsd: constant, then falls linearly over "
+        "the last fifth of the steps",
     )
     final_rate_share: float = Field(0.1, ge=0, le=1, description="cosine: final rate, as a share of the peak")
     loss: Loss | None = Field(
         None,
-        description="weights of the losses; null: jsd for sampling, forward_kl for match and greedy",
+        description="weights of the losses; null: by the protocol",
     )
     temperature: float = Field(
         1.0,
         gt=0,
         le=100,
-        description="temperature of both distributions in forward_kl, reverse_kl and jsd; these losses are "
-        "multiplied by its square",
+        description="of both distributions in forward_kl, reverse_kl and jsd; these losses are multiplied by its "
+        "square",
     )
     hidden_states: HiddenStates | None = Field(None, description="also learn the target's final hidden states")
     chunk: int = Field(256, ge=1, description="positions per chunk of the head and its loss")
@@ -183,7 +183,7 @@ class Transplant(Section):
         gt=0,
         le=1,
         description="weight of each donor subtoken in the head's row of a token that the donor lacks, relative to "
-        "the one before; 1: their mean, which measured best",
+        "the one before; 1: their mean",
     )
 
 
@@ -231,9 +231,9 @@ class Cut(Section):
     layers: int | None = Field(None, ge=1, description="layers to keep; null: all")
     layer_rule: Literal["auto", "greedy", "influence", "last-but-one"] = Field(
         "auto",
-        description="which layers are dropped. greedy: one at a time, the layer whose removal adds least KL to the "
+        description="which layers are dropped. greedy: one at a time, that whose removal adds least KL to the "
         "target; influence: those that change the hidden state least; last-but-one: the last ones before the final "
-        "layer; auto: greedy up to 28 layers, influence for deeper models",
+        "layer; auto: greedy up to 28 layers, influence above",
     )
     drop_layers: str | None = Field(
         None, description="layers to drop, by number (the first is 0), such as `14-21` or `3,7,9-11`"
