@@ -96,7 +96,11 @@ def describe_schema() -> str:
                 if section is Recipe:
                     continue  # its own heading follows
             takes, default = _takes(field.annotation, field.metadata, anchors), _default(field)
-            cells = (f"`{name}`", takes.removesuffix(" or `null`") if default == "`null`" else takes, default)
+            if default == "`null`":
+                takes = takes.removesuffix(" or `null`")
+            if type(field.default) in (int, float):  # its kind is plain from the default
+                takes = takes.removeprefix("integer ").removeprefix("number ")
+            cells = (f"`{name}`", takes, default)
             meaning = field.description or (inspect.cleandoc(inner.__doc__ or "").split("\n\n")[0] if inner else "")
             lines.append(
                 "| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, " ".join(meaning.split()))) + " |"
