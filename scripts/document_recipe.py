@@ -49,17 +49,14 @@ name exists there.
 **null.** A key whose default is `null` takes `null`, too. Unless its meaning says otherwise, that is: off.
 
 **Mistakes.** One message names every unknown key, with its nearest known one, and every value out of range, before
-any work starts. `distill check RECIPE` makes all checks that need no weights.
+any work starts. `distill check RECIPE` makes all checks that can be made without weights.
 
 **Overrides.** A command that takes a recipe also takes changes to it, as `a.b=c`. The value is YAML; numbers index
 into lists. Quote anything your shell would interpret:
 
 ```
-distill train recipes/demo.yaml train.steps=100 cut.layers=1 'speedup.lengths=[2, 4]' train.hidden_states=null
-distill train recipes/demo.yaml corpus.sources.0.pattern='asyncio/*.py' name=asyncio
+distill train recipes/demo.yaml 'speedup.lengths=[2, 4]' corpus.sources.0.pattern='asyncio/*.py' name=asyncio
 ```
-
-The run directory keeps the recipe as written (`recipe.yaml`) and resolved (`config.yaml`), which is itself a recipe.
 
 **Splits.** *train*: the draft learns from it. *validation*: choices are made on it. *test*: every printed figure
 comes from it.
