@@ -46,7 +46,7 @@ cut:
 file*, on a command line at the working directory. Any other model name is a hub name, unless a file or folder of that
 name exists there.
 
-**null.** A key whose default is `null` takes `null`, too. Unless its meaning says otherwise, that is: off.
+**null.** A key whose default is `null` takes `null`, too, which means off unless its meaning says otherwise.
 
 **Mistakes.** One message names every unknown key, with its nearest known one, and every value out of range, before
 any work starts. `distill check RECIPE` makes all checks that can be made without weights.
