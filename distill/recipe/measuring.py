@@ -204,8 +204,8 @@ class Speedup(Section):
     turns: int = Field(
         3,
         ge=0,
-        description="turns in which several engines that come near the fastest time plain decoding and their fastest "
-        "way again; 0: none",
+        description="turns in which engines that come near the fastest are timed again, plain and in their fastest "
+        "way; 0: none",
     )
     calibration_prompts: int = Field(
         16,
