@@ -254,8 +254,8 @@ class TeacherServer(Servers):
     model: str = Field(min_length=1, description="its name on the servers, as /v1/models lists it")
     prompts: Literal["ids", "text"] = Field(
         "ids",
-        description="text: for servers that take no token ids; texts that tokenize to other ids are then skipped and "
-        "counted",
+        description="text: for servers that do not take token ids; texts that tokenize to other ids are then skipped "
+        "and counted",
     )
 
 
