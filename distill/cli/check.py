@@ -80,7 +80,7 @@ def _check_standalone(target: str, draft: str, context: int | None, offline: boo
         if len(files) < len(names):  # two files decode in llama.cpp; one beside a folder is imported
             print("\n".join(map(check_weights, dict.fromkeys(names))))
     if pair.distill is not None:
-        raise PairError(f"{draft} cannot draft for {target}: {pair.distill}", pair.remedies.get("distill", ""))
+        raise PairError(f"{draft} cannot draft for {target}: {pair.distill.reason}", pair.distill.remedy)
 
 
 def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:

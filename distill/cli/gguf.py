@@ -172,8 +172,8 @@ def _served(target: Path, draft: Path, advice: Advice | None, slower: bool) -> l
 
     report = compare_pair(str(target), str(draft))
     if report.llama_cpp is not None:
-        remedy = report.remedies.get("llama_cpp", "")
-        return [f"{draft} does not fit {target} by llama.cpp's rule: {report.llama_cpp} ({remedy})"]
+        reason, remedy = report.llama_cpp
+        return [f"{draft} does not fit {target} by llama.cpp's rule: {reason} ({remedy})"]
     length, floor = (USUAL_LENGTH, None) if advice is None else (advice.n_max, advice.p_min)
     if slower:
         warn("on the machine of the run, plain decoding was faster in llama.cpp than every fixed draft length measured")

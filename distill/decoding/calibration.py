@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import Pace, StepCosts
 from distill.decoding.lengths import Features, Fixed, LengthRule
 from distill.errors import DataError
 
@@ -221,12 +221,10 @@ class ExpectedValue(LengthRule):
     allowance: float = 3.0
     doubt: float = 2.5
     usual: float = 0.6
-    rate: float = field(default=0.0, init=False)  # λ, tokens per second
+    pace: Pace = field(init=False)
     _drafted: int = field(default=0, init=False)  # n so far in this round
     _expected: float = field(default=1.0, init=False)  # E of the round as it stands
     _survival: float = field(default=1.0, init=False)
-    _tokens: float = field(default=0.0, init=False)
-    _seconds: float = field(default=0.0, init=False)
     _usual: float = field(init=False)
     _idle: int = field(default=0, init=False)
     _loss: float = field(default=0.0, init=False)
@@ -238,8 +236,7 @@ class ExpectedValue(LengthRule):
 
     def __post_init__(self) -> None:
         self._usual, self._rest = self.usual, self.probe
-        self._tokens, self._seconds = 16.0, 16.0 * self.costs.target[0]
-        self.rate = self._tokens / self._seconds
+        self.pace = Pace(self.costs.target[0], self.memory)
 
     def limit(self) -> int:
         """`longest`, as far as the curve reaches; 0 while decoding plainly."""
@@ -251,17 +248,17 @@ class ExpectedValue(LengthRule):
 
     def _value(self, drafted: int, expected: float) -> float:
         """E − λ·T(n + 1); the time of drafting is spent already."""
-        return expected - self.rate * self.costs.target[drafted]
+        return expected - self.pace.rate * self.costs.target[drafted]
 
     def _beatable(self, drafted: int, expected: float, survival: float, best: float, ahead: int) -> bool:
         """Whether 1..`ahead` tokens after `drafted` ones could beat the value `best`, with the time of their steps."""
         # Predict the next tokens from this round: its geometric mean, with the usual acceptance as PRIOR more tokens.
         mean = (self._usual**PRIOR * survival) ** (1 / (PRIOR + drafted))
         hoped = self.optimism + (1 - self.optimism) * mean
-        step = self.rate * self.costs.draft
+        step = self.pace.rate * self.costs.draft
         if drafted == 0:  # the round's overhead, and a first step of two tokens, are still to be paid
             extra = self.costs.draft_two - self.costs.draft if self._whole else 0.0
-            expected -= self.rate * (self.costs.overhead + extra)
+            expected -= self.pace.rate * (self.costs.overhead + extra)
         for n in range(drafted + 1, min(drafted + ahead, len(self.costs.target) - 1, self.longest) + 1):
             survival *= hoped
             expected += survival - step
@@ -300,21 +297,15 @@ class ExpectedValue(LengthRule):
     def rested(self, tokens: int, seconds: float) -> None:
         """Learn λ, as from so many rounds of a token each that took equally long."""
         each = 0.5 ** (1 / self.memory)
-        self._learn_rate(tokens, seconds, (1 - each**tokens) / ((1 - each) * max(tokens, 1)))
+        self.pace.learn(tokens, seconds, (1 - each**tokens) / ((1 - each) * max(tokens, 1)))
         self._whole = False
         self._plain -= tokens
-
-    def _learn_rate(self, tokens: int, seconds: float, weight: float = 1.0) -> None:
-        keep = 0.5 ** (tokens / self.memory)
-        self._tokens = keep * self._tokens + weight * tokens
-        self._seconds = keep * self._seconds + weight * seconds
-        self.rate = self._tokens / self._seconds
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
         """Learn λ and the usual acceptance; switch to plain decoding, or back from it."""
         tokens = accepted + 1
         self._whole = accepted == drafted > 0
-        self._learn_rate(tokens, seconds)
+        self.pace.learn(tokens, seconds)
         if self._plain > 0:
             self._plain -= tokens
             return

@@ -6,7 +6,9 @@ Legend: γ or n drafted tokens of a round.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from distill.decoding.calibration import Calibration, ExpectedValue
@@ -32,14 +34,37 @@ CHAINS_ONLY = "draft chains: another drafter than tree"
 Tree = int | Shape  # what is chosen of a tree before it decodes: how many nodes, or its shape
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """What configurations read that is measured beforehand: costs, calibrations by name, chosen trees by title;
+    the table of n-grams (None: those of the text alone), and how far the target's trees may branch."""
+
+    costs: StepCosts = NO_COSTS
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+    trees: Mapping[str, Tree] = field(default_factory=dict)
+    table: NGramTable | None = None
+    max_leaves: int = sys.maxsize
+
+    def calibration(self, configuration: Configuration) -> Calibration:
+        """The calibration that a configuration names; q itself where it was not fitted."""
+        return self.calibrations.get(configuration.calibrated_by, Calibration())
+
+
+NOT_FITTED = Fitted()
+
+
+def title_with_tree(title: str, tree: Tree) -> str:
+    """A configuration's title, and the tree that was chosen for it."""
+    levels, nodes = "", len(tree) if isinstance(tree, Shape) else tree
+    if isinstance(tree, Shape) and nodes:
+        counts = Counter(tree.depths)
+        levels = f" in levels of {', '.join(str(counts[level]) for level in sorted(counts))}"
+    return f"{title}: {nodes} node{'s' if nodes != 1 else ''}{levels}"
+
+
 def configured_sampler(configuration: Configuration, settings: SamplerSettings) -> Sampler:
     """The sampler that a configuration decodes under: greedy, or the recipe's."""
     return Sampler(temperature=0) if configuration.sampler == "greedy" else Sampler.of(settings)
-
-
-def configured_calibration(configuration: Configuration, calibrations: Mapping[str, Calibration]) -> Calibration:
-    """The calibration that a configuration names; q itself where it was not fitted."""
-    return calibrations.get(configuration.calibrated_by, Calibration())
 
 
 def table_calibration(calibrations: Mapping[str, Calibration], sampler: Sampler) -> TableCalibration | None:
@@ -51,8 +76,8 @@ def table_calibration(calibrations: Mapping[str, Calibration], sampler: Sampler)
     return None
 
 
-def make_rule(configuration: Configuration, costs: StepCosts, calibrations: Mapping[str, Calibration]) -> LengthRule:
-    """The length rule in its first state; only the expected-value rule reads `costs` and `calibrations`."""
+def make_rule(configuration: Configuration, fitted: Fitted) -> LengthRule:
+    """The length rule in its first state; only the expected-value rule reads what was `fitted`."""
     rule, longest, n_min = configuration.length_rule, configuration.max_length, configuration.n_min or 0
     if rule == "p_min":
         return ProbabilityFloor(longest, configuration.setting("p_min"), n_min=n_min)
@@ -64,7 +89,7 @@ def make_rule(configuration: Configuration, costs: StepCosts, calibrations: Mapp
     if rule == "beta":
         return BetaFilter(longest, configuration.setting("floor"), start=configuration.start, n_min=n_min)
     if rule == "expected-value":
-        return ExpectedValue(costs, configured_calibration(configuration, calibrations), longest=longest, n_min=n_min)
+        return ExpectedValue(fitted.costs, fitted.calibration(configuration), longest=longest, n_min=n_min)
     return Fixed(longest, n_min=n_min)
 
 
@@ -73,40 +98,36 @@ def make_drafter(
     draft: Model | DraftReader,
     sampler: Sampler,
     random: Random,
-    costs: StepCosts = NO_COSTS,
-    calibrations: Mapping[str, Calibration] | None = None,
+    fitted: Fitted = NOT_FITTED,
     tree: Tree | None = None,
-    table: NGramTable | None = None,
-    max_leaves: int = sys.maxsize,
 ) -> Drafter:
     """The drafter that a configuration names, as at the start of a session; under `match` a draft gives its best token.
 
-    A draft of another vocabulary is given as its `DraftReader`. `tree` is the one that was chosen for a configuration
-    that leaves it open. A table of n-grams (None: those of the text alone) makes trees of at most the target's
+    A draft of another vocabulary is given as its `DraftReader`. `tree` is that of a configuration which leaves it open,
+    by default the one that was chosen for its title. A table of n-grams makes trees of at most the target's
     `max_leaves`, chains where it takes none. ValueError for a tree under a repetition penalty.
     """
-    calibrations = calibrations or {}
+    tree = fitted.trees.get(configuration.title) if tree is None else tree
+    price = LookupPrice(fitted.costs) if configuration.rule == "expected-value" else None
     if configuration.other_vocabulary:
         assert isinstance(draft, DraftReader)
         return other_vocabulary_drafter(configuration, draft, sampler, random)
     if configuration.counts_ngrams:
-        price = LookupPrice(costs) if configuration.rule == "expected-value" else None
         counted = TableDrafter(
-            table,
+            fitted.table,
             configuration.most_nodes,
             configuration.max_length,
-            calibration=table_calibration(calibrations, sampler),
+            calibration=table_calibration(fitted.calibrations, sampler),
             price=price,
-            max_leaves=max(max_leaves, 1),
+            max_leaves=max(fitted.max_leaves, 1),
         )
         return FallbackDrafter(LookupDrafter(configuration.max_length, LOOKED_UP, price), counted)
     if configuration.drafter.startswith("lookup"):
-        price = LookupPrice(costs) if configuration.rule == "expected-value" else None
         if configuration.drafter == "lookup":
             return LookupDrafter(configuration.max_length, price=price)
         chain = configuration.model_copy(update={"drafter": "draft"})
         second = configuration.tree_alone if configuration.branches else chain
-        own = make_drafter(second, draft, sampler, random, costs, calibrations, tree)
+        own = make_drafter(second, draft, sampler, random, fitted, tree)
         return FallbackDrafter(LookupDrafter(configuration.max_length, 2, price), own)
     assert not isinstance(draft, DraftReader), f"`{configuration.title}` needs a draft of the target's vocabulary"
     if configuration.widths is not None:
@@ -114,11 +135,8 @@ def make_drafter(
         distinct = configuration.verified_by == "distinct"
         return TreeDrafter(draft, sampler, random, len(shape), shape=shape, distinct=distinct)
     if configuration.drafter == "tree":
-        calibration = (
-            configured_calibration(configuration, calibrations)
-            if configuration.needs_calibration and calibrations
-            else None
-        )
+        calibrates = configuration.needs_calibration and fitted.calibrations
+        calibration = fitted.calibration(configuration) if calibrates else None
         tree = configuration.nodes if tree is None else tree
         assert tree is not None and isinstance(tree, Shape) == configuration.ranked, (
             f"no tree was chosen for `{configuration.title}`"
@@ -132,7 +150,7 @@ def make_drafter(
         sampler = Sampler(sampler.temperature, configuration.draft_top_k)
     if configuration.draft_context is not None and draft is not None:  # None: asked for its kind alone
         draft = RecentContext(draft, configuration.draft_context)
-    return ModelDrafter(draft, make_rule(configuration, costs, calibrations), sampler, random, argmax)
+    return ModelDrafter(draft, make_rule(configuration, fitted), sampler, random, argmax)
 
 
 def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:

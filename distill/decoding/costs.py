@@ -114,6 +114,22 @@ class StepCosts:
         return (now + later) * (self.target[-1] - self.target[0]) / max(len(self.target) - 1, 1)
 
 
+class Pace:
+    """λ, the tokens per second in the long run: a token counts half after `memory` more; it starts at 1/T(1)."""
+
+    def __init__(self, plain_step: float, memory: float = 400.0) -> None:
+        self._memory = memory
+        self._tokens, self._seconds = 16.0, 16.0 * plain_step
+        self.rate = self._tokens / self._seconds
+
+    def learn(self, tokens: int, seconds: float, weight: float = 1.0) -> None:
+        """So many tokens took so many seconds."""
+        keep = 0.5 ** (tokens / self._memory)
+        self._tokens = keep * self._tokens + weight * tokens
+        self._seconds = keep * self._seconds + weight * seconds
+        self.rate = self._tokens / self._seconds
+
+
 @dataclass(frozen=True)
 class CostCurve:
     """Medians as measured, never smoothed: seconds[i][m − 1] of a step of m tokens at depths[i], depths rising.

@@ -29,11 +29,10 @@ from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import TREES, Random, walk_greedy
 from distill.engines.model import PendingTree
 from distill.engines.torch.model import TorchModel, fetch, model_name, send
-from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
 from distill.sampler import place_of, require_finite, shrunk
 
-Stepped = TorchModel | StaticTorchModel  # a model whose `steps_on_device`
+Stepped = TorchModel  # one whose `steps_on_device`
 FIRST_LEVELS = 4  # of the first best-first tree of a text
 
 
@@ -149,9 +148,9 @@ class DeviceTrees:
         logits = model.step(sent[:, :-2], sent[:, -2], sent[:, -1], len(context), 1)[:, -1]  # [1, V]
         model.commit([len(context)])
         if shape is None:
-            return self._verified(self._best_first(logits, nodes, limit), context, random)
+            return self._verified(self._best_first(drafter, logits, nodes, limit), context, random)
         plan = self._plans.get(shape) or self._plans.setdefault(shape, _Plan(shape, model, self.target))
-        return self._verified(self._filled(plan, logits), context, random)
+        return self._verified(self._filled(drafter, plan, logits), context, random)
 
     @torch.inference_mode()
     def proposed(self, proposal: Proposal, context: Sequence[int], random: Random) -> tuple[list[int], int]:
@@ -168,10 +167,8 @@ class DeviceTrees:
 
     # The draft's levels.
 
-    def _filled(self, plan: _Plan, logits: Tensor) -> _Grown:
+    def _filled(self, drafter: TreeDrafter, plan: _Plan, logits: Tensor) -> _Grown:
         """A fixed shape, filled from the logits [1, V] after the context."""
-        drafter = self.drafter
-        assert drafter is not None
         model: Any = drafter.model
         uniforms = None
         if not drafter.best:
@@ -202,10 +199,8 @@ class DeviceTrees:
             torch.cat(tokens), plan.shape.parents, plan.depths, plan.seen, torch.stack(peaks), drawn_from, plan
         )
 
-    def _best_first(self, logits: Tensor, most: int, limit: int) -> _Grown:
+    def _best_first(self, drafter: TreeDrafter, logits: Tensor, most: int, limit: int) -> _Grown:
         """The tree of at most `most` nodes of greatest value in as many levels as are settled; see `best_first`."""
-        drafter = self.drafter
-        assert drafter is not None
         model: Any = drafter.model
         levels, device = max(1, min(self._levels, drafter.depth, limit, most)), model.device
         size = min(drafter.branching, logits.shape[-1])

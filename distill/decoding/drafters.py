@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import Pace, StepCosts
 from distill.decoding.lengths import LONGEST, Features, LengthRule, NGramIndex, Proposal, features_of
 from distill.decoding.verify import Random, draw_token
 from distill.engines.model import Model
@@ -32,28 +32,22 @@ class Drafter(Protocol):
     @property
     def tree(self) -> bool:
         """Whether its proposals branch."""
-        ...
 
     @property
     def kind(self) -> str:
         """How its tokens are made: a key of verify.KINDS."""
-        ...
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new context with this prompt; the time of reading it belongs to the prefill."""
-        ...
 
     def room(self, length: int) -> int:
         """How many tokens can be drafted after a context of `length`; below 1 `propose` is not called."""
-        ...
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """Tokens after `context`, at most `limit` on a path; an end token of a chain is the last one proposed."""
-        ...
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """End the round: `count` tokens of the proposal were accepted, the committed context is `length` long."""
-        ...
 
 
 def distribution_sampler(sampler: Sampler) -> Sampler:
@@ -297,7 +291,6 @@ class SuffixIndex:
 USUAL = (0.20, 0.45, 0.56, 0.59, 0.65, 0.73, 0.81, 0.88)
 WEIGHT = 8.0  # tokens that USUAL counts for, in addition to those of the text
 KEEP = 0.995  # of earlier counts, with each new one
-MEMORY = 400.0  # tokens after which a token counts half in λ
 
 
 class LookupPrice:
@@ -313,12 +306,7 @@ class LookupPrice:
         self.rival = float("-inf")
         self._right = [WEIGHT * usual for usual in USUAL]
         self._judged = [WEIGHT] * len(USUAL)
-        self._tokens, self._seconds = 16.0, 16.0 * costs.target[0]
-
-    @property
-    def rate(self) -> float:
-        """λ."""
-        return self._tokens / self._seconds
+        self.pace = Pace(costs.target[0])
 
     def chance(self, match: int) -> float:
         """The probability that the token after a match of this length is right."""
@@ -327,7 +315,7 @@ class LookupPrice:
 
     def best(self, match: int, limit: int) -> int:
         """How many of `limit` tokens after a match are verified; 0: none is worth it."""
-        costs, rate = self.costs, self.rate
+        costs, rate = self.costs, self.pace.rate
         best, count = max(1 - rate * (costs.target[0] + costs.again(0, 1.0, 1.0)), self.rival), 0
         expected = survival = 1.0
         for n in range(1, min(limit, len(costs.target) - 1) + 1):
@@ -344,17 +332,13 @@ class LookupPrice:
             row = min(match + place, len(USUAL)) - 1
             self._right[row] = KEEP * self._right[row] + (place < accepted)
             self._judged[row] = KEEP * self._judged[row] + 1
-        self._learn(accepted + 1, seconds)
+        self.pace.learn(accepted + 1, seconds)
 
     def passed(self, accepted: int, seconds: float) -> None:
         """A round of the other drafter."""
-        self._learn(accepted + 1, seconds)
-        value = accepted + 1 - self.rate * seconds
+        self.pace.learn(accepted + 1, seconds)
+        value = accepted + 1 - self.pace.rate * seconds
         self.rival = value if self.rival == float("-inf") else self.rival + 0.05 * (value - self.rival)
-
-    def _learn(self, tokens: int, seconds: float) -> None:
-        keep = 0.5 ** (tokens / MEMORY)
-        self._tokens, self._seconds = keep * self._tokens + tokens, keep * self._seconds + seconds
 
 
 class LookupDrafter:

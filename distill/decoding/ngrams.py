@@ -135,13 +135,6 @@ class NGramTable:
             new.append(found)
         return new
 
-    def place(self, context: Sequence[int]) -> list[int]:
-        """The place at the end of a text."""
-        place: list[int] = []
-        for token in context[-ORDER:]:
-            place = self.after(place, token)
-        return place
-
     def following(self, size: int, ngram: int) -> Following:
         """What follows an n-gram of `size` tokens."""
         known = self._known.get((size, ngram))

@@ -45,29 +45,30 @@ def typical(seconds: Sequence[float]) -> float:
 
 @dataclass
 class Timer(LengthRule):
-    """Drafts the lengths of `order` in turn, with or without reading distributions, and notes when each step begins.
+    """Drafts the lengths of `order` in turn, and notes when each step begins.
 
-    A round is its length (−1 where the text's limit cut it short), whether distributions were read, the seconds of its
-    steps but the last, which ends unseen, and how many tokens the draft had read before (−1 where no step was seen, as
-    where a device drafts the whole chain).
+    A round is its length (−1 where the text's limit cut it short), the seconds of its steps but the last, which ends
+    unseen, and how many tokens the draft had read before (−1 where no step was seen, as where a device drafts the whole
+    chain).
     """
 
     draft: Model
-    order: Sequence[tuple[int, bool]]
-    rounds: list[tuple[int, bool, list[float], int]] = field(default_factory=list, init=False)
+    order: Sequence[int]
+    distributions: bool
+    rounds: list[tuple[int, list[float], int]] = field(default_factory=list, init=False)
     _marks: list[float] = field(default_factory=list, init=False)
     _read: int = field(default=-1, init=False)
     _turn: int = field(default=0, init=False)
 
     @property
     def reads_features(self) -> bool:  # type: ignore[override]
-        """Whether the round at hand makes the draft's distributions."""
-        return self.order[self._turn % len(self.order)][1]
+        """Whether the draft's distributions are made."""
+        return self.distributions
 
     def limit(self) -> int:
         """The length of the round at hand."""
         self._marks, self._read = [], -1
-        return self.order[self._turn % len(self.order)][0]
+        return self.order[self._turn % len(self.order)]
 
     def step_on(self, position: int) -> bool:
         """Note the time."""
@@ -79,19 +80,18 @@ class Timer(LengthRule):
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
         """Keep the round."""
         taken = [after - before for before, after in itertools.pairwise(self._marks)]
-        length, mode = self.order[self._turn % len(self.order)]
-        whole = drafted == length
-        self.rounds.append((drafted if whole else -1, mode, taken, self._read))
+        whole = drafted == self.order[self._turn % len(self.order)]
+        self.rounds.append((drafted if whole else -1, taken, self._read))
         self._turn += whole  # the next text begins with a length that this one had no room for
 
 
 class RoundCostMeter:
     """Times the parts of rounds on greedy texts, plain ones and ones with rounds of all lengths in mixed order.
 
-    Two rounds or more in a row have the same length; 3 is timed in any case, for the draft's steps. `modes` are the
-    ways to draft that are timed: without distributions, with them. Texts are of `tokens` new tokens, or of as many as
-    two rounds may make; they go on after end tokens, and a prompt that leaves too little room is shortened. Raises
-    DataError for contexts that have no room for a round.
+    3 is timed in any case, for the draft's steps. With `distributions` those of the draft are made and read; without,
+    its largest logit decides, and two rounds or more in a row have the same length. Texts are of `tokens` new tokens,
+    or of as many as two rounds may make; they go on after end tokens, and a prompt that leaves too little room is
+    shortened. Raises DataError for contexts that have no room for a round.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RoundCostMeter:
         draft: Model,
         prompts: Sequence[Sequence[int]],
         lengths: Sequence[int],
-        modes: Sequence[bool] = (False, True),
+        distributions: bool,
         tokens: int = TOKENS,
     ) -> None:
         timed = sorted({3, *lengths} - {0})
@@ -110,18 +110,17 @@ class RoundCostMeter:
         self._models, self._tokens = (target, draft), tokens
         self._prompts = [prompt[: max(1, capacity - tokens)] for prompt in prompts]
         draws = random.Random(0)  # in mixed order a slow spell of the machine hits all lengths
-        order = [(n, mode) for n in draws.sample(timed, len(timed)) for mode in draws.sample(modes, len(modes))]
         # Where the largest logit decides, as in rounds of fixed length, a length comes several times in a row, too.
-        in_a_row = 0 if True in modes else IN_A_ROW
-        self._order = [turn for turn in order for _ in range(max(in_a_row + in_a_row // turn[0], 1))]
+        in_a_row = 0 if distributions else IN_A_ROW
+        order = [n for n in draws.sample(timed, len(timed)) for _ in range(max(in_a_row + in_a_row // n, 1))]
         self._rules = Rules(GREEDY, "greedy")
-        self._timer = Timer(draft, self._order)
+        self._timer = Timer(draft, order, distributions)
         self._drafter = ModelDrafter(draft, self._timer, GREEDY, self._rules.random)
-        # Seconds without the steps seen, how its draft's steps were, and whether the round before had the same length.
-        self._rounds: dict[int, list[tuple[float, bool, str, bool]]] = {n: [] for n in timed}
+        # Seconds without the steps seen, the kind of the last one, and whether the round before had the same length.
+        self._rounds: dict[int, list[tuple[float, str, bool]]] = {n: [] for n in timed}
         # Seconds of those by argmax that follow two like them, by whether the last was accepted whole.
         self._settled: dict[int, dict[bool, list[float]]] = {n: {False: [], True: []} for n in timed}
-        self._steps: dict[tuple[bool, str], list[float]] = {}
+        self._steps: dict[str, list[float]] = {"first": [], "first_two": [], "other": [], "later": []}
         self._alone: list[float] = []
         self._reading: list[float] = []
         self._both: list[float] = []
@@ -149,18 +148,18 @@ class RoundCostMeter:
         self._reading.append(single.prefill_seconds / len(prompt))
         self._both.append(result.prefill_seconds / len(prompt))
         before = [Round(0, 0, 0, 0.0)] * 2
-        for (drafted, mode, taken, read), done in zip(self._timer.rounds, result.rounds, strict=False):
+        for (drafted, taken, read), done in zip(self._timer.rounds, result.rounds, strict=False):
             (first, last), before = before, [before[1], done]
             if drafted < 1:
                 continue
-            if first.drafted == last.drafted == drafted and not mode:
+            if first.drafted == last.drafted == drafted and not self._timer.distributions:
                 self._settled[drafted][last.accepted == drafted].append(done.seconds)
             kind = {1: "first", 2: "first_two"}.get(done.depth + 1 - read, "other") if read >= 0 else "nothing"
             own_kind = kind if drafted == 1 else "later"
-            self._rounds[drafted].append((done.seconds - sum(taken), mode, own_kind, last.drafted == drafted))
+            self._rounds[drafted].append((done.seconds - sum(taken), own_kind, last.drafted == drafted))
             if taken:
-                self._steps.setdefault((mode, kind), []).append(taken[0])
-                self._steps.setdefault((mode, "later"), []).extend(taken[1:])
+                self._steps[kind].append(taken[0])
+                self._steps["later"] += taken[1:]
 
     def until(self, repeats: int, until_steady: bool = False) -> None:
         """Time texts until each length was timed `repeats` times or, where that is enough, is `steady`; DataError for a
@@ -168,7 +167,7 @@ class RoundCostMeter:
         known = repeats if until_steady else None
         progress = Progress("rounds, repeats of every length", repeats, done=self._least(known), brief=True)
         while self._least(known) < repeats:
-            if self.passes > 2 * repeats * len(self._order):  # each text has room for one round at least
+            if self.passes > 2 * repeats * len(self._timer.order):  # each text has room for one round at least
                 raise DataError(
                     "the draft proposes fewer tokens than it is asked for: rounds of "
                     f"{self._timer.limit()} could not be timed",
@@ -178,25 +177,24 @@ class RoundCostMeter:
 
     def costs(self) -> PaidCosts:
         """The costs measured on all texts so far."""
-        own = typical(self._reading)
-        drafts = {mode: _steps(self._steps, mode) for mode in (False, True)}
+        own, steps = typical(self._reading), _steps(self._steps)
         verify = {}
         for n, rounds in self._rounds.items():
             without: dict[bool, list[float]] = {False: [], True: []}
-            for seconds, mode, kind, same in rounds:
+            for seconds, kind, same in rounds:
                 # Of a round's steps all but the last were seen; that one takes as long as the median of its kind.
-                last = {"nothing": 0.0, **asdict(drafts[mode])}.get(kind)
+                last = {"nothing": 0.0, **asdict(steps)}.get(kind)
                 if last is not None:
                     without[same].append(seconds - last)
             verify[n] = statistics.median(without[False] or without[True])
         return PaidCosts(
             token=typical(self._alone),
             verify=verify,
-            by_argmax=drafts[False],
-            by_distribution=drafts[True],
+            by_argmax=NO_STEPS if self._timer.distributions else steps,
+            by_distribution=steps if self._timer.distributions else NO_STEPS,
             target_prompt=own,
             draft_prompt=max(typical(self._both) - own, 0.0),
-            settled=self._whole_rounds(drafts[False].first_two - drafts[False].first),
+            settled=self._whole_rounds(steps.first_two - steps.first),
         )
 
     def _whole_rounds(self, two: float) -> dict[int, tuple[float, float]]:
@@ -247,25 +245,21 @@ def measure_paid(
         steps = measure_steps(target, counts, depth, repeats, target.vocabulary_size, until_steady=True)
         verified = {length: steps[length + 1][0] for length in reached}
         return PaidCosts(steps[1][0], verified, NO_STEPS, NO_STEPS, 0.0, 0.0)
-    meter = RoundCostMeter(target, draft, prompts, sorted({1, 2, *lengths}), (True,), min(tokens, TOKENS))
+    meter = RoundCostMeter(target, draft, prompts, sorted({1, 2, *lengths}), True, min(tokens, TOKENS))
     meter.until(repeats, until_steady=True)
     return meter.costs()
 
 
-def _steps(taken: Mapping[tuple[bool, str], Sequence[float]], mode: bool) -> DraftSteps:
-    """The medians of one way to draft; all 0 where no step was seen, because steps are then part of the round.
+def _steps(taken: Mapping[str, Sequence[float]]) -> DraftSteps:
+    """The medians of the draft's steps; all 0 where no step was seen, because steps are then part of the round.
 
-    A second token costs in both ways what it costs in the way that was seen with both kinds of first step.
+    A second token costs nothing or more, where a first step was seen without one, too.
     """
-    medians = {key: statistics.median(seconds) for key, seconds in taken.items() if seconds}
-    extra = [
-        medians[way, "first_two"] - medians[way, "first"]
-        for way in (mode, not mode)
-        if {(way, "first"), (way, "first_two")} <= set(medians)
-    ]
-    later = medians.get((mode, "later"), 0.0)
-    first = medians.get((mode, "first"), later)
-    return DraftSteps(first, first + max(extra[0], 0.0) if extra else medians.get((mode, "first_two"), first), later)
+    medians = {kind: statistics.median(seconds) for kind, seconds in taken.items() if seconds}
+    later = medians.get("later", 0.0)
+    first = medians.get("first", later)
+    two = medians.get("first_two", first)
+    return DraftSteps(first, max(two, first) if "first" in medians else two, later)
 
 
 # ── Costs kept: in the loaded pair, and in a file beside the imported GGUF files ──

@@ -16,7 +16,7 @@ from distill.decoding.calibration import Calibration, Recorded
 from distill.decoding.drafters import NOTHING, LookupPrice
 from distill.decoding.lengths import ROOT, Features, Proposal
 from distill.decoding.ngrams import ORDER, Guess, Mixture, NGramTable
-from distill.decoding.trees import calibrated
+from distill.decoding.trees import Leaves, calibrated
 from distill.engines.model import SPARE_NODES
 
 BRANCHING = 8  # children of a node that are looked at
@@ -117,28 +117,31 @@ class TableDrafter:
         depth = min(self.depth, limit)
         if most <= 0 or depth <= 0:
             return NOTHING
-        grown, value = _Tree(self.max_leaves), _Value(self.price, most)
+        leaves, value = Leaves(self.max_leaves), _Value(self.price, most)
+        tokens, parents = list[int](), list[int]()
         root = self._children(ROOT, 1, 1.0, self.mixture.tail, self.mixture.place)
         pool, entries = [root.entry(0, 0)] if root.tokens else [], 1
-        while pool and len(grown.tokens) < most and value.may_rise(len(grown.tokens), -pool[0][0]):
+        while pool and len(tokens) < most and value.may_rise(len(tokens), -pool[0][0]):
             loss, rank, _, among = heapq.heappop(pool)
             if rank + 1 < len(among.tokens):
                 heapq.heappush(pool, among.entry(rank + 1, entries))
                 entries += 1
             token = among.tokens[rank]
-            if not grown.join(among.parent, token):
+            if not leaves.take(among.parent):
                 continue
-            value.add(len(grown.tokens), -loss)
-            if len(grown.tokens) == most or not value.may_rise(len(grown.tokens), -loss):
+            tokens.append(token)
+            parents.append(among.parent)
+            value.add(len(tokens), -loss)
+            if len(tokens) == most or not value.may_rise(len(tokens), -loss):
                 break  # no node that is left has a better chance than this one
             if among.depth < depth and token not in ends:
                 place = self.mixture.after(among.place, token)
                 below = (*among.tail, token)[-ORDER:]
-                children = self._children(len(grown.tokens) - 1, among.depth + 1, -loss, below, place)
+                children = self._children(len(tokens) - 1, among.depth + 1, -loss, below, place)
                 if children.tokens:
                     heapq.heappush(pool, children.entry(0, entries))
                     entries += 1
-        return Proposal(grown.tokens[: value.count], grown.parents[: value.count])
+        return Proposal(tokens[: value.count], parents[: value.count])
 
     def _children(
         self, parent: int, depth: int, value: float, tail: tuple[int, ...], place: Sequence[int]
@@ -156,26 +159,6 @@ class TableDrafter:
         """The round's tokens are counted with the next proposal; what rounds give the price is told by its owner."""
 
 
-class _Tree:
-    """The nodes that joined, parents first, with at most `max_leaves` leaves."""
-
-    def __init__(self, max_leaves: int) -> None:
-        self._max_leaves, self._leaves, self._inner = max_leaves, 0, set[int]()
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-
-    def join(self, parent: int, token: int) -> bool:
-        """Add a node, unless it makes a leaf too many."""
-        more = parent == ROOT or parent in self._inner
-        if self._leaves + more > self._max_leaves:
-            return False
-        self._leaves += more
-        self._inner.add(parent)
-        self.tokens.append(token)
-        self.parents.append(parent)
-        return True
-
-
 class _Value:
     """How many of the nodes found so far are worth verifying; without a price, all."""
 
@@ -185,7 +168,7 @@ class _Value:
         self._costs: list[float] | None = None  # λ·T(n + 1)
         self._price = price
         if price is not None:
-            rate = price.rate
+            rate = price.pace.rate
             self._costs = [rate * seconds for seconds in price.costs.target[: most + 1]]
             self._best = 1 - self._costs[0] - rate * price.costs.again(0, 1.0, 1.0)
 
@@ -208,7 +191,7 @@ class _Value:
             return
         # Only chains are computed again, and the chance of a chain's last node is that of the whole.
         value = self._expected - self._costs[nodes]
-        value -= self._price.rate * self._price.costs.again(nodes, self._expected, chance)
+        value -= self._price.pace.rate * self._price.costs.again(nodes, self._expected, chance)
         if value > self._best:
             self._best, self.count = value, nodes
 

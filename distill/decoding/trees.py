@@ -9,7 +9,7 @@ call, V vocabulary, k children.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -154,25 +154,6 @@ class ShapeTable:
         return Shape(tuple(parents))
 
 
-def choose_shape(
-    acceptance: Sequence[float], nodes: int, depth: int, target: Mapping[int, float], draft: Callable[[int], float]
-) -> Shape:
-    """The shape of at most `nodes` nodes and `depth` levels with the most tokens per second; empty: decode plainly.
-
-    Argmax of (1 + expected accepted) / (T(n + 1) + draft(d)) over sizes n and depths d, smaller ones on ties; `target`
-    maps m to T(m) seconds, `draft` gives the seconds of drafting d levels.
-    """
-    table = ShapeTable(acceptance, nodes, depth)
-    best, chosen = -np.inf, (0, 0)
-    for n in range(nodes + 1):
-        for d in range(min(n, 1), min(n, depth) + 1):
-            if n + 1 in target and np.isfinite(table.expected[d, n]):
-                speed = (1 + table.expected[d, n]) / (target[n + 1] + draft(d))
-                if speed > best:
-                    best, chosen = speed, (n, d)
-    return table.shape(*chosen)
-
-
 # ── Trees of drafted tokens ──
 
 # Feeds the draft these tokens below these parents (numbers of tokens fed before, or ROOT) and returns the distributions
@@ -195,21 +176,33 @@ class _Node:
         return self.ranks[:-1]
 
 
+class Leaves:
+    """The leaves of a tree that grows below `root`: at most `most`. Each child but a node's first makes one more."""
+
+    def __init__(self, most: int, root: Hashable = ROOT) -> None:
+        self._left, self._inner = most, {root}
+
+    def take(self, parent: Hashable) -> bool:
+        """Count a child of `parent`, unless it makes a leaf too many."""
+        more = parent in self._inner
+        if more > self._left:
+            return False
+        self._left -= more
+        self._inner.add(parent)
+        return True
+
+
 class _JoinedNodes:
     """The nodes that joined a tree, parents first, with at most `max_leaves` leaves; () is the root."""
 
     def __init__(self, max_leaves: int) -> None:
-        self._max_leaves, self._leaves = max_leaves, 0
+        self._leaves = Leaves(max_leaves, ())
         self.numbers: dict[tuple[int, ...], int] = {(): ROOT}
-        self._inner: set[tuple[int, ...]] = set()
 
     def join(self, node: _Node) -> bool:
         """Add the node, unless its parent is missing or it makes a leaf too many."""
-        more = node.parent == () or node.parent in self._inner
-        if node.parent not in self.numbers or self._leaves + more > self._max_leaves:
+        if node.parent not in self.numbers or not self._leaves.take(node.parent):
             return False
-        self._leaves += more
-        self._inner.add(node.parent)
         self.numbers[node.ranks] = len(self.numbers) - 1
         return True
 

@@ -16,6 +16,7 @@ from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel, ends_of
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata
+from distill.engines.torch.batched import BatchedTorchModel
 from distill.engines.torch.cpu_products import prepacked, rounded
 from distill.engines.torch.hugging_face import (
     encode_text,
@@ -28,7 +29,7 @@ from distill.engines.torch.hugging_face import (
     real_tokens,
     text_folder,
 )
-from distill.engines.torch.model import BatchedTorchModel, TorchModel, model_name, state_refusal
+from distill.engines.torch.model import TorchModel, model_name, state_refusal
 from distill.engines.torch.recurrent import RecurrentTorchModel
 from distill.errors import DataError, RecipeError
 from distill.files import digests_of, file_digests

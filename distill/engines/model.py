@@ -24,23 +24,19 @@ class Logits(Protocol):
 
     def __len__(self) -> int:
         """How many rows n there are."""
-        ...
 
     @property
     def place(self) -> Place | None:
         """The model and the position of each row, for messages."""
-        ...
 
     def argmax(self, empty: int | None = None) -> list[int]:
         """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere.
 
         DataError for NaN or +∞ and, without `empty`, for a row that is −∞ everywhere.
         """
-        ...
 
     def full(self) -> torch.Tensor:
         """All logits [n, V] as a copy on the CPU, in fp32, or fp64 where they were computed so; not checked."""
-        ...
 
 
 class Model(Protocol):
@@ -60,27 +56,22 @@ class Model(Protocol):
     @property
     def vocabulary_size(self) -> int:
         """How many ids V the logits cover."""
-        ...
 
     @property
     def capacity(self) -> int:
         """The most tokens a row can hold."""
-        ...
 
     @property
     def rows(self) -> int:
         """How many sequences are kept at once."""
-        ...
 
     @property
     def max_leaves(self) -> int:
         """The most branches (leaves) that a tree may have at once; 0: no trees."""
-        ...
 
     @property
     def lengths(self) -> list[int]:
         """Committed tokens of each row; nodes of a pending tree are not among them."""
-        ...
 
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
@@ -92,22 +83,18 @@ class Model(Protocol):
         committed. ValueError, with nothing changed, for tokens that do not fit, and without `parents` while a tree is
         pending.
         """
-        ...
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Commit one path of the pending tree per row and drop its other nodes.
 
         A path is the node numbers from a child of ROOT downwards, or empty to drop the whole tree.
         """
-        ...
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget the pending tree and the tokens of each row beyond `lengths`."""
-        ...
 
     def close(self) -> None:
         """Free the model's memory; it cannot be used afterwards."""
-        ...
 
 
 def resent(model: Model) -> int:

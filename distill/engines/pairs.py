@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from distill.engines.torch.hugging_face import load_config, load_tokenizer, text_folder
 from distill.engines.torch.kept import read_kept
@@ -199,19 +199,24 @@ ANY_ROWS = '"use_heterogeneous_vocab": true, which drafts the draft\'s best toke
 SAME_FILES = "copy the target's tokenizer files into the draft's folder and export the draft again"
 
 
+class Against(NamedTuple):
+    """Why a pair does not fit by a rule, and the next step."""
+
+    reason: str
+    remedy: str
+
+
+Verdict = Against | None  # None: it fits
+
+
 @dataclass(frozen=True)
 class PairReport:
-    """The verdict of each rule on a pair: None when it fits, else the reason against.
+    """The verdict of each rule on a pair. `distill` is the rule of our decoder, `context` only a warning."""
 
-    `distill` is the rule of our decoder, `context` only a warning. `remedies` names the next step for each rule that
-    fails.
-    """
-
-    distill: str | None
-    llama_cpp: str | None
-    vllm: str | None
-    context: str | None
-    remedies: dict[str, str]
+    distill: Verdict
+    llama_cpp: Verdict
+    vllm: Verdict
+    context: Verdict
     target: VocabularyMetadata = field(repr=False)
     draft: VocabularyMetadata = field(repr=False)
 
@@ -223,9 +228,9 @@ class PairReport:
             ("vllm", "pair rule of vLLM", "does not fit"),
             ("context", "context", "warning"),
         ):
-            against: str | None = getattr(self, key)
-            line = f"{name}: fits" if against is None else f"{name}: {trouble}: {against}"
-            yield line, against is None, self.remedies.get(key, "")
+            against: Verdict = getattr(self, key)
+            reason, remedy = against or ("", "")
+            yield f"{name}: {trouble}: {reason}" if against else f"{name}: fits", against is None, remedy
 
     def lines(self) -> list[str]:
         """The report as lines of text: both models, then one line per rule and one per remedy."""
@@ -280,9 +285,6 @@ def _differences(first: int, last: int, target: VocabularyMetadata, draft: Vocab
     return f"token {index} is {ours} in the target and {theirs} in the draft{more}"
 
 
-Verdict = tuple[str, str] | None  # the reason against, and the next step
-
-
 def distill_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
     """Our decoder: every id that is a token and no padding in one model is the same string in both.
 
@@ -295,13 +297,13 @@ def distill_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdi
         return token if token is None or byte_level else token.replace(SPACE, " ")
 
     different = _differences(0, max(target.rows, draft.rows), target, draft, spaced)
-    return (different, TRANSPLANT) if different else None
+    return Against(different, TRANSPLANT) if different else None
 
 
 def llama_cpp_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
     """llama.cpp's common_speculative_are_compatible, in its order (common/speculative.cpp)."""
     if target.kind != draft.kind:
-        return f"the target's vocabulary is of type {target.kind}, the draft's {draft.kind}", TRANSPLANT
+        return Against(f"the target's vocabulary is of type {target.kind}, the draft's {draft.kind}", TRANSPLANT)
     sides = (
         ("bos", target.add_bos, draft.add_bos, target.bos, draft.bos),
         ("eos", target.add_eos, draft.add_eos, target.eos, draft.eos),
@@ -309,15 +311,16 @@ def llama_cpp_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Ver
     for name, ours, theirs, first, second in sides:
         if ours != theirs:
             with_it, without = ("target", "draft") if ours else ("draft", "target")
-            return f"the {with_it} adds its {name} token to a text, the {without} does not", SAME_FILES
+            return Against(f"the {with_it} adds its {name} token to a text, the {without} does not", SAME_FILES)
         if ours and first != second:
-            return f"the {name} token that is added is {first} in the target and {second} in the draft", SAME_FILES
+            reason = f"the {name} token that is added is {first} in the target and {second} in the draft"
+            return Against(reason, SAME_FILES)
     if abs(target.rows - draft.rows) > LLAMA_CPP_SIZE_DIFFERENCE:
         reason = f"vocabulary sizes {target.rows} and {draft.rows} differ by more than {LLAMA_CPP_SIZE_DIFFERENCE}"
-        return reason, OTHER_ROWS.format(target.rows)
+        return Against(reason, OTHER_ROWS.format(target.rows))
     last = min(target.rows, draft.rows)
     different = _differences(LLAMA_CPP_FIRST_ID, last, target, draft, lambda side, index: side.tokens[index])
-    return (different, TRANSPLANT) if different else None
+    return Against(different, TRANSPLANT) if different else None
 
 
 def vllm_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
@@ -325,18 +328,19 @@ def vllm_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
     if target.rows == draft.rows:
         return None
     reason = f"vocab_size is {target.rows} in the target and {draft.rows} in the draft"
-    return reason, f"{OTHER_ROWS.format(target.rows)}; or serve it with {ANY_ROWS}"
+    return Against(reason, f"{OTHER_ROWS.format(target.rows)}; or serve it with {ANY_ROWS}")
 
 
 def context_rule(draft: VocabularyMetadata, served: int | None) -> Verdict:
     """The draft's training context is at least the served one; fits where the served one is unknown."""
     if draft.context is None:
-        return "the draft names no context length", "set max_position_embeddings in its config.json, or export it again"
+        remedy = "set max_position_embeddings in its config.json, or export it again"
+        return Against("the draft names no context length", remedy)
     if served is None or draft.context >= served:
         return None
     reason = f"the draft was made for {draft.context} tokens, {served} are to be served"
     shorter = f"serve at most {draft.context} tokens (llama.cpp --ctx-size, vLLM --max-model-len)"
-    return reason, f"{shorter}, or cut the draft from a donor with a longer context"
+    return Against(reason, f"{shorter}, or cut the draft from a donor with a longer context")
 
 
 def compare_pair(target: str, draft: str, context: int | None = None, same_rows: bool = False) -> PairReport:
@@ -351,19 +355,8 @@ def compare_pair(target: str, draft: str, context: int | None = None, same_rows:
     if same_rows and distill_rule(ours, theirs) is None:
         theirs = theirs.with_rows(ours.rows)
     served = ours.context if context is None else context
-    verdicts = {
-        "distill": distill_rule(ours, theirs),
-        "llama_cpp": llama_cpp_rule(ours, theirs),
-        "vllm": vllm_rule(ours, theirs),
-        "context": context_rule(theirs, served),
-    }
-    reasons = {name: None if verdict is None else verdict[0] for name, verdict in verdicts.items()}
-    return PairReport(
-        remedies={name: verdict[1] for name, verdict in verdicts.items() if verdict is not None},
-        target=ours,
-        draft=theirs,
-        **reasons,
-    )
+    rules = (rule(ours, theirs) for rule in (distill_rule, llama_cpp_rule, vllm_rule))
+    return PairReport(*rules, context_rule(theirs, served), ours, theirs)
 
 
 def require_pair(target: str, draft: str) -> PairReport:
@@ -371,8 +364,8 @@ def require_pair(target: str, draft: str) -> PairReport:
     report = compare_pair(target, draft)
     if report.distill is not None:
         raise PairError(
-            f"{draft} does not fit the target {target}: {report.distill}",
-            f"choose a donor with the target's tokenizer, or {report.remedies['distill']}",
+            f"{draft} does not fit the target {target}: {report.distill.reason}",
+            f"choose a donor with the target's tokenizer, or {report.distill.remedy}",
         )
     return report
 

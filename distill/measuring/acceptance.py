@@ -205,9 +205,7 @@ def evaluate_pairs(
     report = as_report(
         measured,
         decoded,
-        options.sampler,
-        options.settings,
-        options.command,
+        options,
         () if several else one.classes,
         sliced=None if several else next(iter(sliced.values()), None),
     )
@@ -336,9 +334,7 @@ def worst_stretches(
 def as_report(
     measured: Mapping[str, Mapping[str, Measured]],
     decoded: Mapping[str, DecodedRounds],
-    sampler: Sampler,
-    settings: Evaluate,
-    command: str,
+    options: EvaluationOptions,
     classes: Sequence[str] = (),
     stored: StoredMeasures | None = None,
     sliced: SlicedValues | None = None,
@@ -350,13 +346,13 @@ def as_report(
     """
     rounds = {name: own.rounds for name, own in decoded.items()}
     report = EvaluationReport(
-        command=command,
-        sampler=sampler.describe(),
-        length=settings.length,
+        command=options.command,
+        sampler=options.sampler.describe(),
+        length=options.settings.length,
         domains={
             domain: {name: own.divergences() for name, own in drafts.items()} for domain, drafts in measured.items()
         },
-        positions={name: position_acceptance(own, settings.length) for name, own in rounds.items()},
+        positions={name: position_acceptance(own, options.settings.length) for name, own in rounds.items()},
         tokens_per_round={name: tokens_per_round(own) for name, own in rounds.items()},
         reliability={name: reliability(own.seen) for name, own in decoded.items()},
         stored=stored,

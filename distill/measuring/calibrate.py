@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,15 +26,23 @@ from distill.decoding.calibration import (
     log_loss,
     predicted,
 )
-from distill.decoding.configured import Tree, configured_sampler, lossy_reason, make_drafter
+from distill.decoding.configured import (
+    Fitted,
+    Tree,
+    configured_sampler,
+    lossy_reason,
+    make_drafter,
+    title_with_tree,
+)
 from distill.decoding.costs import StepCosts
 from distill.decoding.decode import Decoded, decode, room_for
-from distill.decoding.drafters import Drafter
+from distill.decoding.drafters import NONE, Drafter
 from distill.decoding.lengths import ROOT, Proposal, best_tokens
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.table import guesses, names_of_fits
-from distill.decoding.trees import RankTally, Shape, TreeDrafter, choose_shape, expected_accepted
+from distill.decoding.trees import RankTally, Shape, ShapeTable, TreeDrafter, expected_accepted
+from distill.decoding.verify import walk_greedy
 from distill.engines.loaded import LoadedPair, load_pair
 from distill.engines.model import Model
 from distill.errors import DataError
@@ -264,20 +271,6 @@ ROUNDS = 128  # of the draft alone, in which it is seen what values the nodes of
 TIMED = 2, 5  # prompts, and rounds after each that are timed with trees of every size
 
 
-def tree_of(chosen: ChosenTree) -> Tree:
-    """The tree as drafters take it: its shape, or how many nodes each round grows."""
-    return chosen.nodes if chosen.parents is None else Shape(tuple(chosen.parents))
-
-
-def title_with_tree(chosen: ChosenTree) -> str:
-    """The configuration's title, and the tree that was chosen."""
-    levels, tree = "", tree_of(chosen)
-    if isinstance(tree, Shape) and chosen.nodes:
-        counts = Counter(tree.depths)
-        levels = f" in levels of {', '.join(str(counts[level]) for level in sorted(counts))}"
-    return f"{chosen.configuration}: {chosen.nodes} node{'s' if chosen.nodes != 1 else ''}{levels}"
-
-
 def explain_tree(chosen: ChosenTree, of_texts: str, counted: float | None) -> str:
     """The choice and its reason; `of_texts` names what it was made on, `counted` are the tokens of a round that it then
     had, None where none was decoded."""
@@ -286,8 +279,9 @@ def explain_tree(chosen: ChosenTree, of_texts: str, counted: float | None) -> st
             f"`{chosen.configuration}`: on {of_texts} no tree size is predicted to be faster than plain decoding, "
             "so no tree is drafted."
         )
+    title = title_with_tree(chosen.configuration, chosen.tree)
     return (
-        f"`{title_with_tree(chosen)}`, the fastest by its prediction on {of_texts}: {chosen.tokens:.2f} tokens "
+        f"`{title}`, the fastest by its prediction on {of_texts}: {chosen.tokens:.2f} tokens "
         f"in {chosen.seconds * 1e3:.2f} ms a round, {chosen.speedup:.2f}× plain decoding after the prompt."
         + (f" The measured rounds had {counted:.2f} tokens." if counted is not None else "")
     )
@@ -344,24 +338,26 @@ def mean_values(
 
 def follow(proposal: Proposal, text: Sequence[int]) -> int:
     """How many tokens of a text a tree holds from the top down."""
-    children, here = proposal.children(), ROOT
-    for count, token in enumerate(text):
-        hit = next((child for child in children.get(here, []) if proposal.tokens[child] == token), None)
-        if hit is None:
-            return count
-        here = hit
-    return len(text)
+    depths = [0, *Shape(tuple(proposal.parents)).depths]
+    return len(walk_greedy([text[depth] if depth < len(text) else NONE for depth in depths], proposal)[0])
 
 
 def best_shapes(rates: Sequence[float], sizes: Sequence[int], depth: int, costs: StepCosts) -> dict[int, Shape]:
-    """By its nodes, the shape of the most tokens per second of each size, at an acceptance by rank: see `choose_shape`.
+    """By its nodes, the shape of the most tokens per second of each size, at an acceptance by rank.
 
-    Drafting d levels is taken to cost d draft steps and a round's overhead. A size that `depth` levels have no room for
+    Of n nodes and d levels these are (1 + expected accepted) / (T(n + 1) + the seconds of drafting), fewer levels on
+    ties; drafting is taken to cost d draft steps and a round's overhead. A size that `depth` levels have no room for
     gives the largest that they have.
     """
     room = sum(len(rates) ** level for level in range(1, depth + 1))
+    table = ShapeTable(rates, min(max(sizes), room), depth)
+
+    def speed(nodes: int, levels: int) -> float:
+        seconds = costs.target[nodes] + (costs.overhead + levels * costs.draft)
+        return float(1 + table.expected[levels, nodes]) / seconds
+
     return {
-        n: choose_shape(rates, n, depth, {n + 1: costs.target[n]}, lambda d: costs.overhead + d * costs.draft)
+        n: table.shape(n, max(range(1, min(n, depth) + 1), key=partial(speed, n)))
         for n in {min(size, room) for size in sizes}
     }
 
@@ -403,8 +399,7 @@ def choose_trees(
     draft: Model,
     texts: Sequence[Text],
     ends: Collection[int],
-    costs: StepCosts,
-    fitted: Mapping[str, Calibration],
+    fitted: Fitted,
     rates: Sequence[float],
     timed: tuple[int, int] = TIMED,
 ) -> list[ChosenTree]:
@@ -414,7 +409,7 @@ def choose_trees(
     after how many of them how many rounds are timed. `rates` are the acceptance by rank. Configurations that share a
     tree share its choice.
     """
-    costs = replace(costs, target=costs.target[: settings.speedup.max_tokens])
+    costs = replace(fitted.costs, target=fitted.costs.target[: settings.speedup.max_tokens])
     max_nodes = len(costs.target) - 1
     prompts = [prompt for prompt, _ in texts[: timed[0]]]
     choices: list[ChosenTree] = []
@@ -431,14 +426,12 @@ def choose_trees(
         rules = Rules(sampler, configuration.verified_by, ends, draws)
         sizes = sorted({*(size for size in SIZES if size < max_nodes), max_nodes})
         trees: dict[int, Tree] = {size: size for size in sizes}
+        make = partial(make_drafter, configuration.tree_alone, draft, sampler, draws, fitted)
+        lossy = lossy_reason(configuration, sampler) is not None
         if configuration.ranked:
             nodes = sizes if configuration.nodes is None else [configuration.nodes]
             shapes = best_shapes(rates, nodes, configuration.max_length, costs)
-            trees = {**shapes}
-        make = partial(make_drafter, configuration.tree_alone, draft, sampler, draws, costs, fitted)
-        lossy = lossy_reason(configuration, sampler) is not None
-        if configuration.ranked:
-            values = shape_values(shapes, rates)
+            trees, values = {**shapes}, shape_values(shapes, rates)
         else:
             drafter = make(max_nodes)
             assert isinstance(drafter, TreeDrafter)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -16,12 +15,10 @@ from functools import partial
 
 import numpy
 
-from distill.decoding.calibration import Calibration
-from distill.decoding.configured import NO_COSTS, Tree, configured_sampler, lossy_reason, make_drafter
-from distill.decoding.costs import StepCosts, measure_steps
+from distill.decoding.configured import Fitted, configured_sampler, lossy_reason, make_drafter, title_with_tree
+from distill.decoding.costs import measure_steps
 from distill.decoding.decode import Decoded, Round, decode_text, plain, room_for
 from distill.decoding.drafters import Drafter
-from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.rules import Rules
 from distill.decoding.verify import refusal
@@ -79,18 +76,6 @@ class PairSettings:
 
 
 @dataclass(frozen=True)
-class Calibrations:
-    """What configurations read that is measured beforehand: costs, calibrations by name, chosen trees by title;
-    the table of n-grams, and how far the target's trees may branch."""
-
-    costs: StepCosts = NO_COSTS
-    by_name: Mapping[str, Calibration] = field(default_factory=dict)
-    trees: Mapping[str, Tree] = field(default_factory=dict)
-    table: NGramTable | None = None
-    max_leaves: int = sys.maxsize
-
-
-@dataclass(frozen=True)
 class TimedConfiguration:
     """A configuration with the rules it decodes under; `make` gives its drafter, None for plain decoding.
 
@@ -134,7 +119,7 @@ def prepare(
     configuration: Configuration,
     draft: Model | DraftReader,
     ends: Collection[int],
-    fitted: Calibrations,
+    fitted: Fitted,
 ) -> TimedConfiguration:
     """Make a configuration ready under the settings' seed and sampler; a `DraftReader` has another vocabulary."""
     sampler = configured_sampler(configuration, settings.sampler)
@@ -143,26 +128,16 @@ def prepare(
     rules = Rules(sampler, verifier, ends, draws)
     if not configuration.drafts:
         return TimedConfiguration(configuration, rules, None)
-    tree = fitted.trees.get(configuration.title)
-    make = partial(
-        make_drafter,
-        configuration,
-        draft,
-        sampler,
-        draws,
-        fitted.costs,
-        fitted.by_name,
-        tree,
-        fitted.table,
-        fitted.max_leaves,
-    )
+    make = partial(make_drafter, configuration, draft, sampler, draws, fitted)
     if configuration.other_vocabulary:
         return TimedConfiguration(configuration, rules, make, refusal(rules.verifier, make().kind, sampler.temperature))
-    return TimedConfiguration(configuration, rules, make, lossy_reason(configuration, sampler))
+    tree = fitted.trees.get(configuration.title)
+    name = None if tree is None else title_with_tree(configuration.title, tree)
+    return TimedConfiguration(configuration, rules, make, lossy_reason(configuration, sampler), name=name)
 
 
 def prepare_all(
-    settings: PairSettings, draft: Model | DraftReader, ends: Collection[int], fitted: Calibrations
+    settings: PairSettings, draft: Model | DraftReader, ends: Collection[int], fitted: Fitted
 ) -> list[TimedConfiguration]:
     """Plain greedy decoding, the sweep (a configuration a length), and all others.
 

@@ -236,7 +236,7 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
         left_out=left_out,
     )
     classes = [", ".join(filter(None, (answer.label, answer.mode))) for answer in texts.answers]
-    return as_report(measured, {}, Sampler(), recipe.eval, run.command, classes, stored)
+    return as_report(measured, {}, EvaluationOptions(Sampler(), recipe.eval, run.command), classes, stored)
 
 
 def _source(origin: dict[str, Any]) -> str:

@@ -200,7 +200,4 @@ class OwnDistributions:
 
 def _logits(model: Model, prompt: Sequence[int], new: Sequence[int]) -> Tensor:
     """Logits [n, V] that choose each of the tokens `new` after a prompt, one token at a time as plain decoding does."""
-    model.rollback([0])
-    rows = [model.extend(prompt, want=[len(prompt) - 1]).full()]
-    rows += [model.extend([token]).full() for token in new[:-1]]
-    return torch.cat([row.cpu() for row in rows])
+    return torch.stack([*_logits_along(model, prompt, new, 1, range(len(new)), False).values()])

@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from distill.decoding.configured import Tree
 from distill.decoding.costs import PaidCosts
+from distill.decoding.trees import Shape
 from distill.files import Figure
 from distill.recipe.measuring import MOST_KL
 
@@ -178,6 +180,11 @@ class ChosenTree:
     seconds: float
     speedup: float
     compared: list[ComparedTree]
+
+    @property
+    def tree(self) -> Tree:
+        """The tree as drafters take it: its shape, or how many nodes each round grows."""
+        return self.nodes if self.parents is None else Shape(tuple(self.parents))
 
 
 @dataclass(frozen=True)

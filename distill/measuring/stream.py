@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.decoding.calibration import Calibration
-from distill.decoding.configured import NO_COSTS, make_drafter, require_trees
+from distill.decoding.configured import NO_COSTS, Fitted, make_drafter, require_trees
 from distill.decoding.constrained import Constrained, Forced
 from distill.decoding.decode import Decoded, decode, plain_steps
 from distill.decoding.drafters import Drafter
@@ -198,16 +198,8 @@ def _drafter(
     costs = pair_costs(pair, ids, configuration.longest_round) if priced else NO_COSTS
     asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)
     table = None if request.table is None else open_table(request.table, pair.reference)
-    drafter = make_drafter(
-        configuration,
-        asked,
-        rules.sampler,
-        rules.random,
-        costs,
-        request.fitted,
-        table=table,
-        max_leaves=pair.target.max_leaves,
-    )
+    fitted = Fitted(costs, request.fitted, table=table, max_leaves=pair.target.max_leaves)
+    drafter = make_drafter(configuration, asked, rules.sampler, rules.random, fitted)
     return drafter if grammar is None else Forced(drafter, grammar)
 
 

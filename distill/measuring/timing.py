@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -17,7 +17,7 @@ from statistics import fmean
 
 from distill.decoding.batch import decode_batch, plain_batch
 from distill.decoding.calibration import Calibration
-from distill.decoding.configured import NO_COSTS, make_rule, require_trees
+from distill.decoding.configured import NO_COSTS, Fitted, make_rule, require_trees
 from distill.decoding.costs import ENOUGH, PaidCosts, accepted_by_position, shorter_rounds
 from distill.decoding.decode import Decoded
 from distill.decoding.ngrams import NGramTable
@@ -30,17 +30,8 @@ from distill.engines.loaded import LoadedPair, with_rows
 from distill.engines.model import Model
 from distill.engines.torch.model import TorchModel, mask_refusal, model_name, state_refusal
 from distill.errors import DataError, RecipeError
-from distill.measuring.calibrate import (
-    Calibrated,
-    choose_trees,
-    explain_tree,
-    read_calibrations,
-    read_ranks,
-    title_with_tree,
-    tree_of,
-)
+from distill.measuring.calibrate import Calibrated, choose_trees, explain_tree, read_calibrations, read_ranks
 from distill.measuring.compare import (
-    Calibrations,
     PairSettings,
     TimedConfiguration,
     TimedText,
@@ -115,7 +106,7 @@ def measure_pair(
         require_trees(pair.target, pair.draft)
     prompts, new_tokens = given.prompts, settings.speedup.new_tokens
     spare = prompts_as_long(given.spare, [len(prompt) for prompt in prompts])
-    paid, fitted, choices = _fit(settings, pair, given.calibrated, spare, given.table)
+    paid, fitted, choices = _fit(settings, pair, given, spare)
     small: Model = pair.draft if reader is None else reader.model
     watch = Watch()
     target, draft = watch.models(pair.target, small)
@@ -123,7 +114,7 @@ def measure_pair(
     if reader is not None:
         drafting = copy.copy(reader)
         drafting.model = draft
-    prepared = _prepared(settings, pair.ends, drafting, fitted, choices)
+    prepared = _prepared(settings, pair.ends, drafting, fitted)
     predictions = Predictions(pair.target, pair.draft, prompts, spare, new_tokens, prepared)
     texts = time_texts(
         target,
@@ -191,25 +182,28 @@ def time_again(
     given: PairTexts,
 ) -> list[TimedText]:
     """Decode prompts by the configurations of these titles once more, with the costs and trees that `part` measured."""
-    choices = {choice.configuration: choice for choice in part.trees}
-    costs = NO_COSTS
-    if part.costs is not None:
-        costs = part.costs.step_costs(pair.target if pair.draft is pair.target else None)
-    trees = {title: tree_of(choice) for title, choice in choices.items()}
-    calibrations = _calibrations(settings, given.calibrated)
-    fitted = Calibrations(costs, calibrations, trees, given.table, pair.target.max_leaves)
-    prepared = [one for one in _prepared(settings, pair.ends, pair.draft, fitted, choices) if one.title in titles]
+    fitted = _fitted(settings, pair, given, part.costs, part.trees)
+    prepared = [one for one in _prepared(settings, pair.ends, pair.draft, fitted) if one.title in titles]
     target, draft, title = pair.target, pair.draft, f"{part.backend}, prompts of a turn"
     return time_texts(target, draft, given.prompts, settings.speedup.new_tokens, prepared, title)
 
 
+def _fitted(
+    settings: PairSettings, pair: LoadedPair, given: PairTexts, paid: PaidCosts | None, trees: Iterable[ChosenTree]
+) -> Fitted:
+    """What configurations read, from the costs and trees that were measured; calibrations where one is read."""
+    costs, calibrations, calibrated = NO_COSTS, dict[str, Calibration](), given.calibrated
+    if paid is not None:
+        costs = paid.step_costs(pair.target if pair.draft is pair.target else None)
+    if calibrated is not None and any(one.needs_calibration for one in settings.configurations):
+        calibrations = read_calibrations(calibrated.table, calibrated.source)
+    chosen = {one.configuration: one.tree for one in trees}
+    return Fitted(costs, calibrations, chosen, given.table, pair.target.max_leaves)
+
+
 def _fit(
-    settings: PairSettings,
-    pair: LoadedPair,
-    calibrated: Calibrated | None,
-    spare: Sequence[Sequence[int]],
-    table: NGramTable | None,
-) -> tuple[PaidCosts | None, Calibrations, dict[str, ChosenTree]]:
+    settings: PairSettings, pair: LoadedPair, given: PairTexts, spare: Sequence[Sequence[int]]
+) -> tuple[PaidCosts | None, Fitted, dict[str, ChosenTree]]:
     """What configurations read that no measured prompt may decide: costs of rounds, calibrations, trees by title.
 
     Rounds are timed of the lengths that may be drafted, behind `spare` prompts.
@@ -217,37 +211,22 @@ def _fit(
     configurations, counts = settings.configurations, settings.speedup
     chooses = any(one.needs_tree_choice for one in configurations)
     priced = [one.longest_round for one in configurations if one.needs_costs]
-    paid, costs = None, NO_COSTS
+    paid = None
     if priced:
         longest = max(*(one.max_length for one in settings.sweep), *priced, counts.max_tokens - 1 if chooses else 1)
         lengths = range(1, longest + 1)
         paid = measure_paid(pair.target, pair.draft, spare, lengths, counts.repeats, counts.new_tokens)
-        costs = paid.step_costs(pair.target if pair.draft is pair.target else None)
         keep_costs(pair, len(spare[len(spare) // 2]), paid.step_costs())
-    calibrations = _calibrations(settings, calibrated)
-    choices: dict[str, ChosenTree] = {}
+    fitted, found, calibrated = _fitted(settings, pair, given, paid, ()), list[ChosenTree](), given.calibrated
     if calibrated is not None and chooses:
         rates = read_ranks(calibrated.table, calibrated.source).rates()
-        target, draft, texts = pair.target, pair.draft, calibrated.texts
-        found = choose_trees(settings, target, draft, texts, pair.ends, costs, calibrations, rates)
-        choices = {choice.configuration: choice for choice in found}
-    trees = {title: tree_of(choice) for title, choice in choices.items()}
-    return paid, Calibrations(costs, calibrations, trees, table, pair.target.max_leaves), choices
-
-
-def _calibrations(settings: PairSettings, calibrated: Calibrated | None) -> Mapping[str, Calibration]:
-    """The calibrations by name; none where no configuration reads them."""
-    if calibrated is None or not any(one.needs_calibration for one in settings.configurations):
-        return {}
-    return read_calibrations(calibrated.table, calibrated.source)
+        found = choose_trees(settings, pair.target, pair.draft, calibrated.texts, pair.ends, fitted, rates)
+    choices = {choice.configuration: choice for choice in found}
+    return paid, replace(fitted, trees={title: choice.tree for title, choice in choices.items()}), choices
 
 
 def _prepared(
-    settings: PairSettings,
-    ends: Sequence[int],
-    draft: Model | DraftReader,
-    fitted: Calibrations,
-    choices: Mapping[str, ChosenTree],
+    settings: PairSettings, ends: Sequence[int], draft: Model | DraftReader, fitted: Fitted
 ) -> list[TimedConfiguration]:
     """Plain decoding, the sweep and all other configurations, under titles that name chosen trees."""
     prepared = prepare_all(settings, draft, ends, fitted)
@@ -256,7 +235,7 @@ def _prepared(
         raise RecipeError(
             f"`{refused.title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
         )
-    return [replace(one, name=title_with_tree(choices[one.title])) if one.title in choices else one for one in prepared]
+    return prepared
 
 
 def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, ChosenTree]) -> list[int]:
@@ -325,7 +304,7 @@ class Predictions:
         self._meter: RoundCostMeter | None = None
         if self._lengths:
             try:
-                self._meter = RoundCostMeter(target, draft, others, [*self._lengths.values()], (False,), new_tokens)
+                self._meter = RoundCostMeter(target, draft, others, [*self._lengths.values()], False, new_tokens)
             except DataError as error:
                 self.refused = error.what
 
@@ -433,7 +412,7 @@ def measure_batches(
     prompts: Sequence[Sequence[int]],
     sizes: Sequence[int],
     prepared: Sequence[TimedConfiguration],
-    fitted: Calibrations,
+    fitted: Fitted,
 ) -> list[BatchFigures]:
     """Every configuration that can at each size B, over groups of B prompts; the last prompts that fill none are left.
 
@@ -452,7 +431,7 @@ def measure_batches(
                 rules = Rules(one.rules.sampler, verifier, one.rules.ends)
                 runs.setdefault(one.base, partial(plain_batch, target, rules=rules))
             for one in able:
-                rule = partial(make_rule, one.configuration, fitted.costs, fitted.by_name)
+                rule = partial(make_rule, one.configuration, fitted)
                 argmax = one.rules.verifier == "match"
                 runs[one.title] = partial(decode_batch, target, draft, rules=one.rules, length=rule, argmax=argmax)
             seconds: dict[str, float] = dict.fromkeys(runs, 0.0)

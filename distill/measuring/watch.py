@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from distill.engines.model import AroundModel, Ints, Logits, Model
-from distill.engines.torch.model import TorchModel
-from distill.engines.torch.static import StaticTorchModel
+from distill.engines.model import Ints, Model
 
 
 class Step(NamedTuple):
@@ -25,42 +23,25 @@ class Step(NamedTuple):
     seconds: float
 
 
-class WatchedModel(AroundModel):
-    """A model of one row whose steps are noted in `steps`."""
-
-    def __init__(self, model: Model, steps: list[Step]) -> None:
-        super().__init__(model)
-        self.steps = steps
-
-    def extend(
-        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
-    ) -> Logits:
-        """See `Model`."""
-        # What watching takes is the model's time rather than the round's own: between steps it would show more.
-        started, depth = time.perf_counter(), self.model.lengths[0]
-        logits = self.model.extend(tokens, counts, parents, want)
-        self.steps.append(Step(depth, len(tokens), started, time.perf_counter() - started))
-        return logits
-
-
 class _Noting:
-    """A model that notes its steps and shares its whole state with `model`: either can go on with a text.
+    """A model of one row that notes its steps and shares its whole state with `model`: either can go on with a text.
 
-    It is of the model's own class, because rounds on a device drive those by `step` and `grow`, past `extend`.
+    It is made of the model's own class, because rounds on a device drive those by `step` and `grow`, past `extend`.
     """
 
-    steps: list[Step]
+    noted: list[Step]
     lengths: list[int]
 
     def __init__(self, model: Any, steps: list[Step]) -> None:
         self.__dict__ = model.__dict__
-        self.steps = steps
+        self.noted = steps
 
     def _noted(self, tokens: int, call: Callable[[], Any]) -> Any:
-        started, depth, noted = time.perf_counter(), self.lengths[0], len(self.steps)
+        # What watching takes is the model's time rather than the round's own: between steps it would show more.
+        started, depth, before = time.perf_counter(), self.lengths[0], len(self.noted)
         logits = call()
-        if len(self.steps) == noted:  # `extend` may call `step` or `grow`
-            self.steps.append(Step(depth, tokens, started, time.perf_counter() - started))
+        if len(self.noted) == before:  # `extend` may call `step` or `grow`
+            self.noted.append(Step(depth, tokens, started, time.perf_counter() - started))
         return logits
 
     def step(self, ids: Tensor, *arguments: Any) -> Any:
@@ -79,18 +60,6 @@ class _Noting:
         """See `Model`."""
         call = super().extend  # type: ignore[misc]
         return self._noted(len(tokens), lambda: call(tokens, counts, parents, want))
-
-
-class WatchedStaticModel(_Noting, StaticTorchModel):
-    """A static model whose steps are noted."""
-
-    __slots__ = ("steps",)
-
-
-class WatchedGrowingModel(_Noting, TorchModel):
-    """A model with a growing cache on an accelerator whose steps are noted."""
-
-    __slots__ = ("steps",)
 
 
 class Watch:
@@ -113,9 +82,6 @@ class Watch:
         return taken[0], taken[1]
 
 
-def _watched(model: Model, steps: list[Step]) -> Model:
-    if isinstance(model, StaticTorchModel):
-        return WatchedStaticModel(model, steps)
-    if isinstance(model, TorchModel) and model.steps_on_device:
-        return WatchedGrowingModel(model, steps)
-    return WatchedModel(model, steps)
+def _watched(model: Any, steps: list[Step]) -> Any:
+    kind = type(model)
+    return type(f"Watched{kind.__name__}", (_Noting, kind), {"__slots__": ("noted",)})(model, steps)

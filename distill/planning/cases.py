@@ -260,7 +260,7 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
     size, timings = pair.target.vocabulary_size, []
     for number in range(TIMINGS):
         text = [(7 * place + 11 * number + 3) % size for place in range(prompt)]
-        meter = RoundCostMeter(pair.target, pair.draft, [text], lengths, (False,), min(new, TIMED))
+        meter = RoundCostMeter(pair.target, pair.draft, [text], lengths, False, min(new, TIMED))
         meter.until(1)
         timings.append(meter.costs())
         progress.step()

@@ -153,8 +153,8 @@ def in_pair(files: tuple[Path, Path], ask_recipes: bool) -> list[Difference]:
         )
     report = compare_pair(str(files[0]), str(files[1]))
     if report.llama_cpp is not None:
-        advice = report.remedies.get("llama_cpp", "")
-        found.append(Difference("the vocabulary", report.llama_cpp, "that of the target", advice))
+        reason, advice = report.llama_cpp
+        found.append(Difference("the vocabulary", reason, "that of the target", advice))
     return found
 
 

@@ -20,9 +20,9 @@ from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata, compare_pair
+from distill.engines.torch.batched import BatchedTorchModel
 from distill.engines.torch.cpu_products import prepacked
 from distill.engines.torch.hugging_face import encode, end_ids, real_tokens, text_folder
-from distill.engines.torch.model import BatchedTorchModel
 from distill.engines.torch.sharded import load_shared
 from distill.errors import DataError, EndpointError, PairError
 from distill.files import has_form

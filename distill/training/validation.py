@@ -26,9 +26,9 @@ from distill.decoding.decode import Decoded
 from distill.decoding.rules import Rules
 from distill.devices import doubled, memory_explained
 from distill.engines.loaded import growing_decoder
+from distill.engines.torch.batched import BatchedTorchModel
 from distill.engines.torch.hugging_face import end_ids, load_tokenizer
 from distill.engines.torch.kept import trimmed_head
-from distill.engines.torch.model import BatchedTorchModel
 from distill.files import from_json
 from distill.processes import agree, shards
 from distill.recipe import Recipe

@@ -257,7 +257,7 @@ def measure_rows(bench: Bench) -> Measured:
     depth = len(prompts[0]) + options.tokens // 2
     curve = fastest_steps(big, max(CURVE, max(lengths) + 1), depth)
     own = fastest_steps(small, 4, depth)
-    meter = RoundCostMeter(big, small, bench.others, lengths, (False,), options.tokens)
+    meter = RoundCostMeter(big, small, bench.others, lengths, False, options.tokens)
     found: dict[int, list[Measured]] = {length: [] for length in lengths}
     accepted: dict[int, list[list[float]]] = {length: [] for length in lengths}  # of each text, by position
     plains: list[float] = []

@@ -19,7 +19,8 @@ from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Features, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.rules import Rules, Stopped
-from distill.engines.torch.model import BatchedTorchModel, TorchModel
+from distill.engines.torch.batched import BatchedTorchModel
+from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
 from distill.measuring.identity import top_gap
@@ -92,12 +93,12 @@ def test_a_row_that_takes_no_token_is_untouched() -> None:
     with_others, quiet = (BatchedTorchModel(HUGGING_FACE["qwen3"], 3) for _ in range(2))
     for model in (with_others, quiet):
         model.extend([*range(5), *range(9), 7], [5, 9, 1])
-    before = [(layer.keys[0, :, :5].clone(), layer.values[0, :, :5].clone()) for layer in with_others._layers]
+    before = [(layer.keys[0, :, :5].clone(), layer.values[0, :, :5].clone()) for layer in with_others._cache.layers]
     with_others.extend([*range(20, 40), 3], [0, 20, 1])
     with_others.extend([4] * 70, [0, 70, 0])  # the cache grows
     with_others.rollback([5, 2, 0])
     with_others.extend([8, 9], [0, 1, 1])
-    for (keys, values), layer in zip(before, with_others._layers, strict=True):
+    for (keys, values), layer in zip(before, with_others._cache.layers, strict=True):
         assert torch.equal(layer.keys[0, :, :5], keys) and torch.equal(layer.values[0, :, :5], values)
         assert keys.abs().max() > 0
     left, right = (model.extend([1, 2, 3], [3, 0, 0]).full() for model in (with_others, quiet))

@@ -13,7 +13,7 @@ from table_model import TableModel
 from toys import random_prompts
 
 from distill.decoding.calibration import FITTED, Recorded, fit_calibration
-from distill.decoding.configured import check_configurations, lossy_reason
+from distill.decoding.configured import Fitted, check_configurations, lossy_reason
 from distill.decoding.costs import NO_STEPS, PaidCosts, StepCosts
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.lengths import Features, NGramIndex
@@ -21,7 +21,7 @@ from distill.decoding.rules import GREEDY, Rules
 from distill.errors import DataError, RecipeError
 from distill.files import write_json
 from distill.measuring.calibrate import calibrate, load_calibrations, record_rounds, write_texts
-from distill.measuring.compare import Calibrations, PairSettings, judge_identity, measurements, prepare_all, time_texts
+from distill.measuring.compare import PairSettings, judge_identity, measurements, prepare_all, time_texts
 from distill.measuring.identity import Identity, Rounding
 from distill.measuring.speedup_results import (
     ChosenLength,
@@ -158,7 +158,7 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     rounds = [one for text in own for one in text]
     fitted = {name: fit_calibration(rounds, terms) for name, terms in FITTED.items()}
     pair_measured = PairMeasured("a pair", "table")
-    prepared = prepare_all(settings_with(CONFIGURATIONS), draft, (), Calibrations(COSTS, fitted))
+    prepared = prepare_all(settings_with(CONFIGURATIONS), draft, (), Fitted(COSTS, fitted))
     texts = time_texts(target, draft, prompts, 30, prepared, "prompts")
     identities = judge_identity(target, prompts, texts, prepared, Rounding(0))
     assert set(identities) == {"draft, γ = 2", *(one.title for one in CONFIGURATIONS)}
@@ -180,7 +180,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
         Configuration(length=3, sampler="recipe"),
         Configuration(rule="p_min", length=3, p_min=0.4, n_min=2, sampler="recipe"),
     ]
-    prepared = prepare_all(settings_with(asked, allow_lossy=True), draft, (), Calibrations(COSTS))
+    prepared = prepare_all(settings_with(asked, allow_lossy=True), draft, (), Fitted(COSTS))
     others = prepared[2:]
     assert [one.title for one in others] == [PLAIN_SAMPLED.title, *(one.title for one in asked)]
     assert [one.lossy is not None for one in others] == [False, False, True]

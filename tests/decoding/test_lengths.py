@@ -121,18 +121,18 @@ def test_drafting_stops_only_where_perfect_luck_would_not_pay(seed: int) -> None
     rule = ExpectedValue(costs, longest=9, optimism=1.0)
     stopped = draft(rule, tops)
     for n in range(10):  # before the first position where it stopped, perfect luck pays; there, it does not
-        known = values(costs, tops[:n], rule.rate, sunk=True)
-        lucky = values(costs, [*tops[:n], *[1.0] * (9 - n)], rule.rate, sunk=True)
-        later = [lucky[k] - rule.rate * (k - n) * costs.draft for k in range(n + 1, 10)]
+        known = values(costs, tops[:n], rule.pace.rate, sunk=True)
+        lucky = values(costs, [*tops[:n], *[1.0] * (9 - n)], rule.pace.rate, sunk=True)
+        later = [lucky[k] - rule.pace.rate * (k - n) * costs.draft for k in range(n + 1, 10)]
         pays = bool(later) and max(later) > known[-1]
         if n < stopped:
             assert pays
     if stopped < 9:
         # Either the step was not begun, or its distribution showed that neither it nor luck after it pays.
-        known = values(costs, tops[:stopped], rule.rate, sunk=True)
-        one = values(costs, tops[: stopped + 1], rule.rate, sunk=True)
-        lucky = values(costs, [*tops[: stopped + 1], *[1.0] * (8 - stopped)], rule.rate, sunk=True)
-        later = [lucky[k] - rule.rate * (k - stopped - 1) * costs.draft for k in range(stopped + 2, 10)]
+        known = values(costs, tops[:stopped], rule.pace.rate, sunk=True)
+        one = values(costs, tops[: stopped + 1], rule.pace.rate, sunk=True)
+        lucky = values(costs, [*tops[: stopped + 1], *[1.0] * (8 - stopped)], rule.pace.rate, sunk=True)
+        later = [lucky[k] - rule.pace.rate * (k - stopped - 1) * costs.draft for k in range(stopped + 2, 10)]
         assert max([one[-1], *later]) <= known[-1] + 1e-12 or rule.step_on(stopped) is False
 
 
@@ -217,7 +217,7 @@ def test_rested_tokens_count_as_rounds_of_one() -> None:
         assert rule.resting() == 0 and rule.limit() == 2
         return rule
 
-    assert rested(True).rate == pytest.approx(rested(False).rate, rel=1e-12)
+    assert rested(True).pace.rate == pytest.approx(rested(False).pace.rate, rel=1e-12)
     assert Fixed(0).resting() == 0  # a rule that never drafts has nothing to be told either
 
 
@@ -225,7 +225,7 @@ def test_overhead_and_the_two_token_step_are_weighed_before_drafting() -> None:
     def starts(draft_two: float, overhead: float, whole: bool) -> bool:
         rule = ExpectedValue(StepCosts((1.0, 1.5), 0.2, draft_two, overhead), optimism=1.0, memory=1e9)
         tell(rule, 1, 1 if whole else 0, 2.0 if whole else 1.0)  # leaves λ at 1
-        assert rule.rate == pytest.approx(1.0)
+        assert rule.pace.rate == pytest.approx(1.0)
         return rule.step_on(0)
 
     # one lucky token brings 1 and costs .5 + .2
@@ -235,13 +235,13 @@ def test_overhead_and_the_two_token_step_are_weighed_before_drafting() -> None:
 
 def test_rate_is_a_moving_average() -> None:
     rule = ExpectedValue(StepCosts((2.0, 2.0), 0.0, 0.0), memory=1e9)
-    assert rule.rate == pytest.approx(0.5)
+    assert rule.pace.rate == pytest.approx(0.5)
     tell(rule, 1, 1, 1.0)
-    assert rule.rate == pytest.approx((16 + 2) / (32 + 1))
+    assert rule.pace.rate == pytest.approx((16 + 2) / (32 + 1))
     short = ExpectedValue(StepCosts((2.0, 2.0), 0.0, 0.0), memory=1.0)
     for _ in range(40):
         tell(short, 1, 1, 1.0)
-    assert short.rate == pytest.approx(2.0)
+    assert short.pace.rate == pytest.approx(2.0)
 
 
 def test_calibration_is_used() -> None:

@@ -107,7 +107,7 @@ def test_a_priced_lookup_drafts_what_pays() -> None:
     flat, steep = StepCosts(tuple(1 + 0.01 * m for m in range(9)), 0.0, 0.0), StepCosts(tuple(range(1, 10)), 0.0, 0.0)
     for costs, rate in itertools.product((flat, steep), (0.5, 1.0, 1.4)):
         price = LookupPrice(costs)
-        price._tokens, price._seconds = rate, 1.0
+        price.pace.rate = rate
         for match in (1, 2, 5, 12):
             values = [
                 1
@@ -125,5 +125,5 @@ def test_a_priced_lookup_drafts_what_pays() -> None:
         price.observe(3, 2, 0, 1.0)
     assert price.chance(3) < 0.05 < before and price.chance(4) == pytest.approx(0.59)  # never reached
     assert (
-        price.rate == pytest.approx(1.0, rel=0.01) and price.best(3, 1) == 1
+        price.pace.rate == pytest.approx(1.0, rel=0.01) and price.best(3, 1) == 1
     )  # a token of 1 % costs less than it gives

@@ -45,6 +45,14 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> NGramTable:
     return NGramTable.open(path, "ours")
 
 
+def place_in(table: NGramTable, context: Sequence[int]) -> list[int]:
+    """The place at the end of a text."""
+    place: list[int] = []
+    for token in context[-ORDER:]:
+        place = table.after(place, token)
+    return place
+
+
 def windows(texts: Sequence[Sequence[int]], size: int) -> Counter[tuple[int, ...]]:
     return Counter(tuple(text[i : i + size]) for text in texts for i in range(len(text) - size + 1))
 
@@ -58,7 +66,7 @@ def test_counts_are_those_of_the_texts(table: NGramTable) -> None:
     """Each context of each text, against counting the windows; none crosses from one text to the next."""
     for size in range(1, ORDER + 1):
         for context in itertools.product(range(V), repeat=size):
-            place, expected = table.place(context), counts_after(TEXTS, context)
+            place, expected = place_in(table, context), counts_after(TEXTS, context)
             seen = context in windows(TEXTS, size)
             assert (len(place) == size) == seen
             if seen:
@@ -77,7 +85,7 @@ def test_a_large_table_loses_what_occurs_once() -> None:
         for context, n in windows(TEXTS, size).items():
             if n > 1 or size < 3:
                 expected = {t: c for t, c in counts_after(TEXTS, context).items() if c > 1 or size < 2}
-                assert table.following(size, table.place(context)[-1]).best == expected
+                assert table.following(size, place_in(table, context)[-1]).best == expected
 
 
 @pytest.mark.parametrize("singles_up_to", [10**6, 0])
@@ -106,7 +114,7 @@ def test_expected_tokens_count_by_their_probabilities(singles_up_to: int) -> Non
     assert sum(len(level.tokens) for level in table.levels) == len(kept)
     for ngram in kept:
         if len(ngram) > 1:
-            following = table.following(len(ngram) - 1, table.place(ngram[:-1])[len(ngram) - 2])
+            following = table.following(len(ngram) - 1, place_in(table, ngram[:-1])[len(ngram) - 2])
             assert following.best[ngram[-1]] == pytest.approx(counts[ngram], rel=1e-5)
 
 
@@ -129,7 +137,7 @@ def test_the_mixture_is_witten_bell(table: NGramTable) -> None:
     mixture.read(own[:7])
     mixture.read(own)
     for context in itertools.product(range(V), repeat=ORDER):
-        guess = mixture.guess(context, table.place(context), V)
+        guess = mixture.guess(context, place_in(table, context), V)
         expected = {token: chance(own, context, token) for token in range(V)}
         best = sorted((t for t in expected if expected[t]), key=lambda t: (-expected[t], t))
         assert [round(c, 12) for c in guess.chances] == [round(float(expected[t]), 12) for t in best]
@@ -155,7 +163,7 @@ def all_values(
     for level in range(depth):
         for path in [path for path in values if len(path) == level]:
             whole = [*context, *path]
-            guess = mixture.guess(tuple(whole[-ORDER:]), table.place(whole), V)
+            guess = mixture.guess(tuple(whole[-ORDER:]), place_in(table, whole), V)
             chances = guess.chances if calibration is None else calibration.chances(guess, level)
             values |= {(*path, t): values[path] * c for t, c in zip(guess.tokens, chances, strict=True)}
     del values[()]
@@ -206,7 +214,7 @@ def test_a_price_drafts_what_is_worth_verifying(table: NGramTable) -> None:
     chosen = set()
     for target, rate in itertools.product((flat, steep, uneven), (0.3, 1.0, 1.6)):
         price = LookupPrice(StepCosts(tuple(target), 0.0, 0.0))
-        price._tokens, price._seconds = rate, 1.0
+        price.pace.rate = rate
         worth = [1 + sum(each[:n]) - rate * target[n] for n in range(13)]
         drafter = TableDrafter(table, 12, 4, price=price)
         drafter.begin(context)
@@ -242,13 +250,13 @@ def test_calibrated_on_other_texts(table: NGramTable) -> None:
         mixture.begin()
         for end in range(len(prompt), len(whole)):
             mixture.read(whole[:end])
-            assert (mixture.tail, mixture.place) == (tuple(whole[:end][-ORDER:]), table.place(whole[:end]))
+            assert (mixture.tail, mixture.place) == (tuple(whole[:end][-ORDER:]), place_in(table, whole[:end]))
             guess = mixture.guess(mixture.tail, mixture.place, V)
             chances, hit = calibration.chances(guess, 0), guess.tokens[0] == whole[end]
             right, total = right + hit, total + chances[0]
             if hit and end + 1 < len(whole):
                 tail = (*whole[:end], whole[end])[-ORDER:]
-                after = mixture.guess(tail, table.place(tail), V)
+                after = mixture.guess(tail, place_in(table, tail), V)
                 right += after.tokens[0] == whole[end + 1]
                 total += calibration.chances(after, 1)[0]
             if not hit:
@@ -282,4 +290,4 @@ def test_files_that_are_no_table_of_this_target(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(DataError, match=r"damaged: its counts are not those"):
             NGramTable.open(path, "ours")
     write_table(path, count_ngrams([]), {"tokenizer": "ours"})
-    assert NGramTable.open(path, "ours").place([1, 2]) == []
+    assert place_in(NGramTable.open(path, "ours"), [1, 2]) == []

@@ -85,7 +85,7 @@ class Building(Clocked):
 def test_a_round_like_the_last_one_is_cheaper(pair: tuple[Any, Any]) -> None:
     plainly, draft = pair
     target = Building(plainly.model, plainly._clock, 10.0, 1.5)
-    meter = RoundCostMeter(target, draft, [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]], [1, 2, 4], (False,))
+    meter = RoundCostMeter(target, draft, [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]], [1, 2, 4], False)
     meter.until(6)
     paid = meter.costs()
     assert {n: whole[0] for n, whole in paid.settled.items()} == pytest.approx({n: 10 + 3.5 * n for n in (1, 2, 3, 4)})
@@ -104,12 +104,10 @@ def test_the_prediction_is_what_a_request_takes(pair: tuple[Any, Any], length: i
     if building:
         target = Building(target.model, target._clock, 10.0, 1.5)
         draft = Building(draft.model, draft._clock, 2.0, 0.25)
-    meter = RoundCostMeter(
-        target, draft, [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]], [length], (False,) if building else (False, True)
-    )
+    meter = RoundCostMeter(target, draft, [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]], [length], False)
     meter.until(40 if building else 3)
     paid = meter.costs()
-    assert paid.settled or not building
+    assert paid.settled
     prompt, new = [2, 4, 6, 1, 3, 5], 300
     alone, result = plain(target, prompt, new), speculative(target, draft, prompt, new, length)
     measured = (alone.prefill_seconds + alone.seconds) / (result.prefill_seconds + result.seconds)
@@ -187,7 +185,7 @@ def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any], monkeypatc
     measured = plainly / drafted
     accepted = accepted_of(texts, both[1])
     assert predictions.speedup(both[1].title, accepted, 150) == pytest.approx(measured, rel=0.03)
-    shallow = RoundCostMeter(*pair, others, [3], (False,), 150)
+    shallow = RoundCostMeter(*pair, others, [3], False, 150)
     shallow.until(4)
     assert shallow.costs().predicted_speedup(3, accepted, 160, 150) > 1.08 * measured
 

@@ -17,7 +17,7 @@ from test_grammar import tokens_of
 from toys import blurred, random_prompts, toy
 
 from distill.decoding.batch import decode_batch, plain_batch
-from distill.decoding.configured import Tree, make_drafter
+from distill.decoding.configured import Fitted, Tree, make_drafter
 from distill.decoding.constrained import Constrained, Forced
 from distill.decoding.decode import Decoded, decode_text, plain_steps
 from distill.decoding.grammar import Constraint, constraint
@@ -26,8 +26,9 @@ from distill.decoding.ngrams import NGramTable, count_ngrams, write_table
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape
 from distill.engines.loaded import growing_decoder
+from distill.engines.torch.batched import BatchedTorchModel
 from distill.engines.torch.hugging_face import load_weights
-from distill.engines.torch.model import BatchedTorchModel, TorchModel
+from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
 from distill.recipe import Configuration
 from distill.sampler import Sampler
@@ -95,7 +96,7 @@ def text(
             pass
         return result
     asked = draft if grammar is None else Constrained(draft, grammar)
-    drafter = make_drafter(configuration, asked, sampler, rules.random, COSTS, tree=tree, table=table)
+    drafter = make_drafter(configuration, asked, sampler, rules.random, Fitted(COSTS, table=table), tree)
     return decode_text(target, drafter if grammar is None else Forced(drafter, grammar), prompt, 16, rules, lossy=True)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from distill.decoding import drafters as draft_module
 from distill.decoding.calibration import CONTEXT_TERMS, Calibration, ExpectedValue
-from distill.decoding.configured import make_rule
+from distill.decoding.configured import Fitted, make_rule
 from distill.decoding.costs import StepCosts
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule, Proposal, features_of
@@ -48,7 +48,7 @@ def round_seconds(drafted: int) -> float:
 def named(rule: str, **settings: Any) -> Callable[[], LengthRule]:
     """A rule as a recipe names it, drafting up to 3 tokens."""
     configuration = Configuration(rule=rule, length=3, **settings)
-    return lambda: make_rule(configuration, COSTS, {"features": Calibration(0.2, (0.7,), ("margin",))})
+    return lambda: make_rule(configuration, Fitted(COSTS, {"features": Calibration(0.2, (0.7,), ("margin",))}))
 
 
 RECIPE: dict[str, Callable[[], LengthRule]] = {

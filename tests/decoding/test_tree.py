@@ -24,7 +24,6 @@ from distill.decoding.trees import (
     ShapeTable,
     best_first,
     calibrated,
-    choose_shape,
     expected_accepted,
     sampled_tree,
     top_tree,
@@ -237,23 +236,6 @@ def test_large_shape_table() -> None:
     assert (table.expected[12, 1:] > table.expected[12, :-1]).all()
     assert table.expected[12, 64] > expected_accepted(Shape.of_widths([1] * 12), acceptance)
     assert table.expected[12, 62] > expected_accepted(Shape.of_widths([2] * 5), acceptance)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=3), st.randoms(use_true_random=False))
-def test_choice_of_shape_is_the_argmax(acceptance: list[float], draws: random.Random) -> None:
-    target = {m: draws.uniform(0.5, 3) for m in range(1, 8) if m == 1 or draws.random() < 0.8}
-    level = draws.uniform(0, 0.5)
-    shape = choose_shape(acceptance, 6, 4, target, lambda d: level * d)
-    table = ShapeTable(acceptance, 6, 4)
-    speeds = {
-        (n, d): (1 + table.expected[d, n]) / (target[n + 1] + level * d)
-        for n, d in itertools.product(range(7), range(5))
-        if n + 1 in target
-    }
-    depth = max(shape.depths, default=0)
-    found = (1 + expected_accepted(shape, acceptance)) / (target[len(shape) + 1] + level * depth)
-    assert found == pytest.approx(max(speeds.values()), abs=1e-12)
 
 
 def test_shapes_by_hand() -> None:

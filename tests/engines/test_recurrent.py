@@ -28,7 +28,8 @@ from distill.decoding.table import TableDrafter
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import LoadedPair, growing_decoder, torch_decoder
 from distill.engines.model import SNAPSHOTS, resent
-from distill.engines.torch.model import BatchedTorchModel, TorchModel
+from distill.engines.torch.batched import BatchedTorchModel
+from distill.engines.torch.model import TorchModel
 from distill.engines.torch.recurrent import RecurrentTorchModel
 from distill.errors import DataError, RecipeError
 from distill.measuring.timing import require_rows

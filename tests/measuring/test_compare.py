@@ -19,13 +19,13 @@ from test_measure import rounds_of
 from toys import Scripted, random_prompts, speculative, toy
 
 from distill.data.texts import first_difference
+from distill.decoding.configured import Fitted
 from distill.decoding.decode import Decoded, Round, plain
 from distill.decoding.rules import Rules
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.intervals import speed_ratio
 from distill.measuring import speedup
 from distill.measuring.compare import (
-    Calibrations,
     TimedConfiguration,
     TimedText,
     choose_length,
@@ -255,7 +255,7 @@ def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
 def test_every_configuration_decodes_every_prompt() -> None:
     target, draft = Scripted(counting, 40, 10), Scripted(counting, 30, 10)
     prompts = [[1, 2], [3], [4, 5, 6] * 8]
-    prepared = prepare_all(settings_with((), (fixed_length(1), fixed_length(4))), draft, (), Calibrations())
+    prepared = prepare_all(settings_with((), (fixed_length(1), fixed_length(4))), draft, (), Fitted())
     texts = time_texts(target, draft, prompts, 9, prepared, "x")
     titles = [one.title for one in prepared]
     assert sorted((t.prompt, t.title) for t in texts) == sorted(itertools.product(range(3), titles))

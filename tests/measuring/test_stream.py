@@ -24,14 +24,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.decoding.batch import decode_batch
 from distill.decoding.calibration import Calibration
-from distill.decoding.configured import check_trees, make_drafter, require_trees
+from distill.decoding.configured import Fitted, check_trees, make_drafter, require_trees
 from distill.decoding.costs import StepCosts
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.engines.loaded import LoadedPair, load_pair
+from distill.engines.torch.batched import BatchedTorchModel
 from distill.engines.torch.hugging_face import encode
-from distill.engines.torch.model import BatchedTorchModel, TorchLogits, TorchModel
+from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.errors import DataError, RecipeError
 from distill.gguf.writer import export_gguf
 from distill.measuring.compare import PairSettings, TimedText
@@ -315,7 +316,7 @@ def test_every_drafter_and_rule_outlives_the_drafts_context() -> None:
     configurations += [Configuration(drafter="tree", nodes=5, length=3, calibration="none")]
     for configuration in configurations:
         for prompt in ([0, 1], [0, 1, 2, 3] * 2, [0, 1, 2, 3] * 3, [0, 1, 2, 3] * 6):
-            drafter = make_drafter(configuration, short, Sampler(0), lambda: 0.0, costs, fitted)
+            drafter = make_drafter(configuration, short, Sampler(0), lambda: 0.0, Fitted(costs, fitted))
             result = decode_text(target, drafter, prompt, 24, Rules())
             assert result.tokens == plain(target, prompt, 24).tokens
             if configuration.drafter != "lookup+draft":

@@ -20,7 +20,14 @@ from test_configurations import HOT, settings_with
 from toys import random_prompts, toy
 
 from distill.decoding.calibration import Recorder, predicted
-from distill.decoding.configured import check_configurations, lossy_reason, make_drafter, table_calibration
+from distill.decoding.configured import (
+    Fitted,
+    check_configurations,
+    lossy_reason,
+    make_drafter,
+    table_calibration,
+    title_with_tree,
+)
 from distill.decoding.costs import NO_STEPS, PaidCosts, StepCosts
 from distill.decoding.decode import Decoded, Round, decode_text, plain
 from distill.decoding.drafters import ModelDrafter
@@ -53,12 +60,9 @@ from distill.measuring.calibrate import (
     shape_values,
     time_rounds,
     time_worthwhile,
-    title_with_tree,
-    tree_of,
     write_texts,
 )
 from distill.measuring.compare import (
-    Calibrations,
     TimedConfiguration,
     TimedText,
     judge_identity,
@@ -142,7 +146,7 @@ def test_the_static_shape_is_the_best_of_all(rates: list[float], depth: int, dra
     found = choose_tree("a title", trees, shape_values(shapes, rates), seconds, costs)
     assert found.tokens / found.seconds == pytest.approx(max(speeds.values()), rel=1e-12)
     assert found.speedup == pytest.approx(costs.target[0] * max(speeds.values()), rel=1e-12)
-    assert tree_of(found) == trees[found.nodes] and found.parents == list(trees[found.nodes].parents)
+    assert found.tree == trees[found.nodes] and found.parents == list(trees[found.nodes].parents)
 
 
 def test_the_number_of_nodes_on_jagged_curves() -> None:
@@ -173,7 +177,7 @@ def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: rand
     for row in found.compared:
         rate = row.tokens / (row.target_seconds + row.other_seconds)
         assert rate == pytest.approx(rates[int(row.nodes)], rel=1e-12)
-    assert title_with_tree(found).endswith(f": {found.nodes} node" + "s" * (found.nodes != 1))
+    assert title_with_tree("a title", found.nodes).endswith(f": {found.nodes} node" + "s" * (found.nodes != 1))
     assert ("no tree is drafted" in explain_tree(found, "validation text", None)) == (found.nodes == 0)
 
 
@@ -298,22 +302,23 @@ def test_trees_that_are_chosen_decode_the_plain_text(pair: tuple[TableModel, Tab
     written = [*zip(texts, write_texts(target, texts, 30, Rules()), strict=True)]
     rates = record_rounds(draft, written, ())[1].rates()
     # Seconds of steps that are far above what these tables take: every tree then pays, as on a large target.
-    choices = choose_trees(settings, target, draft, written, (), COSTS, {}, rates, (4, 8))
+    choices = choose_trees(settings, target, draft, written, (), Fitted(COSTS), rates, (4, 8))
     assert [choice.configuration for choice in choices] == [one.title for one in CHOSEN]
     assert all(choice.nodes > 1 and choice.speedup > 1 for choice in choices) and choices[3].nodes == 6
-    trees: dict[str, Any] = {choice.configuration: tree_of(choice) for choice in choices}
-    prepared = prepare_all(settings, draft, (), Calibrations(COSTS, {}, trees))
+    trees: dict[str, Any] = {choice.configuration: choice.tree for choice in choices}
+    prepared = prepare_all(settings, draft, (), Fitted(COSTS, {}, trees))
     prompts = random_prompts(6, 12, 1)
     decoded = time_texts(target, draft, prompts, 30, prepared, "prompts")
     identities = judge_identity(target, prompts, decoded, prepared, Rounding(0))
     assert all(identity == Identity(identical=6) for identity in identities.values())
     for choice in choices:
-        rounds = [r for text in decoded if text.title == choice.configuration for r in text.decoded.rounds]
+        title = title_with_tree(choice.configuration, choice.tree)
+        rounds = [r for text in decoded if text.title == title for r in text.decoded.rounds]
         drafted = [r.drafted for r in rounds]
         assert max(drafted) == choice.nodes and drafted.count(choice.nodes) > len(drafted) / 2
         assert sum(r.accepted for r in rounds) > 0.05 * len(rounds)
     # No nodes is plain decoding, and the draft is not asked.
-    nothing = prepare_all(settings_with(CHOSEN[:1], ()), draft, (), Calibrations(COSTS, {}, {CHOSEN[0].title: 0}))[1:]
+    nothing = prepare_all(settings_with(CHOSEN[:1], ()), draft, (), Fitted(COSTS, {}, {CHOSEN[0].title: 0}))[1:]
     plainly = time_texts(target, draft, prompts[:1], 8, nothing, "prompts")
     assert plainly and all(r.drafted == 0 for text in plainly for r in text.decoded.rounds)
 

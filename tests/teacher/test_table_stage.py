@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from test_ngrams import place_in
 
 from distill.decoding.ngrams import LEAST, ORDER, NGramTable
 from distill.engines.torch.hugging_face import load_model
@@ -57,14 +58,14 @@ def test_a_run_counts_its_train_answers_and_nothing_else(counted: Path, world: P
                 for token, weight in likely.items():
                     expected[(*whole[place - size : place], token)] += weight
     for size in range(1, ORDER + 1):
-        known = {ngram for ngram in expected if len(ngram) == size and table.place(ngram)[size - 1 :]}
+        known = {ngram for ngram in expected if len(ngram) == size and place_in(table, ngram)[size - 1 :]}
         for context in known:
-            best = table.following(size, table.place(context)[-1]).best
+            best = table.following(size, place_in(table, context)[-1]).best
             assert best == pytest.approx({t: expected[(*context, t)] for t in best}, rel=0.02, abs=0.02)
     assert {*table.levels[0].tokens.tolist()} <= {ngram[0] for ngram in expected if len(ngram) == 1}
     for one in answers:  # the drawn tokens are all there, however unlikely
         whole = [*one["prompt"][-ORDER:], *one["answer"]]
-        assert all(len(table.place(whole[end - ORDER : end])) == ORDER for end in range(ORDER, len(whole) + 1))
+        assert all(len(place_in(table, whole[end - ORDER : end])) == ORDER for end in range(ORDER, len(whole) + 1))
 
 
 def test_its_speedup_is_measured_with_the_targets_own_texts(counted: Path) -> None:

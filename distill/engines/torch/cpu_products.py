@@ -203,8 +203,7 @@ def _with_products(model: Any, layers: dict[str, Any], product: Product) -> Any:
         if isinstance(module, KeptHead):
             prepared.get_submodule(name).product = inner
         else:
-            parent, _, own = name.rpartition(".")
-            setattr(prepared.get_submodule(parent), own, inner)
+            prepared.set_submodule(name, inner)
     return with_layers(prepared, model, product) if few else prepared
 
 

@@ -88,8 +88,7 @@ def in_few_operators(model: Any) -> Any:
     norms = {name: norm for name, module in model.named_modules() if (norm := _norm_of(module)) is not None}
     copied = copy_of(model) if norms else model
     for name, norm in norms.items():
-        parent, _, own = name.rpartition(".")
-        setattr(copied.get_submodule(parent), own, norm)
+        copied.set_submodule(name, norm)
     return copied
 
 

@@ -33,6 +33,7 @@ class RecurrentTorchModel(TorchModel):
 
     def __init__(self, model: Any, vocabulary: int | None = None) -> None:
         super().__init__(model, vocabulary)
+        self.max_leaves, self.steps_on_device = 0, False  # what a state has read cannot be cut
         self._new_cache = partial(growing_cache, model.config, model_name(model))
         self._cache = self._new_cache()
         self._text = Retold()
@@ -51,16 +52,6 @@ class RecurrentTorchModel(TorchModel):
     def resent(self) -> int:
         """Committed tokens that the next call computes again."""
         return len(self._text.tokens) - self._length
-
-    @property
-    def max_leaves(self) -> int:
-        """0: no trees."""
-        return 0
-
-    @property
-    def steps_on_device(self) -> bool:
-        """False: what a state has read cannot be cut."""
-        return False
 
     @torch.inference_mode()
     def extend(

@@ -265,7 +265,7 @@ def require_static(model: Any, name: str) -> None:
         raise DataError(f"{name} cannot decode with a static cache: {reason}", "leave static off")
 
 
-class StaticTorchModel:
+class StaticTorchModel(TorchModel):
     """R sequences of different lengths in a Hugging Face model, with a cache of fixed size.
 
     See `Model`. One row takes trees. `size` is the number of tokens that a row is expected to hold; where it holds
@@ -273,7 +273,7 @@ class StaticTorchModel:
     one for each number of tokens. DataError for a model that cannot decode with slots.
     """
 
-    steps_on_device = True
+    cache_kind: type[SlotCache] = SlotCache
 
     def __init__(
         self,
@@ -285,16 +285,17 @@ class StaticTorchModel:
     ) -> None:
         if rows < 1:
             raise ValueError(f"a batch has at least one row, got {rows}")
-        require_static(model, model_name(model))
-        alone = TorchModel(model, vocabulary)
-        self.model, self.rows, self.device = model, rows, alone.device
-        self.vocabulary_size, self.capacity = alone.vocabulary_size, alone.capacity
+        super().__init__(model, vocabulary)
+        self.rows, self.steps_on_device = rows, True
         self.max_leaves = sys.maxsize if rows == 1 else 0
         expected = min(size or FIRST_SIZE, self.capacity)
-        self._cache = SlotCache(model.config.num_hidden_layers, _rounded(expected + SPARE_NODES))
+        self._cache = self.cache_kind(model.config.num_hidden_layers, _rounded(expected + SPARE_NODES))
         self._steps = Steps(model, self._cache, compiled)
         self._lengths = [0] * rows
-        self._tree = PendingTree()
+
+    @staticmethod
+    def _require_layers(model: Any) -> None:
+        require_static(model, model_name(model))
 
     @property
     def lengths(self) -> list[int]:
@@ -327,7 +328,7 @@ class StaticTorchModel:
         wanted = places if want is None else [places[index] for index in want]
         logits = self._read(texts, wanted)
         read = [self._lengths[row] + column + 1 for row, column in wanted]
-        place = self._place([row for row, _ in wanted], read)
+        place = self._places([row for row, _ in wanted], read)
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         return TorchLogits(logits, place)
 
@@ -386,7 +387,7 @@ class StaticTorchModel:
         return self._steps.chain(ids, counts, starts, end, keep, prompt)[..., : self.vocabulary_size]
 
     @torch.inference_mode()
-    def grow(self, ids: Tensor, depths: Tensor, seen: Tensor, first: int) -> Tensor:
+    def grow(self, ids: Tensor, depths: Tensor, seen: Tensor, first: int) -> Tensor:  # type: ignore[override]
         """Logits [m, V] of nodes [m] on the device, the `first` and following ones of a tree of one row.
 
         `depths` [W] are those of the tree's nodes (1 below the committed end), `seen` [m, W] the nodes that these see:
@@ -398,11 +399,6 @@ class StaticTorchModel:
             seen = torch.nn.functional.pad(seen, (0, width - seen.shape[1]))
         self._reserve(committed + max(first + len(ids), len(depths)))
         return self._steps.tree(ids, depths, seen, committed, committed + first)[0, :, : self.vocabulary_size]
-
-    def settle(self, parents: Ints, path: Sequence[int]) -> None:
-        """Commit one path of the nodes that `grow` took, which hang below these `parents`, and drop the others."""
-        self._tree = self._tree.grown(parents, self._lengths[0], self.capacity)
-        self.keep([path])
 
     def commit(self, lengths: Sequence[int]) -> None:
         """Count as committed what steps wrote: the rows are `lengths` long."""
@@ -424,9 +420,9 @@ class StaticTorchModel:
         self._tree = tree
         read = depths if want is None else [depths[index] for index in want]
         picked = _picked(logits[0, :, : self.vocabulary_size], range(len(tokens)) if want is None else want)
-        return TorchLogits(picked, self._place([0] * len(read), read))
+        return TorchLogits(picked, self._places([0] * len(read), read))
 
-    def _place(self, rows: Sequence[int], lengths: Sequence[int]) -> Place:
+    def _places(self, rows: Sequence[int], lengths: Sequence[int]) -> Place:
         """The places of logits, by their rows and by how many tokens each of them follows."""
         name = model_name(self.model)
         if self.rows == 1:
@@ -446,7 +442,7 @@ class StaticTorchModel:
 
         Rows that take no trees have only empty paths.
         """
-        if self.rows > 1:
+        if not self.max_leaves:
             check_no_paths(paths, self.rows)
             return
         path = self._tree.only_path(paths)
