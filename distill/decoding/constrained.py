@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distill.decoding.drafters import NOTHING, Drafter
 from distill.decoding.grammar import Constraint, State
-from distill.decoding.lengths import Features, Proposal
+from distill.decoding.lengths import Proposal
 from distill.engines.model import ROOT, AroundModel, Ints, Model, PendingTree, check_call, check_chain, check_lengths
 from distill.engines.torch.model import TorchLogits
 from distill.sampler import Place
@@ -245,5 +245,4 @@ def _joined(forced: list[int], asked: Proposal, later: list[int]) -> Proposal:
             for part in (forced, later)
         ]
         distributions = torch.cat([certain[0], distributions, certain[1]])
-    features = [Features(1.0, 0.0, 0.0)] * len(forced) + asked.features + [Features(1.0, 0.0, 0.0)] * len(later)
-    return Proposal(tokens, parents, distributions, features if len(features) == len(tokens) else [])
+    return Proposal(tokens, parents, distributions)

@@ -75,8 +75,8 @@ class Proposal:
     """Tokens [n] with parents before their children, `parents` [n] as indices (ROOT: the committed end).
 
     `distributions` [n, V] are the distributions that the tokens were drawn from, after the sampler. None means that the
-    tokens were chosen without chance: each distribution is 1 at its token. `features` [n] are left empty by drafters
-    that do not compute them.
+    tokens were chosen without chance: each distribution is 1 at its token. `features` [n] are those of chains whose
+    length rule reads them, else empty.
     """
 
     tokens: list[int]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distill.decoding.calibration import Calibration
 from distill.decoding.drafters import distribution_sampler, read_prompt
-from distill.decoding.lengths import ROOT, Features, Proposal, best_tokens, features_from, features_of
+from distill.decoding.lengths import ROOT, Features, Proposal, best_tokens, features_from
 from distill.decoding.verify import Random, draw_token
 from distill.engines.model import SPARE_NODES, Model
 from distill.sampler import Sampler
@@ -169,7 +169,6 @@ class _Node:
     depth: int
     ranks: tuple[int, ...]  # of the nodes on the path to it among their siblings
     token: int = field(compare=False)
-    features: Features = field(compare=False)
 
     @property
     def parent(self) -> tuple[int, ...]:
@@ -235,7 +234,9 @@ def best_first(
         # A node in the last place has no children in the tree: they would come after it.
         open_nodes = [node for node in picked[: nodes - 1] if node.depth < depth and node.ranks not in tried]
         if not open_nodes:
-            return _picked_tree(picked)
+            places = {node.ranks: place for place, node in enumerate(picked)}
+            parents = [places.get(node.parent, ROOT) for node in picked]
+            return Proposal([node.token for node in picked], parents), [-node.loss for node in picked]
         level = min(node.depth for node in open_nodes)
         open_nodes = [node for node in open_nodes if node.depth == level]
         tried.update(node.ranks for node in open_nodes)
@@ -248,27 +249,15 @@ def best_first(
             pool += _children(node, distribution, branching, calibration)
 
 
-def _picked_tree(picked: Sequence[_Node]) -> tuple[Proposal, list[float]]:
-    """The picked nodes, parents first, as a proposal, and their values."""
-    places = {node.ranks: place for place, node in enumerate(picked)}
-    parents = [places.get(node.parent, ROOT) for node in picked]
-    features = [node.features for node in picked]
-    return Proposal([node.token for node in picked], parents, None, features), [-node.loss for node in picked]
-
-
 def _children(node: _Node | None, distribution: Tensor, branching: int, calibration: Calibration | None) -> list[_Node]:
     """The `branching` best children of a node (None: the root) with distribution [V]."""
     value, depth, ranks = (1.0, 0, ()) if node is None else (-node.loss, node.depth, node.ranks)
     tokens, chances = best_tokens(distribution, max(branching, 2))
-    if not tokens:
-        return []
-    features = features_from(distribution, chances)
-    tokens, chances = tokens[:branching], chances[:branching]
-    if calibration is not None:
-        chances = calibrated(chances, features, depth, calibration)
+    if calibration is not None and tokens:
+        chances = calibrated(chances, features_from(distribution, chances), depth, calibration)
     return [
-        _Node(-value * chance, depth + 1, (*ranks, rank), token, features)
-        for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True))
+        _Node(-value * chance, depth + 1, (*ranks, rank), token)
+        for rank, (token, chance) in enumerate(zip(tokens[:branching], chances[:branching], strict=True))
     ]
 
 
@@ -346,20 +335,17 @@ def _fill(
     tokens: list[int] = []
     parents: list[int] = []
     distributions: list[Tensor] = []
-    features: list[Features] = []
     number: dict[int, int] = {}  # from a node of the shape to its number among the nodes that the draft took
     level = [(ROOT, ROOT, root)]  # node of the shape, node of the proposal, the distribution after it
     while level:
         made: list[tuple[int, int]] = []
         for node, place, distribution in level:
-            known = features_of(distribution)
             for child, (token, own) in zip(below[node], children(distribution, len(below[node])), strict=False):
                 made.append((child, len(tokens)))
                 tokens.append(token)
                 parents.append(place)
                 if keep_distributions:
                     distributions.append(own.double())
-                features.append(known)
         inner = [(child, place) for child, place in made if child in below]
         if not inner:
             break
@@ -367,7 +353,7 @@ def _fill(
         number.update({child: len(number) + i for i, (child, _) in enumerate(inner)})
         after = expand([tokens[place] for _, place in inner], above)
         level = [(child, place, distribution) for (child, place), distribution in zip(inner, after, strict=True)]
-    return Proposal(tokens, parents, torch.stack(distributions) if distributions else None, features)
+    return Proposal(tokens, parents, torch.stack(distributions) if distributions else None)
 
 
 class TreeDrafter:

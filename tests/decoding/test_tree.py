@@ -96,10 +96,9 @@ def node_by_node(draft: Draft, nodes: int, depth: int, branching: int) -> tuple[
     """The same tree by its definition: the best open node joins, and the draft gives that node's children."""
 
     def children(value: float, ranks: tuple[int, ...], place: int, distribution: torch.Tensor) -> list[Any]:
-        features = features_of(distribution)
         found = zip(*best_tokens(distribution, branching), strict=True)
         return [
-            (-value * chance, len(ranks) + 1, (*ranks, rank), place, token, features)
+            (-value * chance, len(ranks) + 1, (*ranks, rank), place, token)
             for rank, (token, chance) in enumerate(found)
         ]
 
@@ -107,13 +106,13 @@ def node_by_node(draft: Draft, nodes: int, depth: int, branching: int) -> tuple[
     while pool and len(tree) < nodes:
         node = min(pool, key=lambda one: one[:3])
         pool.remove(node)
-        loss, level, ranks, place, token, _ = node
+        loss, level, ranks, place, token = node
         tree.append(node)
         if level < depth and len(tree) < nodes:
             after = draft.expand([token], [number[place]])[0]
             number[len(tree) - 1] = len(number) - 1
             pool += children(-loss, ranks, len(tree) - 1, after)
-    proposal = Proposal([one[4] for one in tree], [one[3] for one in tree], None, [one[5] for one in tree])
+    proposal = Proposal([one[4] for one in tree], [one[3] for one in tree])
     return proposal, [-one[0] for one in tree]
 
 
@@ -132,8 +131,6 @@ def test_level_by_level_is_node_by_node(seed: int, nodes: int, depth: int, branc
     fewer = Draft(seed)
     small, _ = best_first(fewer.root, fewer.expand, max(1, nodes // 2), **options)
     assert (one.tokens[: len(small.tokens)], one.parents[: len(small.parents)]) == (small.tokens, small.parents)
-    for path, known in zip(paths_of(one), one.features, strict=True):
-        assert known == features_of(levels.distribution(path[:-1]))
     assert one.distributions is None
 
 
