@@ -18,7 +18,7 @@ from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRul
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader, other_vocabulary_drafter
 from distill.decoding.table import TableCalibration, TableDrafter, names_of_fits
-from distill.decoding.trees import Shape, TreeDrafter
+from distill.decoding.trees import Shape, Tree, TreeDrafter
 from distill.decoding.verify import Random, refusal
 from distill.engines.model import Model
 from distill.engines.recent import RecentContext
@@ -31,7 +31,6 @@ from distill.sampler import Sampler
 LOOKED_UP = 2  # tokens of a match in the text that is followed before a table is asked
 NO_COSTS = StepCosts((1.0, 1.0), 0.0, 0.0)
 CHAINS_ONLY = "draft chains: another drafter than tree"
-Tree = int | Shape  # what is chosen of a tree before it decodes: how many nodes, or its shape
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,9 @@ class Shape:
         return Shape(tuple(parents))
 
 
+Tree = int | Shape  # what is chosen of a tree before it decodes: how many nodes, or its shape
+
+
 def expected_accepted(shape: Shape, acceptance: Sequence[float]) -> float:
     """Expected accepted tokens: a node's child of rank r is accepted with acceptance[r], given that the node is.
 

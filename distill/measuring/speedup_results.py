@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from distill.decoding.configured import Tree
 from distill.decoding.costs import PaidCosts
-from distill.decoding.trees import Shape
+from distill.decoding.trees import Shape, Tree
 from distill.files import Figure
 from distill.recipe.measuring import MOST_KL
 

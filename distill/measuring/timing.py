@@ -232,8 +232,9 @@ def _prepared(
     prepared = prepare_all(settings, draft, ends, fitted)
     refused = next((one for one in prepared if one.lossy is not None and not settings.speedup.allow_lossy), None)
     if refused is not None:
+        title = refused.configuration.title
         raise RecipeError(
-            f"`{refused.title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
+            f"`{title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
         )
     return prepared
 

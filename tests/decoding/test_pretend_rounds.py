@@ -17,14 +17,14 @@ from test_grammar import tokens_of
 from toys import blurred, random_prompts, toy
 
 from distill.decoding.batch import decode_batch, plain_batch
-from distill.decoding.configured import Fitted, Tree, make_drafter
+from distill.decoding.configured import Fitted, make_drafter
 from distill.decoding.constrained import Constrained, Forced
 from distill.decoding.decode import Decoded, decode_text, plain_steps
 from distill.decoding.grammar import Constraint, constraint
 from distill.decoding.lengths import AcceptedRatio
 from distill.decoding.ngrams import NGramTable, count_ngrams, write_table
 from distill.decoding.rules import Rules
-from distill.decoding.trees import Shape
+from distill.decoding.trees import Shape, Tree
 from distill.engines.loaded import growing_decoder
 from distill.engines.torch.batched import BatchedTorchModel
 from distill.engines.torch.hugging_face import load_weights
