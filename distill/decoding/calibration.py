@@ -221,29 +221,22 @@ class ExpectedValue(LengthRule):
     allowance: float = 3.0
     doubt: float = 2.5
     usual: float = 0.6
-    pace: Pace = field(init=False)
-    _drafted: int = field(default=0, init=False)  # n so far in this round
-    _expected: float = field(default=1.0, init=False)  # E of the round as it stands
-    _survival: float = field(default=1.0, init=False)
-    _usual: float = field(init=False)
-    _idle: int = field(default=0, init=False)
-    _loss: float = field(default=0.0, init=False)
-    _squares: float = field(default=0.0, init=False)  # of the rounds' losses since there was none
-    _gained: float = field(default=0.0, init=False)  # tokens' time that drafting has gained in all
-    _whole: bool = field(default=False, init=False)  # the last round was accepted whole
-    _plain: int = field(default=0, init=False)  # tokens of plain decoding left
-    _rest: int = field(init=False)  # tokens of plain decoding after the next time it gives up
 
     def __post_init__(self) -> None:
-        self._usual, self._rest = self.usual, self.probe
-        self.pace = Pace(self.costs.target[0], self.memory)
+        self.pace, self._usual = Pace(self.costs.target[0], self.memory), self.usual
+        self._start(0)
+        self._whole = False  # the last round was accepted whole
+        # Tokens' time that rounds lost, the squares since there was no loss, and the time that drafting gained in all.
+        self._loss, self._squares, self._gained = 0.0, 0.0, 0.0
+        # Rounds without a draft in a row; tokens of plain decoding left, and after the next time it gives up.
+        self._idle, self._plain, self._rest = 0, 0, self.probe
 
     def limit(self) -> int:
         """`longest`, as far as the curve reaches; 0 while decoding plainly."""
         return 0 if self._plain > 0 else min(self.longest, len(self.costs.target) - 1)
 
     def _start(self, position: int) -> None:
-        if position == 0:
+        if position == 0:  # n so far in this round, E of the round as it stands, and the chance of all so far
             self._drafted, self._expected, self._survival = 0, 1.0, 1.0
 
     def _value(self, drafted: int, expected: float) -> float:

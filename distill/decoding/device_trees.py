@@ -23,7 +23,7 @@ from torch import Tensor
 
 from distill.decoding import verify
 from distill.decoding.drafters import NONE
-from distill.decoding.lengths import ROOT, Proposal, entropies
+from distill.decoding.lengths import ROOT, Proposal, children_of, entropies
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import TREES, Random, walk_greedy
@@ -93,10 +93,7 @@ class _Plan:
 
 def _children(parents: Sequence[int]) -> dict[int, list[int]]:
     """The nodes below each of N, the context's last token being 0 and node k being k + 1; none for leaves."""
-    found: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        found.setdefault(parent + 1, []).append(node)
-    return found
+    return {parent + 1: nodes for parent, nodes in children_of(parents).items()}
 
 
 def _as_read(parents: Sequence[int], model: Stepped) -> tuple[Tensor, Tensor]:

@@ -70,6 +70,14 @@ def best_tokens(distribution: Tensor, count: int) -> tuple[list[int], list[float
     return [i for _, i in candidates], [p for p, _ in candidates]
 
 
+def children_of(parents: Sequence[int]) -> dict[int, list[int]]:
+    """The nodes below each node that has some, and below ROOT, in order."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    return children
+
+
 @dataclass(frozen=True)
 class Proposal:
     """Tokens [n] with parents before their children, `parents` [n] as indices (ROOT: the committed end).
@@ -98,10 +106,7 @@ class Proposal:
 
     def children(self) -> dict[int, list[int]]:
         """The nodes below each node (and below ROOT), in the order in which they were proposed."""
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(self.parents):
-            children.setdefault(parent, []).append(node)
-        return children
+        return children_of(self.parents)
 
     def histories(self, context: Sequence[int]) -> list[list[int]]:
         """The tokens [n + 1] before each next token: the context, then the context and the path down to each node."""

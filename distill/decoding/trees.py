@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distill.decoding.calibration import Calibration
 from distill.decoding.drafters import distribution_sampler, read_prompt
-from distill.decoding.lengths import ROOT, Features, Proposal, best_tokens, features_from
+from distill.decoding.lengths import ROOT, Features, Proposal, best_tokens, children_of, features_from
 from distill.decoding.verify import Random, draw_token
 from distill.engines.model import SPARE_NODES, Model
 from distill.sampler import Sampler
@@ -287,10 +287,10 @@ def top_tree(shape: Shape, root: Tensor, expand: Expand) -> Proposal:
     distribution after the context.
     """
 
-    def best(distribution: Tensor, count: int) -> list[tuple[int, Tensor]]:
-        return [(token, distribution) for token in best_tokens(distribution, count)[0]]
+    def best(distribution: Tensor, count: int) -> list[tuple[int, None]]:
+        return [(token, None) for token in best_tokens(distribution, count)[0]]
 
-    return _fill(shape, root, expand, best, False)
+    return _fill(shape, root, expand, best)
 
 
 def sampled_tree(
@@ -318,23 +318,18 @@ def sampled_tree(
                 distribution = distribution / distribution.sum().clamp(min=torch.finfo(distribution.dtype).tiny)
         return drawn
 
-    return _fill(shape, root, expand, draw, True)
+    return _fill(shape, root, expand, draw)
 
 
 def _fill(
-    shape: Shape,
-    root: Tensor,
-    expand: Expand,
-    children: Callable[[Tensor, int], list[tuple[int, Tensor]]],
-    keep_distributions: bool,
+    shape: Shape, root: Tensor, expand: Expand, children: Callable[[Tensor, int], Sequence[tuple[int, Tensor | None]]]
 ) -> Proposal:
     """Fill a shape with one call of the draft per level.
 
-    `children` gives up to so many tokens below a distribution, each with the distribution that it comes from.
+    `children` gives up to so many tokens below a distribution, each with the distribution that it was drawn from, None
+    where it was chosen without chance.
     """
-    below: dict[int, list[int]] = {}
-    for node, parent in enumerate(shape.parents):
-        below.setdefault(parent, []).append(node)
+    below = children_of(shape.parents)
     tokens: list[int] = []
     parents: list[int] = []
     distributions: list[Tensor] = []
@@ -347,7 +342,7 @@ def _fill(
                 made.append((child, len(tokens)))
                 tokens.append(token)
                 parents.append(place)
-                if keep_distributions:
+                if own is not None:
                     distributions.append(own.double())
         inner = [(child, place) for child, place in made if child in below]
         if not inner:
