@@ -241,9 +241,6 @@ class SharedModel(AroundModel):
     tokens. PairError where no token is shared.
     """
 
-    max_leaves = 0
-    vocabulary_size = 0
-
     def __init__(self, reader: DraftReader) -> None:
         super().__init__(reader.model)
         translator = reader.translator
@@ -251,7 +248,7 @@ class SharedModel(AroundModel):
         self.shared = {target: draft for target, draft in shared.items() if target < reader.rows}
         if not self.shared:
             raise PairError("target and draft share no token", "draft text (drafter string), or transplant")
-        self.reader, self.vocabulary_size = reader, reader.rows
+        self.reader, self.vocabulary_size, self.max_leaves = reader, reader.rows, 0
         self._target_ids = torch.tensor(list(self.shared.keys()))  # [S]
         self._draft_ids = torch.tensor(list(self.shared.values()))
         self._tokens: list[int] = []

@@ -15,8 +15,6 @@ class RecentContext(AroundModel):
     may be longer than its context, and of a long prompt it reads the end alone. ValueError where `most` is below 2.
     """
 
-    max_leaves = 0
-
     def __init__(self, model: Model, most: int) -> None:
         super().__init__(model)
         if most < 2:

@@ -355,29 +355,18 @@ def best_shapes(rates: Sequence[float], sizes: Sequence[int], depth: int, costs:
     }
 
 
-def shape_values(shapes: Mapping[int, Shape], rates: Sequence[float]) -> list[float]:
-    """Values of which the first n sum up to the expected accepted tokens of the shape of n nodes."""
-    values, before = [0.0] * max(shapes, default=0), 0.0
-    for n, shape in sorted(shapes.items()):
-        values[n - 1] = expected_accepted(shape, rates) - before
-        before += values[n - 1]
-    return values
-
-
 def choose_tree(
-    title: str, trees: Mapping[int, Tree], values: Sequence[float], seconds: Mapping[int, float], costs: StepCosts
+    title: str, trees: Mapping[int, Tree], tokens: Mapping[int, float], seconds: Mapping[int, float], costs: StepCosts
 ) -> ChosenTree:
     """The tree of the most tokens per second among `trees` by their nodes, the smallest on ties; 0 is plain decoding.
 
-    The first n `values` sum up to the expected accepted tokens of n nodes. A round of n takes T(n + 1) and the part of
-    the timed `seconds` beyond it: drafting, and walking the tree. Sizes that no round came to are left out.
+    `tokens` are those expected of a round of n nodes. It takes T(n + 1) and the part of the timed `seconds` beyond it:
+    drafting, and walking the tree. Sizes that no round came to are left out.
     """
-    expected = list(accumulate(values, initial=1.0))
-    known = min(len(expected), len(costs.target))
     compared = [
-        ComparedTree(n, expected[n], costs.target[n], max(seconds[n] - costs.target[n], 0.0) if n else 0.0)
-        for n in sorted(trees)
-        if n < known and (n == 0 or n in seconds)
+        ComparedTree(n, tokens[n], costs.target[n], max(seconds[n] - costs.target[n], 0.0) if n else 0.0)
+        for n in sorted(trees.keys() & tokens.keys())
+        if n < len(costs.target) and (n == 0 or n in seconds)
     ]
     best = max(compared, key=lambda one: one.tokens / (one.target_seconds + one.other_seconds))
     spent = best.target_seconds + best.other_seconds
@@ -424,17 +413,19 @@ def choose_trees(
         if configuration.ranked:
             nodes = sizes if configuration.nodes is None else [configuration.nodes]
             shapes = best_shapes(rates, nodes, configuration.max_length, costs)
-            trees, values = {**shapes}, shape_values(shapes, rates)
+            trees = {**shapes}
+            tokens = {0: 1.0} | {n: 1 + expected_accepted(shape, rates) for n, shape in shapes.items()}
         else:
             drafter = make(max_nodes)
             assert isinstance(drafter, TreeDrafter)
             values = mean_values(drafter, texts, max_nodes, ends)
+            tokens = dict(enumerate(accumulate(values, initial=1.0)))
         timing = partial(time_rounds, target, draft, prompts, timed[1], rules, make, lossy=lossy)
         plainly = configuration.nodes is None
-        seconds = time_worthwhile(timing, trees, values, costs, 1 / costs.target[0] if plainly else 0.0)
+        seconds = time_worthwhile(timing, trees, tokens, costs, 1 / costs.target[0] if plainly else 0.0)
         if plainly or not seconds:
             trees[0] = Shape(()) if configuration.ranked else 0
-        made[alone] = choose_tree(title, trees, values, seconds, costs)
+        made[alone] = choose_tree(title, trees, tokens, seconds, costs)
         choices.append(made[alone])
     return choices
 
@@ -442,7 +433,7 @@ def choose_trees(
 def time_worthwhile(
     timing: Callable[[Mapping[int, Tree]], Mapping[int, float]],
     trees: Mapping[int, Tree],
-    values: Sequence[float],
+    tokens: Mapping[int, float],
     costs: StepCosts,
     fastest: float,
 ) -> dict[int, float]:
@@ -451,16 +442,15 @@ def time_worthwhile(
     A round takes T(n + 1) and a draft step at least. The trees are timed by the tokens per second that this leaves
     possible, until the next can no more than the best of those timed, and than `fastest`.
     """
-    expected, seconds = list(accumulate(values, initial=1.0)), dict[int, float]()
-    known = [n for n in trees if n < min(len(expected), len(costs.target))]
-    possible = {n: expected[n] / (costs.target[n] + costs.draft) for n in known}
+    known, seconds = [n for n in trees if n in tokens and n < len(costs.target)], dict[int, float]()
+    possible = {n: tokens[n] / (costs.target[n] + costs.draft) for n in known}
     progress = Progress("rounds of trees, sizes", len(possible), brief=True)
     for n in sorted(possible, key=possible.__getitem__, reverse=True):
         if possible[n] <= fastest:
             break
         seconds |= timing({n: trees[n]})
         if n in seconds:
-            fastest = max(fastest, expected[n] / max(seconds[n], costs.target[n]))
+            fastest = max(fastest, tokens[n] / max(seconds[n], costs.target[n]))
         progress.step()
     progress.step(progress.total - progress.done)
     return seconds

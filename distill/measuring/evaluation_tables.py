@@ -20,7 +20,6 @@ from distill.measuring.evaluation_results import (
     EvaluationReport,
     PositionAcceptance,
     Reliability,
-    SliceResult,
     StoredMeasures,
     shown_measures,
 )
@@ -146,16 +145,12 @@ def _classes(report: EvaluationReport) -> Table:
 
 def _slices(report: EvaluationReport) -> Table:
     """Acceptance probability by slice of positions."""
-
-    def acceptance(draft: str, one: SliceResult) -> Cell:
-        return Cell(one.acceptance[draft], "%")
-
     rows: list[Row] = [
         [
             f"{SLICES[one.slice]}: {one.label}",
             one.tokens,
             Cell(one.share, "%"),
-            *(acceptance(draft, one) for draft in report.slices[0].acceptance),
+            *(Cell(found, "%") for found in one.acceptance.values()),
         ]
         for one in report.slices
     ]

@@ -35,7 +35,7 @@ from distill.decoding.lengths import ROOT, Proposal
 from distill.decoding.ngrams import NGramTable, count_ngrams
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.table import guesses, names_of_fits
-from distill.decoding.trees import RankTally, Shape, TreeDrafter, best_first
+from distill.decoding.trees import RankTally, Shape, TreeDrafter, best_first, expected_accepted
 from distill.engines.loaded import LoadedPair, with_rows
 from distill.engines.torch.model import TorchModel
 from distill.errors import DataError, RecipeError
@@ -57,7 +57,6 @@ from distill.measuring.calibrate import (
     read_ranks,
     record_rounds,
     save_texts,
-    shape_values,
     time_rounds,
     time_worthwhile,
     write_texts,
@@ -134,25 +133,31 @@ def test_the_static_shape_is_the_best_of_all(rates: list[float], depth: int, dra
     shapes = best_shapes(rates, range(1, 8), depth, costs)
     room = min(7, sum(len(rates) ** level for level in range(1, depth + 1)))
     assert sorted(shapes) == [*range(1, room + 1)]
-    seconds, sums = {}, [0.0, *accumulate(shape_values(shapes, rates))]
+    seconds, expected = {}, {0: 1.0} | {n: 1 + expected_accepted(shape, rates) for n, shape in shapes.items()}
     for n, shape in shapes.items():
         paths: list[tuple[int, ...]] = []
         for parent, rank in zip(shape.parents, shape.ranks, strict=True):
             paths.append((*(() if parent == ROOT else paths[parent]), rank))
         tokens, seconds[n] = price(tuple(paths))
         assert tokens / seconds[n] == pytest.approx(speeds[n], rel=1e-12) and max(shape.depths) <= depth
-        assert 1 + sums[n] == pytest.approx(tokens, rel=1e-12)
+        assert expected[n] == pytest.approx(tokens, rel=1e-12)
     trees: dict[int, int | Shape] = {0: Shape(()), **shapes}
-    found = choose_tree("a title", trees, shape_values(shapes, rates), seconds, costs)
+    found = choose_tree("a title", trees, expected, seconds, costs)
     assert found.tokens / found.seconds == pytest.approx(max(speeds.values()), rel=1e-12)
     assert found.speedup == pytest.approx(costs.target[0] * max(speeds.values()), rel=1e-12)
     assert found.tree == trees[found.nodes] and found.parents == list(trees[found.nodes].parents)
 
 
+def rounds_of(values: list[float]) -> dict[int, float]:
+    """The expected tokens of a round of n nodes, of which the first n have these values."""
+    return dict(enumerate(accumulate(values, initial=1.0)))
+
+
 def test_the_number_of_nodes_on_jagged_curves() -> None:
     def nodes(target: list[float], beyond: float = 0.0) -> int:
         trees, seconds = dict(enumerate(range(5))), {n: target[n] + beyond * n for n in range(1, 5)}
-        return choose_tree("a title", trees, [0.8, 0.6, 0.5, 0.4], seconds, StepCosts(tuple(target), 0.1, 0.1)).nodes
+        tokens = rounds_of([0.8, 0.6, 0.5, 0.4])
+        return choose_tree("a title", trees, tokens, seconds, StepCosts(tuple(target), 0.1, 0.1)).nodes
 
     assert nodes([1.0] * 5) == 4  # nodes for nothing
     assert nodes([1.0, 2.0, 3.0, 4.0, 5.0]) == 0  # nodes at full price
@@ -166,7 +171,7 @@ def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: rand
     values = sorted(values, reverse=True)
     costs = StepCosts(tuple(draws.uniform(1, 3) for _ in range(draws.randint(2, 16))), 0.1, 0.1)
     seconds = {n: draws.uniform(1, 4) for n in SIZES if n <= len(values) and draws.random() < 0.8}
-    found = choose_tree("a title", {n: n for n in (0, *SIZES)}, values, seconds, costs)
+    found = choose_tree("a title", {n: n for n in (0, *SIZES)}, rounds_of(values), seconds, costs)
     rates = {0: 1 / costs.target[0]}
     for n, taken in seconds.items():
         if n < len(costs.target):
@@ -236,9 +241,12 @@ def test_rounds_are_timed_by_what_they_drafted(pair: tuple[TableModel, TableMode
     prompts = [[i % 12 for i in range(13)], [i % 12 for i in range(13, 0, -1)]]
     seconds = time_rounds(target, draft, prompts, 4, Rules(), make, {1: 1, 2: 2, 9: 9})
     assert set(seconds) == {1, 2} and min(seconds.values()) > 0 and asked == [1, 2, 9] * 2
-    assert choose_tree("a title", {0: 0, 9: 9}, [1.0] * 9, seconds, COSTS).nodes == 0
+    assert choose_tree("a title", {0: 0, 9: 9}, rounds_of([1.0] * 9), seconds, COSTS).nodes == 0
     # What was asked for is timed and told, though plain decoding were faster.
-    assert choose_tree("a title", {2: 2}, [0.1, 0.0], {2: 9.0}, COSTS).speedup == pytest.approx(1.1 * 1.0 / 9.0)
+    told = choose_tree("a title", {2: 2}, rounds_of([0.1, 0.0]), {2: 9.0}, COSTS)
+    assert told.speedup == pytest.approx(1.1 * 1.0 / 9.0)
+        1.1 * 1.0 / 9.0
+    )
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=9), st.integers(0, 10**6), st.booleans())
@@ -253,10 +261,11 @@ def test_trees_that_cannot_be_the_fastest_are_not_timed(values: list[float], see
         timed.extend(some)
         return {n: whole[n] for n in some}
 
-    seconds = time_worthwhile(timing, trees, values, COSTS, 1 / COSTS.target[0] if plainly else 0.0)
+    tokens = rounds_of(values)
+    seconds = time_worthwhile(timing, trees, tokens, COSTS, 1 / COSTS.target[0] if plainly else 0.0)
     assert seconds == {n: whole[n] for n in timed} and (timed or plainly)
     named = {**trees, **({0: 0} if plainly else {})}
-    found, expected = (choose_tree("t", named, values, taken, COSTS) for taken in (seconds, whole))
+    found, expected = (choose_tree("t", named, tokens, taken, COSTS) for taken in (seconds, whole))
     assert found.tokens / found.seconds == pytest.approx(expected.tokens / expected.seconds)
     assert not (plainly and timed and sum(values) == 0)
 
