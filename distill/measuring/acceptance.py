@@ -210,7 +210,12 @@ def evaluate_pairs(
         sliced=None if several else next(iter(sliced.values()), None),
     )
     if options.compared and options.divergences and (costs or len(worst) > 1):
-        report = replace(report, pairs=_compared(measured["answers"], len(names), METRICS.index(measure), worst, costs))
+        # Each pair's acceptance beside that of the first, paired by prompt.
+        column, count = METRICS.index(measure), len(names)
+        (base, first_sums), *others = [(name, by_unit(own, column, count)) for name, own in measured["answers"].items()]
+        apart = {name: paired_ratio_interval(*first_sums, *sums) for name, sums in others}
+        pairs = {name: ComparedPair(apart.get(name), worst[name], costs.get(name)) for name in (base, *apart)}
+        report = replace(report, pairs=pairs)
     return report, {name: own.rounds for name, own in decoded.items()}
 
 
@@ -290,20 +295,6 @@ def pack_answers(prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]
 
 
 # ── Pairs compared with the first ──
-
-
-def _compared(
-    answers: Mapping[str, Measured],
-    prompts: int,
-    column: int,
-    worst: Mapping[str, list[Stretch]],
-    costs: Mapping[str, PairCosts],
-) -> dict[str, ComparedPair]:
-    """Each pair's acceptance beside that of the first, paired by prompt."""
-    sums = {name: by_unit(one, column, prompts) for name, one in answers.items()}
-    base = next(iter(sums))
-    differences = {name: paired_ratio_interval(*sums[base], *own) for name, own in sums.items() if name != base}
-    return {name: ComparedPair(differences.get(name), worst[name], costs.get(name)) for name in answers}
 
 
 def by_unit(measured: Measured, column: int, units: int) -> tuple[Any, Any]:

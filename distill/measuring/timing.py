@@ -175,11 +175,7 @@ def measure_pair(
 
 
 def time_again(
-    settings: PairSettings,
-    pair: LoadedPair,
-    part: SpeedupPart,
-    titles: Collection[str],
-    given: PairTexts,
+    settings: PairSettings, pair: LoadedPair, part: SpeedupPart, titles: Collection[str], given: PairTexts
 ) -> list[TimedText]:
     """Decode prompts by the configurations of these titles once more, with the costs and trees that `part` measured."""
     fitted = _fitted(settings, pair, given, part.costs, part.trees)
