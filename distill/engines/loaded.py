@@ -16,7 +16,6 @@ from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel, ends_of
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata
-from distill.engines.torch.batched import BatchedTorchModel
 from distill.engines.torch.cpu_products import prepacked, rounded
 from distill.engines.torch.hugging_face import (
     encode_text,
@@ -187,6 +186,7 @@ def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = T
 def with_rows(model: Model, rows: int, compiled: bool = False) -> Model | None:
     """A model of `rows` texts with the weights of a PyTorch model of one, prepacked where they are; None where there is
     none of texts of different lengths."""
+    from distill.engines.torch.batched import BatchedTorchModel
     from distill.engines.torch.static import StaticTorchModel, refusal
 
     if isinstance(model, StaticTorchModel):
