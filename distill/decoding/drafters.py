@@ -315,16 +315,11 @@ class LookupPrice:
 
     def best(self, match: int, limit: int) -> int:
         """How many of `limit` tokens after a match are verified; 0: none is worth it."""
-        costs, rate = self.costs, self.pace.rate
-        best, count = max(1 - rate * (costs.target[0] + costs.again(0, 1.0, 1.0)), self.rival), 0
-        expected = survival = 1.0
-        for n in range(1, min(limit, len(costs.target) - 1) + 1):
+        worth, survival = Worth(self, limit, self.rival), 1.0
+        for n in range(1, min(limit, len(self.costs.target) - 1) + 1):
             survival *= self.chance(match + n - 1)
-            expected += survival
-            value = expected - rate * (costs.target[n] + costs.again(n, expected, survival))
-            if value > best:
-                best, count = value, n
-        return count
+            worth.add(n, survival)
+        return worth.count
 
     def observe(self, match: int, drafted: int, accepted: int, seconds: float) -> None:
         """A round of this drafter."""
@@ -339,6 +334,44 @@ class LookupPrice:
         self.pace.learn(accepted + 1, seconds)
         value = accepted + 1 - self.pace.rate * seconds
         self.rival = value if self.rival == float("-inf") else self.rival + 0.05 * (value - self.rival)
+
+
+class Worth:
+    """How many of the nodes found so far are worth verifying: those of greatest E − λ·T(n + 1), where that is more than
+    what plain decoding and a `rival` give; without a price, all."""
+
+    def __init__(self, price: LookupPrice | None, most: int, rival: float = float("-inf")) -> None:
+        self._expected, self.count = 1.0, 0
+        self._best = rival
+        self._costs: list[float] | None = None  # λ·T(n + 1)
+        self._price = price
+        if price is not None:
+            rate = price.pace.rate
+            self._costs = [rate * seconds for seconds in price.costs.target[: most + 1]]
+            self._best = max(rival, 1 - self._costs[0] - rate * price.costs.again(0, 1.0, 1.0))
+
+    def may_rise(self, nodes: int, chance: float) -> bool:
+        """Whether more than `nodes` nodes could be worth more, if each had the chance of the next one."""
+        if self._costs is None:
+            return True
+        expected = self._expected
+        for cost in self._costs[nodes + 1 :]:
+            expected += chance
+            if expected - cost > self._best:
+                return True
+        return False
+
+    def add(self, nodes: int, chance: float) -> None:
+        """Another node is there, `nodes` in all."""
+        self._expected += chance
+        if self._costs is None or self._price is None:
+            self.count = nodes
+            return
+        # Only chains are computed again, and the chance of a chain's last node is that of the whole.
+        value = self._expected - self._costs[nodes]
+        value -= self._price.pace.rate * self._price.costs.again(nodes, self._expected, chance)
+        if value > self._best:
+            self._best, self.count = value, nodes
 
 
 class LookupDrafter:

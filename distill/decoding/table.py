@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from distill.decoding.calibration import Calibration, Recorded
-from distill.decoding.drafters import NOTHING, LookupPrice
+from distill.decoding.drafters import NOTHING, LookupPrice, Worth
 from distill.decoding.lengths import ROOT, Features, Proposal
 from distill.decoding.ngrams import ORDER, Guess, Mixture, NGramTable
 from distill.decoding.trees import Leaves, calibrated
@@ -117,7 +117,7 @@ class TableDrafter:
         depth = min(self.depth, limit)
         if most <= 0 or depth <= 0:
             return NOTHING
-        leaves, value = Leaves(self.max_leaves), _Value(self.price, most)
+        leaves, value = Leaves(self.max_leaves), Worth(self.price, most)
         tokens, parents = list[int](), list[int]()
         root = self._children(ROOT, 1, 1.0, self.mixture.tail, self.mixture.place)
         pool, entries = [root.entry(0, 0)] if root.tokens else [], 1
@@ -157,43 +157,6 @@ class TableDrafter:
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """The round's tokens are counted with the next proposal; what rounds give the price is told by its owner."""
-
-
-class _Value:
-    """How many of the nodes found so far are worth verifying; without a price, all."""
-
-    def __init__(self, price: LookupPrice | None, most: int) -> None:
-        self._expected, self.count = 1.0, 0
-        self._best = float("-inf")
-        self._costs: list[float] | None = None  # λ·T(n + 1)
-        self._price = price
-        if price is not None:
-            rate = price.pace.rate
-            self._costs = [rate * seconds for seconds in price.costs.target[: most + 1]]
-            self._best = 1 - self._costs[0] - rate * price.costs.again(0, 1.0, 1.0)
-
-    def may_rise(self, nodes: int, chance: float) -> bool:
-        """Whether more than `nodes` nodes could be worth more, if each had the chance of the next one."""
-        if self._costs is None:
-            return True
-        expected = self._expected
-        for cost in self._costs[nodes + 1 :]:
-            expected += chance
-            if expected - cost > self._best:
-                return True
-        return False
-
-    def add(self, nodes: int, chance: float) -> None:
-        """Another node is there, `nodes` in all."""
-        self._expected += chance
-        if self._costs is None or self._price is None:
-            self.count = nodes
-            return
-        # Only chains are computed again, and the chance of a chain's last node is that of the whole.
-        value = self._expected - self._costs[nodes]
-        value -= self._price.pace.rate * self._price.costs.again(nodes, self._expected, chance)
-        if value > self._best:
-            self._best, self.count = value, nodes
 
 
 def guesses(
