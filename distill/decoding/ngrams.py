@@ -181,15 +181,11 @@ class Expected(NamedTuple):
     probabilities: NDArray[numpy.float64]  # [n, K]
 
 
-def count_ngrams(
-    texts: Sequence[Sequence[int]],
-    singles_up_to: int = SINGLES_UP_TO,
-    expected: Sequence[Expected] | None = None,
-) -> list[Level]:
+def count_ngrams(texts: Sequence[Sequence[int]], expected: Sequence[Expected] | None = None) -> list[Level]:
     """The n-grams of 1 to ORDER + 1 tokens within each of the texts (token ids).
 
     With what is `expected` in each text, its likely tokens count by their probabilities in place of the one that was
-    drawn, as the last of an n-gram. With more than `singles_up_to` n-grams, those of three and more tokens that occur
+    drawn, as the last of an n-gram. With more than SINGLES_UP_TO n-grams, those of three and more tokens that occur
     once are left out.
     """
     arrays = [numpy.asarray(text, numpy.int64) for text in texts]
@@ -206,7 +202,7 @@ def count_ngrams(
         found, numbers = numpy.unique((before[places] << 32) | last, return_inverse=True)
         keys.append((found >> 32, found & 0xFFFFFFFF, numpy.bincount(numbers, weights, len(found))))
         before = numpy.concatenate([[0], found.searchsorted((before << 32) | tokens)])[: len(tokens)]
-    if sum(len(counts) for *_, counts in keys) > singles_up_to:
+    if sum(len(counts) for *_, counts in keys) > SINGLES_UP_TO:
         keys = _without_singles(keys)
     levels = []
     for size, (_, token, counts) in enumerate(keys, start=1):

@@ -308,10 +308,8 @@ def time_rounds(
     return {size: statistics.median(taken) for size, taken in seconds.items() if taken}
 
 
-def mean_values(
-    drafter: TreeDrafter, texts: Sequence[Text], nodes: int, ends: Collection[int], max_rounds: int = ROUNDS
-) -> list[float]:
-    """The mean value of the n-th best node of a round, for n up to `nodes`, over rounds of given texts.
+def mean_values(drafter: TreeDrafter, texts: Sequence[Text], nodes: int, ends: Collection[int]) -> list[float]:
+    """The mean value of the n-th best node of a round, for n up to `nodes`, over at most ROUNDS rounds of given texts.
 
     A round starts behind the token at which the text left the tree of the one before, as rounds do that are decoded
     greedily; no target is asked.
@@ -320,7 +318,7 @@ def mean_values(
     for prompt, new in texts:
         text, at = [*prompt, *new], len(prompt)  # at: the last committed token
         drafter.begin(prompt)
-        while at + 1 < len(text) and drafter.room(at + 1) > nodes and len(values) < max_rounds:
+        while at + 1 < len(text) and drafter.room(at + 1) > nodes and len(values) < ROUNDS:
             proposal = drafter.propose(text[: at + 1], nodes, ends)
             values.append([*drafter.values, *[0.0] * (nodes - len(drafter.values))])
             accepted = follow(proposal, text[at + 1 :])

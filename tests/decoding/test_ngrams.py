@@ -75,9 +75,10 @@ def test_counts_are_those_of_the_texts(table: NGramTable) -> None:
                 assert (following.total, following.different) == (sum(expected.values()), len(expected))
 
 
-def test_a_large_table_loses_what_occurs_once() -> None:
+def test_a_large_table_loses_what_occurs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """From three tokens on; everything that occurs twice stays, with its children in order."""
-    levels = count_ngrams(TEXTS, singles_up_to=0)
+    monkeypatch.setattr(ngrams, "SINGLES_UP_TO", 0)
+    levels = count_ngrams(TEXTS)
     table = NGramTable(levels, {})
     for size in range(1, ORDER + 2):
         assert len(levels[size - 1].tokens) == sum(n > 1 or size < 3 for n in windows(TEXTS, size).values())
@@ -89,7 +90,7 @@ def test_a_large_table_loses_what_occurs_once() -> None:
 
 
 @pytest.mark.parametrize("singles_up_to", [10**6, 0])
-def test_expected_tokens_count_by_their_probabilities(singles_up_to: int) -> None:
+def test_expected_tokens_count_by_their_probabilities(singles_up_to: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against counting place by place: likely tokens, and the drawn one, of the last tokens of each text.
 
     A large table loses what counts once or less, from three tokens on, and what continues it."""
@@ -110,7 +111,8 @@ def test_expected_tokens_count_by_their_probabilities(singles_up_to: int) -> Non
     kept = {ngram for ngram, count in counts.items() if len(ngram) < 3 or singles_up_to or count > 1}
     kept = {one for one in kept if all(one[:n] in kept for n in range(3, len(one)))}
     assert singles_up_to or any(counts[one] > 1 for one in counts.keys() - kept)
-    table = NGramTable(count_ngrams(TEXTS, singles_up_to, expected), {})
+    monkeypatch.setattr(ngrams, "SINGLES_UP_TO", singles_up_to)
+    table = NGramTable(count_ngrams(TEXTS, expected), {})
     assert sum(len(level.tokens) for level in table.levels) == len(kept)
     for ngram in kept:
         if len(ngram) > 1:

@@ -40,6 +40,7 @@ from distill.engines.loaded import LoadedPair, with_rows
 from distill.engines.torch.model import TorchModel
 from distill.errors import DataError, RecipeError
 from distill.files import read_json, read_result, write_json
+from distill.measuring import calibrate as calibrate_module
 from distill.measuring.calibrate import (
     LENGTH,
     RANKS,
@@ -186,7 +187,9 @@ def test_the_number_of_nodes_is_the_best_of_all(values: list[float], draws: rand
     assert ("no tree is drafted" in explain_tree(found, "validation text", None)) == (found.nodes == 0)
 
 
-def test_the_values_are_those_of_the_trees_that_a_text_meets(pair: tuple[TableModel, TableModel]) -> None:
+def test_the_values_are_those_of_the_trees_that_a_text_meets(
+    pair: tuple[TableModel, TableModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rounds of a greedy decoder with the same trees, each value from the draft's table itself."""
     target, draft = pair
     one = Configuration(drafter="tree", calibration="none", length=3)
@@ -210,7 +213,8 @@ def test_the_values_are_those_of_the_trees_that_a_text_meets(pair: tuple[TableMo
     ]
     assert len(values) > 20
     for most, told in ((1000, values), (5, values[:5])):
-        found = mean_values(make(7), texts, 7, (), most)
+        monkeypatch.setattr(calibrate_module, "ROUNDS", most)
+        found = mean_values(make(7), texts, 7, ())
         assert found == pytest.approx([sum(value[n] for value in told) / len(told) for n in range(7)], abs=1e-9)
     assert mean_values(make(7), [([1, 2], [3])], 7, ()) == []
 
