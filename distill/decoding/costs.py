@@ -114,6 +114,11 @@ class StepCosts:
         return (now + later) * (self.target[-1] - self.target[0]) / max(len(self.target) - 1, 1)
 
 
+def range_start(depth: int, first: int) -> int:
+    """Where the range of depths begins that a depth lies in: 0, then `first` or the next power of two after another."""
+    return 0 if depth < first else 1 << (depth.bit_length() - 1)
+
+
 class Pace:
     """λ, the tokens per second in the long run: a token counts half after `memory` more; it starts at 1/T(1)."""
 

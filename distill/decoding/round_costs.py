@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distill.decoding.costs import NO_STEPS, DraftSteps, PaidCosts, StepCosts, measure_steps, steady
+from distill.decoding.costs import NO_STEPS, DraftSteps, PaidCosts, StepCosts, measure_steps, range_start, steady
 from distill.decoding.decode import Round, decode_text, plain, room_for
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Features, LengthRule
@@ -288,7 +288,7 @@ def pair_costs(pair: LoadedPair, prompt: Sequence[int], longest: int) -> StepCos
     keeps them, or timed now and kept. A file that is damaged, of other conditions or of a machine that has become
     faster or slower is not used, and stderr says so."""
     _read_kept(pair)
-    found = pair.costs.get(_range_of(len(prompt)))
+    found = pair.costs.get(range_start(len(prompt), FIRST_DEPTH))
     if found is None or len(found.target) <= min(longest, pair.target.capacity - 2):
         paid = measure_paid(pair.target, pair.draft, [prompt], range(1, longest + 1), REPEATS)
         found = paid.step_costs()
@@ -298,7 +298,7 @@ def pair_costs(pair: LoadedPair, prompt: Sequence[int], longest: int) -> StepCos
 
 def keep_costs(pair: LoadedPair, depth: int, costs: StepCosts) -> None:
     """Keep costs at a depth for later texts of this pair and, with its others, in the file for later processes."""
-    pair.costs[_range_of(depth)] = costs
+    pair.costs[range_start(depth, FIRST_DEPTH)] = costs
     if pair.conditions is None:
         return
     path = _file_of(pair.conditions)
@@ -330,11 +330,6 @@ def _read_kept(pair: LoadedPair) -> None:
 
 def _file_of(conditions: Mapping[str, Any]) -> Path:
     return cache_folder("costs") / f"{digest(conditions)}.json"
-
-
-def _range_of(depth: int) -> int:
-    """The first depth of the range that a depth lies in."""
-    return 0 if depth < FIRST_DEPTH else int(2 ** (depth.bit_length() - 1))
 
 
 def _plain_step(pair: LoadedPair) -> float:

@@ -16,7 +16,7 @@ from functools import partial
 import numpy
 
 from distill.decoding.configured import Fitted, configured_sampler, lossy_reason, make_drafter, title_with_tree
-from distill.decoding.costs import measure_steps
+from distill.decoding.costs import measure_steps, range_start
 from distill.decoding.decode import Decoded, Round, decode_text, plain, room_for
 from distill.decoding.drafters import Drafter
 from distill.decoding.other_vocabulary import DraftReader
@@ -347,10 +347,8 @@ def by_class(
 
 def _range(depth: int) -> tuple[int, int]:
     """The range of depths that a depth lies in, its end excluded."""
-    if depth < FIRST_DEPTH:
-        return 0, FIRST_DEPTH
-    start = 2 ** int(math.log2(depth))
-    return start, 2 * start
+    start = range_start(depth, FIRST_DEPTH)
+    return start, 2 * start or FIRST_DEPTH
 
 
 def _step_seconds(text: TimedText) -> list[tuple[int, float]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.data.packing import Packed, scored_documents
+from distill.decoding.costs import range_start
 from distill.devices import doubled
 from distill.engines.server_commands import DRAWN_AMONG
 from distill.intervals import ratio_interval
@@ -153,6 +154,7 @@ REPEATED = 3  # tokens in a row that stood in the text before: the last of them 
 LONGEST_LOOP = 32  # tokens after which a loop begins again
 SHORTEST_RUN = 6  # tokens that repeat what stood a period before, and twice the period, until it is called a loop
 
+SHALLOWEST = 64  # tokens of the first bucket of depths
 RARE, OTHER = 0.01, "other"  # of a slice's positions: labels that are joined
 
 SPECIAL, WHITESPACE, NUMBER, PUNCTUATION = "end of text", "whitespace", "number", "punctuation"
@@ -262,11 +264,9 @@ def token_kinds(texts: Sequence[str], specials: Sequence[bool]) -> list[str]:
 
 
 def depth_label(place: int) -> str:
-    """The bucket of so many tokens before: the first 64, then doubling."""
-    if place < 64:
-        return "0 to 63"
-    low = 1 << (place.bit_length() - 1)
-    return f"{low} to {2 * low - 1}"
+    """The bucket of so many tokens before: the first ones, then doubling."""
+    low = range_start(place, SHALLOWEST)
+    return f"{low} to {(2 * low or SHALLOWEST) - 1}"
 
 
 def repetition(ids: Sequence[int]) -> list[str]:
