@@ -32,17 +32,11 @@ class Constrained(AroundModel):
     def __init__(self, model: Model, constraint: Constraint) -> None:
         super().__init__(model)
         self.constraint = constraint
-        self._context: list[int] = []
         self._states: list[State] = []  # after each committed token from the prompt's last one on
         self._tree = PendingTree()
         self._nodes: list[tuple[int, State]] = []  # the tokens of the tree, and the states after them
         self._read: dict[int, int] = {}  # nodes that the model has read, to its numbers for them
         self._dtype: torch.dtype | None = None
-
-    @property
-    def lengths(self) -> list[int]:
-        """Committed tokens, with those that the model has not read yet."""
-        return [len(self._context)]
 
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
@@ -50,14 +44,13 @@ class Constrained(AroundModel):
         """Logits [n, V] as the model's `extend`, −∞ where the grammar allows no token; the same errors."""
         wanted = list(range(len(tokens)) if want is None else want)
         if parents is None:
-            depth = [len(self._context)]
-            check_chain(tokens, counts, want, depth, self.capacity, self.vocabulary_size, self._tree)
+            check_chain(tokens, counts, want, self.lengths, self.capacity, self.vocabulary_size, self._tree)
             return self._extend_chain(list(tokens), wanted)
         check_call(tokens, counts, parents, want, self.vocabulary_size)
         return self._extend_tree(list(tokens), list(parents), wanted)
 
     def _extend_chain(self, tokens: list[int], want: list[int]) -> TorchLogits:
-        depth, start = len(self._context), self.constraint.start
+        depth, start = len(self.text), self.constraint.start
         states: list[State | None] = []
         state = self._last()
         for place, token in enumerate(tokens, start=depth):
@@ -67,10 +60,10 @@ class Constrained(AroundModel):
         asked = [index for index in want if (after := states[index]) is None or after.forced is None]
         logits = None
         if asked or depth == 0:  # the prompt is read at once, whatever follows it
-            owed = self._context[self.model.lengths[0] :]
+            owed = self.text[self.model.lengths[0] :]
             logits = self.model.extend([*owed, *tokens], want=[len(owed) + index for index in asked])
         values = None if logits is None else (logits.full(), logits.place)
-        self._context += tokens
+        self.text += tokens
         self._states += [state for state in states if state is not None]
         return self._logits(values, [states[index] for index in want])
 
@@ -78,7 +71,7 @@ class Constrained(AroundModel):
         return self._states[-1] if self._states else self.constraint.root
 
     def _extend_tree(self, tokens: list[int], parents: list[int], want: list[int]) -> TorchLogits:
-        tree, first = self._tree.grown(parents, len(self._context), self.capacity), len(self._tree)
+        tree, first = self._tree.grown(parents, len(self.text), self.capacity), len(self._tree)
         nodes = list(self._nodes)
         for token, parent in zip(tokens, parents, strict=True):
             above = self._last() if parent == ROOT else nodes[parent][1]
@@ -96,7 +89,7 @@ class Constrained(AroundModel):
             while node != ROOT and node not in self._read and node not in needed:
                 needed.add(node)
                 node = tree.parents[node]
-        owed = self._context[self.model.lengths[0] :]
+        owed = self.text[self.model.lengths[0] :]
         if owed:
             self.model.extend(owed, want=[])
         order = sorted(needed)
@@ -137,7 +130,7 @@ class Constrained(AroundModel):
         read = [self._read[node] for node in path if node in self._read]
         if self._read:
             self.model.keep([read])
-        self._context += [self._nodes[node][0] for node in path]
+        self.text += [self._nodes[node][0] for node in path]
         self._states += [self._nodes[node][1] for node in path]
         self._drop_tree()
 
@@ -146,10 +139,10 @@ class Constrained(AroundModel):
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget the tree and the tokens beyond `lengths[0]`; ValueError outside 0..the committed length."""
-        (length,) = check_lengths(lengths, [len(self._context)])
+        (length,) = check_lengths(lengths, self.lengths)
         # Also where nothing was committed through here: the model may hold a text from before.
         self.model.rollback([min(length, self.model.lengths[0])])
-        del self._context[length:]
+        del self.text[length:]
         del self._states[max(0, length - max(self.constraint.start, 1) + 1) :]
         self._drop_tree()
 

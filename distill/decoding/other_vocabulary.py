@@ -251,13 +251,7 @@ class SharedModel(AroundModel):
         self.reader, self.vocabulary_size, self.max_leaves = reader, reader.rows, 0
         self._target_ids = torch.tensor(list(self.shared.keys()))  # [S]
         self._draft_ids = torch.tensor(list(self.shared.values()))
-        self._tokens: list[int] = []
         self._drafting = False
-
-    @property
-    def lengths(self) -> list[int]:
-        """Target tokens read."""
-        return [len(self._tokens)]
 
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
@@ -267,10 +261,10 @@ class SharedModel(AroundModel):
         if self._drafting and all(token in self.shared for token in tokens):
             logits = self.reader.append([self.shared[token] for token in tokens])
         else:
-            own = self.reader.translator.ids([*self._tokens, *tokens])
+            own = self.reader.translator.ids([*self.text, *tokens])
             assert own, "the draft cannot write this context"
             logits = self.reader.read(own)
-        self._tokens += tokens
+        self.text += tokens
         self._drafting = True
         values = logits.full()  # [1, the draft's ids]
         mapped = values.new_full((1, self.vocabulary_size), -torch.inf)
@@ -279,8 +273,8 @@ class SharedModel(AroundModel):
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget the tokens beyond `lengths[0]`; the draft's own cache follows with the next ones."""
-        (length,) = check_lengths(lengths, [len(self._tokens)])
-        del self._tokens[length:]
+        (length,) = check_lengths(lengths, self.lengths)
+        del self.text[length:]
         self._drafting = False
 
 

@@ -104,20 +104,20 @@ def resent(model: Model) -> int:
 
 
 class AroundModel:
-    """What a model of one row that drives another passes on; ValueError for one of several rows."""
+    """What a model of one row that drives another passes on; ValueError for one of several rows. `text` is its own."""
 
     rows = 1
 
     def __init__(self, model: Model) -> None:
         if model.rows != 1:
             raise ValueError(f"{type(self).__name__} follows one text at a time, this model keeps {model.rows}")
-        self.model = model
+        self.model, self.text = model, list[int]()
         self.vocabulary_size, self.capacity, self.max_leaves = model.vocabulary_size, model.capacity, model.max_leaves
 
     @property
     def lengths(self) -> list[int]:
-        """Committed tokens of the one row."""
-        return self.model.lengths
+        """Committed tokens of the one row, whether the model has read them or not."""
+        return [len(self.text)]
 
     @property
     def resent(self) -> int:
@@ -127,10 +127,6 @@ class AroundModel:
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """See `Model`."""
         self.model.keep(paths)
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """See `Model`."""
-        self.model.rollback(lengths)
 
     def close(self) -> None:
         """Close the model."""

@@ -21,13 +21,7 @@ class RecentContext(AroundModel):
             raise ValueError(f"a draft that reads recent tokens needs two of them, got {most}")
         self.most = min(most, model.capacity)
         self.max_leaves, self.capacity = 0, sys.maxsize
-        self._text: list[int] = []
         self._begin = 0  # the first token of the text that is held
-
-    @property
-    def lengths(self) -> list[int]:
-        """All tokens of the text."""
-        return [len(self._text)]
 
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
@@ -40,25 +34,25 @@ class RecentContext(AroundModel):
             raise ValueError("a draft that reads recent tokens makes chains, not trees")
         check_chain(tokens, counts, want, self.lengths, self.capacity, self.vocabulary_size)
         wanted = list(range(len(tokens)) if want is None else want)
-        held, size = self.model.lengths[0], len(self._text) + len(tokens)
-        if held < len(self._text) - self._begin or held + len(tokens) > self.most:
+        held, size = self.model.lengths[0], len(self.text) + len(tokens)
+        if held < len(self.text) - self._begin or held + len(tokens) > self.most:
             needed = len(tokens) - min(wanted, default=len(tokens) - 1)
             if needed > self.most:
                 raise ValueError(f"logits of the last {needed} tokens are wanted, and {self.most} are read")
             self.model.rollback([0])
             self._begin = max(0, size - max(self.most // 2, needed))
-            fresh = [*self._text[self._begin :], *tokens[max(self._begin - len(self._text), 0) :]]
+            fresh = [*self.text[self._begin :], *tokens[max(self._begin - len(self.text), 0) :]]
             first = len(fresh) - len(tokens)
             logits = self.model.extend(fresh, want=[first + index for index in wanted])
         else:
             logits = self.model.extend(tokens, want=wanted)
-        self._text.extend(tokens)
+        self.text.extend(tokens)
         return logits
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget the tokens after the first `lengths[0]`; before those that are held, the next call reads again."""
         (length,) = check_lengths(lengths, self.lengths)
-        del self._text[length:]
+        del self.text[length:]
         left = length - self._begin
         if left <= 0:
             left = self._begin = 0

@@ -46,6 +46,13 @@ class Clocked(AroundModel):
         self.steps: list[int] = []
         self.capacity = model.capacity
 
+    @property
+    def lengths(self) -> list[int]:
+        return self.model.lengths
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        self.model.rollback(lengths)
+
     def extend(self, tokens: Sequence[int], *rest: Any, **named: Any) -> Any:
         self._clock[0] += self._first + self._more * (len(tokens) - 1) + self.deeper * self.lengths[0]
         self.steps.append(len(tokens))
