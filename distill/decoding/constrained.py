@@ -156,18 +156,9 @@ class Forced:
 
     def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
         self.drafter, self.constraint = drafter, constraint
+        self.tree, self.kind = drafter.tree, drafter.kind
         self._before = 0  # forced tokens before the other drafter's proposal
         self._asked: Proposal | None = None  # which is None in a round in which it was not asked
-
-    @property
-    def tree(self) -> bool:
-        """That of the other drafter."""
-        return self.drafter.tree
-
-    @property
-    def kind(self) -> str:
-        """That of the other drafter."""
-        return self.drafter.kind
 
     def begin(self, prompt: Sequence[int]) -> None:
         """The other drafter reads the prompt."""

@@ -420,17 +420,9 @@ class FallbackDrafter:
 
     def __init__(self, first: LookupDrafter, second: Drafter) -> None:
         self.first, self.second = first, second
+        # Those of the second one: a lookup has no distribution that a verifier would ask for.
+        self.tree, self.kind = second.tree, second.kind
         self._last: Drafter = second
-
-    @property
-    def tree(self) -> bool:
-        """Whether the second one's proposals branch."""
-        return self.second.tree
-
-    @property
-    def kind(self) -> str:
-        """That of the second drafter: a lookup has no distribution that a verifier would ask for."""
-        return self.second.kind
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Both read the prompt."""

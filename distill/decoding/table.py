@@ -93,11 +93,7 @@ class TableDrafter:
     ) -> None:
         self.mixture, self.nodes, self.depth = Mixture(table), nodes, depth
         self.calibration, self.price, self.max_leaves = calibration, price, max_leaves
-
-    @property
-    def tree(self) -> bool:
-        """Whether its proposals branch."""
-        return self.max_leaves > 1
+        self.tree = max_leaves > 1
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Forget the last text; the prompt is read with the first proposal."""

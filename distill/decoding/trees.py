@@ -384,13 +384,9 @@ class TreeDrafter:
             raise ValueError("a greedy sampler draws nothing: ask for trees of the best tokens")
         self.model, self.sampler, self.random, self.nodes = model, distribution_sampler(sampler), random, nodes
         self.shape, self.best, self.distinct = shape, best, distinct
+        self.kind = "deterministic" if shape is None or best else "distinct" if distinct else "sampled"
         self.values: list[float] = []
         self.branching, self.depth, self.calibration = branching, depth, calibration
-
-    @property
-    def kind(self) -> str:
-        """Deterministic, sampled or distinct."""
-        return "deterministic" if self.shape is None or self.best else "distinct" if self.distinct else "sampled"
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt but for its last token; nothing where it has no room, or where no tree is worth its steps."""
