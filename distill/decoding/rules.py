@@ -28,19 +28,10 @@ def token_bytes(vocabulary: Vocabulary, silent: Collection[int] = ()) -> BytesOf
     return lambda token: b"" if token in silent else vocabulary.text_bytes([token])
 
 
-class Characters:
-    """Bytes to text as they come: the bytes of an unfinished character wait; invalid UTF-8 becomes U+FFFD."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def add(self, data: bytes) -> str:
-        """The characters that these bytes complete."""
-        return self._decoder.decode(data)
-
-    def finish(self) -> str:
-        """U+FFFD for a character that stays unfinished, else nothing."""
-        return self._decoder.decode(b"", final=True)
+def characters() -> codecs.IncrementalDecoder:
+    """Bytes to text as they come: the bytes of an unfinished character wait. Invalid UTF-8 becomes U+FFFD, and so does a
+    character that stays unfinished at the end."""
+    return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 @dataclass(frozen=True)

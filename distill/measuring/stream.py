@@ -18,7 +18,7 @@ from distill.decoding.drafters import Drafter
 from distill.decoding.grammar import Constraint, Tokens, constraint, llama_constraint
 from distill.decoding.other_vocabulary import DraftReader, read_with
 from distill.decoding.round_costs import pair_costs
-from distill.decoding.rules import BytesOf, Characters, Rules, require_lossless, stop_before
+from distill.decoding.rules import BytesOf, Rules, characters, require_lossless, stop_before
 from distill.decoding.verify import refusal
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import GROWING, LoadedPair, context_of, encode_prompt, load_pair
@@ -217,11 +217,11 @@ def _summary(result: Decoded) -> str:
 
 def _show(bytes_of: BytesOf, result: Decoded, rounds: Iterable[Sequence[int]], colour: bool) -> None:
     """Print tokens as they become certain, and at the end the rest of one that a stop string cut."""
-    shown, characters = 0, Characters()
+    shown, decoder = 0, characters()
     for new in rounds:
         for token in new:
-            piece = characters.add(bytes_of(token))
+            piece = decoder.decode(bytes_of(token))
             marked = colour and result.from_draft[shown] and piece
             print(f"{GREEN}{piece}{RESET}" if marked else piece, end="", flush=True)
             shown += 1
-    print(characters.add(result.rest) + characters.finish())
+    print(decoder.decode(result.rest, final=True))

@@ -23,7 +23,7 @@ from distill.decoding.decode import Decoded
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.round_costs import PROMPTS, RoundCostMeter, keep_costs, measure_paid, prompts_as_long
-from distill.decoding.rules import Characters, Rules
+from distill.decoding.rules import Rules, characters
 from distill.decoding.verify import CHAINS, Random
 from distill.devices import memory_explained
 from distill.engines.loaded import LoadedPair, with_rows
@@ -260,12 +260,12 @@ def sample_texts(
     samples = []
     for text in texts[:SAMPLES]:
         tokens = list(zip(text.decoded.tokens, text.decoded.from_draft, strict=True))
-        segments, characters = [], Characters()
+        segments, decoder = [], characters()
         for from_draft, group in groupby(tokens, key=lambda pair: pair[1]):
-            piece = "".join(characters.add(token_bytes(token)) for token, _ in group)
+            piece = "".join(decoder.decode(token_bytes(token)) for token, _ in group)
             segments.append(Segment(piece, "accepted" if from_draft else "target"))
         if segments:
-            segments[-1] = Segment(segments[-1].text + characters.finish(), segments[-1].kind)
+            segments[-1] = Segment(segments[-1].text + decoder.decode(b"", final=True), segments[-1].kind)
         prompt = written(list(prompts[text.prompt]))
         samples.append(Sample(text.title, prompt, segments))
     return samples

@@ -24,7 +24,7 @@ from distill.decoding.batch import decode_batch, plain_batch
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor
-from distill.decoding.rules import Characters, Rules, Stopped, stop_before, token_bytes
+from distill.decoding.rules import Rules, Stopped, characters, stop_before, token_bytes
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.errors import DataError
 from distill.measuring.stream import GREEN, RESET, _show
@@ -226,9 +226,9 @@ def test_what_is_printed_is_the_rest_of_the_whole_text(name: str, tmp_path: Path
             printed = out.getvalue()
             assert re.sub("\x1b\\[[0-9]*m", "", printed) == TEXT[len(before) :] + "\n"
             green = "".join(re.findall(f"{re.escape(GREEN)}(.*?){re.escape(RESET)}", printed, re.DOTALL))
-            characters, marked = Characters(), ""
+            decoder, marked = characters(), ""
             for token, drafted in zip(new, result.from_draft, strict=True):
-                piece = characters.add(bytes_of(token))
+                piece = decoder.decode(bytes_of(token))
                 marked += piece if drafted and colour else ""
             assert green == marked
     assert bytes_of(10**7) == b"" and token_bytes(vocabulary, [ids[0]])(ids[0]) == b""

@@ -93,11 +93,6 @@ class SlotCache(Cache):  # type: ignore[misc]
         """What the attention of layer `layer_idx` calls."""
         return self.layers[layer_idx].write(keys, values, self.slots, self.shown)
 
-    @property
-    def ready(self) -> bool:
-        """Whether any layer holds memory: a step that is compiled must find it."""
-        return any(layer.is_initialized for layer in self.layers)
-
     def grow(self, size: int) -> None:
         """Take a larger S in every layer, one after another, so that only one is held twice."""
         self.size = size
@@ -172,7 +167,8 @@ class Steps:
 
     def _compiles(self, columns: int) -> bool:
         # The first step takes the cache's memory, which a graph has to find in its place.
-        return self.compiled and self.cache.ready and columns <= LONGEST_STEP
+        ready = self.compiled and any(layer.is_initialized for layer in self.cache.layers)
+        return ready and columns <= LONGEST_STEP
 
     def _run(self, kind: str, columns: int, keep: Tensor | int, *inputs: Tensor) -> Tensor:
         step = self._chain if kind == "chain" else self._tree
