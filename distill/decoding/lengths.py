@@ -217,7 +217,7 @@ class ProbabilityFloor(Fixed):
 
 
 @dataclass
-class AcceptedRatio(LengthRule):
+class AcceptedRatio(Fixed):
     """One longer while accepted ÷ drafted is at least a floor that rises with the length, else one shorter.
 
     The ratio is over the last rounds: each new round multiplies the weight of those before by `keep`. The floor is
@@ -230,13 +230,8 @@ class AcceptedRatio(LengthRule):
     keep: float = 0.9
     shortest: int = 1
     longest: int = 16
-    reads_features = False
     _drafted: float = field(default=0.0, init=False)
     _accepted: float = field(default=0.0, init=False)
-
-    def limit(self) -> int:
-        """The length as it stands."""
-        return self.length
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
         """Update the ratio, then step the length within [shortest, longest]."""

@@ -259,28 +259,6 @@ def write_table(path: Path, levels: Sequence[Level], about: dict[str, str]) -> N
     write_atomically(path, lambda temporary: save_file(arrays, str(temporary), about))
 
 
-class OwnCounts:
-    """Counts of the text so far, which only grows."""
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the text."""
-        self._read = 0
-        # After each context, by its last tokens: how often each token followed it.
-        self.after: dict[tuple[int, ...], dict[int, int]] = {}
-
-    def read(self, text: Sequence[int]) -> None:
-        """Count what `text` has beyond the part read before."""
-        for end in range(max(self._read, 1), len(text)):
-            token, context = text[end], tuple(text[max(end - ORDER, 0) : end])
-            for start in range(len(context)):
-                counts = self.after.setdefault(context[start:], {})
-                counts[token] = counts.get(token, 0) + 1
-        self._read = len(text)
-
-
 @dataclass(frozen=True)
 class Guess:
     """The likeliest next tokens with their chances, best first; how many tokens of context were known, and how many
@@ -299,19 +277,24 @@ class Mixture:
     """
 
     def __init__(self, table: NGramTable | None, own_weight: float = OWN_WEIGHT) -> None:
-        self.table, self.own, self.own_weight = table, OwnCounts(), own_weight
+        self.table, self.own_weight = table, own_weight
         self.begin()
 
     def begin(self) -> None:
         """Forget the text so far."""
-        self.own.begin()
         self._read = 0
+        # After each context of the text, by its last tokens: how often each token followed it.
+        self.own: dict[tuple[int, ...], dict[int, int]] = {}
         self.tail: tuple[int, ...] = ()
         self.place: list[int] = []
 
     def read(self, text: Sequence[int]) -> None:
         """Read what `text`, which only grows, has beyond the part read before."""
-        self.own.read(text)
+        for end in range(max(self._read, 1), len(text)):
+            token, context = text[end], tuple(text[max(end - ORDER, 0) : end])
+            for start in range(len(context)):
+                counts = self.own.setdefault(context[start:], {})
+                counts[token] = counts.get(token, 0) + 1
         for token in text[max(self._read, len(text) - ORDER) :]:
             self.place = self.after(self.place, token)
         self._read, self.tail = len(text), tuple(text[-ORDER:])
@@ -324,7 +307,7 @@ class Mixture:
         """The `count` likeliest tokens after the last tokens `tail` of a text, at their `place` in the table."""
         levels: list[tuple[dict[int, int], Following]] = []
         for size in range(1, len(tail) + 1):
-            own = self.own.after.get(tail[-size:], {})
+            own = self.own.get(tail[-size:], {})
             table = NOTHING
             if self.table is not None and size <= len(place):
                 table = self.table.following(size, place[size - 1])

@@ -29,8 +29,8 @@ def token_bytes(vocabulary: Vocabulary, silent: Collection[int] = ()) -> BytesOf
 
 
 def characters() -> codecs.IncrementalDecoder:
-    """Bytes to text as they come: the bytes of an unfinished character wait. Invalid UTF-8 becomes U+FFFD, and so does a
-    character that stays unfinished at the end."""
+    """Bytes to text as they come: the bytes of an unfinished character wait. What is no UTF-8, or stays unfinished at
+    the end, becomes U+FFFD."""
     return codecs.getincrementaldecoder("utf-8")("replace")
 
 
