@@ -166,8 +166,9 @@ def evaluate(
     several = ([one] if isinstance(one, (str, Path)) else one for one in (target, draft))
     targets, drafts = ([_reference(model) for model in models] for models in several)
     grid = Grid(targets, drafts, corpus.block, types, threads=threads, gguf=gguf)
-    options = EvaluationOptions(sampler or Sampler(1.0), Evaluate(), command, kl, costs=types.given)
-    return evaluate_grid(grid, prompts_of(corpus, prompts), options, acceptance)
+    served = sampler or Sampler(1.0)
+    options = EvaluationOptions(served, Evaluate(), command, kl, costs=types.given, acceptance=acceptance)
+    return evaluate_grid(grid, prompts_of(corpus, prompts), options)
 
 
 def measure_speedup(

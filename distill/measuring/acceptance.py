@@ -126,7 +126,8 @@ REPEATS = 7  # of timed steps
 @dataclass(frozen=True)
 class EvaluationOptions:
     """What is measured of every pair. `batch` prompts are continued at once in transformers; `prepack` says whether
-    decoders lay out their layers, `costs` whether steps are timed, `compared` whether pairs are compared."""
+    decoders lay out their layers, `costs` whether steps are timed, `compared` whether pairs are compared, `acceptance`
+    whether rounds of a grid are decoded."""
 
     sampler: Sampler
     settings: Evaluate
@@ -137,6 +138,7 @@ class EvaluationOptions:
     batch: int = 32
     prepack: bool = True
     compared: bool = True
+    acceptance: bool = True
 
 
 @dataclass(frozen=True)

@@ -287,8 +287,8 @@ class Grid:
 DraftFile = tuple[str, str | None]  # a draft, and the type of its cache where that was named
 
 
-def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions, acceptance: bool) -> EvaluationReport:
-    """The report of every pair of the grid; with `acceptance` rounds are decoded, too.
+def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions) -> EvaluationReport:
+    """The report of every pair of the grid.
 
     Raises RecipeError for types of a model that is a GGUF file already, and for a cache type that the build or the
     draft's sizes do not allow, PairError for models that do not fit, DataError for fewer than 4 prompts.
@@ -310,7 +310,7 @@ def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions, acce
                 name = "draft" if len(targets) * len(drafts) == 1 and not grid.types.given else own
                 name = name if len(targets) == 1 else f"{name} for {label}"
                 groups.setdefault((writer, big), {})[name] = small, cache
-        with closing(_opened(groups, grid, prompts, options, acceptance)) as opened:
+        with closing(_opened(groups, grid, prompts, options)) as opened:
             return evaluate_pairs(opened, options)[0]
 
 
@@ -341,11 +341,7 @@ def _labelled(
 
 
 def _opened(
-    groups: Mapping[tuple[str, str], Mapping[str, DraftFile]],
-    grid: Grid,
-    prompts: Prompts,
-    options: EvaluationOptions,
-    acceptance: bool,
+    groups: Mapping[tuple[str, str], Mapping[str, DraftFile]], grid: Grid, prompts: Prompts, options: EvaluationOptions
 ) -> Generator[TargetWithDrafts, None, None]:
     """The pairs of each target in turn, closed when the next are asked for."""
     alone = sum(map(len, groups.values())) == 1
@@ -357,7 +353,7 @@ def _opened(
             block = min(grid.block, min(capacities) - more)
             found = prompts(target, block)
             given = _given(next(iter(pairs.values())), found.texts, block, options.settings.file_blocks)
-            decoded = [*pairs] if acceptance else []
+            decoded = [*pairs] if options.acceptance else []
             yield TargetWithDrafts(
                 pairs, found.measured, block, found.classes(), given if alone else None, decoded, writer
             )
@@ -431,7 +427,6 @@ def evaluate_types(
     written = None if run.outdated("export") else run.path("gguf")
     models = [recipe.target.model], [str(run.path("draft"))]
     grid = Grid(*models, recipe.corpus.block, types, written, threads, gguf)
-    options = EvaluationOptions(
-        Sampler.of(recipe.sampler), recipe.eval, command, divergences, costs=True, seed=recipe.seed
-    )
-    return evaluate_grid(grid, lambda *_: found, options, acceptance)
+    sampler, asked = Sampler.of(recipe.sampler), {"divergences": divergences, "acceptance": acceptance}
+    options = EvaluationOptions(sampler, recipe.eval, command, costs=True, seed=recipe.seed, **asked)
+    return evaluate_grid(grid, lambda *_: found, options)

@@ -299,17 +299,14 @@ class TorchModel:
     @torch.inference_mode()
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root."""
-        path = self._tree.only_path(paths)
+        path, start = self._tree.only_path(paths), self.lengths[0]
         if path != list(range(len(path))):
-            start, end = self._length, self._length + len(path)
             places = send(path, self.device) + start
             for layer in self._cache.layers:
-                if not layer.is_initialized:
-                    continue
-                index = places.to(layer.keys.device)  # the layers of a sharded model lie on several devices
-                # The path is read before it is written: index_select copies.
-                layer.keys[..., start:end, :] = layer.keys.index_select(-2, index)
-                layer.values[..., start:end, :] = layer.values.index_select(-2, index)
+                for held in (layer.keys, layer.values) if layer.is_initialized else ():
+                    # The path is read before it is written: index_select copies. The layers of a sharded model lie on
+                    # several devices.
+                    held[..., start : start + len(path), :] = held.index_select(-2, places.to(held.device))
         self._drop_tree(len(path))
 
     def _drop_tree(self, kept: int) -> None:

@@ -72,14 +72,6 @@ class SlotLayer(StaticLayer):  # type: ignore[misc]
             self.keys[:, :, : keys.shape[2]] = keys
             self.values[:, :, : values.shape[2]] = values
 
-    def move(self, old: Tensor, start: int) -> None:
-        """Copy what the slots `old` [k] hold into those from `start` on."""
-        if self.is_initialized:
-            index = old.to(self.keys.device)
-            for held in (self.keys, self.values):
-                # Read before it is written: index_select copies.
-                held[:, :, start : start + len(old)] = held.index_select(2, index)
-
 
 class SlotCache(Cache):  # type: ignore[misc]
     """The layers of a model; `slots` [R, m] are those that the step's tokens go to, `shown` how many it attends to."""
@@ -432,21 +424,15 @@ class StaticTorchModel(TorchModel):
             limit = _rounded(self.capacity + SPARE_NODES)
             self._cache.grow(max(_rounded(slots + SPARE_NODES), min(2 * self._cache.size, limit)))
 
-    @torch.inference_mode()
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root.
-
-        Rows that take no trees have only empty paths.
-        """
-        if not self.max_leaves:
+        """As of `TorchModel`; rows that take no trees have only empty paths."""
+        if self.max_leaves:
+            super().keep(paths)
+        else:
             check_no_paths(paths, self.rows)
-            return
-        path = self._tree.only_path(paths)
-        if path != list(range(len(path))):
-            old = send(path, self.device) + self._lengths[0]
-            for layer in self._cache.layers:
-                layer.move(old, self._lengths[0])
-        self._lengths[0] += len(path)
+
+    def _drop_tree(self, kept: int) -> None:
+        self._lengths[0] += kept
         self._tree = PendingTree()
 
     @torch.inference_mode()
