@@ -427,6 +427,8 @@ def evaluate_types(
     written = None if run.outdated("export") else run.path("gguf")
     models = [recipe.target.model], [str(run.path("draft"))]
     grid = Grid(*models, recipe.corpus.block, types, written, threads, gguf)
-    sampler, asked = Sampler.of(recipe.sampler), {"divergences": divergences, "acceptance": acceptance}
-    options = EvaluationOptions(sampler, recipe.eval, command, costs=True, seed=recipe.seed, **asked)
+    sampler, seed = Sampler.of(recipe.sampler), recipe.seed
+    options = EvaluationOptions(
+        sampler, recipe.eval, command, divergences, costs=True, seed=seed, acceptance=acceptance
+    )
     return evaluate_grid(grid, lambda *_: found, options)
