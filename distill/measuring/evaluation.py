@@ -419,7 +419,7 @@ def evaluate_types(
     threads: int | None,
     gguf: Gguf | None,
     command: str,
-    divergences: bool,
+    kl: bool,
     acceptance: bool,
 ) -> EvaluationReport:
     """The report of a run's target and trained draft in the grid's types, behind the run's test prompts."""
