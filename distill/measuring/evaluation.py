@@ -428,7 +428,5 @@ def evaluate_types(
     models = [recipe.target.model], [str(run.path("draft"))]
     grid = Grid(*models, recipe.corpus.block, types, written, threads, gguf)
     sampler, seed = Sampler.of(recipe.sampler), recipe.seed
-    options = EvaluationOptions(
-        sampler, recipe.eval, command, divergences, costs=True, seed=seed, acceptance=acceptance
-    )
+    options = EvaluationOptions(sampler, recipe.eval, command, kl, costs=True, seed=seed, acceptance=acceptance)
     return evaluate_grid(grid, lambda *_: found, options)
