@@ -90,22 +90,19 @@ def expected_accepted(shape: Shape, acceptance: Sequence[float]) -> float:
 
 @dataclass
 class RankTally:
-    """Acceptance by rank as measured: of the nodes that were reached and had a child of rank r, how many took it."""
+    """Acceptance by rank as measured: of the places that have a best token of rank r, at how many it was written."""
 
     tried: list[int] = field(default_factory=list)
     taken: list[int] = field(default_factory=list)
 
-    def observe(self, proposal: Proposal, path: Sequence[int]) -> None:
-        """Count one round of which the nodes of `path` were accepted."""
-        children = proposal.children()
-        for here, after in zip([ROOT, *path], [*path, None], strict=True):
-            below = children.get(here, [])
-            missing = len(below) - len(self.tried)
-            self.tried += [0] * missing
-            self.taken += [0] * missing
-            for rank, child in enumerate(below):
-                self.tried[rank] += 1
-                self.taken[rank] += child == after
+    def observe(self, best: Sequence[int], wrote: int) -> None:
+        """Count one place: the draft's best tokens there, and what was written."""
+        missing = len(best) - len(self.tried)
+        self.tried += [0] * missing
+        self.taken += [0] * missing
+        for rank, token in enumerate(best):
+            self.tried[rank] += 1
+            self.taken[rank] += token == wrote
 
     def rates(self) -> list[float]:
         """taken / tried by rank."""

@@ -30,7 +30,7 @@ from distill.decoding.configured import Fitted, configured_sampler, lossy_reason
 from distill.decoding.costs import StepCosts
 from distill.decoding.decode import Decoded, decode, room_for
 from distill.decoding.drafters import NONE, Drafter
-from distill.decoding.lengths import ROOT, Proposal, best_tokens
+from distill.decoding.lengths import Proposal, best_tokens
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.table import guesses, names_of_fits
@@ -80,9 +80,7 @@ def record_rounds(draft: Model, texts: Sequence[Text], ends: Collection[int]) ->
         logits = draft.extend(text[:-1], want=places) if places else None
         distributions = [] if logits is None else [*sampler.distributions(logits, empty=True)]
         for place, distribution in zip(places, distributions, strict=True):
-            best = best_tokens(distribution, RANKS)[0]
-            star, wrote = Proposal(best, [ROOT] * len(best)), text[place + 1]
-            tally.observe(star, [best.index(wrote)] if wrote in best else [])
+            tally.observe(best_tokens(distribution, RANKS)[0], text[place + 1])
         recorded.append(rounds_of(text, len(prompt), distributions, ends, LENGTH))
         progress.step()
     return recorded, tally

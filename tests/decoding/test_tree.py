@@ -248,11 +248,9 @@ def test_shapes_by_hand() -> None:
 
 def test_rank_tally() -> None:
     tally = RankTally()
-    tree = Proposal([1, 2, 3, 4, 5], [-1, -1, 0, 0, 1])
-    tally.observe(tree, [0, 3])  # rank 0, then rank 1, then a leaf
-    tally.observe(tree, [1])  # rank 1, then its one child refused
-    tally.observe(tree, [])
-    assert (tally.tried, tally.taken) == ([5, 4], [1, 2]) and tally.rates() == [0.2, 0.5]
+    for best, wrote in (([7, 8], 7), ([8, 7], 7), ([5], 6), ([6, 5], 5), ([9], 3)):
+        tally.observe(best, wrote)
+    assert (tally.tried, tally.taken) == ([5, 3], [1, 2]) and tally.rates() == [0.2, 2 / 3]
 
 
 # Filling shapes.
