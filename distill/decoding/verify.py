@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,18 +138,22 @@ def token(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
     return Verdict(acceptance, p, q, tokens, torch.ones_like(acceptance))
 
 
-def match(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
+def match(p: Tensor, q: Tensor | None, tokens: Tensor, verify: Callable[..., Any] = token) -> Any:
     """Draw the target's own token y ~ p and accept the drafted one where it is y: h = p(x), residual p without x.
 
-    The output is y whatever was drafted and however (q is not used), so this is lossless with any draft.
+    The output is y whatever was drafted and however (q is not used), so this is lossless with any draft. `verify` is
+    `token`, or `node_token`, which goes down to the child that is y.
     """
-    return token(p, None, tokens)
+    return verify(p, None, tokens)
 
 
-def greedy(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
-    """Accept the target's best token (the first on ties), emit it at the first miss; lossless for a greedy sampler."""
+def greedy(p: Tensor, q: Tensor | None, tokens: Tensor, verify: Callable[..., Any] = token) -> Any:
+    """Accept the target's best token (the first on ties), emit it at the first miss; lossless for a greedy sampler.
+
+    `verify` as of `match`.
+    """
     best = torch.zeros_like(p).scatter(-1, p.argmax(-1, keepdim=True), 1)
-    return match(best, None, tokens)
+    return verify(best, None, tokens)
 
 
 def block(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
@@ -246,16 +251,6 @@ def node_token(p: Tensor, q: Tensor | None, tokens: Tensor, distinct: bool = Fal
     return NodeVerdict(torch.stack(chances, -1) if chances else p[..., :0], p)
 
 
-def node_match(p: Tensor, q: Tensor | None, tokens: Tensor) -> NodeVerdict:
-    """Draw y ~ p and go down where y is a child; lossless with any children (see `match`)."""
-    return node_token(p, None, tokens)
-
-
-def node_greedy(p: Tensor, q: Tensor | None, tokens: Tensor) -> NodeVerdict:
-    """Go down to the target's best token where it is a child; lossless for a greedy sampler."""
-    return node_match(torch.zeros_like(p).scatter(-1, p.argmax(-1, keepdim=True), 1), None, tokens)
-
-
 def walk(verify: NodeVerifier, p: Tensor, proposal: Proposal, random: Random) -> tuple[list[int], int]:
     """The accepted nodes of a tree from the top down, and the token after them.
 
@@ -278,8 +273,8 @@ def walk(verify: NodeVerifier, p: Tensor, proposal: Proposal, random: Random) ->
 
 CHAINS: dict[str, ChainVerifier] = {"greedy": greedy, "match": match, "token": token, "block": block}
 TREES: dict[str, NodeVerifier] = {
-    "greedy": node_greedy,
-    "match": node_match,
+    "greedy": partial(greedy, verify=node_token),
+    "match": partial(match, verify=node_token),
     "token": node_token,
     "distinct": partial(node_token, distinct=True),
 }

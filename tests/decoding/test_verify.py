@@ -35,7 +35,6 @@ from distill.decoding.verify import (
     greedy,
     inverse_transform,
     match,
-    node_match,
     node_token,
     refusal,
     token,
@@ -207,7 +206,7 @@ def chain_difference(verifier: ChainVerifier, kind: str, sampler: Sampler, seed:
 
 def tree_difference(verifier: NodeVerifier, kind: str, sampler: Sampler, shape: str, seed: int = 1) -> float:
     parents = SHAPES[shape]
-    depth = len(tree_round(world(2, 4, Sampler(), 0), parents, node_match, "sampled")(0))
+    depth = len(tree_round(world(2, 4, Sampler(), 0), parents, TREES["match"], "sampled")(0))
     vocabulary = 2 if len(parents) == 7 else 4 if len(parents) == 2 else 3
     distributions = world(vocabulary, 2 * depth - 1, sampler, seed)
     return difference(distributions, tree_round(distributions, parents, verifier, kind))
@@ -541,6 +540,6 @@ def test_the_walk_is_what_was_enumerated(name: str, kind: str) -> None:
 def test_the_walk_down_nothing() -> None:
     p = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     assert walk(node_token, p[:1], Proposal([], []), lambda: 0.0) == ([], 1)
-    assert walk(node_match, p, Proposal([1], [-1]), lambda: 0.0) == ([0], 2)
-    assert walk(node_match, p, Proposal([0], [-1]), lambda: 0.0) == ([], 1)
+    assert walk(TREES["match"], p, Proposal([1], [-1]), lambda: 0.0) == ([0], 2)
+    assert walk(TREES["match"], p, Proposal([0], [-1]), lambda: 0.0) == ([], 1)
     assert draw(token(p[:1], None, torch.zeros(0, dtype=torch.long)), lambda: 0.0) == (0, 1)
