@@ -277,7 +277,7 @@ def sample_texts(
 class Predictions:
     """Times rounds of both models between the texts of those configurations whose speedup can be predicted.
 
-    These are greedy chains of a fixed length, drafted by a model of the target's vocabulary. Rounds are timed behind
+    These are the chains of the greedy sweep, drafted by a model of the target's vocabulary. Rounds are timed behind
     `others`, prompts as long as `prompts`, in the minutes of the texts: the machine does not stay the same from one
     minute to the next. `refused` is why nothing is predicted, None where something is.
     """
@@ -293,9 +293,9 @@ class Predictions:
     ) -> None:
         self.refused: str | None = None
         self._prompt = round(sum(map(len, prompts)) / len(prompts))
-        chains = [one for one in prepared if one.configuration.drafter == "draft" and not one.sampled]
-        fixed = [one for one in chains if one.configuration.length_rule == "fixed"]
-        self._lengths = {one.title: one.length for one in fixed if one.length}
+        self._lengths = {
+            one.title: one.length for one in prepared if one.length and one.configuration.drafter == "draft"
+        }
         self._costs: PaidCosts | None = None
         self._calls = 0
         self._meter: RoundCostMeter | None = None
