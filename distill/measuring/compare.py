@@ -235,9 +235,11 @@ def measurements(
         each, accepted = accepted_per_drafted(rounds_of(texts, one.title))
         ratio = speed_ratio(tokens, seconds, base_tokens, base_seconds)
         identity = Identity(identical=len(tokens)) if one.title == PLAIN.title else identities.get(one.title)
+        counted = dict.fromkeys(("identical", "excused", "different")) if identity is None else asdict(identity)
         configuration = one.configuration
         row = Measurement(
             **asdict(pair),
+            **counted,
             configuration=one.title,
             length=one.length,
             drafter=configuration.drafter if configuration.drafts else None,
@@ -254,9 +256,6 @@ def measurements(
             speedup_low=ratio.low,
             speedup_high=ratio.high,
             predicted=None,
-            identical=None if identity is None else identity.identical,
-            excused=None if identity is None else identity.excused,
-            different=None if identity is None else identity.different,
             lossy=one.lossy,
             repeated=repeated_share([text.decoded.tokens for text in texts if text.title == one.title]),
         )

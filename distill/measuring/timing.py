@@ -293,9 +293,8 @@ class Predictions:
     ) -> None:
         self.refused: str | None = None
         self._prompt = round(sum(map(len, prompts)) / len(prompts))
-        self._lengths = {
-            one.title: one.length for one in prepared if one.length and one.configuration.drafter == "draft"
-        }
+        chains = [one for one in prepared if one.configuration.drafter == "draft"]
+        self._lengths = {one.title: one.length for one in chains if one.length}
         self._costs: PaidCosts | None = None
         self._calls = 0
         self._meter: RoundCostMeter | None = None
