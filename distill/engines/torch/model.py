@@ -201,16 +201,20 @@ class TorchModel:
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> TorchLogits:
-        """Append `tokens`, or add them to the tree below `parents`; logits for those in `want` (None: all).
+        """Append `counts[r]` (0 allowed) of the flat `tokens` to each row, or add them to the tree below `parents`.
 
-        Raises ValueError, with nothing changed, past the capacity, for more than one row, for `want` outside the
-        tokens, for a chain below a pending tree, and for a tree in a model that takes none.
+        Logits for those in `want` (None: all). Raises ValueError, with nothing changed, past the capacity, for counts
+        that do not add up, for no tokens, for ids outside the vocabulary, for `want` outside the tokens, for a chain
+        below a pending tree, and for a tree in a model that takes none.
         """
         tokens = list(tokens)
         if parents is not None:
             return self._extend_tree(tokens, counts, parents, want)
         vocabulary = self.model.config.vocab_size
-        check_chain(tokens, counts, want, [self._length], self.capacity, vocabulary, self._tree)
+        counts = check_chain(tokens, counts, want, self.lengths, self.capacity, vocabulary, self._tree)
+        return self._extend_chain(tokens, counts, want)
+
+    def _extend_chain(self, tokens: list[int], counts: list[int], want: Ints | None) -> TorchLogits:
         logits = self._forward(tokens, want)
         self._length += len(tokens)
         return logits

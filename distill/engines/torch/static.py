@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, StaticLayer
 
 from distill.devices import begin_replay, records_graphs
-from distill.engines.model import SPARE_NODES, Ints, PendingTree, check_call, check_chain, check_lengths, check_no_paths
+from distill.engines.model import SPARE_NODES, Ints, PendingTree, check_call, check_lengths, check_no_paths
 from distill.engines.torch.hugging_face import logits_of
 from distill.engines.torch.model import (
     TorchLogits,
@@ -295,21 +295,7 @@ class StaticTorchModel(TorchModel):
         """Slots S of a row."""
         return self._cache.size
 
-    @torch.inference_mode()
-    def extend(
-        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
-    ) -> TorchLogits:
-        """Append `counts[r]` (0 allowed) of the flat `tokens` to each row, or add them to the tree below `parents`.
-
-        Logits for those in `want` (None: all). Raises ValueError, with nothing changed, past the capacity, for counts
-        that do not add up, for no tokens, for ids outside the vocabulary, for `want` outside the tokens, for a chain
-        below a pending tree, and for a tree in a model that takes none.
-        """
-        tokens = list(tokens)
-        if parents is not None:
-            return self._extend_tree(tokens, counts, parents, want)
-        vocabulary = self.model.config.vocab_size
-        counts = check_chain(tokens, counts, want, self._lengths, self.capacity, vocabulary, self._tree)
+    def _extend_chain(self, tokens: list[int], counts: list[int], want: Ints | None) -> TorchLogits:
         ends = list(accumulate(counts))
         texts = [tokens[end - count : end] for end, count in zip(ends, counts, strict=True)]
         places = [(row, column) for row, text in enumerate(texts) for column in range(len(text))]
