@@ -355,8 +355,8 @@ def compare_pair(target: str, draft: str, context: int | None = None, same_rows:
     if same_rows and distill_rule(ours, theirs) is None:
         theirs = theirs.with_rows(ours.rows)
     served = ours.context if context is None else context
-    rules = (rule(ours, theirs) for rule in (distill_rule, llama_cpp_rule, vllm_rule))
-    return PairReport(*rules, context_rule(theirs, served), ours, theirs)
+    own, llama = distill_rule(ours, theirs), llama_cpp_rule(ours, theirs)
+    return PairReport(own, llama, vllm_rule(ours, theirs), context_rule(theirs, served), ours, theirs)
 
 
 def require_pair(target: str, draft: str) -> PairReport:

@@ -115,12 +115,20 @@ class GgufModel:
         return self._extend(tokens, counts, parents, want)
 
     def _extend(self, tokens: Ints, counts: Ints | None, parents: Ints | None, want: Ints | None) -> GgufLogits:
-        if parents is None and counts is None and self._is_short_step(tokens, want):
-            rows = self._decode_few(tokens, want is not None)
-            return GgufLogits(self._context, rows, range(self._length - len(rows) + 1, self._length + 1))
-        if parents is None:
-            return self._extend_chain(tokens, counts, want)
-        return self._extend_tree(tokens, counts, parents, want)
+        if parents is not None:
+            return self._extend_tree(tokens, counts, parents, want)
+        start, context = self._length, self._context
+        short = counts is None and self._is_short_step(tokens, want)
+        if not short:
+            check_chain(tokens, counts, want, [start], self.capacity, self.vocabulary_size, self._branches)
+        try:
+            rows = context.decode_few(tokens, start, want is not None) if short else self._decode_all(tokens, want)
+        except BaseException:
+            context.withdraw(0, start)
+            raise
+        self._length += len(tokens)
+        lengths = range(start + 1, self._length + 1)
+        return GgufLogits(context, rows, lengths if want is None else [lengths[index] for index in want])
 
     def _extend_text(
         self, text: Retold, tokens: list[int], counts: Ints | None, parents: Ints | None, want: Ints | None
@@ -168,19 +176,6 @@ class GgufModel:
             and max(tokens) < self.vocabulary_size
         )
 
-    def _extend_chain(self, tokens: Ints, counts: Ints | None, want: Ints | None) -> GgufLogits:
-        (count,) = check_chain(
-            tokens, counts, want, [self._length], self.capacity, self.vocabulary_size, self._branches
-        )
-        try:
-            rows = self._decode_all(tokens, want)
-        except BaseException:
-            self._context.withdraw(0, self._length)
-            raise
-        lengths = range(self._length + 1, self._length + count + 1)
-        self._length += count
-        return GgufLogits(self._context, rows, lengths if want is None else [lengths[index] for index in want])
-
     def _extend_tree(self, tokens: Ints, counts: Ints | None, parents: Ints, want: Ints | None) -> GgufLogits:
         if not self.max_leaves:
             raise ValueError("this model was opened without room for trees: give it max_leaves")
@@ -203,15 +198,6 @@ class GgufModel:
         """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root."""
         self._file.require_open()
         self._length += self._branches.commit(paths, self._length)
-
-    def _decode_few(self, tokens: Sequence[int], last_only: bool) -> NDArray[np.float32]:
-        try:
-            rows = self._context.decode_few(tokens, self._length, last_only)
-        except BaseException:
-            self._context.withdraw(0, self._length)
-            raise
-        self._length += len(tokens)
-        return rows
 
     def _decode_all(self, tokens: Sequence[int], want: Sequence[int] | None) -> NDArray[np.float32]:
         """Decode in chunks; logits [n, V], a view when one chunk holds them all in order."""
