@@ -184,7 +184,6 @@ class OwnDistributions:
         count, tokens = COMPARED
         self._texts: list[tuple[list[int], list[int], Tensor]] = []
         for prompt in prompts[:count]:
-            target.rollback([0])
             new = plain(target, prompt, min(tokens, target.capacity - len(prompt))).tokens
             self._texts.append((list(prompt), new, _logits(target, prompt, new)))
 
