@@ -9,6 +9,7 @@ import math
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
@@ -24,7 +25,7 @@ from distill.decoding.rules import Rules
 from distill.decoding.verify import refusal
 from distill.engines.model import Model
 from distill.intervals import speed_ratio
-from distill.measuring.identity import Identity, Rounding, count_texts
+from distill.measuring.identity import Identity, Rounding, judged
 from distill.measuring.speedup_results import (
     REPEATS,
     ChosenLength,
@@ -213,12 +214,13 @@ def judge_identity(
 ) -> dict[str, Identity]:
     """For each greedy configuration that drafts, by title, how its texts stand to the plain ones."""
     plain_texts = {text.prompt: text.decoded.tokens for text in texts if text.title == PLAIN.title}
-    identities = {one.title: Identity() for one in prepared if not one.sampled and one.title != PLAIN.title}
+    counts = {one.title: Counter[str]() for one in prepared if not one.sampled and one.title != PLAIN.title}
     for number, plain_text in plain_texts.items():
-        own = [text for text in texts if text.prompt == number and text.title in identities]
-        counts, others = [identities[text.title] for text in own], [text.decoded.tokens for text in own]
-        count_texts(counts, target, prompts[number], plain_text, others, rounding)
-    return identities
+        own = [text for text in texts if text.prompt == number and text.title in counts]
+        kinds = judged(target, prompts[number], plain_text, [text.decoded.tokens for text in own], rounding)
+        for text, kind in zip(own, kinds, strict=True):
+            counts[text.title][kind] += 1
+    return {title: Identity(**own) for title, own in counts.items()}
 
 
 def measurements(

@@ -37,25 +37,14 @@ class Identity:
     different: int = 0
 
 
-def count_texts(
-    counts: Sequence[Identity],
-    target: Model,
-    prompt: Sequence[int],
-    plain: Sequence[int],
-    others: Sequence[Sequence[int]],
-    rounding: Rounding,
-) -> None:
-    """Count each text of `others` against the `plain` one, in its own Identity."""
+def judged(
+    target: Model, prompt: Sequence[int], plain: Sequence[int], others: Sequence[Sequence[int]], rounding: Rounding
+) -> list[str]:
+    """How each text of `others` stands to the `plain` one: a field of Identity."""
     first = [first_difference(plain, other) for other in others]
     differing = [(other, where) for other, where in zip(others, first, strict=True) if where is not None]
     tied = iter(ties(target, prompt, plain, differing, rounding))
-    for identity, where in zip(counts, first, strict=True):
-        if where is None:
-            identity.identical += 1
-        elif next(tied):
-            identity.excused += 1
-        else:
-            identity.different += 1
+    return ["identical" if where is None else "excused" if next(tied) else "different" for where in first]
 
 
 def rounding_noise(model: Model, prompt: Sequence[int], tokens: Sequence[int]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,7 @@ from distill.measuring.identity import (
     Identity,
     OwnDistributions,
     Rounding,
-    count_texts,
+    judged,
     measured_rounding,
     ties,
 )
@@ -191,13 +192,11 @@ class Remembering(TableModel):
 def test_a_rounding_tie_of_a_shorter_type_is_excused(kind: type[TableModel]) -> None:
     target, draft = kind(5, 1), TableModel(5, 2)
     for sizes, expected in (((), Identity(0, 0, 2)), ((2, 3, 4, 5), Identity(0, 2, 0))):  # fp32 is not as coarse
-        found = Identity()
+        found = Counter[str]()
         for prompt in ([0, 1], [3, 4, 2]):
-            other = speculative(target, draft, prompt, 48, 4).tokens
-            count_texts(
-                [found], target, prompt, plain(target, prompt, 48).tokens, [other], Rounding(TORCH_NOISE, sizes)
-            )
-        assert found == expected
+            other, alone = speculative(target, draft, prompt, 48, 4).tokens, plain(target, prompt, 48).tokens
+            found.update(judged(target, prompt, alone, [other], Rounding(TORCH_NOISE, sizes)))
+        assert Identity(**found) == expected
 
 
 class Reordered(TableModel):
@@ -226,10 +225,9 @@ def test_a_tie_of_the_order_that_trees_leave_is_excused_where_trees_were_drafted
     target, prompt = Reordered(5, 1), [3, 4, 2]
     other = plain(Reordered(5, 1, gaps=True), prompt, 48).tokens
     for trees in (False, True):
-        found = Identity()
         rounding = Rounding(TORCH_NOISE, (2, 3), trees)
-        count_texts([found], target, prompt, plain(target, prompt, 48).tokens, [other], rounding)
-        assert found == (Identity(0, 1, 0) if trees else Identity(0, 0, 1))
+        found = judged(target, prompt, plain(target, prompt, 48).tokens, [other], rounding)
+        assert found == ["excused" if trees else "different"]
 
 
 def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
