@@ -544,4 +544,5 @@ def test_real_tokenizers(tmp_path: Path) -> None:
     assert fits(compare_pair(gpt_2, f"{gpt_2}/../gpt-2")) == (True,) * 4
     other = compare_pair(llama_2, gpt_2)
     assert (other.target.kind, other.target.add_bos, other.target.bos, other.target.eos) == ("SPM", True, 1, 2)
-    assert other.llama_cpp == "the target's vocabulary is of type SPM, the draft's BPE"
+    assert other.llama_cpp is not None
+    assert other.llama_cpp.reason == "the target's vocabulary is of type SPM, the draft's BPE"
