@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ THOUGHTS = {
     "◁think▷": "◁/think▷",
 }
 MARKS = "MARKER of a message", "Other marker"  # in place of a user's message, to find what is written around it
+_TAG = re.compile(r"</?[a-z]+[1-6]?>")  # of HTML: some vocabularies, such as Gemma's, add them as tokens of plain text
 WORDS = "How", "What", "a", "1", "\u00e9", "\u4f60", "-", '"'  # beginnings of messages
 
 
@@ -122,9 +124,16 @@ class ChatTemplate:
 
     @cached_property
     def special(self) -> set[int]:
-        """The ids of special tokens, and of added ones that are more than white space."""
-        added = {number for text, number in self.tokenizer.get_added_vocab().items() if text.strip(" \t\r\n▁")}
-        return added | set(self.tokenizer.all_special_ids)
+        """The ids of special tokens, and of added ones that are more than white space or a tag of HTML."""
+
+        source = str(self.tokenizer.chat_template)
+
+        def plain(text: str) -> bool:
+            return not text.strip(" \t\r\n▁") or bool(_TAG.fullmatch(text) and text not in source)
+
+        marked = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        added = {number for text, number in self.tokenizer.get_added_vocab().items() if not plain(text)}
+        return added | marked | set(self.tokenizer.all_special_ids)
 
     def user_header(
         self, before: Sequence[Message], ends: Sequence[int], thinking: bool | None = None, opening: str = ""

@@ -17,7 +17,7 @@ import pytest
 import tiny
 from question_worlds import build_instruct
 
-from distill.data.chat_template import ChatTemplate
+from distill.data.chat_template import ChatTemplate, PlainTexts
 from distill.data.messages import THINKING, normal
 from distill.data.sources import read_documents
 from distill.data.traffic import encode_line, parse_line
@@ -273,3 +273,16 @@ def test_shared_inputs(plain: Any, style: str) -> None:
     else:
         assert all('"arguments": {"a": ' in one for one in texts["traffic-calls"])
     assert texts["closed"] == texts["field"]
+
+
+def test_tags_of_html_are_plain_text(plain: Any) -> None:
+    """Gemma's vocabulary holds them whole, as added tokens that are not special; other such tokens mark structure."""
+    tokenizer = copy.deepcopy(plain)
+    tokenizer.add_tokens(["<h1>", "</em>", "<think>", "<tool_call>", "\n\n"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    number = tokenizer.get_added_vocab()
+    special = PlainTexts(tokenizer, Chat()).special
+    assert {number["<tool_call>"], number["<image>"]} <= special
+    assert not special & {number[text] for text in ("<h1>", "</em>", "<think>", "\n\n")}
+    tokenizer.chat_template = JOINED  # which writes it
+    assert number["<think>"] in ChatTemplate(tokenizer, Chat()).special
