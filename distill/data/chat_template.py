@@ -312,12 +312,3 @@ def messages_after(chat: Mapping[str, Any], answers: Sequence[str]) -> list[dict
     for answer, turn in zip(answers, chat.get("turns") or [], strict=False):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
     return messages
-
-
-def next_prompt(template: ChatTemplate, chat: Mapping[str, Any], answers: Sequence[str]) -> list[int] | None:
-    """The prompt of the next turn after so many answers; None after the last. ValueError for messages that the template
-    refuses."""
-    if len(answers) > len(chat["turns"]):
-        return None
-    own = template.with_arguments(chat.get("arguments") or {})
-    return own.prompt(messages_after(chat, answers), chat.get("thinking"))

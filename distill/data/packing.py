@@ -47,6 +47,14 @@ class Packed:
         first = None if self.first is None else self.first[index]
         return Packed(self.ids[index], self.documents[index], self.positions[index], self.mask[index], first)
 
+    def batches(self, size: int) -> list[Packed]:
+        """The blocks in order, up to `size` of them at a time."""
+        return [self.take(slice(start, start + size)) for start in range(0, len(self), size)]
+
+    def to(self, device: torch.device) -> Packed:
+        """The same blocks on a device, where their documents have no numbers among all."""
+        return Packed(*(tensor.to(device) for tensor in self.tensors().values()))
+
     def labels(self) -> Tensor:
         """The next token [n, S]; meaningless where `mask` is false."""
         return torch.roll(self.ids, -1, dims=1)

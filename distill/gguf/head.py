@@ -118,11 +118,6 @@ class FileHead:
             self.sizes[name] = size
 
     @property
-    def tables(self) -> tuple[dict[str, Any], ...]:
-        """What is kept of each tensor."""
-        return self.shapes, self.kinds, self.places, self.sizes
-
-    @property
     def architecture(self) -> str:
         """llama.cpp's name of the architecture, below which the model's own keys stand."""
         return self.text("general.architecture") or self.refuse("it names no architecture")
@@ -288,8 +283,8 @@ def open_head(path: Path) -> FileHead:
         doubled = more.shapes.keys() & head.shapes.keys()
         if doubled:
             more.refuse(f"an earlier part holds {min(doubled)} too", "copy the parts again, all from one model")
-        for table, added in zip(head.tables, more.tables, strict=True):
-            table.update(added)
+        for table in ("shapes", "kinds", "places", "sizes"):
+            getattr(head, table).update(getattr(more, table))
         head.bytes += more.bytes
     total = head.values.get("split.tensors.count", len(head.shapes))
     if total != len(head.shapes):

@@ -166,9 +166,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 # ── A Hugging Face tokenizer (byte-level or SentencePiece BPE) as llama.cpp's tokenizer.ggml.* keys ──
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 STATES_PREFIX = ("llama", "smollm3", "granite")  # architectures whose files repeat the settings' add_prefix_space
 GEMMA_TURN_END = (107, "<end_of_turn>")
 ADDED_SCORE, PADDING_SCORE = -1000.0, -10000.0  # the converter's, for tokens that are never merged

@@ -198,10 +198,10 @@ class TargetDistributions:
     @torch.inference_mode()
     def measure(cls, target: Any, blocks: Packed, vocabulary: int) -> TargetDistributions:
         """One forward pass of the target over the blocks."""
-        parts, starts = [], range(0, len(blocks), BATCH)
-        progress = Progress("the target's distributions, batches", len(starts), brief=True)
-        for i in starts:
-            logits = scored_logits(target, blocks.take(slice(i, i + BATCH)))
+        parts, batches = [], blocks.batches(BATCH)
+        progress = Progress("the target's distributions, batches", len(batches), brief=True)
+        for batch in batches:
+            logits = scored_logits(target, batch)
             parts.append(compress(logits, min(STORED, vocabulary - 1), vocabulary))
             progress.step()
         columns = (torch.cat([getattr(p, name).cpu() for p in parts]) for name in TeacherChunk.__dataclass_fields__)
@@ -222,8 +222,8 @@ class TargetDistributions:
         """KL(target ‖ model) in nats, the mean over the scored positions. All tokens outside the stored entries are one
         bucket, so it is a lower bound of the full KL, and close to it with this many entries."""
         total, at = 0.0, 0
-        for start in range(0, len(self.blocks), BATCH):
-            logits = scored_logits(model, self.blocks.take(slice(start, start + BATCH))).float()
+        for batch in self.blocks.batches(BATCH):
+            logits = scored_logits(model, batch).float()
             logits[:, self.vocabulary :] = -torch.inf
             rows = slice(at, at + len(logits))
             at += len(logits)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def read_changes(folder: Path) -> list[dict[str, Any]]:
 
 def record_change(folder: Path, before: list[dict[str, Any]], *changes: Change) -> None:
     """Write surgery.json: the changes before, and these."""
-    write_json(folder / RECORD, {"changes": [*before, *(change.as_json() for change in changes)]})
+    write_json(folder / RECORD, {"changes": [*before, *(asdict(change) for change in changes)]})
 
 
 # ── Measurements of a loaded model on text: the influence of its layers, and the inputs of its MLPs ──
@@ -104,9 +105,7 @@ def parts_of(model: Any, blocks: Packed) -> list[Packed]:
     """The blocks in batches on the model's device; raises DataError when they hold no token."""
     if not bool(tokens(blocks.documents).any()):
         raise DataError("the blocks to observe the model on hold no token", "give it text: enlarge the corpus")
-    device = next(model.parameters()).device
-    parts = [blocks.take(slice(start, start + BATCH)) for start in range(0, len(blocks), BATCH)]
-    return [Packed(*(x.to(device) for x in (p.ids.long(), p.documents, p.positions.long(), p.mask))) for p in parts]
+    return blocks.to(next(model.parameters()).device).batches(BATCH)
 
 
 @torch.no_grad()
@@ -302,13 +301,8 @@ def only_layers(model: Any, kept: Sequence[int]) -> Iterator[None]:
 
 
 def keep_layers(model: Any, kept: Sequence[int]) -> None:
-    """Keep those layers (ascending) in place, and cut every per-layer entry of the configuration with them.
-
-    Raises RecipeError for layers that do not exist.
-    """
+    """Keep those layers (ascending) in place, and cut every per-layer entry of the configuration with them."""
     layers = layers_of(model)
-    if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= len(layers):
-        raise RecipeError(f"layers {list(kept)} cannot be kept", f"name some of 0 to {len(layers) - 1}, ascending")
     put_layers(model, [layers[i] for i in kept])
     _set_layers(model, layer_settings(model.config, kept))
 

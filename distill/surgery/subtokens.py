@@ -67,11 +67,6 @@ class Subtokens:
         """The donor ids of one target id."""
         return [int(number) for number in self.ids[self.offsets[row] : self.offsets[row + 1]]]
 
-    @property
-    def copies(self) -> NDArray[numpy.int64]:
-        """The target ids that are exact byte copies."""
-        return numpy.flatnonzero(self.origin == COPY)
-
     def last(self) -> Mixture:
         """The mixture of the input embedding: the row of the last subtoken."""
         counts = numpy.diff(self.offsets)

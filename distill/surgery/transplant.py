@@ -6,7 +6,6 @@ rows, R rows written, P subtokens, H hidden.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -91,8 +90,7 @@ def transplant(
     before_this, done = read_changes(donor), Change("transplant", before, after, details=details)
 
     def save(folder: Path) -> None:
-        with _one_thread():
-            _write_tensors(folder, outputs)
+        _write_tensors(folder, outputs)
         write_json(folder / "config.json", config)
         copy_tokenizer(target, folder)
         write_json(folder / "generation_config.json", _generation(target, config))
@@ -100,17 +98,6 @@ def transplant(
 
     write_folder(destination, save)
     return done
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread of torch: memory and disk limit copying, and on a busy machine more threads slow it down."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def folders_of(donor: str, target: str) -> tuple[Path, Path]:

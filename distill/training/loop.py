@@ -127,7 +127,7 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
     accelerator, learner, settings = work.accelerator, work.learner, work.settings
     micro_batches = work.micro_batches(step)
     on_states = states_weight(step, settings)
-    vector = None
+    sums: dict[str, torch.Tensor] = {}
     for number, index in enumerate(micro_batches, 1):
         blocks, distributions = scored_blocks(work.source, index, accelerator.device)
         meet()  # before the draft's own passes over parts
@@ -135,11 +135,10 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
         without_exchange = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
         with without_exchange:
             with accelerator.autocast():
-                total, sums = learner(blocks, distributions, work.loss, on_states)
+                total, own = learner(blocks, distributions, work.loss, on_states)
             accelerator.backward(total)
-        vector = sums.vector if vector is None else vector + sums.vector
-    assert vector is not None
-    totals = dict(zip(sums.names, accelerator.reduce(vector, "sum").tolist(), strict=True))
+        sums = {name: value + sums.get(name, 0) for name, value in own.items()}
+    totals = dict(zip(sums, accelerator.reduce(torch.stack([*sums.values()]), "sum").tolist(), strict=True))
     positions = totals.pop("positions")
     scored = max(1.0, positions)
     for parameter in learner.parameters():

@@ -55,26 +55,13 @@ class LossSettings:
         return self.temperature**2 if name in ("forward_kl", "reverse_kl", "jsd") else 1.0
 
 
-@dataclass(frozen=True)
-class LossSums:
-    """Sums over the N positions of a batch, fp64 and detached: add the vectors of batches and processes, then divide.
-
-    `positions` is N. The STATISTICS are of the distributions at the temperature of the settings, so that they mean the
-    same under every mixture: forward KL and cross-entropy (nats; 0 where a position has no label), `acceptance`
-    Σ min(p, q) (upper end with a stored tail), `agreement` of the argmaxes over the columns, and `match` p(argmax q)
-    (lower end: 0 where that is not stored). `loss/NAME` is Σ loss, with its temperature² but without its weight in the
-    mixture.
-    """
-
-    names: tuple[str, ...]
-    vector: Tensor
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.vector[self.names.index(name)]
-
-    def joined(self, name: str, value: Tensor) -> LossSums:
-        """With one more sum."""
-        return LossSums((*self.names, name), torch.cat([self.vector, value.detach().to(self.vector).view(1)]))
+# Sums over the N positions of a batch, scalars in fp64 and detached: add those of batches and processes, then divide.
+# `positions` is N. The STATISTICS are of the distributions at the temperature of the settings, so that they mean the
+# same under every mixture: forward KL and cross-entropy (nats; 0 where a position has no label), `acceptance`
+# Σ min(p, q) (upper end with a stored tail), `agreement` of the argmaxes over the columns, and `match` p(argmax q)
+# (lower end: 0 where that is not stored). `loss/NAME` is Σ loss, with its temperature² but without its weight in the
+# mixture.
+LossSums = dict[str, Tensor]
 
 
 class Draft:
@@ -439,5 +426,5 @@ def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
                 "train on forward_kl or jsd, or on a store with fewer entries than tokens",
             )
     own = doubled(values)
-    vector = torch.cat([own.new_tensor([len(own)]), own.sum(0)])
-    return LossSums(("positions", *STATISTICS, *(f"loss/{name}" for name in settings.losses)), vector)
+    names = (*STATISTICS, *(f"loss/{name}" for name in settings.losses))
+    return {"positions": own.new_tensor(len(own)), **dict(zip(names, own.sum(0), strict=True))}

@@ -365,9 +365,6 @@ def test_cuts_that_cannot_be(kind: str) -> None:
         (lambda: check_width(config, 0), "32"),
         (lambda: check_width(config, -32), "32"),
         (lambda: chosen(model, 4, "greedy", loss=kl_to(model)), "1 to 2"),
-        (lambda: keep_layers(model, []), "0 to 2"),
-        (lambda: keep_layers(model, [0, 3]), "0 to 2"),
-        (lambda: keep_layers(model, [1, 0]), "ascending"),
         (lambda: narrow(model, BLOCKS, 40), "32 or 64"),
     ]
     for act, says in refused:

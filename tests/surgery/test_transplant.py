@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,7 @@ def test_between_families(kind: str, forward: bool, tied: bool, dtype: str | Non
     assert found("ab a\xff日 c<|im_end|>").input_ids == meant("ab a\xff日 c<|im_end|>").input_ids
     assert found.chat_template == meant.chat_template
     recorded = read_changes(tmp_path / "new")
-    assert recorded == [json.loads(json.dumps(change.as_json()))]
+    assert recorded == [json.loads(json.dumps(asdict(change)))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
