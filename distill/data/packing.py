@@ -238,6 +238,12 @@ def hidden_states(model: Any, blocks: Packed) -> Tensor:
     return _over(model, blocks, model.base_model, "last_hidden_state")
 
 
+def scored_states(model: Any, blocks: Packed) -> Tensor:
+    """The hidden states [N, H] at the scored positions, in order."""
+    hidden = hidden_states(model, blocks)
+    return hidden[blocks.mask.to(hidden.device)]
+
+
 def packed_logits(model: Any, blocks: Packed) -> Tensor:
     """The model's own logits [n, S, V]."""
     return _over(model, blocks, model, "logits")

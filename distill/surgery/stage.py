@@ -23,7 +23,6 @@ from distill.devices import doubled, pick_device
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import growing_decoder, target_file
 from distill.engines.model import Model
-from distill.engines.pairs import require_pair
 from distill.engines.torch.hugging_face import (
     describe_model,
     load_config,
@@ -214,8 +213,6 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
         return inherit(run, parent)
     settings = recipe.cut
     device = pick_device(recipe.device)
-    if settings.transplant is None:
-        require_pair(recipe.target.model, recipe.donor_model)
     target, answers = None, read_answers(run, "train")
     if recipe.target.load:
         target = load_target(recipe.target, device)

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from distill.data.packing import Packed, concatenate, hidden_states, pack
+from distill.data.packing import Packed, concatenate, pack, scored_states
 from distill.data.texts import Answer, listed, read_answers
 from distill.engines.torch.hugging_face import load_config, load_target, load_tokenizer
 from distill.errors import DataError
@@ -278,8 +278,6 @@ def served_answers(run: Run, split: Split) -> list[Answer]:
 
 # ── The distributions that a draft learns ──
 
-REDO = "make it again with `distill train RECIPE --redo teacher`, or go back to the recipe that it was made with"
-
 
 class OnlineTarget:
     """A loaded target on packed blocks; raises DataError where its head and hidden states do not give its logits."""
@@ -297,10 +295,8 @@ class OnlineTarget:
 
         The target takes `batch` blocks at once; its logits exist only chunk by chunk.
         """
-        states = []
-        for part in self.packed.take(index).batches(self.batch):
-            found = hidden_states(self.model, part)
-            states.append(found[part.mask.to(found.device)].to(device))
+        parts = self.packed.take(index).batches(self.batch)
+        states = [scored_states(self.model, part).to(device) for part in parts]
         self._head = self._head.to(device)
         return self._head.teacher(torch.cat(states))
 
@@ -334,18 +330,11 @@ def target_metadata(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def require_fit(manifest: dict[str, Any], recipe: Recipe, draft_config: Any) -> None:
-    """Raise DataError when a teacher is not of the recipe's target and tokenizer as they are now, or covers more tokens
-    than the draft has. The settings that it was made with are part of its stage's key."""
-    metadata = target_metadata(recipe)
-    for key, name in (("target_digest", "target"), ("tokenizer_digest", "tokenizer")):
-        if manifest[key] != metadata[key]:
-            was, now = manifest["target"], metadata["target"]
-            other = " with other content" if was == now else ""
-            raise DataError(f"the teacher was made with {name} {was}{other}, the recipe has {now}", REDO)
-    if manifest["vocabulary"] > draft_config.vocab_size:
+def require_fit(manifest: dict[str, Any], recipe: Recipe) -> None:
+    """Raise DataError where a teacher's tokenizer is not the target's as it is now: of a hub name, another revision may
+    have come since. All else that a teacher was made with is part of its stage's key."""
+    if manifest["tokenizer_digest"] != target_metadata(recipe)["tokenizer_digest"]:
         raise DataError(
-            f"the teacher's distributions cover {manifest['vocabulary']} tokens, "
-            f"the draft has {draft_config.vocab_size}",
-            "give the draft the target's vocabulary (cut.transplant), or make the teacher again (--redo teacher)",
+            f"the teacher was made with another tokenizer of {manifest['target']} than the recipe has now",
+            redo("teacher"),
         )

@@ -33,7 +33,7 @@ from distill.training.adapters import attach, load_base
 from distill.training.checkpoints import plain, present_weights, set_weights
 from distill.training.losses import LossSettings
 from distill.training.optimizer import make_optimizer, with_rate
-from distill.training.step import Columns, Learner, batch_blocks, check_hidden_states, loss_settings, split_blocks
+from distill.training.step import Columns, Learner, batch_blocks, loss_settings, split_blocks
 
 ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"  # the variable that decides accelerate's device
 
@@ -65,23 +65,12 @@ class Training:
     kept: list[int] | None
     spare: Learner | None = None  # of a sharded draft, in the main process: it takes the whole weights
     target: Any = None  # of an online teacher; else loaded on first use
-    held_out: Any = None  # its StoredAnswers, opened on first use, where the target is not loaded
     state: dict[str, Any] = field(default_factory=START.copy)
 
     @property
     def settings(self) -> Train:
         """The recipe's section."""
         return self.recipe.train
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process is the first, which alone writes and decodes."""
-        return bool(self.accelerator.is_main_process)
-
-    @property
-    def steps(self) -> int:
-        """Steps of the whole training."""
-        return self.settings.steps
 
     @property
     def rate(self) -> float:
@@ -278,10 +267,8 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     accelerator = make_accelerator(recipe, run)
     device = accelerator.device
     loss = loss_settings(settings, recipe.sampler.temperature)
-    manifest, trim = read_manifest(run), read_kept(run.path("cut"))
-    require_fit(manifest, recipe, config)
-    width = load_config(recipe.target.model).get_text_config().hidden_size
-    check_hidden_states(settings, manifest["kind"], config.hidden_size, width)
+    trim = read_kept(run.path("cut"))
+    require_fit(read_manifest(run), recipe)
     kept = trim["kept"] if trim else None
     draft = load_draft(recipe, run, device)
     target = load_shared(recipe.target, device) if recipe.teacher.kind == "online" else None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from distill.data.packing import Packed, epoch_order, hidden_states
+from distill.data.packing import Packed, epoch_order, scored_states
 from distill.engines.torch.hugging_face import load_config
 from distill.errors import DataError, RecipeError
 from distill.recipe import Loss, Recipe, Train
@@ -160,7 +160,7 @@ class Learner(torch.nn.Module):
 
         `states_weight` is the weight of the loss on hidden states.
         """
-        hidden = hidden_states(self.draft, blocks)[blocks.mask]  # [N, H]
+        hidden = scored_states(self.draft, blocks)  # [N, H]
         head = self.draft.lm_head
         weight = self.columns.rows(head.weight)
         bias = None if getattr(head, "bias", None) is None else self.columns.rows(head.bias)

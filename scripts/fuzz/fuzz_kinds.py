@@ -699,7 +699,6 @@ def read_shards(world: World, found: tuple[str, bytes]) -> Readers:
     """A changed file, whose stage has recorded another checksum."""
     import torch
 
-    from distill.engines.torch.hugging_face import load_config
     from distill.teacher.store import TeacherStore, require_fit
 
     name, data = found
@@ -710,7 +709,7 @@ def read_shards(world: World, found: tuple[str, bytes]) -> Readers:
 
     def store() -> None:
         opened = TeacherStore(run)
-        require_fit(opened.manifest, world.recipe, load_config(str(run.path("cut"))))
+        require_fit(opened.manifest, world.recipe)
         every = torch.arange(opened.blocks)
         teacher = opened.teacher(every, torch.device("cpu"))
         teacher.chunk(slice(0, 4), 1.0)

@@ -394,8 +394,8 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
     cases = [
         (other, "gpt_neox"),
         (quantised, "quantised"),
-        (narrow, "hidden_size"),
-        (headless, "hold no lm_head"),
+        (narrow, "by config.json"),
+        (headless, "missing in the weights"),
         (pickled, "pytorch_model.bin"),
         (short, "cut short"),
         (noise, "no safetensors file"),
@@ -412,16 +412,9 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
         transplant(donor, target, tmp_path / "new", rows=100)
     with pytest.raises(DataError, match="no token of the target"):
         check_transplant(donor, target, {"<strange>": "a"})
-    for place in (donor, target, tmp_path):
-        with pytest.raises(DataError, match="would overwrite"):
-            transplant(donor, target, place)
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "diary.txt").write_text("mine")
-    with pytest.raises(DataError, match="no model"):
-        transplant(donor, target, tmp_path / "notes")
     with pytest.raises(DataError, match="int4"):
         transplant(donor, target, tmp_path / "new", dtype="int4")
-    assert not (tmp_path / "new").exists() and (tmp_path / "notes" / "diary.txt").read_text() == "mine"
+    assert not (tmp_path / "new").exists()
 
 
 def test_encoders_write_any_bytes(tmp_path: Path) -> None:
