@@ -49,7 +49,6 @@ from distill.surgery.transplant import transplant
 from distill.surgery.trim import (
     Counts,
     always_kept,
-    check_size,
     count_tokens,
     expected_shares,
     keep,
@@ -388,7 +387,6 @@ def trim(
     stored = recipe.teacher.kind != "online"  # an online teacher stores no distributions
     expected = expected_shares(TeacherStore(run), pick_device(recipe.device)) if stored else None
     order = rank_tokens(counts, forced, expected)
-    check_size(settings.size, len(forced), vocabulary, recipe.teacher.top_k)
     least = max(len(forced), recipe.teacher.top_k + 1)
     metadata: dict[str, Any] = {"forced": len(forced), "by": settings.by if settings.size is None else "size"}
     size = settings.size

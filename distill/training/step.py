@@ -169,7 +169,7 @@ class Learner(torch.nn.Module):
         total, sums = head_loss(hidden, weight, teacher, labels, loss, self.chunk, bias, logit_form(self.draft.config))
         if states_weight:
             error = state_error(hidden, target_states(teacher, hidden))
-            total += states_weight * error
+            total = total + states_weight * error
             sums[f"loss/{STATES}"] = error.detach().to(sums["positions"])
         return total, sums
 
