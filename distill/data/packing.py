@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -71,16 +72,12 @@ class Packed:
 
     def save(self, path: Path, numbered: bool = False) -> None:
         """Write a safetensors file; `numbered`: with `first`."""
-        from safetensors.torch import save_file
-
         more = {"first": self.first} if numbered and self.first is not None else {}
         save_file({name: value.contiguous() for name, value in {**self.tensors(), **more}.items()}, str(path))
 
     @classmethod
     def load(cls, path: Path) -> Packed:
         """Read what `save` wrote."""
-        from safetensors.torch import load_file
-
         found = load_file(str(path))
         return cls(found["ids"], found["documents"], found["positions"], found["mask"], found.get("first"))
 

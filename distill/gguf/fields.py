@@ -8,9 +8,12 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import gguf
 import numpy as np
+import yaml
+from tokenizers import Tokenizer
 
 import distill
 from distill.errors import DataError
@@ -20,10 +23,6 @@ from distill.gguf.head import ARRAY, STRING, write_head
 from distill.gguf.shape import CORRECT, Shape
 from distill.gguf.tokens import token_key
 from distill.vocabulary.vocabulary import SPACE
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 
 DEFAULT_THETA = 10000.0  # llama.cpp's, where a file names none
 
@@ -60,9 +59,6 @@ def add_general_fields(writer: Any, folder: Path, origin: Origin, outtype: str, 
 
     Raises DataError for a model card whose head is no YAML, or holds values that GGUF has no place for.
     """
-    import gguf
-    import yaml
-
     folder = folder.resolve()
     try:
         metadata = gguf.Metadata.load(None, folder, origin.name, parameters)
@@ -93,15 +89,11 @@ def add_general_fields(writer: Any, folder: Path, origin: Origin, outtype: str, 
 
 def file_type_number(outtype: str) -> int:
     """llama.cpp's number of a type of files (gguf.LlamaFileType)."""
-    import gguf
-
     return int(gguf.LlamaFileType["ALL_F32" if outtype == "f32" else f"MOSTLY_{outtype.upper()}"])
 
 
 def _complete(metadata: Any, origin: Origin) -> None:
     """Fill what the model card leaves out, in the words that the gguf package makes of such a card."""
-    import gguf
-
     card: dict[str, Any] = {
         "license": origin.licence,
         "datasets": list(origin.datasets),
@@ -161,8 +153,6 @@ def add_model_fields(writer: Any, shape: Shape) -> None:
 
 
 def _add_rope_scaling(writer: Any, shape: Shape) -> None:
-    import gguf
-
     rope, kind = shape.rope, shape.rope["rope_type"]
     if kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -305,8 +295,6 @@ def add_tokenizer(writer: Any, tokenizer: GgufTokenizer) -> None:
 
 def write_vocabulary(path: Path, add: Callable[[Any], None]) -> None:
     """Write a GGUF file that holds a vocabulary alone: the keys that `add` gives to a gguf.GGUFWriter."""
-    import gguf
-
     writer = gguf.GGUFWriter(path=None, arch="llama")
     add(writer)
     write_head(path, writer, [])

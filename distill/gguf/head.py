@@ -11,17 +11,15 @@ import mmap
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+import gguf
 import numpy as np
 
 from distill.errors import DataError
 from distill.files import split_parts
 
-if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType
-
-    TensorRow = tuple[str, tuple[int, ...], GGMLQuantizationType, int]  # name, shape, type, bytes
+TensorRow = tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]  # name, shape, type, bytes
 
 # By gguf.GGUFValueType.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -210,18 +208,14 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def tensor_bytes(shape: Sequence[int], kind: GGMLQuantizationType) -> int:
+def tensor_bytes(shape: Sequence[int], kind: gguf.GGMLQuantizationType) -> int:
     """Bytes of a tensor's data."""
-    import gguf
-
     block, size = gguf.GGML_QUANT_SIZES[kind]
     return int(math.prod(shape) // block * size)
 
 
-def known_type(number: int) -> GGMLQuantizationType | None:
+def known_type(number: int) -> gguf.GGMLQuantizationType | None:
     """The type of ggml with this number; None for one that the gguf package does not know."""
-    import gguf
-
     try:
         return gguf.GGMLQuantizationType(number)
     except ValueError:

@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf
+
 from distill.errors import DataError, RecipeError
 from distill.gguf.head import FileHead, known_type, open_head, type_name
 from distill.gguf.ik import ik_library, repacks
@@ -174,8 +176,6 @@ def _require_gpus(options: GgufOptions, setting: str) -> None:
 
 def require_cache_types(options: GgufOptions, keys: int | None, values: int | None, where: str) -> None:
     """Raise RecipeError where a type's block does not divide the size of a head's keys or values (None: unknown)."""
-    import gguf
-
     for name, size in (("cache_type_k", keys), ("cache_type_v", values)):
         kind = getattr(options, name)
         block = gguf.GGML_QUANT_SIZES[cache_type(kind)][0]
@@ -235,8 +235,6 @@ def fill_context(settings: Any, options: GgufOptions) -> None:
 
 def cache_type(name: str) -> Any:
     """A type as ggml numbers it; a member of gguf's enumeration."""
-    import gguf
-
     return gguf.GGMLQuantizationType[name.upper()]
 
 

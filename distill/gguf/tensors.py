@@ -13,8 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
+import gguf
 import numpy as np
 
 from distill.errors import DataError
@@ -24,9 +25,6 @@ from distill.gguf.fields import rope_tensors
 from distill.gguf.head import tensor_bytes
 from distill.gguf.shape import Shape
 from distill.progress import Progress
-
-if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType
 
 F16_MAX = 65504.0
 PART_VALUES = 2**21  # converted at a time, when written by each thread
@@ -121,7 +119,7 @@ class Output(NamedTuple):
     """A file whose head is written, and the type of each tensor in it, in order."""
 
     file: BinaryIO
-    kinds: Sequence[GGMLQuantizationType]
+    kinds: Sequence[gguf.GGMLQuantizationType]
 
 
 def write_tensors(tensors: list[GgufTensor], outputs: Sequence[Output]) -> None:
@@ -150,10 +148,8 @@ def write_tensors(tensors: list[GgufTensor], outputs: Sequence[Output]) -> None:
             write_first()
 
 
-def _converted(tensor: GgufTensor, first: int, count: int, kinds: Sequence[GGMLQuantizationType]) -> list[bytes]:
+def _converted(tensor: GgufTensor, first: int, count: int, kinds: Sequence[gguf.GGMLQuantizationType]) -> list[bytes]:
     """Rows of a tensor in each of the types, the last ones with the padding behind the tensor."""
-    import gguf
-
     floats, parts = np.ascontiguousarray(tensor.read(first, count)), []
     for kind in kinds:
         _require_range(tensor.name, floats, kind)
@@ -163,7 +159,7 @@ def _converted(tensor: GgufTensor, first: int, count: int, kinds: Sequence[GGMLQ
     return parts
 
 
-def _require_range(name: str, array: Floats, kind: GGMLQuantizationType) -> None:
+def _require_range(name: str, array: Floats, kind: gguf.GGMLQuantizationType) -> None:
     """DataError for values that overflow a type; the scales of blocks are f16, and a part of the largest value."""
     if kind.name in ("F32", "BF16"):
         return
