@@ -108,7 +108,7 @@ class FileHead:
         self.sizes: dict[str, int] = {}
         following = dict(itertools.pairwise([*sorted({*offsets.values()}), len(data) - start]))
         for name, offset in offsets.items():
-            kind = known_type(self.kinds[name])
+            kind = TYPES.get(self.kinds[name])
             # Of a type whose blocks are not known here: all before the next tensor, with the padding.
             size = following[offset] - offset if kind is None else tensor_bytes(self.shapes[name], kind)
             if size < 0 or start + offset + size > len(data):
@@ -214,14 +214,8 @@ def tensor_bytes(shape: Sequence[int], kind: gguf.GGMLQuantizationType) -> int:
     return int(math.prod(shape) // block * size)
 
 
-def known_type(number: int) -> gguf.GGMLQuantizationType | None:
-    """The type of ggml with this number; None for one that the gguf package does not know."""
-    try:
-        return gguf.GGMLQuantizationType(number)
-    except ValueError:
-        return None
-
-
+# The types of ggml that the gguf package knows, by their numbers.
+TYPES = {int(kind): kind for kind in gguf.GGMLQuantizationType}
 # By number, as in ggml.h: types that llama.cpp removed or added since the gguf package, and ik_llama.cpp's own.
 OTHER_TYPES = {
     **{31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 36: "i2_s", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8", 42: "q2_0"},
@@ -237,7 +231,7 @@ REPACKED = 200  # how far the numbers of types whose rows lie four together are 
 
 def type_name(number: int) -> str:
     """A type's name, such as q4_k, or its number where none is known."""
-    kind = known_type(number)
+    kind = TYPES.get(number)
     name = kind.name.lower() if kind is not None else OTHER_TYPES.get(number)
     if name is None and number > REPACKED and not (plain := type_name(number - REPACKED)).startswith("type "):
         name = f"{plain}_r4"

@@ -26,7 +26,7 @@ from distill.errors import DataError, RunError
 from distill.files import split_parts, write_atomically, write_folder, write_json, write_text
 from distill.folders import ITEM_BYTES, Floats, from_floats, pin_tokenizer, to_floats, write_header
 from distill.gguf.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS
-from distill.gguf.head import FileHead, known_type, open_head, type_name
+from distill.gguf.head import TYPES, FileHead, open_head, type_name
 from distill.gguf.imported import ImportedTokenizer, configuration, read_tokenizer, sizes_of
 from distill.gguf.library import require_loadable
 from distill.gguf.tensors import PART_VALUES
@@ -123,7 +123,7 @@ def _place(name: str) -> tuple[int, int]:
 
 
 def _kind(head: FileHead, name: str, width: int) -> gguf.GGMLQuantizationType:
-    kind = known_type(head.kinds[name])
+    kind = TYPES.get(head.kinds[name])
     if kind is None or (kind.name not in DTYPES and kind not in gguf.quants._type_traits):
         what = f"{name} is {type_name(head.kinds[name])}, which the gguf package cannot dequantise"
         head.refuse(what, "quantise the model to another type, such as q8_0")

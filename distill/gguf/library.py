@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import gguf
 
 from distill.errors import DataError, RecipeError
-from distill.gguf.head import FileHead, known_type, open_head, type_name
+from distill.gguf.head import TYPES, FileHead, open_head, type_name
 from distill.gguf.ik import ik_library, repacks
 from distill.gguf.tokens import NO_TOKEN
 from distill.machine import COMPILE_LLAMA, WITHOUT_AMX, install_extra, thread_count
@@ -416,7 +416,7 @@ def _has_type(number: int) -> bool:
     with contextlib.suppress(DataError):
         count = library().llama_model_quantize_default_params().token_embedding_type  # unset: the number of types
         return number < count and importlib.import_module("llama_cpp._ggml").libggml.ggml_blck_size(number) > 0
-    return known_type(number) is not None
+    return number in TYPES
 
 
 def _check_widths(head: FileHead, queries: int, keys: int) -> None:
