@@ -163,10 +163,6 @@ class Distributions:
         return torch.where(over, below, -above).mul_(self.q)
 
 
-def _forward_kl(distributions: Distributions) -> Term:
-    return distributions.forward_kl, distributions.forward_kl_gradient
-
-
 def _reverse_kl(distributions: Distributions) -> Term:
     """Infinite where q has mass and p has none; the caller refuses such a batch."""
     ratio = distributions.log_q - distributions.log_p
@@ -181,10 +177,6 @@ def _jsd(distributions: Distributions) -> Term:
     reverse = (distributions.q * ratio).sum(-1)
     value = 0.5 * (distributions.log_p - mixed).mul_(distributions.p).sum(-1) + 0.5 * reverse
     return value, lambda: (ratio - reverse.unsqueeze(-1)).mul_(distributions.q).mul_(0.5)
-
-
-def _total_variation(distributions: Distributions) -> Term:
-    return distributions.excess.sum(-1), distributions.variation_gradient
 
 
 def _nla(distributions: Distributions) -> Term:
@@ -204,10 +196,10 @@ def _lk_hybrid(distributions: Distributions) -> Term:
 
 # Losses of the two distributions at the settings' temperature; the cross-entropy reads the draft's alone.
 DIVERGENCES: dict[str, Callable[[Distributions], Term]] = {
-    "forward_kl": _forward_kl,
+    "forward_kl": lambda both: (both.forward_kl, both.forward_kl_gradient),
     "reverse_kl": _reverse_kl,
     "jsd": _jsd,
-    "total_variation": _total_variation,
+    "total_variation": lambda both: (both.excess.sum(-1), both.variation_gradient),
     "nla": _nla,
     "lk_hybrid": _lk_hybrid,
 }

@@ -229,14 +229,6 @@ def served_form(draft: Any, kept: Sequence[int] | None) -> Iterator[Any]:
         draft.train(training)
 
 
-def served_target(work: Training) -> ServedTarget:
-    """The target, loaded on first use, as the recipe serves it."""
-    recipe, model = work.recipe, work.loaded_target()
-    ends = end_ids(recipe.target.model, load_tokenizer(recipe.target.model))
-    protocol = protocol_of(recipe.train, recipe.sampler.temperature)
-    return ServedTarget(model, work.source.vocabulary, ends, Sampler.of(recipe.sampler), protocol, recipe.seed)
-
-
 def measure_acceptance(work: Training) -> dict[str, Any]:
     """The acceptance of the present weights in their served form on the validation prompts, computed by the main
     process and the same in every process; every process must call it.
@@ -245,22 +237,25 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
     acceptance of all weights is measured on the same ones. Where the target is not loaded: its probability on stored
     distributions.
     """
-    settings = work.settings.acceptance
+    settings, recipe = work.settings.acceptance, work.recipe
     assert settings is not None
+    protocol = protocol_of(work.settings, recipe.sampler.temperature)
 
     def decoded(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
-        target, prompts = served_target(work), read_prompts(work.run, "validation")[: settings.prompts]
+        ends = end_ids(recipe.target.model, load_tokenizer(recipe.target.model))
+        sampler = Sampler.of(recipe.sampler)
+        target = ServedTarget(work.loaded_target(), work.source.vocabulary, ends, sampler, protocol, recipe.seed)
+        prompts = read_prompts(work.run, "validation")[: settings.prompts]
         found = target.decode(draft, prompts, settings.new_tokens, settings.length)
         texts = [text.tokens for text in found] if work.state["texts"] is None else work.state["texts"]
         expected = sum(target.expected(draft, prompts, texts)) / max(1, sum(map(len, texts)))
         return decoded_acceptance(found) | {"expected_acceptance": expected}, texts
 
     def stored(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
-        protocol = protocol_of(work.settings, work.recipe.sampler.temperature)
-        return stored_acceptance(work.recipe, work.run, draft, protocol), None
+        return stored_acceptance(recipe, work.run, draft, protocol), None
 
-    measure, value, present = decoded if work.recipe.target.load else stored, None, work.draft()
-    if shards() and work.recipe.target.load:
+    measure, value, present = decoded if recipe.target.load else stored, None, work.draft()
+    if shards() and recipe.target.load:
         work.loaded_target()
     if is_main():
         with served_form(present, work.kept) as draft, torch.compiler.set_stance("force_eager"):
