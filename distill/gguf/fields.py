@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
-import yaml
 from tokenizers import Tokenizer
 
 import distill
@@ -59,6 +57,9 @@ def add_general_fields(writer: Any, folder: Path, origin: Origin, outtype: str, 
 
     Raises DataError for a model card whose head is no YAML, or holds values that GGUF has no place for.
     """
+    import gguf
+    import yaml
+
     folder = folder.resolve()
     try:
         metadata = gguf.Metadata.load(None, folder, origin.name, parameters)
@@ -89,11 +90,15 @@ def add_general_fields(writer: Any, folder: Path, origin: Origin, outtype: str, 
 
 def file_type_number(outtype: str) -> int:
     """llama.cpp's number of a type of files (gguf.LlamaFileType)."""
+    import gguf
+
     return int(gguf.LlamaFileType["ALL_F32" if outtype == "f32" else f"MOSTLY_{outtype.upper()}"])
 
 
 def _complete(metadata: Any, origin: Origin) -> None:
     """Fill what the model card leaves out, in the words that the gguf package makes of such a card."""
+    import gguf
+
     card: dict[str, Any] = {
         "license": origin.licence,
         "datasets": list(origin.datasets),
@@ -153,6 +158,8 @@ def add_model_fields(writer: Any, shape: Shape) -> None:
 
 
 def _add_rope_scaling(writer: Any, shape: Shape) -> None:
+    import gguf
+
     rope, kind = shape.rope, shape.rope["rope_type"]
     if kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -295,6 +302,8 @@ def add_tokenizer(writer: Any, tokenizer: GgufTokenizer) -> None:
 
 def write_vocabulary(path: Path, add: Callable[[Any], None]) -> None:
     """Write a GGUF file that holds a vocabulary alone: the keys that `add` gives to a gguf.GGUFWriter."""
+    import gguf
+
     writer = gguf.GGUFWriter(path=None, arch="llama")
     add(writer)
     write_head(path, writer, [])

@@ -11,15 +11,17 @@ import mmap
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import gguf
 import numpy as np
 
 from distill.errors import DataError
 from distill.files import split_parts
 
-TensorRow = tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]  # name, shape, type, bytes
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+    TensorRow = tuple[str, tuple[int, ...], GGMLQuantizationType, int]  # name, shape, type, bytes
 
 # By gguf.GGUFValueType.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -108,7 +110,7 @@ class FileHead:
         self.sizes: dict[str, int] = {}
         following = dict(itertools.pairwise([*sorted({*offsets.values()}), len(data) - start]))
         for name, offset in offsets.items():
-            kind = TYPES.get(self.kinds[name])
+            kind = known_type(self.kinds[name])
             # Of a type whose blocks are not known here: all before the next tensor, with the padding.
             size = following[offset] - offset if kind is None else tensor_bytes(self.shapes[name], kind)
             if size < 0 or start + offset + size > len(data):
@@ -208,14 +210,24 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def tensor_bytes(shape: Sequence[int], kind: gguf.GGMLQuantizationType) -> int:
+def tensor_bytes(shape: Sequence[int], kind: GGMLQuantizationType) -> int:
     """Bytes of a tensor's data."""
+    import gguf
+
     block, size = gguf.GGML_QUANT_SIZES[kind]
     return int(math.prod(shape) // block * size)
 
 
-# The types of ggml that the gguf package knows, by their numbers.
-TYPES = {int(kind): kind for kind in gguf.GGMLQuantizationType}
+def known_type(number: int) -> GGMLQuantizationType | None:
+    """The type of ggml with this number; None for one that the gguf package does not know."""
+    import gguf
+
+    try:
+        return gguf.GGMLQuantizationType(number)
+    except ValueError:
+        return None
+
+
 # By number, as in ggml.h: types that llama.cpp removed or added since the gguf package, and ik_llama.cpp's own.
 OTHER_TYPES = {
     **{31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 36: "i2_s", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8", 42: "q2_0"},
@@ -231,7 +243,7 @@ REPACKED = 200  # how far the numbers of types whose rows lie four together are 
 
 def type_name(number: int) -> str:
     """A type's name, such as q4_k, or its number where none is known."""
-    kind = TYPES.get(number)
+    kind = known_type(number)
     name = kind.name.lower() if kind is not None else OTHER_TYPES.get(number)
     if name is None and number > REPACKED and not (plain := type_name(number - REPACKED)).startswith("type "):
         name = f"{plain}_r4"

@@ -16,9 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,7 +25,7 @@ from distill.errors import DataError, RunError
 from distill.files import split_parts, write_atomically, write_folder, write_json, write_text
 from distill.folders import ITEM_BYTES, Floats, from_floats, pin_tokenizer, to_floats, write_header
 from distill.gguf.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS
-from distill.gguf.head import TYPES, FileHead, open_head, type_name
+from distill.gguf.head import FileHead, known_type, open_head, type_name
 from distill.gguf.imported import ImportedTokenizer, configuration, read_tokenizer, sizes_of
 from distill.gguf.library import require_loadable
 from distill.gguf.tensors import PART_VALUES
@@ -34,6 +33,9 @@ from distill.progress import Progress, note
 
 # ── The tensors as model.safetensors: dequantised and put back into Hugging Face's order ──
 # A tensor is read, converted and written some rows at a time, so that memory does not grow with the model.
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 ROTARY = (LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -49,7 +51,7 @@ class Source:
 
     path: Path
     name: str
-    kind: gguf.GGMLQuantizationType
+    kind: GGMLQuantizationType
     start: int
     shape: tuple[int, ...]
     heads: int = 0
@@ -62,6 +64,8 @@ class Source:
 
     def parts(self) -> Iterator[Floats]:
         """The rows in order, some at a time, as fp32; of reordered tensors whole heads at a time."""
+        import gguf
+
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
         rows = 1 if len(self.shape) == 1 and not self.heads else self.shape[0]  # a reordered bias has one value a row
         width = self.values // rows
@@ -122,8 +126,10 @@ def _place(name: str) -> tuple[int, int]:
     return (1, int(parts[2])) if parts[1] == "layers" else (0 if "embed" in name else 2, 0)
 
 
-def _kind(head: FileHead, name: str, width: int) -> gguf.GGMLQuantizationType:
-    kind = TYPES.get(head.kinds[name])
+def _kind(head: FileHead, name: str, width: int) -> GGMLQuantizationType:
+    import gguf
+
+    kind = known_type(head.kinds[name])
     if kind is None or (kind.name not in DTYPES and kind not in gguf.quants._type_traits):
         what = f"{name} is {type_name(head.kinds[name])}, which the gguf package cannot dequantise"
         head.refuse(what, "quantise the model to another type, such as q8_0")
@@ -199,6 +205,8 @@ def is_gguf(reference: str) -> bool:
 
 def file_type(path: Path) -> str:
     """The type that a GGUF file names for its weights, such as q4_k_m, or that of most of its matrices."""
+    import gguf
+
     head = open_head(path)
     try:
         name = gguf.LlamaFileType(head.values["general.file_type"]).name

@@ -16,10 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gguf
-
 from distill.errors import DataError, RecipeError
-from distill.gguf.head import TYPES, FileHead, open_head, type_name
+from distill.gguf.head import FileHead, known_type, open_head, type_name
 from distill.gguf.ik import ik_library, repacks
 from distill.gguf.tokens import NO_TOKEN
 from distill.machine import COMPILE_LLAMA, WITHOUT_AMX, install_extra, thread_count
@@ -176,6 +174,8 @@ def _require_gpus(options: GgufOptions, setting: str) -> None:
 
 def require_cache_types(options: GgufOptions, keys: int | None, values: int | None, where: str) -> None:
     """Raise RecipeError where a type's block does not divide the size of a head's keys or values (None: unknown)."""
+    import gguf
+
     for name, size in (("cache_type_k", keys), ("cache_type_v", values)):
         kind = getattr(options, name)
         block = gguf.GGML_QUANT_SIZES[cache_type(kind)][0]
@@ -235,6 +235,8 @@ def fill_context(settings: Any, options: GgufOptions) -> None:
 
 def cache_type(name: str) -> Any:
     """A type as ggml numbers it; a member of gguf's enumeration."""
+    import gguf
+
     return gguf.GGMLQuantizationType[name.upper()]
 
 
@@ -416,7 +418,7 @@ def _has_type(number: int) -> bool:
     with contextlib.suppress(DataError):
         count = library().llama_model_quantize_default_params().token_embedding_type  # unset: the number of types
         return number < count and importlib.import_module("llama_cpp._ggml").libggml.ggml_blck_size(number) > 0
-    return number in TYPES
+    return known_type(number) is not None
 
 
 def _check_widths(head: FileHead, queries: int, keys: int) -> None:

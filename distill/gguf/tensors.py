@@ -13,9 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-import gguf
 import numpy as np
 
 from distill.errors import DataError
@@ -25,6 +24,9 @@ from distill.gguf.fields import rope_tensors
 from distill.gguf.head import tensor_bytes
 from distill.gguf.shape import Shape
 from distill.progress import Progress
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 F16_MAX = 65504.0
 PART_VALUES = 2**21  # converted at a time, when written by each thread
@@ -119,7 +121,7 @@ class Output(NamedTuple):
     """A file whose head is written, and the type of each tensor in it, in order."""
 
     file: BinaryIO
-    kinds: Sequence[gguf.GGMLQuantizationType]
+    kinds: Sequence[GGMLQuantizationType]
 
 
 def write_tensors(tensors: list[GgufTensor], outputs: Sequence[Output]) -> None:
@@ -148,8 +150,10 @@ def write_tensors(tensors: list[GgufTensor], outputs: Sequence[Output]) -> None:
             write_first()
 
 
-def _converted(tensor: GgufTensor, first: int, count: int, kinds: Sequence[gguf.GGMLQuantizationType]) -> list[bytes]:
+def _converted(tensor: GgufTensor, first: int, count: int, kinds: Sequence[GGMLQuantizationType]) -> list[bytes]:
     """Rows of a tensor in each of the types, the last ones with the padding behind the tensor."""
+    import gguf
+
     floats, parts = np.ascontiguousarray(tensor.read(first, count)), []
     for kind in kinds:
         _require_range(tensor.name, floats, kind)
@@ -159,7 +163,7 @@ def _converted(tensor: GgufTensor, first: int, count: int, kinds: Sequence[gguf.
     return parts
 
 
-def _require_range(name: str, array: Floats, kind: gguf.GGMLQuantizationType) -> None:
+def _require_range(name: str, array: Floats, kind: GGMLQuantizationType) -> None:
     """DataError for values that overflow a type; the scales of blocks are f16, and a part of the largest value."""
     if kind.name in ("F32", "BF16"):
         return

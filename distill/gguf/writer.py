@@ -11,9 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import gguf
+from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
 from distill.files import remove_left, write_atomically
@@ -91,6 +89,8 @@ def _quantise(llama: Any, source: Path, path: Path, parameters: Any, outtype: st
 
 
 def _ggml_type(kind: str) -> Any:
+    import gguf
+
     try:
         return gguf.GGMLQuantizationType[kind.upper()]
     except KeyError:
@@ -98,6 +98,9 @@ def _ggml_type(kind: str) -> Any:
 
 
 # ── The files ──
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,9 @@ def _lossless(tensors: list[GgufTensor]) -> str:
     return {frozenset({"F16"}): "f16", frozenset({"BF16"}): "bf16"}.get(frozenset(types), "f32")
 
 
-def _tensor_type(tensor: GgufTensor, outtype: str) -> gguf.GGMLQuantizationType:
+def _tensor_type(tensor: GgufTensor, outtype: str) -> GGMLQuantizationType:
+    import gguf
+
     if len(tensor.shape) == 1:
         return gguf.GGMLQuantizationType.F32
     kind = gguf.GGMLQuantizationType[outtype.upper()]
@@ -207,6 +212,8 @@ def _tensor_type(tensor: GgufTensor, outtype: str) -> gguf.GGMLQuantizationType:
 
 def _write(model: _Model, types: Mapping[Path, str]) -> None:
     """Write a file of each type: the heads first, then every tensor to all of them."""
+    import gguf
+
     parameters = sum(math.prod(tensor.shape) for tensor in model.tensors)
     with contextlib.ExitStack() as stack:
         outputs = []

@@ -95,25 +95,38 @@ def grams(text: str, length: int) -> Iterator[tuple[str, ...]]:
 def repeats(texts: Sequence[str]) -> list[str]:
     """For each text EQUAL or ALIKE where one before it is, else nothing; such a text is not compared with later ones.
 
-    Texts are compared by the 3-grams that they share, which an index of all kept texts counts.
+    Exact, and quick for many texts: two sets with a similarity of at least s share one of the rarest
+    ⌊(1 − s) n⌋ + 1 of their n elements, so only texts that share one of those are compared (prefix filtering, Chaudhuri
+    et al. 2006).
     """
-    sets = [frozenset(grams(text, 3)) for text in texts]
+    numbers: dict[tuple[str, ...], int] = {}
+    sets = [frozenset(numbers.setdefault(gram, len(numbers)) for gram in grams(text, 3)) for text in texts]
+    frequency = Counter(number for own in sets for number in own)
     seen: set[str] = set()
-    index: dict[tuple[str, ...], list[int]] = {}
+    index: dict[int, list[int]] = {}
     found = []
     for place, (text, own) in enumerate(zip(texts, sets, strict=True)):
         plain = " ".join(text.casefold().split())
-        common = Counter(other for gram in own for other in index.get(gram, ()))
+        rarest = sorted(own, key=lambda number: (frequency[number], number))
+        rarest = rarest[: len(own) - math.ceil(SIMILAR * len(own) - 1e-9) + 1]
+        others = {other for number in rarest for other in index.get(number, ())}
         if plain in seen:
             found.append(EQUAL)
-        elif any(n >= SIMILAR * (len(own) + len(sets[other]) - n) - 1e-9 for other, n in common.items()):
+        elif any(_alike(own, sets[other]) for other in others):
             found.append(ALIKE)
         else:
             found.append("")
             seen.add(plain)
-            for gram in own:
-                index.setdefault(gram, []).append(place)
+            for number in rarest:
+                index.setdefault(number, []).append(place)
     return found
+
+
+def _alike(own: frozenset[int], other: frozenset[int]) -> bool:
+    if min(len(own), len(other)) < SIMILAR * max(len(own), len(other)) - 1e-9:
+        return False
+    common = len(own & other)
+    return common >= SIMILAR * (len(own) + len(other) - common) - 1e-9
 
 
 def distinct(texts: Sequence[str], length: int) -> float:
