@@ -135,7 +135,7 @@ def write_tensors(tensors: list[GgufTensor], outputs: Sequence[Output]) -> None:
 
     def write_first() -> None:
         for output, data in zip(outputs, waiting.popleft().result(), strict=True):
-            output.file.write(data.data)
+            output.file.write(data)
 
     with ThreadPoolExecutor(workers) as pool:
         for tensor, *kinds in zip(tensors, *(output.kinds for output in outputs), strict=True):
