@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class _UniqueKeys(yaml.SafeLoader):
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             kind = node.tag.rpartition(":")[2]
             raise RecipeError(
-                f"{line}: {shown(node.value)} cannot be read as {kind}", "put it into quotes if it is text"
+                f"{line}: {shown(node.value)} cannot be read as {kind}", "quote it if it is text"
             ) from error
 
 
@@ -58,6 +59,8 @@ _UniqueKeys.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+# 5e-4 and 1e3 are numbers, as in YAML 1.2 and JSON.
+_UniqueKeys.add_implicit_resolver(KINDS[2], re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789"))
 _UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
@@ -176,12 +179,10 @@ def _ask_the_file(raw: dict[str, Any]) -> None:
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
-    if len(name) > 500:
+    if len(name) > 200:
         raise RecipeError(f"override `{name[:100]}…` has {len(name)} characters before the =", "see docs/recipes.md")
     if not equals or not name.strip():
-        raise RecipeError(
-            f"override `{override}` is not of the form a.b=c", "for instance train.steps=100, without spaces around ="
-        )
+        raise RecipeError(f"override `{override}` is not of the form a.b=c", "such as train.steps=100, without spaces")
     value = read_yaml(text, f"the value of override `{name[:100]}`")
     *path, last = name.strip().split(".")
     place: Any = raw
@@ -217,9 +218,7 @@ def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
     """
     require_path(path, "the recipe")
     if path.is_dir():
-        raise RecipeError(
-            f"{path} is a folder, not a recipe", "give a .yaml file, or a pair of models: --target, --draft"
-        )
+        raise RecipeError(f"{path} is a folder, not a recipe", "give a .yaml file, or a pair: --target, --draft")
     if not path.exists():
         beside = {one.stem: one for one in path.parent.glob("*.yaml")}
         near = difflib.get_close_matches(path.stem, beside, n=1)

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from distill.machine import MOST_THREADS
-from distill.recipe.configuration import OTHER_VOCABULARY, PLAIN, Configuration
+from distill.recipe.configuration import PLAIN, Configuration
 from distill.recipe.target import Section
 
 # ── GGUF files: their number formats, and how llama.cpp opens them, under llama.cpp's names ──
@@ -251,10 +251,6 @@ class Speedup(Section):
                 raise ValueError(f"the configuration `{title}` is listed twice")
             if not configuration.drafts:
                 raise ValueError(f"`{title}`: plain decoding is always measured; leave it out")
-            if configuration.drafter in OTHER_VOCABULARY:
-                raise ValueError(
-                    f"`{title}` is for a draft of another vocabulary; a run's draft has the target's: leave it out"
-                )
         return value
 
     @field_validator("lengths")

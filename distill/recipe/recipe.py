@@ -7,7 +7,6 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from distill.files import LARGEST
 from distill.machine import MOST_THREADS
 from distill.recipe.corpus import Chat, Corpus
 from distill.recipe.measuring import ON_CPU, Evaluate, Export, Gguf, GgufOptions, Speedup
@@ -25,7 +24,7 @@ class Recipe(Section):
     """Everything a run depends on."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="the run directory's name")
-    seed: int = Field(0, ge=0, le=LARGEST, description="seed of all random choices")
+    seed: int = Field(0, ge=0, description="seed of all random choices")
     threads: int | None = Field(
         None,
         ge=1,
@@ -81,6 +80,8 @@ class Recipe(Section):
             needing = list(self._weights_needed())
             if needing:
                 raise ValueError(f"target.load is false: {'; '.join(needing)}")
+        for foreign in (one.title for one in self.speedup.configurations if one.other_vocabulary):
+            raise ValueError(f"`{foreign}` is for a draft of another vocabulary; a run's draft has the target's")
         for backend, kind in self.speedup.files.items() if self.target.load else ():
             if kind not in self.export.outtypes:
                 raise ValueError(f"speedup measures {backend} in {kind}, which is not among export.outtypes")

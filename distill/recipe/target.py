@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import to_json
 
 from distill.errors import RecipeError
 from distill.files import LARGEST
@@ -21,47 +21,16 @@ from distill.files import LARGEST
 
 
 class Section(BaseModel):
-    """Immutable, without unknown keys, and with finite numbers that are not given as true or false."""
+    """Immutable, without unknown keys, and with finite numbers, integers of 64 bits at most."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    @field_validator("*", mode="before")
+    @field_validator("*")
     @classmethod
-    def _numbers_are_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.field_name is not None and _takes_numbers(cls, info.field_name):
-            for part in _parts(value):
-                if isinstance(part, bool):
-                    raise ValueError("a number is needed")
-                if isinstance(part, int) and abs(part) > LARGEST:
-                    raise ValueError(f"integers up to {LARGEST} can be used")
+    def _integers_are_of_64_bits(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError(f"integers up to {LARGEST} can be used")
         return value
-
-
-@functools.cache
-def _takes_numbers(section: type[Section], name: str) -> bool:
-    """Whether a key takes numbers, alone or in lists and mappings, and neither true nor false."""
-    kinds = set(_kinds(section.model_fields[name].annotation))
-    return bool(kinds & {int, float}) and bool not in kinds
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    arguments = typing.get_args(annotation)
-    if typing.get_origin(annotation) is typing.Literal or not arguments:
-        yield annotation if isinstance(annotation, type) else None
-        return
-    for argument in arguments:
-        yield from _kinds(argument)
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """The values in nested lists and mappings, or the value itself."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _parts(part)
-    else:
-        yield value
 
 
 # ── Mistakes in a section, in this project's words: where, what, and the value ──
@@ -143,9 +112,12 @@ def _explain(root: type[BaseModel], error: Any) -> str:
 
 
 def parse_section(section: type[SomeSection], raw: dict[str, Any], where: str = "the options") -> SomeSection:
-    """A section from a mapping; raises one RecipeError with every mistake."""
+    """A section from a mapping of what JSON holds, whose kinds count: neither true nor text is a number.
+
+    Raises one RecipeError with every mistake.
+    """
     try:
-        return section.model_validate(raw)
+        return section.model_validate_json(to_json(raw, serialize_unknown=True), strict=True)
     except ValidationError as error:
         errors = error.errors(include_url=False)
         # pydantic also calls a list too short when its elements are faulty: report the elements alone.

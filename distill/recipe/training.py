@@ -162,7 +162,7 @@ class Train(Section):
             raise ValueError("sparsity changes the draft's own weights, which adapters freeze; leave one out")
         if self.adapter is not None and self.embedding_steps and not self.adapter.train_outer:
             raise ValueError(
-                "embedding_steps trains embeddings and head alone, which adapters freeze; set adapter.train_outer"
+                "embedding_steps trains what adapters freeze: embeddings and head; set adapter.train_outer"
             )
         if self.sparsity is not None and self.acceptance is not None and self.acceptance.patience is not None:
             raise ValueError("sparsity needs all steps; leave acceptance.patience out")

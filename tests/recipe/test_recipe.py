@@ -110,7 +110,7 @@ def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("train.steps", "not of the form a.b=c\n  for instance train.steps=100, without spaces around ="),
+        ("train.steps", "not of the form a.b=c\n  such as train.steps=100, without spaces"),
         ("=3", "not of the form a.b=c"),
         ("train.steps=[1", "is not YAML"),
         ("corpus.sources.5.path=x", "`5` is not an index of a list of 2"),
