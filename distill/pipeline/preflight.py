@@ -29,7 +29,7 @@ from distill.errors import DataError, DistillError, RecipeError, RunError
 from distill.gguf.library import describe_build, require_build, require_cache_types
 from distill.gguf.shape import read_shape
 from distill.gguf.tokenizer import read_tokenizer
-from distill.machine import faster_type, install_extra, pip_install
+from distill.machine import faster_type, install_extra
 from distill.pipeline.stages import NAMES, require_part
 from distill.progress import Caution
 from distill.recipe import Recipe, is_path
@@ -112,9 +112,7 @@ def check_models(recipe: Recipe) -> None:
     """Target and donor are there, where the recipe names them by a path."""
     for key, model in (("target.model", recipe.target.model), ("cut.donor", recipe.donor_model)):
         if (is_path(model) or model.endswith(".gguf")) and not Path(model).exists():
-            raise DataError(
-                f"{key}: {model} does not exist", "correct the path; a relative one starts at the recipe's folder"
-            )
+            raise DataError(f"{key}: {model} does not exist", "correct the path, which starts at the recipe's folder")
 
 
 def check_device(recipe: Recipe) -> list[str]:
@@ -222,18 +220,13 @@ def check_export(recipe: Recipe) -> list[str]:
     if not recipe.export.outtypes and not (load and recipe.speedup.files):
         return []
     without = "train without GGUF files: export.outtypes=[] speedup.backends=[pytorch]"
-    for package, name in (("gguf", "gguf"), ("llama_cpp", "llama-cpp-python")):
-        if importlib.util.find_spec(package) is None:
-            raise RecipeError(
-                f"export.outtypes and speedup.backends ask for GGUF files, and {name} is not installed",
-                f"{pip_install(name) if name == package else install_extra('llama')}; or {without}",
-            )
     fork = any(backend.startswith("ik") for backend in recipe.speedup.files)
-    if fork and importlib.util.find_spec("ik_llama_cpp") is None:
-        raise RecipeError(
-            "speedup.backends names ik, and ik-llama-cpp-python is not installed",
-            f"{install_extra('ik')}; or leave ik out",
-        )
+    for package, extra in (("llama-cpp-python", "llama"), *([("ik-llama-cpp-python", "ik")] if fork else [])):
+        if importlib.util.find_spec(package.removesuffix("-python").replace("-", "_")) is None:
+            raise RecipeError(
+                f"export.outtypes and speedup.backends ask for GGUF files, and {package} is not installed",
+                f"{install_extra(extra)}; or {without}",
+            )
     lines = []
     for model in dict.fromkeys([recipe.target.model, recipe.donor_model]):
         written = load or model != recipe.target.model  # the draft has the target's tokenizer in any case

@@ -136,7 +136,7 @@ class Planner:
         old = record["inputs"] if record is not None else read_json(begun, {})
         if record is None and old == parts:
             return Action(stage, "resume", (), parts)
-        reasons = tuple(difference(old, parts, self.contents, self.recipe))
+        reasons = tuple(difference(old, parts, self.contents))
         if self._has_work(stage) and stage.name not in consumers(self.asked):
             return self._refuse(stage, reasons)
         return Action(stage, "redo", reasons, parts)
@@ -168,7 +168,7 @@ class Planner:
             if old.get(name) != new.get(name) and not (":" in name and None in (old.get(name), new.get(name)))
         }
         before, after = ({name: value for name, value in parts.items() if name in changed} for parts in (old, new))
-        reasons = difference(before, after, self.contents, self.recipe)
+        reasons = difference(before, after, self.contents)
         if changed and self._has_work(stage):
             return self._refuse(stage, reasons)
         rests = [
@@ -406,9 +406,7 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
         raise RecipeError("--refresh makes no cuts, but train.sparsity does", "add train.sparsity=null")
     record = run.done("train")
     if record is None or run.damaged_artifacts(record):
-        raise RunError(
-            f"{run.folder} has no finished draft to start from", "finish it first: the same command without --refresh"
-        )
+        raise RunError(f"{run.folder} has no finished draft to start from", "finish it: the command without --refresh")
     if load_recipe(run.path("config.yaml")).cut != recipe.cut:
         raise RecipeError(
             f"section cut differs from that of {run.folder}, and --refresh makes no cuts",

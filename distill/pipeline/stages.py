@@ -61,193 +61,144 @@ class Stage:
         return found
 
 
-def _keys(section: str, names: str | Sequence[str]) -> tuple[str, ...]:
-    """The dotted keys of a section, from a list or from words with spaces between them."""
-    return tuple(f"{section}.{name}" for name in (names.split() if isinstance(names, str) else names))
+def _stage(
+    name: str, function: str, settings: str, inputs: str, writes: str, models: str = "", ignores: str = "", **more: Any
+) -> Stage:
+    """A stage from words with spaces between them; an input is STAGE:PATTERN."""
+    read = tuple((stage, pattern) for stage, _, pattern in (one.partition(":") for one in inputs.split()))
+    keys, written = tuple(settings.split()), tuple(writes.split())
+    left_out = tuple(ignores.split())
+    return Stage(name, f"distill.{function}", keys, read, written, tuple(models.split()), ignores=left_out, **more)
 
 
+def _keys(section: str, names: str) -> str:
+    """The dotted keys of a section."""
+    return " ".join(f"{section}.{name}" for name in names.split())
+
+
+CONNECTION = " ".join(CONNECTION_KEYS)
 # Settings of a training that change rounding, speed and kept checkpoints, but nothing else.
 ROUNDING = _keys("train", "micro_batch chunk save_every keep checkpointing compile trackers")
 # How servers are reached changes none of their numbers; a GGUF file's content is part of the key.
-TEACHER_CONNECTION = _keys("teacher.server", CONNECTION_KEYS)
-WRITER_CONNECTION = _keys("answers.writer", ("gguf", "missing", *CONNECTION_KEYS))
+OF_TEACHER = _keys("teacher.server", CONNECTION)
+OF_WRITER = _keys("answers.writer", f"gguf missing {CONNECTION}")
 # What a held-out text does not depend on: the count and the limits of the train answers, and how they are grouped.
-TRAIN_ANSWERS = _keys("answers", "prompts prompt_tokens new_tokens batch group keep_truncated traffic")
-TYPES = ("target.dtype", "target.quantise")
+OF_TRAIN_ANSWERS = _keys("answers", "prompts prompt_tokens new_tokens batch group keep_truncated traffic")
+TYPES = "target.dtype target.quantise"
 
 
-def _held_out(split: str, function: str, settings: tuple[str, ...]) -> Stage:
+def _held_out(split: str, settings: str) -> Stage:
     """A stage that lets whatever holds the target answer the prompts of a split and give its distributions there."""
-    return Stage(
+    return _stage(
         split,
-        f"distill.teacher.answers:{function}",
-        ("seed", "answers", "sampler", "teacher", "corpus.block", "target.dtype", *settings),
-        (
-            ("corpus", f"corpus/prompts-{split}.jsonl"),
-            ("corpus", f"corpus/text-{split}.safetensors"),
-            ("answers", f"answers/*-{split}*"),
-        ),
-        (split,),
-        ("target", "writer", "gguf"),
-        ignores=(*WRITER_CONNECTION, *TEACHER_CONNECTION, *TRAIN_ANSWERS, "teacher.mass"),
+        f"teacher.answers:hold_out_{split}",
+        f"seed answers sampler teacher corpus.block target.dtype {settings}",
+        f"corpus:corpus/prompts-{split}.jsonl corpus:corpus/text-{split}.safetensors answers:answers/*-{split}*",
+        split,
+        "target writer gguf",
+        f"{OF_WRITER} {OF_TEACHER} {OF_TRAIN_ANSWERS} teacher.mass",
     )
 
 
 STAGES = (
-    Stage(
+    _stage(
         "questions",
-        "distill.teacher.questions:questions",
-        (
-            "seed",
-            *_keys("corpus.sources", OF_TARGET),
-            *_keys("chat", "system thinking thinking_argument arguments tools"),
-            *_keys("answers", "writer batch group"),
-            *TYPES,
-        ),
-        (),
-        ("questions",),
-        ("target", "writer"),
+        "teacher.questions:questions",
+        f"seed {_keys('corpus.sources', ' '.join(OF_TARGET))} {_keys('answers', 'writer batch group')} {TYPES} "
+        + _keys("chat", "system thinking thinking_argument arguments tools"),
+        "",
+        "questions",
+        "target writer",
+        OF_WRITER,
         precious=True,
-        ignores=WRITER_CONNECTION,
         together=True,
     ),
-    Stage(
+    _stage(
         "corpus",
-        "distill.data.corpus:corpus",
-        (
-            *("seed", "corpus", "chat", "cut.score_blocks"),
-            "train.acceptance.prompts",
-            *_keys("answers", "prompts prompt_tokens new_tokens"),
-            *_keys("eval", "prompts file_blocks"),
-            "speedup.prompts",
-        ),
-        (("questions", "questions/target*.jsonl"),),
-        ("corpus",),
-        ("target", "sources"),
+        "data.corpus:corpus",
+        f"seed corpus chat cut.score_blocks train.acceptance.prompts {_keys('eval', 'prompts file_blocks')} "
+        f"speedup.prompts {_keys('answers', 'prompts prompt_tokens new_tokens')}",
+        "questions:questions/target*.jsonl",
+        "corpus",
+        "target sources",
         passing=("eval.", "speedup.", "cut.score_blocks", "train."),
         version=2,
     ),
-    Stage(
+    _stage(
         "answers",
-        "distill.teacher.answers:answers",
-        ("seed", "answers", "sampler", "corpus.block", *TYPES),  # a conversation of several turns ends with its block
-        (("corpus", "corpus/prompts-train.jsonl"),),
-        ("answers",),
-        ("target", "writer"),
+        "teacher.answers:answers",
+        f"seed answers sampler corpus.block {TYPES}",  # a conversation of several turns ends with its block
+        "corpus:corpus/prompts-train.jsonl",
+        "answers",
+        "target writer",
+        OF_WRITER,
         precious=True,
-        ignores=WRITER_CONNECTION,
         pins=((TRAFFIC, pin_traffic),),
         together=True,
     ),
-    Stage(
+    _stage(
         "teacher",
-        "distill.teacher.stage:teacher",
-        ("teacher", "corpus.block", *TYPES),
-        (("answers", "answers/train-*"), ("corpus", "corpus/text-train.safetensors")),
-        ("teacher",),
-        ("target", "gguf"),
+        "teacher.stage:teacher",
+        f"teacher corpus.block {TYPES}",
+        "answers:answers/train-* corpus:corpus/text-train.safetensors",
+        "teacher",
+        "target gguf",
+        OF_TEACHER,
         precious=True,
-        ignores=TEACHER_CONNECTION,
         together=True,
     ),
-    Stage(
-        "table",
-        "distill.teacher.table:table",
-        ("corpus.block",),
-        (("answers", "answers/train-*"), ("teacher", "teacher/*")),
-        ("table",),
-        ("target",),
+    _stage(
+        "table", "teacher.table:table", "corpus.block", "answers:answers/train-* teacher:teacher/*", "table", "target"
     ),
-    _held_out(
-        "validation",
-        "hold_out_validation",
-        ("train.acceptance.prompts", "train.acceptance.new_tokens", "cut.score_blocks"),
-    ),
-    _held_out("test", "hold_out_test", ("eval.prompts", "eval.new_tokens", "eval.file_blocks")),
-    Stage(
+    _held_out("validation", "train.acceptance.prompts train.acceptance.new_tokens cut.score_blocks"),
+    _held_out("test", "eval.prompts eval.new_tokens eval.file_blocks"),
+    _stage(
         "cut",
-        "distill.surgery.stage:cut",
-        ("cut",),
-        (
-            ("corpus", "corpus/text-validation.safetensors"),
-            ("answers", "answers/train-*"),
-            ("teacher", "teacher/*"),
-            ("validation", "validation/*"),
-        ),
-        ("cut", "compared"),
-        ("target", "donor"),
-        ignores=(*ROUNDING, "cut.allow_full_size"),
+        "surgery.stage:cut",
+        "cut",
+        "corpus:corpus/text-validation.safetensors answers:answers/train-* teacher:teacher/* validation:validation/*",
+        "cut compared",
+        "target donor",
+        f"{ROUNDING} cut.allow_full_size",
         pins=(("parent (content)", lambda recipe, run: run.parent()),),
     ),
-    Stage(
+    _stage(
         "train",
-        "distill.training.loop:train",
-        ("seed", "train", "sampler", "target.dtype"),
-        (
-            ("teacher", "teacher/*"),
-            ("cut", "cut/*"),
-            ("corpus", "corpus/prompts-validation.jsonl"),
-            ("validation", "validation/*"),
-        ),
-        ("checkpoints", "draft", "training.json"),
-        ("target",),
+        "training.loop:train",
+        "seed train sampler target.dtype",
+        "teacher:teacher/* cut:cut/* corpus:corpus/prompts-validation.jsonl validation:validation/*",
+        "checkpoints draft training.json",
+        "target",
+        ROUNDING,
         precious=True,
-        ignores=ROUNDING,
         together=True,
     ),
-    Stage(
+    _stage(
         "eval",
-        "distill.measuring.evaluation:evaluate",
-        ("seed", "eval", "sampler", *TYPES, "answers.batch"),
-        (
-            ("cut", "cut/*"),
-            ("train", "draft/*"),
-            ("corpus", "corpus/*-test.*"),
-            ("answers", "answers/prompts-test.jsonl"),
-            ("test", "test/*"),
-        ),
-        ("eval.json", "eval.md", "rounds.parquet"),
-        ("target",),
+        "measuring.evaluation:evaluate",
+        f"seed eval sampler {TYPES} answers.batch",
+        "cut:cut/* train:draft/* corpus:corpus/*-test.* answers:answers/prompts-test.jsonl test:test/*",
+        "eval.json eval.md rounds.parquet",
+        "target",
     ),
-    Stage(
-        "export",
-        "distill.export.parity:export",
-        ("export",),
-        (("train", "draft/*"), ("corpus", "corpus/documents-test.jsonl")),
-        ("gguf",),
-        ("target",),
+    _stage(
+        "export", "export.parity:export", "export", "train:draft/* corpus:corpus/documents-test.jsonl", "gguf", "target"
     ),
-    Stage(
+    _stage(
         "speedup",
-        "distill.measuring.speedup:speedup",
-        (
-            *("speedup", "sampler", "seed", "threads", "device", "pytorch", "gguf", *TYPES),
-            "answers.prompt_tokens",
-        ),
-        (
-            ("train", "draft/*"),
-            ("corpus", "corpus/text-validation.safetensors"),
-            ("export", "gguf/*.gguf"),
-            ("corpus", "corpus/prompts-test.jsonl"),
-            ("answers", "answers/prompts-test.jsonl"),
-            ("eval", "rounds.parquet"),
-            ("table", "table/*"),
-        ),
-        ("speedup", "speedup.json", "speedup.md"),
-        ("target",),
+        "measuring.speedup:speedup",
+        f"speedup sampler seed threads device pytorch gguf {TYPES} answers.prompt_tokens",
+        "train:draft/* corpus:corpus/text-validation.safetensors export:gguf/*.gguf corpus:corpus/prompts-test.jsonl "
+        "answers:answers/prompts-test.jsonl eval:rounds.parquet table:table/*",
+        "speedup speedup.json speedup.md",
+        "target",
     ),
-    Stage(
+    _stage(
         "report",
-        "distill.report.card:report",
-        ("name",),
-        (
-            ("cut", "*"),
-            ("train", "draft/*.safetensors"),
-            ("train", "training.json"),
-            ("test", "test/summary.json"),
-            *((name, "*") for name in ("eval", "export", "speedup")),
-        ),
-        ("report.html", "draft/README.md"),
+        "report.card:report",
+        "name",
+        "cut:* train:draft/*.safetensors train:training.json test:test/summary.json eval:* export:* speedup:*",
+        "report.html draft/README.md",
     ),
 )
 NAMES = tuple(stage.name for stage in STAGES)
@@ -362,48 +313,28 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
     return parts
 
 
-def difference(old: Parts, new: Parts, contents: Contents | None = None, recipe: Recipe | None = None) -> list[str]:
-    """The changes between two sets of key parts, one line each; none for equal ones.
-
-    Where one item of a list of the `recipe` differs, its name is the one that an override takes.
-    """
-    return _changes(old, new, contents, recipe) or ["another version of distill made this run"] * (old != new)
+def difference(old: Parts, new: Parts, contents: Contents) -> list[str]:
+    """The changes between two sets of key parts, one line each; none for equal ones."""
+    return _changes(old, new, contents) or ["another version of distill made this run"] * (old != new)
 
 
-def _changes(old: Parts, new: Parts, contents: Contents | None, recipe: Recipe | None, prefix: str = "") -> list[str]:
+def _changes(old: Parts, new: Parts, contents: Contents, prefix: str = "") -> list[str]:
     lines = []
     for name in [*old, *(name for name in new if name not in old)]:
-        before, after = old.get(name), new.get(name)
+        values: list[Any] = [side.get(name) for side in (old, new)]
+        before, after = values
         if before == after:
             continue
+        if has_form(before, [{}]) and has_form(after, [{}]) and len(before) == len(after):
+            before, after = dict(enumerate(before)), dict(enumerate(after))
         if isinstance(before, dict) and isinstance(after, dict):
-            lines += _changes(before, after, contents, recipe, f"{prefix}{name}.")
-        elif "content" in name or ":" in name or name == "target.model":
-            files = "" if contents is None else contents.changed(before, after)
+            lines += _changes(before, after, contents, f"{prefix}{name}.")
+        elif "content" in str(name) or ":" in str(name) or name == "target.model":
+            files = contents.changed(before, after)
             lines.append(f"{prefix}{name} has other content" + (f": {files}" if files else ""))
-        elif item := _changed_item(f"{prefix}{name}", before, after, recipe):
-            lines += _changes({item[0]: item[1]}, {item[0]: item[2]}, contents, recipe)
         else:
             lines.append(f"{prefix}{name}: {before!r} -> {after!r}")
     return lines
-
-
-def _changed_item(dotted: str, before: Any, after: Any, recipe: Recipe | None) -> tuple[str, Any, Any] | None:
-    """Name and values of the only item in which two lists of sections differ, or in which the values of a key in those
-    sections do (see `_setting`); None where there is no such item."""
-    if not (isinstance(before, list) and isinstance(after, list) and len(before) == len(after)):
-        return None
-    changed = [index for index, value in enumerate(before) if value != after[index]]
-    if len(changed) != 1:
-        return None
-    one, other = before[changed[0]], after[changed[0]]
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return f"{dotted}.{changed[0]}", one, other
-    section, _, key = dotted.rpartition(".")
-    if recipe is None or section != "corpus.sources":
-        return None
-    places = [index for index, source in enumerate(_setting(recipe, section)) if key in source]
-    return (f"{section}.{places[changed[0]]}.{key}", one, other) if len(places) == len(after) else None
 
 
 def _setting(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:
@@ -467,16 +398,15 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     unloaded = () if recipe.target.load else ("target.load",)
     measured_cuts: tuple[str, ...] = ()
     if recipe.cut.compare or (trim is not None and trim.size is None and trim.by == "price"):
-        measured_cuts = tuple(f"speedup.{name}" for name in ("backends", "outtype", "depth", "repeats"))
-        measured_cuts += ("seed", "train", "sampler", "corpus.block", "threads", "target.dtype", "target.quantise")
-        measured_cuts += pair
+        timed = f"{_keys('speedup', 'backends outtype depth repeats')} seed train sampler corpus.block threads {TYPES}"
+        measured_cuts = (*timed.split(), *pair)
         measured_cuts += () if recipe.pytorch.prepack else ("pytorch.prepack",)
-    if measured_cuts and recipe.device != "auto":
-        measured_cuts += ("device",)
+        measured_cuts += () if recipe.device == "auto" else ("device",)
     turns: tuple[str, ...] = ()
     split = () if recipe.answers.traffic is None else ("corpus.validation", "corpus.test", "chat")
     if any(source.turns > 1 for source in recipe.corpus.asked):  # further turns are written behind the target's answers
-        turns = ("sampler", "corpus.block", *_keys("answers", "new_tokens stop repetition_penalty keep_truncated"))
+        answered = _keys("answers", "new_tokens stop repetition_penalty keep_truncated")
+        turns = ("sampler", "corpus.block", *answered.split())
     return {
         "questions": written + turns,
         # Served texts hold held-out ones, too, which are kept where the target is not loaded.

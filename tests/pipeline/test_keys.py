@@ -54,12 +54,8 @@ def test_keys_hold_what_their_stages_read(
 
 
 def test_a_change_of_one_item_has_the_name_that_an_override_takes(finished: Path) -> None:
-    asked = "[{kind: text, path: x.txt}, {kind: target, questions: 60}, {kind: target, questions: 9}]"
-    recipe = load_recipe(finished / "config.yaml", [f"corpus.sources={asked}"])
-    for name, before, after, line in (  # the first source has no such key
-        ("corpus.sources.questions", [60, 9], [50, 9], "corpus.sources.1.questions: 60 -> 50"),
-        ("corpus.sources.questions", [60, 9], [60, 8], "corpus.sources.2.questions: 9 -> 8"),
-        ("corpus.sources.questions", [60, 9], [50, 8], "corpus.sources.questions: [60, 9] -> [50, 8]"),
+    contents = Contents(Run(finished, load_recipe(finished / "config.yaml")))
+    for name, before, after, line in (
         ("speedup.lengths", [1, 2], [1, 3], "speedup.lengths: [1, 2] -> [1, 3]"),
         (
             "speedup",
@@ -68,7 +64,7 @@ def test_a_change_of_one_item_has_the_name_that_an_override_takes(finished: Path
             "speedup.configurations.0.length: 2 -> 3",
         ),
     ):
-        assert difference({name: before}, {name: after}, recipe=recipe) == [line]
+        assert difference({name: before}, {name: after}, contents) == [line]
 
 
 def test_the_key_of_a_tree_is_of_the_files_that_it_reads(world: Path, tmp_path: Path) -> None:
