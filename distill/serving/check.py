@@ -41,9 +41,9 @@ from distill.serving.clients import (
 from distill.serving.llama_server import LlamaServer
 from distill.serving.load import Load, apart, speeds_under
 from distill.serving.results import (
+    Counts,
     ServeReport,
     Text,
-    TextCounts,
     acceptance,
     counts_of,
     lengths_by_load,
@@ -86,7 +86,7 @@ class CheckSettings:
         """Different texts behind each prompt."""
         return self.repeats if self.sampler.temperature else 1
 
-    def replies(self, client: Client, prompts: Sequence[Sequence[int]]) -> list[TextCounts]:
+    def replies(self, client: Client, prompts: Sequence[Sequence[int]]) -> list[Counts]:
         """What is drafted and accepted behind each of these prompts."""
         return counts_of(
             [[client.complete(prompt, self.limit, seed) for seed in range(self.samples)] for prompt in prompts]
@@ -107,7 +107,7 @@ class Check:
     settings: CheckSettings
     server: LlamaServer
     replayed: Mapping[str, Replayed]
-    texts: list[TextCounts]
+    texts: list[Counts]
     files: tuple[Path, Path] | None
     report: ServeReport
     keep: Keep
@@ -191,7 +191,7 @@ def _replay(
     title = f"{len(clients)} servers, one request at a time"
     replayed = interleaved(clients, ids, settings.limit, settings.repeats, title)
     after = drafting.totals()
-    totals = None if before is None or after is None else after.since(before)
+    totals = None if before is None or after is None else after - before
     texts, notes = counts_of([replies[: settings.samples] for replies in replayed[DRAFT]]), list[str]()
     replies = [reply for own in replayed[DRAFT] for reply in own]
     given = [reply.own for reply in replies if reply.own is not None]
@@ -303,7 +303,7 @@ def _decode_ours(check: Check, files: tuple[Path, Path], vllm: bool) -> None:
     report.differences += from_run + in_pair
 
 
-def _counts_on(settings: CheckSettings, server: LlamaServer) -> list[TextCounts]:
+def _counts_on(settings: CheckSettings, server: LlamaServer) -> list[Counts]:
     """What is drafted and accepted by a server that is started for this alone."""
     with opened(replace(server, parallel=1), settings.seconds, settings.sampler) as client:
         return settings.replies(client, settings.ids)
@@ -317,9 +317,7 @@ def _other_drafts(check: Check) -> None:
     if not server.has(SAMPLING):
         rules = ServerRules(Sampler.of(check.settings.sampler), server.n_max, probabilistic=True)
         _decoded(check, "as a server that draws its drafts", check.files, rules)
-        report.notes.append(
-            f"this build has no {SAMPLING}, which builds since October 2026 have: it drafts the draft's best tokens"
-        )
+        report.notes.append(f"this build has no {SAMPLING}, which newer builds have: it drafts the draft's best tokens")
         return
     other = replace(server, probabilistic=not server.probabilistic)
     note(f"the same with {other.title}")

@@ -2,7 +2,7 @@
 
 llama-server reads them only at its start, so each combination is a server of its own. One server runs at a time, as a
 real target fills the memory. The servers of a round are visited in a random order and then in its reverse (a few
-servers twice), so that slow and fast periods of the machine favour none of them. Legend: R resamples, P prompts.
+servers twice), so that slow and fast periods of the machine favour none of them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-import numpy
-from numpy.typing import NDArray
-
-from distill.intervals import CONFIDENCE, RESAMPLES, Interval, percentiles
+from distill.intervals import Interval, speed_ratio
 from distill.progress import Progress
 from distill.serving.clients import Client, Reply, warm
 from distill.serving.llama_server import LlamaServer, without_options
@@ -27,10 +24,8 @@ from distill.serving.results import ChosenSettings, DraftSettings, SettingsSpeed
 N_MAX = range(1, 9)
 P_MIN = (0.0, 0.5, 0.75)
 ROUND_SHARES = (0.25, 0.5, 1.0)  # of the prompts in each round of halving
-KEPT_DRAFTING = (
-    12,
-    5,
-)  # settings that draft, after the first and the second round; plain decoding stays in all of them
+# Settings that draft, after the first and the second round; plain decoding stays in all of them.
+KEPT_DRAFTING = (12, 5)
 FINALISTS = 3
 MIN_PROMPTS = 2  # prompts of a round
 FEW_CANDIDATES = 6  # candidates that are visited four times
@@ -71,26 +66,17 @@ class Candidate:
         The fastest reply to each text counts: other programs make replies slower, never faster, and for seconds at a
         time, so a sum would penalise the settings that happened to run then.
         """
-        fastest = [min(replies, key=lambda reply: reply.seconds) for replies in self.texts]
-        return sum(reply.count for reply in fastest) / sum(reply.seconds for reply in fastest)
+        tokens, seconds = self._fastest()
+        return sum(tokens) / sum(seconds)
 
     def over(self, base: Candidate) -> Interval:
-        """Its speed over another's on the same prompts; prompts and the replies to each of them are resampled."""
-        if base is self:
-            return Interval(1.0, 1.0, 1.0)
-        draws = numpy.random.default_rng(0)
-        places = draws.integers(0, len(self.texts), size=(RESAMPLES, len(self.texts)))  # both meet the same prompts
-        own, other = self._resampled(places, draws), base._resampled(places, draws)
-        return percentiles(self.rate / base.rate, own / other, CONFIDENCE)
+        """Its speed over another's on the same texts, which are resampled together."""
+        return speed_ratio(*self._fastest(), *base._fastest())
 
-    def _resampled(self, places: NDArray[numpy.int64], draws: numpy.random.Generator) -> NDArray[numpy.float64]:
-        """Rates [R] on the prompts of `places` [R, P], of replies drawn anew for each."""
-        seconds = numpy.array([[reply.seconds for reply in replies] for replies in self.texts])
-        counts = numpy.array([replies[0].count for replies in self.texts])
-        visits = draws.integers(0, seconds.shape[1], size=(*places.shape, seconds.shape[1]))
-        fastest = numpy.take_along_axis(seconds[places], visits, axis=2).min(axis=2)
-        rates: NDArray[numpy.float64] = counts[places].sum(axis=1) / fastest.sum(axis=1)
-        return rates
+    def _fastest(self) -> tuple[list[float], list[float]]:
+        """Tokens and seconds of the fastest reply to each text."""
+        fastest = [min(replies, key=lambda reply: reply.seconds) for replies in self.texts]
+        return [reply.count for reply in fastest], [reply.seconds for reply in fastest]
 
 
 def grid(draws: bool = False) -> list[DraftSettings]:
@@ -188,9 +174,8 @@ def _sentence(best: DraftSettings, confirmed: Sequence[SettingsSpeed]) -> str:
     if fastest.settings == best:
         return f"{text}; nothing that was tried is faster there."
     within = "within the interval" if fastest.against.high >= 1 else "beyond the interval: give more validation prompts"
-    return (
-        f"{text}; the fastest there is {fastest.settings.title}, over which it has {_ratio(fastest.against)}, {within}."
-    )
+    ratio = _ratio(fastest.against)
+    return f"{text}; the fastest there is {fastest.settings.title}, over which it has {ratio}, {within}."
 
 
 def _ratio(found: Interval) -> str:

@@ -36,7 +36,7 @@ from distill.recipe import SamplerSettings, Target, parse_section
 from distill.sampler import Sampler
 from distill.serving.http import Http, Timing
 from distill.serving.llama_server import LlamaServer, Running, started
-from distill.serving.results import ServedClass, Text, TextCounts, Totals, acceptance, totals_of, totals_of_reply
+from distill.serving.results import Counts, ServedClass, Text, acceptance, totals_of, totals_of_reply
 
 # Whatever else could shape a distribution is switched off: a server has defaults of its own, vLLM's from the model's
 # generation_config.json. llama-server's samplers come in the order of this list, which is the order of ours.
@@ -72,7 +72,7 @@ class Reply(Text):
     times: Sequence[float] = ()
     cached: int = 0
     later_seconds: float | None = None
-    own: Totals | None = None
+    own: Counts | None = None
 
     @property
     def end(self) -> float:
@@ -109,7 +109,7 @@ class Client(ABC):
     def build(self) -> str:
         """The build or version that it names."""
 
-    def totals(self) -> Totals | None:
+    def totals(self) -> Counts | None:
         """Its counters of speculation, summed over engines; None where it shows none."""
         response = self.http.get("/metrics")
         return totals_of(response.text, self.prefix) if response.status_code == 200 else None
@@ -156,7 +156,7 @@ class LlamaClient(Client):
         with self._read("/completion", last):
             tokens, timing = _tokens_and_moments([event.get("tokens", ()) for event in events], timing)
             count = int(timings.get("predicted_n", last.get("tokens_predicted", len(tokens))))
-            counts = TextCounts.of(count, int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0)))
+            counts = Counts.of_text(count, int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0)))
             cached, later_seconds = max(0, int(timings.get("cache_n", 0))), float(timings.get("predicted_ms", 0)) / 1e3
         return Reply(tokens, counts, count, *timing, cached, later_seconds)
 
@@ -210,9 +210,7 @@ class VllmClient(Client):
         super().__init__(http, sampler)
         names = [model] if model else [str(one["id"]) for one in self.models(optional=False) if "id" in one]
         if len(names) != 1:
-            raise ServingError(
-                f"{self.url} serves {len(names)} models: {', '.join(names)[:200]}", "name one: --model NAME"
-            )
+            raise ServingError(f"{self.url} serves {len(names)} models: {', '.join(names)[:200]}", "name one: --model")
         self.model = names[0]
 
     def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
@@ -231,18 +229,18 @@ class VllmClient(Client):
             own = totals_of_reply(events)
         self.counts_requests = own is not None
         risen = own if own is not None or before is None else self._risen(before)
-        counts = TextCounts.of(count, *((risen.drafted, risen.accepted, risen.rounds) if risen else ()))
+        counts = Counts.of_text(count, *((risen.drafted, risen.accepted, risen.rounds) if risen else ()))
         return Reply(tokens, counts, count, *timing, cached, own=own)
 
-    def _risen(self, before: Totals) -> Totals:
+    def _risen(self, before: Counts) -> Counts:
         """What the counters rose by."""
-        risen = self._settled(before).since(before)
+        risen = self._settled(before) - before
         if min(risen.rounds, risen.drafted, risen.accepted) < 0:
             what = f"the counters of {self.url} fell: another server answered, or it was started again"
             raise ServingError(what, "they are one server's: give the address of one of them, not of a load balancer")
         return risen
 
-    def _settled(self, before: Totals) -> Totals:
+    def _settled(self, before: Counts) -> Counts:
         """The counters once they stand still."""
         deadline, last = time.monotonic() + PATIENCE_SECONDS, before
         while True:
@@ -403,9 +401,7 @@ def interleaved(
     return replayed
 
 
-def by_class(
-    prompts: Sequence[Prompt], texts: Sequence[TextCounts], replayed: Mapping[str, Replayed]
-) -> list[ServedClass]:
+def by_class(prompts: Sequence[Prompt], texts: Sequence[Counts], replayed: Mapping[str, Replayed]) -> list[ServedClass]:
     """The figures of each class of prompts, where there are several; without intervals for a class of one prompt."""
     names = [prompt.kind or prompt.source or "prompts" for prompt in prompts]
     classes = []
@@ -486,7 +482,7 @@ def our_text(result: Decoded) -> Text:
     last = next((place for place, drawn in enumerate(reversed(result.from_draft)) if not drawn), 0)
     if last and last < result.rounds[-1].drafted and result.rounds[-1].accepted >= last:
         accepted -= 1
-    return Text(result.tokens, TextCounts.of(len(result.tokens), drafted, accepted))
+    return Text(result.tokens, Counts.of_text(len(result.tokens), drafted, accepted))
 
 
 def vllm_text(result: Decoded, prompt: int, limit: int, ends: Collection[int]) -> Text:
@@ -497,4 +493,4 @@ def vllm_text(result: Decoded, prompt: int, limit: int, ends: Collection[int]) -
     # The target's context lacks the text's last token, which the round's step reads.
     rounds = [r for r in result.rounds if r.depth - prompt + 1 < stop]
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
-    return Text(result.tokens[:stop], TextCounts.of(stop, drafted, accepted, len(rounds)))
+    return Text(result.tokens[:stop], Counts.of_text(stop, drafted, accepted, len(rounds)))

@@ -15,13 +15,13 @@ from distill.gguf.head import open_head
 from distill.intervals import Interval
 from distill.serving.llama_server import LlamaServer
 from distill.serving.results import (
+    Counts,
     Difference,
     ServedAcceptance,
     ServedClass,
     ServedSpeed,
     ServeReport,
     SettingsSpeed,
-    Totals,
 )
 from distill.tables import Block, Cell, Columns, Row, Table, bullets, known, listed, shown, table_of
 
@@ -180,7 +180,7 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 120 else text[:120] + "…")
 
 
-def early_ends(totals: Totals | None, n_max: int) -> list[Difference]:
+def early_ends(totals: Counts | None, n_max: int) -> list[Difference]:
     """A server whose rounds draft fewer tokens than `n_max` (0: not known): it has a floor on their probability."""
     if totals is None or not totals.rounds or not n_max:
         return []
@@ -298,9 +298,7 @@ def serving_blocks(report: ServeReport) -> list[Block]:
         _speeds(report),
     ]
     if report.lengths and report.server == "vllm":
-        blocks.append(
-            f"For the server's command, not tried here:\n\n```sh\n{vllm_lengths(report.n_max, report.lengths)}\n```"
-        )
+        blocks.append(f"For the server, not tried here:\n\n```sh\n{vllm_lengths(report.n_max, report.lengths)}\n```")
     if report.classes:
         of_classes: Columns[ServedClass] = {
             "class": lambda one: one.name,

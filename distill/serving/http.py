@@ -148,9 +148,7 @@ class Http:
             time.sleep(0.01)
         if isinstance(error, httpx2.ConnectError):
             return ServingError(f"{self.url} cannot be reached", "start the server, or correct --url")
-        return ServingError(
-            f"{self.url} broke the connection under a request", "see the server's log: it may have died"
-        )
+        return ServingError(f"{self.url} broke the connection under a request", "see its log: it may have died")
 
     def refused(self, path: str, status: int, content: bytes) -> ServingError:
         """The fault of a request that the server did not take, in its own words."""

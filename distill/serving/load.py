@@ -16,13 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import numpy
 
 from distill.decoding.costs import CostCurve
-from distill.errors import DataError, RecipeError, ServingError
-from distill.files import has_form, parse_object
+from distill.errors import DataError, ServingError
+from distill.files import read_numbers
 from distill.intervals import UNKNOWN, Numbers, speed_ratio
 from distill.machine import machine
 from distill.progress import Progress
@@ -75,40 +74,12 @@ class Load:
         return numpy.cumsum(numpy.random.default_rng(seed).exponential(1 / self.rate, count))
 
 
-def arrivals(text: str) -> tuple[Load, ...]:
-    """The loads of an option: rates separated by commas, or the file of a trace. RecipeError or DataError."""
-    if Path(text).suffix in (".jsonl", ".json"):
-        return (_trace(Path(text)),)
-    try:
-        rates = sorted({float(part) for part in text.split(",")})
-    except ValueError:
-        rates = []
-    if not rates or not all(0 < rate <= MAX_RATE for rate in rates):
-        raise RecipeError(
-            f"--load {text}: requests per second, above 0 and up to {MAX_RATE:g}, or the .jsonl file of a trace",
-            "for instance --load 0.5,1,2",
-        )
-    return tuple(Load(rate=rate) for rate in rates)
-
-
-def _trace(path: Path) -> Load:
+def read_trace(path: Path) -> Load:
     """Requests at the `timestamp`s of JSON lines, in seconds, the first of them at 0."""
-    try:
-        lines = [line for line in path.read_bytes().splitlines() if line.strip()]
-    except OSError as error:
-        raise DataError(f"--load {path} cannot be read: {error.strerror}", "give the file of a trace") from None
-    found: list[float] = []
-    for number, line in enumerate(lines, 1):
-        row = parse_object(line)
-        moment: Any = None if isinstance(row, str) else row.get("timestamp")
-        if not has_form(moment, (int, float)) or isinstance(moment, bool) or not abs(moment) < 1e18:
-            raise DataError(f"{path}, line {number}, has no number `timestamp`", "seconds, one request a line")
-        found.append(float(moment))
-    found.sort()
+    hint = "a trace has a `timestamp` in seconds, one request a line"
+    found = sorted(float(row["timestamp"]) for row in read_numbers(path, {"timestamp": (-1e18, 1e18)}, hint))
     if len(found) < PASSES or not 0 < found[-1] - found[0] <= MAX_TRACE_SECONDS:
-        raise DataError(
-            f"{path} has {len(found)} requests, not at least {PASSES} within seven days", "are its times in seconds?"
-        )
+        raise DataError(f"{path} has {len(found)} requests, not at least {PASSES} within seven days", hint)
     return Load(rate=(len(found) - 1) / (found[-1] - found[0]), times=tuple(moment - found[0] for moment in found))
 
 
@@ -319,7 +290,7 @@ def speeds_under(
 
 REPEATS = 3  # of each number of requests, in turn
 TIMED_TOKENS = 32  # new tokens of a request, at most
-TOKENS = range(100, 1000)  # of made-up prompts: in every vocabulary, none of them special
+TOKENS = range(100, 1000)  # of made-up prompts, which no server has in a cache: in every vocabulary, none special
 NOTE = (
     "Measured through the server, with m requests at once. m tokens of one request read one text and cost less "
     "(docs/plan.md), and what the server does between two steps is part of these: take the speedups for the least to "
@@ -347,7 +318,7 @@ def served_curve(client: Client, depth: int, new: int, limit: int) -> CostCurve:
     for repeat in range(REPEATS):
         for together in wanted if repeat % 2 == 0 else wanted[::-1]:
             by_load[together] += send(
-                client, [made_up(depth, draw) for _ in range(together)], timed, Load(together), repeat
+                client, [draw.choices(TOKENS, k=depth) for _ in range(together)], timed, Load(together), repeat
             )
             progress.step()
     steps = step_seconds(by_load.values())
@@ -364,8 +335,3 @@ def served_curve(client: Client, depth: int, new: int, limit: int) -> CostCurve:
     seconds = tuple(steps[m] for m in range(1, known + 1))
     middle = (depth + timed // 2,)
     return CostCurve(client.url, client.kind, middle, (seconds,), REPEATS, "seconds", " ".join(notes), machine())
-
-
-def made_up(length: int, draw: random.Random) -> list[int]:
-    """A prompt that no server has in a cache: no two of them begin alike."""
-    return [draw.choice(TOKENS) for _ in range(length)]

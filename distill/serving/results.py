@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 
@@ -201,21 +201,37 @@ def lengths_by_load(speeds: Sequence[ServedSpeed], by_position: Sequence[float])
 # ── What servers and our own decoder drafted and accepted: by text, by a server's counters, and the rates of both ──
 
 
-class TextCounts(NamedTuple):
-    """What was drafted and accepted in the texts behind one prompt, in `later` tokens and `rounds`."""
+@dataclass(frozen=True)
+class Counts:
+    """Rounds that drafted, drafted and accepted tokens, and those accepted at each drafted position where that is
+    known: of a server since its start, or of texts, which have `later` tokens behind the first."""
 
-    later: int = 0
+    rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    rounds: int = 0
+    by_position: tuple[int, ...] = ()
+    later: int = 0
 
     @classmethod
-    def of(cls, tokens: int, drafted: int = 0, accepted: int = 0, rounds: int | None = None) -> TextCounts:
+    def of_text(cls, tokens: int, drafted: int = 0, accepted: int = 0, rounds: int | None = None) -> Counts:
         """Of one text of `tokens`. The first comes from the prompt's step. Where the rounds are not counted, as
         llama-server counts none for a request, they are the tokens that were not accepted: of every later step one
         token is the target's own. A text that ends within a round accepted more than it has."""
         later = max(0, tokens - 1)
-        return cls(later, drafted, accepted, max(min(1, later), later - accepted) if rounds is None else rounds)
+        rounds = max(min(1, later), later - accepted) if rounds is None else rounds
+        return cls(rounds, drafted, accepted, (), later)
+
+    def __add__(self, other: Counts) -> Counts:
+        return self._with(other, 1)
+
+    def __sub__(self, other: Counts) -> Counts:
+        return self._with(other, -1)
+
+    def _with(self, other: Counts, sign: int) -> Counts:
+        places = zip_longest(self.by_position, other.by_position, fillvalue=0)
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("rounds", "drafted", "accepted", "later"))
+        rounds, drafted, accepted, later = (own + sign * one for own, one in pairs)
+        return Counts(rounds, drafted, accepted, tuple(own + sign * one for own, one in places), later)
 
 
 @dataclass(frozen=True)
@@ -223,43 +239,20 @@ class Text:
     """The tokens of a text (none where a server gives no ids), with its counts."""
 
     tokens: list[int]
-    counts: TextCounts
+    counts: Counts
 
 
-def counts_of(texts: Sequence[Sequence[Text]]) -> list[TextCounts]:
+def counts_of(texts: Sequence[Sequence[Text]]) -> list[Counts]:
     """The counts of texts, summed over those behind each prompt."""
-    return [TextCounts(*map(sum, zip(*(text.counts for text in own), strict=True))) for own in texts]
+    return [summed(text.counts for text in own) for own in texts]
 
 
-@dataclass(frozen=True)
-class Totals:
-    """A server's counters of speculation since its start: rounds that drafted, drafted and accepted tokens, and those
-    accepted at each drafted position."""
-
-    rounds: int
-    drafted: int
-    accepted: int
-    by_position: tuple[int, ...] = ()
-
-    def since(self, before: Totals) -> Totals:
-        """What was counted after `before`."""
-        known = [*before.by_position, *[0] * len(self.by_position)]
-        return Totals(
-            self.rounds - before.rounds,
-            self.drafted - before.drafted,
-            self.accepted - before.accepted,
-            tuple(now - then for now, then in zip(self.by_position, known, strict=False)),
-        )
+def summed(counts: Iterable[Counts]) -> Counts:
+    """All of them together."""
+    return sum(counts, Counts())
 
 
-def summed(totals: Sequence[Totals]) -> Totals:
-    """The counts of several replies together."""
-    columns = zip_longest(*(one.by_position for one in totals), fillvalue=0)
-    rounds, drafted, accepted = (sum(one[place] for one in map(astuple, totals)) for place in range(3))
-    return Totals(rounds, drafted, accepted, tuple(map(sum, columns)))
-
-
-def totals_of_reply(events: Sequence[Mapping[str, Any]]) -> Totals | None:
+def totals_of_reply(events: Sequence[Mapping[str, Any]]) -> Counts | None:
     """The counts that vLLM gives with a reply's last event if it was started with --per-request-spec-decode-metrics;
     None from others."""
     given = [event["metrics"].get("speculative_decoding") for event in events if event.get("metrics")]
@@ -271,10 +264,10 @@ def totals_of_reply(events: Sequence[Mapping[str, Any]]) -> Totals | None:
     rounds, drafted, accepted = (
         said[f"num_{name}"] for name in ("spec_steps", "draft_tokens", "accepted_draft_tokens")
     )
-    return Totals(int(rounds), int(drafted), int(accepted), by_position)
+    return Counts(int(rounds), int(drafted), int(accepted), by_position)
 
 
-def totals_of(text: str, prefix: str) -> Totals | None:
+def totals_of(text: str, prefix: str) -> Counts | None:
     """The counters of speculation in Prometheus text, summed over engines; None where one is missing.
 
     llama-server and vLLM name them alike but for their prefix.
@@ -289,10 +282,10 @@ def totals_of(text: str, prefix: str) -> Totals | None:
     if not {"drafts", "draft_tokens", "accepted_tokens"} <= set(sums):
         return None
     by_position = tuple(int(places.get(place, 0)) for place in range(max(places, default=-1) + 1))
-    return Totals(int(sums["drafts"]), int(sums["draft_tokens"]), int(sums["accepted_tokens"]), by_position)
+    return Counts(int(sums["drafts"]), int(sums["draft_tokens"]), int(sums["accepted_tokens"]), by_position)
 
 
-def acceptance(source: str, texts: Sequence[TextCounts], totals: Totals | None = None) -> ServedAcceptance:
+def acceptance(source: str, texts: Sequence[Counts], totals: Counts | None = None) -> ServedAcceptance:
     """Both rates with their intervals over prompts; `totals` of the same texts give the positions."""
     drafted, accepted = [text.drafted for text in texts], [text.accepted for text in texts]
     later, rounds = [text.later for text in texts], [text.rounds for text in texts]
@@ -310,7 +303,7 @@ def acceptance(source: str, texts: Sequence[TextCounts], totals: Totals | None =
     )
 
 
-def rise_of_tokens(before: Sequence[TextCounts], after: Sequence[TextCounts]) -> Interval:
+def rise_of_tokens(before: Sequence[Counts], after: Sequence[Counts]) -> Interval:
     """τ of `after` less τ of `before`, of the same prompts."""
     sides = [([text.later for text in side], [text.rounds for text in side]) for side in (before, after)]
     return paired_ratio_interval(*sides[0], *sides[1])

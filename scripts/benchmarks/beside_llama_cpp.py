@@ -42,7 +42,7 @@ from distill.recipe import Chat, Corpus, Target, parse_section
 from distill.serving.clients import LlamaClient, ServerDrafter, our_text
 from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, require_binary, started
-from distill.serving.results import TextCounts, acceptance
+from distill.serving.results import Counts, acceptance
 
 START_SECONDS, REPLY_SECONDS = 300.0, 600.0
 DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
@@ -54,10 +54,10 @@ class Program:
     """What one program did with each prompt: tokens behind the first, its own seconds, and the counts of each text."""
 
     name: str
-    run: Callable[[int], tuple[float, float, TextCounts]]
+    run: Callable[[int], tuple[float, float, Counts]]
     tokens: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    counts: list[TextCounts] = field(default_factory=list)
+    counts: list[Counts] = field(default_factory=list)
 
     def measure(self, place: int) -> None:
         """Continue one prompt; the repeats of a prompt are added up."""
@@ -95,24 +95,24 @@ def with_texts(target: Path, prompts: list[list[int]]) -> list[tuple[list[int], 
     return found
 
 
-def plainly(target: Model, ends: list[int], prompt: list[int], limit: int) -> tuple[float, float, TextCounts]:
+def plainly(target: Model, ends: list[int], prompt: list[int], limit: int) -> tuple[float, float, Counts]:
     result = plain(target, prompt, limit, ends)
-    return len(result.tokens) - 1, result.seconds, TextCounts.of(len(result.tokens), 0, 0)
+    return len(result.tokens) - 1, result.seconds, Counts.of_text(len(result.tokens), 0, 0)
 
 
-def speculatively(pair: LoadedPair, prompt: list[int], limit: int, n_max: int) -> tuple[float, float, TextCounts]:
+def speculatively(pair: LoadedPair, prompt: list[int], limit: int, n_max: int) -> tuple[float, float, Counts]:
     drafter = ServerDrafter(pair.draft, Fixed(n_max), GREEDY, lambda: 0.0)
     result = decode_text(pair.target, drafter, prompt, limit, Rules(ends=pair.ends))
     text = our_text(result)
     return text.counts.later, result.seconds, text.counts
 
 
-def on_server(client: LlamaClient, prompt: list[int], limit: int) -> tuple[float, float, TextCounts]:
+def on_server(client: LlamaClient, prompt: list[int], limit: int) -> tuple[float, float, Counts]:
     reply = client.complete(prompt, limit)
     return reply.counts.later, reply.later_seconds or 0.0, reply.counts
 
 
-def simple(command: list[str], text: str) -> tuple[float, float, TextCounts]:
+def simple(command: list[str], text: str) -> tuple[float, float, Counts]:
     """One process; its `decoded` line is of all tokens, the first drafted like the others."""
     done = subprocess.run([*command, "-p", text], capture_output=True, text=True, errors="replace", check=False)
     output = done.stdout + done.stderr
@@ -122,7 +122,7 @@ def simple(command: list[str], text: str) -> tuple[float, float, TextCounts]:
         raise DataError(f"{shlex.join(command)} ended with status {done.returncode}:\n{last}", "see its own message")
     tokens, accepted = int(decoded[1]), int(counted["accept"])
     # One more than its tokens: the formula takes the first as the prompt's.
-    return tokens, float(decoded[2]), TextCounts.of(tokens + 1, int(counted["drafted"]), accepted)
+    return tokens, float(decoded[2]), Counts.of_text(tokens + 1, int(counted["drafted"]), accepted)
 
 
 def table(programs: list[Program], base: Program) -> str:

@@ -271,7 +271,7 @@ def table(folder: Path, base: str) -> str:
                 continue
             shared = sorted(rows.keys() & compared[protocol].keys())  # the same seeds on both sides
             old, new = (_totals([one[seed] for seed in shared]) for one in (compared[protocol], rows))
-            gap = paired_ratio_interval(*old, *new, 2000, 0.95)
+            gap = paired_ratio_interval(*old, *new)
             few = "" if len(rows) == seeds else f" ({len(rows)} of {seeds} seeds)"
             cells.append(f"{figure} [{gap.mean:+.4f}: {gap.low:+.4f}, {gap.high:+.4f}]{few}")
         seconds = numpy.median([one["seconds"] for one in own])

@@ -20,6 +20,7 @@ import numpy
 import pytest
 import tiny
 
+from distill.cli.serve_check import arrivals
 from distill.errors import DataError, RecipeError, ServingError
 from distill.serving.clients import Client, Reply
 from distill.serving.load import (
@@ -27,14 +28,13 @@ from distill.serving.load import (
     Request,
     Served,
     apart,
-    arrivals,
     percentiles,
     send,
     served_curve,
     speeds_under,
     step_seconds,
 )
-from distill.serving.results import TextCounts
+from distill.serving.results import Counts
 
 PROMPTS, LIMIT = 6, 61
 BASE, SLOPE = 8.0, 1.0  # seconds of a step: T(m) = BASE + SLOPE·m
@@ -79,7 +79,7 @@ def simulate(load: Load, prompt_seconds: float = 0.0, seed: int = 0) -> list[Req
 
 
 def request(prompt: int, due: float, times: Sequence[float]) -> Request:
-    counts = TextCounts.of(len(times))
+    counts = Counts.of_text(len(times))
     reply = Reply([], counts, len(times), times[0] - due, times[-1] - due, started=due, times=times)
     return Request(prompt, due, reply)
 
@@ -244,9 +244,9 @@ def test_a_trace_is_taken_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ('{"timestamp": 1}\n{"timestamp": "x"}\n', r"line 2, has no number `timestamp`"),
-        ('{"timestamp": 1}\n[1]\n', r"line 2, has no number"),
-        ('{"timestamp": true}\n', r"line 1, has no number"),
+        ('{"timestamp": 1}\n{"timestamp": "x"}\n', r"line 2: `timestamp` is 'x', not a number"),
+        ('{"timestamp": 1}\n[1]\n', r"1 requests, not at least 2"),
+        ('{"timestamp": true}\n', r"line 1: `timestamp` is True, not"),
         ('{"timestamp": 1}\n', r"1 requests, not at least 2"),
         ('{"timestamp": 1}\n{"timestamp": 1}\n', r"not at least 2 within"),
         ('{"timestamp": 1}\n{"timestamp": 1e12}\n', r"within seven days[\s\S]*in seconds"),
@@ -261,7 +261,7 @@ def test_a_trace_that_is_none(tmp_path: Path, lines: str, message: str) -> None:
 def test_rates() -> None:
     assert [load.rate for load in arrivals("2,0.5,2")] == [0.5, 2.0]
     for wrong in ("0", "-1", "a", "1,", "nan", "inf", "1e9", ""):
-        with pytest.raises(RecipeError, match=r"--load .*requests per second"):
+        with pytest.raises(RecipeError, match=r"--load .*numbers"):
             arrivals(wrong)
     with pytest.raises(DataError, match="cannot be read"):
         arrivals("/no/such/trace.jsonl")
@@ -308,7 +308,7 @@ class Batching:
             started, whole = self.clock.now, limit * self.seconds
             self.clock.now += whole
         times = [started + place * self.seconds for place in range(1, limit + 1)]
-        return Reply([], TextCounts.of(limit), limit, self.seconds, whole, started=started, times=times)
+        return Reply([], Counts.of_text(limit), limit, self.seconds, whole, started=started, times=times)
 
 
 PLACES = [[1, 2]] * PROMPTS

@@ -49,12 +49,11 @@ from distill.serving.http import Http
 from distill.serving.llama_server import LlamaServer, Running, free_port, require_binary, started
 from distill.serving.load import Load
 from distill.serving.results import (
+    Counts,
     DraftSettings,
     ServedSpeed,
     ServeReport,
     Text,
-    TextCounts,
-    Totals,
     acceptance,
     counts_of,
     lengths_by_load,
@@ -257,13 +256,13 @@ def test_addresses_where_nobody_answers() -> None:
 
 
 def test_rounds_follow_from_tokens_and_accepted_ones() -> None:
-    assert TextCounts.of(10, 8, 5).rounds == 4  # the prompt's token, then 9, of which 5 were accepted
-    assert TextCounts.of(1, 0, 0).rounds == 0 and TextCounts.of(1, 0, 0).later == 0
-    assert TextCounts.of(3, 8, 5).rounds == 1  # ended within its first round
-    found = acceptance("x", [TextCounts.of(10, 8, 5), TextCounts.of(5, 8, 1)], Totals(4, 16, 6, (3, 2, 1, 0)))
+    assert Counts.of_text(10, 8, 5).rounds == 4  # the prompt's token, then 9, of which 5 were accepted
+    assert Counts.of_text(1, 0, 0).rounds == 0 and Counts.of_text(1, 0, 0).later == 0
+    assert Counts.of_text(3, 8, 5).rounds == 1  # ended within its first round
+    found = acceptance("x", [Counts.of_text(10, 8, 5), Counts.of_text(5, 8, 1)], Counts(4, 16, 6, (3, 2, 1, 0)))
     assert found.rate.mean == 6 / 16 and found.tokens_per_round.mean == 13 / 7
     assert found.by_position == [0.75, 0.5, 0.25, 0.0] and found.rate.low < found.rate.mean < found.rate.high
-    rise = rise_of_tokens([TextCounts.of(9, 8, 0)] * 3, [TextCounts.of(9, 8, 4)] * 3)
+    rise = rise_of_tokens([Counts.of_text(9, 8, 0)] * 3, [Counts.of_text(9, 8, 4)] * 3)
     assert rise.mean == rise.low == rise.high == 1.0  # 8 tokens in 8 rounds, then in 4
 
 
@@ -279,7 +278,7 @@ def test_the_counts_of_vllm_are_of_whole_rounds() -> None:
     ):
         found = vllm_text(result, 3, limit, ends)
         assert found.tokens == result.tokens[:tokens]
-        assert found.counts == TextCounts(tokens - 1, 4 * rounds, accepted, rounds)
+        assert found.counts == Counts(rounds, 4 * rounds, accepted, later=tokens - 1)
 
 
 def test_counters_of_both_servers() -> None:
@@ -290,11 +289,11 @@ def test_counters_of_both_servers() -> None:
         'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 4\n'
     )
     found = totals_of(llama, "llamacpp")
-    assert found == Totals(12, 48, 18, (8, 4))
-    assert found.since(Totals(2, 8, 3)) == Totals(10, 40, 15, (8, 4))
+    assert found == Counts(12, 48, 18, (8, 4))
+    assert found - Counts(2, 8, 3) == Counts(10, 40, 15, (8, 4))
     serving = VllmServing()
     serving.count([4, 2, 0])
-    assert totals_of(serving.metrics(), "vllm") == Totals(3, 12, 6, (2, 2, 1, 1))
+    assert totals_of(serving.metrics(), "vllm") == Counts(3, 12, 6, (2, 2, 1, 1))
     assert totals_of(VllmServing(length=0).metrics(), "vllm") is None
     assert totals_of("nonsense {\nllamacpp:spec_decode_num_drafts_total x\n", "llamacpp") is None
 
@@ -310,7 +309,7 @@ def server_texts(
     found = []
     for prompt in prompts:
         tokens, drafted, accepted, _ = state.text(list(prompt), limit)
-        found.append([Text(tokens, TextCounts.of(limit, drafted, accepted))] * samples)
+        found.append([Text(tokens, Counts.of_text(limit, drafted, accepted))] * samples)
     return found
 
 
@@ -449,7 +448,7 @@ def test_files_of_another_run_are_measured(
     def decoded(rules: ServerRules, target: Path, draft: Path, *rest: Any) -> list[list[Text]]:
         found = server_texts(rules, target, draft, *rest)
         rounds = [one.counts.rounds - 4 for (one,) in found]
-        better = [[replace(one, counts=one.counts._replace(rounds=n))] for n, (one,) in zip(rounds, found, strict=True)]
+        better = [[replace(one, counts=replace(one.counts, rounds=n))] for n, (one,) in zip(rounds, found, strict=True)]
         return better if draft == files[1] else found
 
     monkeypatch.setattr(ServerRules, "decode_files", decoded)
@@ -471,7 +470,7 @@ class Paced:
         self.rate = rate
 
     def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
-        return Reply([1] * limit, TextCounts.of(limit), limit, 0.001, limit / self.rate)
+        return Reply([1] * limit, Counts.of_text(limit), limit, 0.001, limit / self.rate)
 
     def totals(self) -> None:
         return None
@@ -530,7 +529,7 @@ def test_one_prompt_has_no_interval() -> None:
     kinds = ["many", "one", "many"]
     prompts = [Prompt(str(place), [1, 2], label=kind) for place, kind in enumerate(kinds)]
     plainly, drafting = (
-        [[Reply([1] * 6, TextCounts.of(6, 8, 2 + place), 6, 0.1, seconds + place)] for place in range(3)]
+        [[Reply([1] * 6, Counts.of_text(6, 8, 2 + place), 6, 0.1, seconds + place)] for place in range(3)]
         for seconds in (2, 1)
     )
     texts = counts_of(drafting)
@@ -788,16 +787,16 @@ def test_what_was_measured_before_an_end_is_shown(
     ("arguments", "message"),
     [
         ((), "needs a server"),
-        (("--server", "a", "--url", "b"), "one of them"),
+        (("--server", "a", "--url", "b"), "give --server or --url"),
         (("--server", "a", "--plain-url", "b"), "runs already (--url)"),
-        (("--url", "http://a", "--cache-type-k-draft", "q4_0"), "start it with them"),
+        (("--url", "http://a", "--cache-type-k-draft", "q4_0"), "is for a server that this command starts"),
         (("--url", "http://a", "--kind", "sglang"), "'sglang' is not one of 'llama-server', 'vllm'"),
         (("--server", "a", "--target", "t.gguf"), "--target and --draft"),
         (("--server", "a", "--target", "t.gguf", "--draft", "d.gguf"), "--prompts"),
         (("--server", "a", "--", "--spec-draft-n-max", "8"), "give --n-max"),
         (("--server", "a", "--", "-np", "4"), "give --concurrency"),
         (("--server", "a", "--concurrency", "1,900"), "from 1 to 64"),
-        (("--server", "a", "--load", "0"), "requests per second, above 0"),
+        (("--server", "a", "--load", "0"), "--load 0: numbers must be finite, from"),
         (("--server", "a", "--load", "none.jsonl"), "cannot be read"),
         (("--server", "a", "-o", "xml"), "'xml' is not one of 'md', 'json'"),
         (("--server", "a", "--to", "/no/such/folder/x"), "no folder"),
