@@ -20,12 +20,11 @@ from distill.machine import install_extra
 from distill.measuring.evaluation_results import (
     MEASURES,
     RELIABILITIES,
-    SLICES,
     PositionAcceptance,
     Reliability,
-    SliceResult,
 )
 from distill.measuring.speedup_results import Measurement, SpeedupPart
+from distill.report.tables import TRAINED
 from distill.tables import clean, known
 from distill.training.results import STORED, Evaluation, TrainingStep
 
@@ -37,27 +36,39 @@ COLOURS = ("#2f81d6", "#e0792b", "#2f9e77", "#a86bd1", "#d6455d", "#8a8f98", "#b
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK = "#010203"  # stands for the page's own text colour until the drawing is done
 POINTS = 400
-TICK = 34  # letters of a label beside an axis
-RESAMPLES, CONFIDENCE = 1000, 0.95  # of the bars of evaluations
+LONGEST = 52  # letters of a label
 
-Figure = Callable[[TrainingStep], float]
-
-
-def loss_curve(steps: Sequence[TrainingStep]) -> str:
-    """Training loss and its parts (nats per token) over steps."""
-    figures: dict[str, Figure] = {
-        "loss": lambda step: step.loss,
-        MEASURES["forward_kl"].removesuffix(", nats"): lambda step: step.forward_kl,
-        "cross-entropy": lambda step: step.cross_entropy,
-    }
-    return _training_plot("plot-loss", "Training loss over steps", "nats per token", steps, figures)
+# Of the training, by name: title, unit, and the rows of the table of its steps that are drawn.
+TRAINING: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "loss": ("Training loss over steps", "nats per token", ("loss", MEASURES["forward_kl"], "cross-entropy, nats")),
+    "agreement": (
+        "Top-1 agreement with the target over training steps",
+        MEASURES["top1_agreement"],
+        (MEASURES["top1_agreement"],),
+    ),
+}
 
 
-def agreement_curve(steps: Sequence[TrainingStep]) -> str:
-    """Share of training positions where draft and target put the same token first, over steps."""
-    figures: dict[str, Figure] = {"agreement on training batches": lambda step: step.agreement}
-    title = "Top-1 agreement with the target over training steps"
-    return _training_plot("plot-agreement", title, MEASURES["top1_agreement"], steps, figures)
+def training_curve(steps: Sequence[TrainingStep], name: str) -> str:
+    """One of TRAINING, over the steps of training batches."""
+    title, unit, labels = TRAINING[name]
+    block = block_length(steps)
+    with _figure(f"plot-{name}", title) as (axes, done):
+        for index, label in enumerate(labels):
+            points = [(step.step, TRAINED[label](step)) for step in steps if known(TRAINED[label](step))]
+            blocks = [points[at : at + block] for at in range(0, len(points), block)]
+            if blocks:
+                means = [tuple(map(fmean, zip(*part, strict=True))) for part in blocks]
+                axes.plot(
+                    *zip(*means, strict=True),
+                    color=COLOURS[index],
+                    label=label,
+                    linewidth=1.6 if index == 0 else 1.1,
+                    marker="o" if len(blocks) == 1 else None,
+                )
+        axes.set(xlabel="step", ylabel=unit)
+        _whole_ticks(axes)
+    return done[0]
 
 
 def validation_curve(evaluated: Sequence[Evaluation]) -> str:
@@ -70,7 +81,7 @@ def validation_curve(evaluated: Sequence[Evaluation]) -> str:
         intervals = [
             Interval(one.acceptance, one.acceptance, one.most)
             if stored
-            else replace(ratio_interval(one.accepted, one.reached, RESAMPLES, CONFIDENCE), mean=one.acceptance)
+            else replace(ratio_interval(one.accepted, one.reached), mean=one.acceptance)
             for one in evaluated
         ]
         _measured(axes, 0, label, [one.step for one in evaluated], intervals)
@@ -103,23 +114,6 @@ def acceptance_by_position(positions: Sequence[PositionAcceptance]) -> str:
     return done[0]
 
 
-def acceptance_by_slice(slices: Sequence[SliceResult]) -> str:
-    """Acceptance probability of the trained draft on each slice of positions, as bars with intervals and counts."""
-    rows = [row for row in slices if "after" in row.acceptance and known(row.acceptance["after"].mean)]
-    with _figure("plot-slices", "Acceptance probability by slice of positions", 1.0 + 0.24 * len(rows)) as (axes, done):
-        names = list(dict.fromkeys(row.slice for row in rows))
-        for place, row in enumerate(rows):
-            rate, colour = row.acceptance["after"], COLOURS[names.index(row.slice) % len(COLOURS)]
-            first = place == 0 or rows[place - 1].slice != row.slice
-            axes.barh(place, rate.mean, color=colour, alpha=0.8, label=_label(SLICES[row.slice]) if first else None)
-            axes.plot([rate.low, rate.high], [place, place], color=INK, linewidth=1)
-            axes.annotate(f"{row.tokens:,}", (1.0, place), fontsize=7, ha="right", va="center")
-        axes.set_yticks(range(len(rows)), [_label(row.label, TICK) for row in rows], fontsize=7.5)
-        axes.set(xlabel="acceptance probability; tokens on the right", xlim=(0, 1))
-        axes.invert_yaxis()
-    return done[0]
-
-
 def reliability(found: Sequence[Reliability]) -> str:
     """The share accepted over the draft's own probability, with intervals; on the diagonal it keeps its promise."""
     with _figure("plot-reliability", "Accepted share over the draft's own probability") as (axes, done):
@@ -131,18 +125,16 @@ def reliability(found: Sequence[Reliability]) -> str:
     return done[0]
 
 
-def cost_curves(part: SpeedupPart, relative: bool = False) -> str:
-    """T(m) of both models by one backend, in milliseconds or relative to T(1)."""
-    name, words = ("relative", "Cost relative to one token") if relative else ("cost", "Milliseconds for m tokens")
-    slug = f"plot-{name}-{_slug(part.pair)}-{_slug(part.backend)}"
-    with _figure(slug, f"{words}, {part.backend}") as (axes, done):
+def cost_curves(part: SpeedupPart) -> str:
+    """T(m) of both models by one backend, in milliseconds."""
+    slug = f"plot-cost-{_slug(part.pair)}-{_slug(part.backend)}"
+    with _figure(slug, f"Milliseconds for m tokens, {part.backend}") as (axes, done):
         values: list[float] = []
         for index, (model, steps) in enumerate(part.steps.by_model.items()):
-            scale = 1 / steps[1] if relative else 1000.0
-            values += (middle := [scale * at for at in steps.values()])
+            values += (middle := [1000.0 * at for at in steps.values()])
             axes.plot([*steps], middle, color=COLOURS[index], marker=MARKERS[index], label=_label(model))
-        axes.set(xlabel="tokens in one step, m", ylabel="T(m) / T(1)" if relative else "T(m), ms")
-        if not relative and values and min(values) > 0 and max(values) > 8 * min(values):
+        axes.set(xlabel="tokens in one step, m", ylabel="T(m), ms")
+        if values and min(values) > 0 and max(values) > 8 * min(values):
             _plain_log_scale(axes)
         else:
             _from_zero(axes)
@@ -173,26 +165,6 @@ def speedup_by_length(sweep: Sequence[Measurement], backend: str) -> str:
     return done[0]
 
 
-def _training_plot(name: str, title: str, unit: str, steps: Sequence[TrainingStep], figures: dict[str, Figure]) -> str:
-    block = block_length(steps)
-    with _figure(name, title) as (axes, done):
-        for index, (label, figure) in enumerate(figures.items()):
-            points = [(step.step, figure(step)) for step in steps if known(figure(step))]
-            blocks = [points[at : at + block] for at in range(0, len(points), block)]
-            if blocks:
-                means = [tuple(map(fmean, zip(*part, strict=True))) for part in blocks]
-                axes.plot(
-                    *zip(*means, strict=True),
-                    color=COLOURS[index],
-                    label=label,
-                    linewidth=1.6 if index == 0 else 1.1,
-                    marker="o" if len(blocks) == 1 else None,
-                )
-        axes.set(xlabel="step", ylabel=unit)
-        _whole_ticks(axes)
-    return done[0]
-
-
 def _measured(axes: Axes, index: int, label: str, x: Sequence[float], found: Sequence[Interval]) -> None:
     below = [max(0.0, one.mean - one.low) if known(one.low) else 0.0 for one in found]
     above = [max(0.0, one.high - one.mean) if known(one.high) else 0.0 for one in found]
@@ -208,10 +180,10 @@ def _measured(axes: Axes, index: int, label: str, x: Sequence[float], found: Seq
     )
 
 
-def _label(text: str, longest: int = 52) -> str:
+def _label(text: str) -> str:
     """One line, never longer than the plot; matplotlib hides a label that begins with an underscore."""
     text = clean(text).replace("\n", " ").lstrip("_") or "unnamed"
-    return text if len(text) <= longest else text[: longest - 1] + "…"
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
 def _slug(text: str) -> str:
@@ -219,9 +191,7 @@ def _slug(text: str) -> str:
 
 
 def _whole_ticks(axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    axes.locator_params("x", nbins=8, integer=True, min_n_ticks=1)
 
 
 def _from_zero(axes: Axes) -> None:
@@ -230,17 +200,17 @@ def _from_zero(axes: Axes) -> None:
 
 
 def _plain_log_scale(axes: Axes) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator
 
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
 
 
 @contextmanager
-def _figure(name: str, title: str, height: float = 3.3) -> Iterator[tuple[Axes, list[str]]]:
-    """Axes to draw on, `height` in inches; after the block the second value holds the finished SVG.
+def _figure(name: str, title: str) -> Iterator[tuple[Axes, list[str]]]:
+    """Axes to draw on; after the block the second value holds the finished SVG.
 
     Raises DataError without matplotlib.
     """
@@ -254,35 +224,22 @@ def _figure(name: str, title: str, height: float = 3.3) -> Iterator[tuple[Axes, 
         "svg.hashsalt": name,
         "text.parse_math": False,
         "font.size": 9,
-        "lines.linewidth": 1.6,
         "lines.markersize": 3.5,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "axes.edgecolor": "#8a8f98",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#8a8f98",
         "grid.alpha": 0.25,
-        "axes.axisbelow": True,
-        "legend.frameon": False,
-        "legend.fontsize": 8.5,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+        **dict.fromkeys(("axes.edgecolor", "grid.color"), COLOURS[5]),
+        **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     }
     done: list[str] = []
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(5.0, height), layout="constrained")
+        figure = Figure(figsize=(5.0, 3.3), layout="constrained")
         axes = figure.add_subplot()
         yield axes, done
         _legend(figure.legend, axes)
         drawn = io.StringIO()
-        figure.savefig(
-            drawn,
-            format="svg",
-            transparent=True,
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
+        unsaid: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(drawn, format="svg", transparent=True, metadata=unsaid)
     done.append(_inline(drawn.getvalue(), name, title))
 
 

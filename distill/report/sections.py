@@ -149,8 +149,8 @@ def training(results: RunResults) -> Html:
         "probability on texts that are the same for all steps."
     )
     drawn = [
-        as_plot(partial(plots.loss_curve, steps), f"Loss on training batches, {each}."),
-        as_plot(partial(plots.agreement_curve, steps), f"Agreement on training batches, {each}."),
+        as_plot(partial(plots.training_curve, steps, "loss"), f"Loss on training batches, {each}."),
+        as_plot(partial(plots.training_curve, steps, "agreement"), f"Agreement on training batches, {each}."),
         as_plot(partial(plots.validation_curve, evaluated), chosen_by),
     ]
     outcome = "" if summary is None else as_list(_outcome(summary))
@@ -205,26 +205,19 @@ def divergence(evaluation: EvaluationReport) -> Html:
     """Every measure by domain, before and after the training."""
     words = f"Before is the draft as cut from the donor, after is the trained draft; {evaluation.sampler_words}."
     stored = as_list(evaluation.stored.sentences) if evaluation.stored else ""
-    tables = as_tables(divergence_tables(evaluation))
-    caption = (
-        "Where the trained draft is likely to be accepted, on the target's own text; lines are intervals over prompts."
-    )
-    plot = partial(plots.acceptance_by_slice, evaluation.slices)
-    drawn = as_plots(as_plot(plot, caption)) if evaluation.slices else ""
-    return Html(as_paragraph(words) + stored + tables + drawn)
+    return Html(as_paragraph(words) + stored + as_tables(divergence_tables(evaluation)))
 
 
 def cost(report: SpeedupReport) -> Html:
     """Seconds of a step of both models, each timed alone."""
-    drawn = []
-    for part in report.parts:
-        draw: Callable[..., str] = partial(plots.cost_curves, part)
-        flat = "the same relative to one token. The flatter the curve, the more drafting pays."
-        spans = f"median time of one step of m tokens, with {part.steps.depth} in the cache."
-        drawn += [
-            as_plot(draw, f"{part.backend}: {spans}"),
-            as_plot(partial(draw, relative=True), f"{part.backend}: {flat}"),
-        ]
+    drawn = [
+        as_plot(
+            partial(plots.cost_curves, part),
+            f"{part.backend}: median time of one step of m tokens, with {part.steps.depth} in the cache. The "
+            "flatter the curve, the more drafting pays.",
+        )
+        for part in report.parts
+    ]
     return Html(as_plots(*drawn) + as_table(step_table(report.parts, report.command)))
 
 
@@ -265,9 +258,7 @@ def samples(report: SpeedupReport) -> Html:
     """Decoded texts, with the draft's tokens marked."""
     if not report.samples:
         return absent("No samples were kept.")
-    legend = (
-        "<p><mark>Marked and underlined</mark>: drafted and accepted. Unmarked: the target's own. Pale: the prompt.</p>"
-    )
+    legend = "<p><mark>Marked</mark>: drafted and accepted. Unmarked: the target's own. Pale: the prompt.</p>"
     return Html(legend + "".join(starmap(_sample, report.samples)) + as_command(report.command))
 
 

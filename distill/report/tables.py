@@ -65,12 +65,7 @@ class RunResults:
     @property
     def stages_not_run(self) -> list[str]:
         """The measuring stages that have not run, and `train` where no step is recorded; none of `left_out`."""
-        stages = {
-            "train": bool(self.steps),
-            "eval": self.evaluation is not None,
-            "export": self.export is not None,
-            "speedup": self.speedup is not None,
-        }
+        stages = {"train": self.steps, "eval": self.evaluation, "export": self.export, "speedup": self.speedup}
         return [name for name, there in stages.items() if not there and name not in self.left_out]
 
     def absence(self, stage: str) -> str:

@@ -134,7 +134,7 @@ def other(row: dict[str, Any], configuration: str, drafter: str | None, **values
 def exported(
     name: str, outtype: str, size: int, figures: tuple[float, float, float], mismatches: list[tuple[int, int]]
 ) -> dict[str, Any]:
-    parity = Parity(2048, *figures, 512, mismatches, 0, 0.001)
+    parity = Parity(2048, *figures, 512, mismatches, 0.001)
     return asdict(ExportedFile(f"gguf/{name}-{outtype}.gguf", name, outtype, size, 0, parity))
 
 
@@ -274,7 +274,7 @@ def test_page_is_whole_fetches_nothing_and_changes_no_result() -> None:
     checker = checked(pages.build_page(results))
     assert cards.build_card(results) and results == before
     # Two of training, positions, reliability, slices, two costs for each of three pairs, a speedup for each backend.
-    assert checker.tags["svg"] == 13
+    assert checker.tags["svg"] == 9
     assert checker.tags["h1"] == 1 and checker.tags["h2"] == 11
 
 
@@ -389,7 +389,7 @@ def test_figures_that_were_not_measured_are_dashes() -> None:
 def test_a_page_without_matplotlib_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(DataError, match="matplotlib>=3"):
-        plots.loss_curve(as_results(make_metadata()).steps)
+        plots.training_curve(as_results(make_metadata()).steps, "loss")
     page = build_page(make_metadata())
     checked(page)
     assert "<svg" not in page and "pip install &quot;matplotlib&gt;=3" in page and "1.91×" in page
@@ -580,7 +580,7 @@ def test_curves_have_room_above_and_steps_are_whole() -> None:
     part = replace(results.speedup.parts[0], steps=speedup_results.StepFigures(64, {1: 0.01, 2: 0.0101}, {}))
     heights = [float(y) for y in re.findall(r'<use xlink:href="#[^"]*" x="[^"]*" y="([^"]*)"', plots.cost_curves(part))]
     assert heights and min(heights) > 10
-    labels = re.findall(r"<text[^>]*>([^<]+)</text>", plots.loss_curve(results.steps[:20]))
+    labels = re.findall(r"<text[^>]*>([^<]+)</text>", plots.training_curve(results.steps[:20], "loss"))
     assert all(label.isdigit() for label in labels[: labels.index("step")])
 
 
