@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distill.data.prompts import sources_of
+from distill.decoding.configured import check_configurations
 from distill.decoding.decode import Decoded
-from distill.devices import pick_device
 from distill.engines import loaded
 from distill.engines.loaded import GROWING, LoadedPair
 from distill.engines.pairs import pair_references, require_pair
-from distill.engines.torch.hugging_face import local_folder, settled_type
+from distill.engines.torch.hugging_face import local_folder, settled_target
 from distill.errors import DataError, DistillError, RecipeError
 from distill.files import require_new_folder
 from distill.gguf.importing import Import, read_import, write_import
@@ -29,6 +29,7 @@ from distill.measuring.evaluation_results import EvaluationReport
 from distill.measuring.speedup import measure_any_pair
 from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.stream import Request, begin
+from distill.progress import warn
 from distill.recipe import (
     Configuration,
     Corpus,
@@ -38,7 +39,6 @@ from distill.recipe import (
     PyTorch,
     SamplerSettings,
     Speedup,
-    Target,
     parse_section,
     resolve_model,
 )
@@ -91,7 +91,7 @@ def load_pair(
     big, small = _reference(target), None if draft is None else _reference(draft)
     if small is not None:
         require_pair(big, small)
-    settings = parse_section(Target, {"model": big, "dtype": settled_type(dtype, pick_device(device))})
+    settings = settled_target(big, dtype, device)
     return loaded.load_pair(
         settings, small, device=device, tokens=tokens, nodes=nodes, threads=threads, gguf=gguf, pytorch=pytorch
     )
@@ -132,9 +132,7 @@ def decode(
         raise RecipeError("these GGUF files were loaded without room for trees", "load_pair(…, nodes=N)")
     ids = pair.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not ids or len(ids) >= pair.target.capacity:
-        raise DataError(
-            f"a prompt of {len(ids)} tokens in a context of {pair.target.capacity}", "give at least one, and fewer"
-        )
+        raise DataError(f"a prompt of {len(ids)} tokens in a context of {pair.target.capacity}", "give some, and fewer")
     room = min(tokens, pair.target.capacity - len(ids))
     request = Request(configuration, sampler, seed, stop, table=None if table is None else Path(table))
     result = Decoded()
@@ -192,30 +190,65 @@ def measure_speedup(
     `sampler` all of them are sampled. DataError or RecipeError for prompts, contexts and configurations that do not go
     together.
     """
-    big, small = _reference(target), None if draft is None else _reference(draft)
-    sampled = {"sampler": "recipe"} if sampler is not None and sampler.temperature else {}
-    others = [
-        one if isinstance(one, Configuration) else parse_section(Configuration, {**sampled, **one})
-        for one in configurations
-    ]
-    swept = tuple(Configuration(length=length, **sampled) for length in lengths)
-    every = (*swept, *others)
-    if not every:
-        raise RecipeError("nothing is to be measured but plain decoding", "give lengths or configurations")
-    big, small = pair_references(big, small, every)
-    sweep, rest = ((), every) if sampled else (swept, tuple(others))
-    settings = PairSettings(
-        target=parse_section(Target, {"model": big, "dtype": settled_type(dtype, pick_device("auto"))}),
-        draft=small,
-        sweep=sweep,
-        others=rest,
-        speedup=parse_section(Speedup, {"prompts": count, "new_tokens": tokens, "configurations": ()}),
+    settings = pair_settings(
+        target,
+        draft,
+        lengths=lengths,
+        configurations=configurations,
         sampler=sampler or SamplerSettings(temperature=0),
+        dtype=dtype,
+        counts={"prompts": count, "new_tokens": tokens},
         threads=threads,
         gguf=gguf or Gguf(),
     )
     names = str(target), None if draft is None else str(draft)
     return measure_any_pair(settings, names, prompts, prompt_tokens=prompt_tokens)
+
+
+def pair_settings(
+    target: str | Path,
+    draft: str | Path | None,
+    *,
+    lengths: Iterable[int],
+    configurations: Iterable[Configuration | Mapping[str, Any]],
+    sampler: SamplerSettings,
+    dtype: str,
+    counts: Mapping[str, Any],
+    fixed: Mapping[str, Any] | None = None,
+    device: str = "auto",
+    **engines: Any,
+) -> PairSettings:
+    """What `measure_any_pair` takes: the fixed `lengths`, with `fixed` as further keys of their configurations, and the
+    others; all are sampled where the sampler is not greedy. `counts` are keys of section speedup.
+
+    RecipeError for configurations that are not possible, or that would not be measured; lossy ones are named on stderr.
+    """
+    sampled = {"sampler": "recipe"} if sampler.temperature else {}
+    sweep = [parse_section(Configuration, {**(fixed or {}), **sampled, "length": length}) for length in lengths]
+    others = [
+        one if isinstance(one, Configuration) else parse_section(Configuration, {**sampled, **one})
+        for one in configurations
+    ]
+    every = (*sweep, *others)
+    speedup = parse_section(Speedup, {**counts, "lengths": (), "configurations": every})
+    drawn = next((one for one in every if one.sampler == "recipe" and not sampled), None)
+    if drawn is not None:
+        raise RecipeError(f"`{drawn.title}` is sampled", "give a sampler (--temperature)")
+    for line in check_configurations(
+        speedup, sampler, [one for one in every if not one.other_vocabulary], "the options"
+    ):
+        warn(line)
+    big, small = pair_references(_reference(target), None if draft is None else _reference(draft), every)
+    return PairSettings(
+        target=settled_target(big, dtype, device),
+        draft=small,
+        sweep=() if sampled else tuple(sweep),
+        others=every if sampled else tuple(others),
+        speedup=speedup,
+        sampler=sampler,
+        device=device,
+        **engines,
+    )
 
 
 def cut(

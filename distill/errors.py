@@ -147,9 +147,7 @@ def disk_fault(error: Exception) -> DistillError | None:
             if isinstance(error, DistillError):
                 return type(error)(error.what, FAILED_HINT) if fault.errno in FAILED else error
             if fault.errno in FAILED:
-                return DataError(
-                    f"{fault.filename or 'a file'} cannot be read or written: {fault.strerror}", FAILED_HINT
-                )
+                return DataError(f"{fault.filename or 'a file'} cannot be used: {fault.strerror}", FAILED_HINT)
             return explain_write_fault(Path(os.fsdecode(fault.filename or "a file")), fault)
         cause = cause.__cause__ or cause.__context__
     return None

@@ -88,6 +88,28 @@ def parse_object(raw: bytes) -> dict[str, Any] | str:
     return found if isinstance(found, dict) else f"a JSON object is needed, got {kind_of(found)}"
 
 
+def read_numbers(path: Path, bounds: Mapping[str, tuple[float, float]], hint: str) -> list[dict[str, Any]]:
+    """The JSON objects of a log, one a line, each with these numbers within their bounds; lines that begin with no
+    brace are messages. DataError, with the line, for others, and for a file without any."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", hint) from None
+    rows = []
+    for place, line in ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line[:1] == b"{"):
+        row = parse_object(line)
+        if isinstance(row, str):
+            raise DataError(f"{place}: {row}", "was it cut short? remove the line")
+        for name, (least, most) in bounds.items():
+            value = row.get(name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+                raise DataError(f"{place}: `{name}` is {value!r:.60}, not a number from {least:g} to {most:g}", hint)
+        rows.append(row)
+    if not rows:
+        raise DataError(f"{path} holds no measurement", hint)
+    return rows
+
+
 def kind_of(value: Any) -> str:
     """The kind of a JSON or YAML value, in the words of those formats."""
     kinds = {type(None): "null", bool: "true or false", int: "number", float: "number", str: "text", dict: "object"}
@@ -97,12 +119,18 @@ def kind_of(value: Any) -> str:
 def read_utf8(path: Path) -> str:
     """The text of a file; raises DataError, with the line, for one that cannot be read or is not UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        return utf8_text(path.read_bytes(), str(path)).replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", "give a text file") from error
+
+
+def utf8_text(content: bytes, where: str) -> str:
+    """A text; raises DataError, which names `where` and the line, for one that is not UTF-8."""
+    try:
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path} is not UTF-8, in line {line}", "convert it, or use another file") from error
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{where} is not UTF-8, in line {line}", "convert it, or use another file") from error
 
 
 def names_of(record: dict[str, Any]) -> str:
@@ -113,9 +141,8 @@ def names_of(record: dict[str, Any]) -> str:
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MANY_DIGITS = re.compile(rb"[0-9]{19}")
-LARGEST = (
-    2**63 - 1
-)  # the largest integer of artifacts, recipes and options; tokenizers have larger ones (model_max_length)
+# The largest integer of artifacts, recipes and options; tokenizers have larger ones (model_max_length).
+LARGEST = 2**63 - 1
 
 
 @contextlib.contextmanager

@@ -37,19 +37,15 @@ def machine() -> dict[str, Any]:
     """Processor, cores, memory, GPU (the first accelerator, if torch is loaded and sees one) and versions."""
     import psutil
 
-    gpu = next(map(device_name, accelerators()), None)
-    versions = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+    versions = {name: version_of(name) for name in PACKAGES}
     return {
         "cpu": _described("model name") or platform.processor() or platform.machine(),
         "cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
-        "gpu": gpu,
+        "gpu": next(map(device_name, accelerators()), None),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        **versions,
+        **{name: version for name, version in versions.items() if version is not None},
     }
 
 
@@ -149,18 +145,14 @@ class Package:
 
 def required_python() -> str | None:
     """The versions of Python that the metadata allows, such as `>=3.11`; None where distill is not installed."""
-    try:
-        return importlib.metadata.metadata("distill")["Requires-Python"]
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None if version_of("distill") is None else importlib.metadata.metadata("distill")["Requires-Python"]
 
 
 def packages() -> list[Package]:
     """Everything that the installed metadata names but the developers' tools; empty where distill is not installed."""
-    try:
-        metadata = importlib.metadata.metadata("distill")
-    except importlib.metadata.PackageNotFoundError:
+    if version_of("distill") is None:
         return []
+    metadata = importlib.metadata.metadata("distill")
     extras = [name for name in metadata.get_all("Provides-Extra") or [] if name != DEVELOPERS]
     found = []
     for line in metadata.get_all("Requires-Dist") or []:

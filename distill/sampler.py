@@ -96,9 +96,7 @@ class Sampler:
             if not math.isfinite(value):
                 raise RecipeError(f"{name} is {value}", "give a finite number")
         if not 0 <= self.temperature <= HIGHEST:
-            raise RecipeError(
-                f"the sampler's temperature is {self.temperature}", f"give a number between 0 and {HIGHEST:.1g}"
-            )
+            raise RecipeError(f"the sampler's temperature is {self.temperature}", f"give one from 0 to {HIGHEST:.1g}")
 
     @classmethod
     def of(cls, settings: SamplerSettings) -> Sampler:

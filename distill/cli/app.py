@@ -98,6 +98,11 @@ for name, command in COMMANDS.items():
 ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
+# Where memory ran out, and what to do.
+SMALLER_MODELS = (
+    "in this command",
+    "free memory that other programs hold, or load smaller types (--dtype)",
+)
 INTERRUPTED = 128 + signal.SIGINT  # the exit status; recent versions of typer return it for Ctrl-C
 
 
@@ -116,7 +121,7 @@ def _run() -> int:
     """The exit status of the command, its message printed."""
     try:
         _require_text(sys.argv)
-        with memory_explained(_smaller_models):
+        with memory_explained(lambda: SMALLER_MODELS):
             result = app(prog_name="distill", standalone_mode=False)
         code = result if isinstance(result, int) else 0
         if code == 0:
@@ -131,10 +136,6 @@ def _run() -> int:
         if signalled():  # libraries turn Ctrl-C into errors of their own
             return _interrupted()
         return _explain(error)
-
-
-def _smaller_models() -> tuple[str, str]:
-    return "in this command", "free memory that other programs hold, or hold the models in a smaller type (--dtype)"
 
 
 def _interrupted() -> int:
@@ -161,9 +162,7 @@ def _missing_package(error: Exception) -> DistillError | None:
     """The message for a package that cannot be imported because it is not there; None for any other error."""
     if not isinstance(error, ModuleNotFoundError) or (error.name or "distill").partition(".")[0] == "distill":
         return None
-    return RunError(
-        f"the package {error.name} is not installed", "`distill doctor` says how to install what is missing"
-    )
+    return RunError(f"the package {error.name} is not installed", "`distill doctor` says how to install it")
 
 
 def _reword(error: Any) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,21 +21,11 @@ from distill.tables import Table
 
 
 def check(
-    command: typer.Context,
-    recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE", help="Recipe file; omit it for a standalone pair.")
-    ] = None,
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="Recipe file, if not a pair.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
-    offline: Annotated[
-        bool, typer.Option("--offline", help="Open no connection; skip checks that need a model hub, and list them.")
-    ] = False,
-    target: Annotated[
-        str | None, typer.Option(help="Standalone pair: target as Hugging Face folder, hub name or GGUF.")
-    ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Standalone pair: draft as Hugging Face folder, hub name or GGUF.")
-    ] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Standalone pair: tokens of context to serve.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Open no connection; list what is not checked.")] = False,
+    target: Annotated[str | None, typer.Option(help="Standalone pair: folder, hub name or GGUF file.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Standalone pair: of the same kind.")] = None,
 ) -> None:
     """Check a recipe, or a target and a draft, in seconds.
 
@@ -44,18 +33,15 @@ def check(
     """
     if target or draft:
         if recipe is not None or target is None or draft is None:
-            raise RecipeError(
-                "a standalone pair is --target and --draft, without a recipe", "name both, or a recipe alone"
-            )
-        _check_standalone(target, draft, context, offline)
+            raise RecipeError("a standalone pair is --target and --draft, without a recipe", "name both, or a recipe")
+        _check_standalone(target, draft, offline)
         return
     if recipe is None:
         raise RecipeError("nothing to check", "`distill check RECIPE`, or `distill check --target A --draft B`")
-    refuse_idle(command, (True, "context", "is for a pair without a recipe, whose context is speedup's and eval's"))
     _check_recipe(recipe, overrides or [], offline)
 
 
-def _check_standalone(target: str, draft: str, context: int | None, offline: bool) -> None:
+def _check_standalone(target: str, draft: str, offline: bool) -> None:
     from distill.engines.heads import shipped_heads
     from distill.engines.pairs import compare_pair
     from distill.engines.torch.hugging_face import check_weights, local_snapshot
@@ -73,7 +59,7 @@ def _check_standalone(target: str, draft: str, context: int | None, offline: boo
         files = [name for name in names if name.endswith(".gguf")]
         for name in files:
             require_loadable(open_head(Path(name)))
-        pair = compare_pair(*names, context)
+        pair = compare_pair(*names)
         print("\n".join([*pair.lines(), *shipped_heads(names[0])]))
         if files:
             print(describe_build())
@@ -92,18 +78,10 @@ def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
 
     with without_network() if offline else contextlib.nullcontext():
         found = preflight(recipe, offline=offline)
-    for line in found.lines:
-        print(_coloured(line) if sys.stdout.isatty() else line)
+    print(*found.lines, sep="\n")
     for item in found.skipped:
         print(f"not checked: {item}" + (" (--offline)" if offline and "beyond its first" not in item else ""))
     print("check passed" + (", apart from the items listed as not checked" if found.skipped else ""))
-
-
-def _coloured(line: str) -> str:
-    """On a terminal, the tokens that are scored in green."""
-    from distill.data.corpus import SCORED
-
-    return line.replace(SCORED[0], "\x1b[32m" + SCORED[0]).replace(SCORED[1], SCORED[1] + "\x1b[0m")
 
 
 # ── What comes with the package: recipes and the data that they name ──
@@ -176,12 +154,8 @@ def _quoted(path: Path) -> str:
 
 def recipes(
     context: typer.Context,
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Copy this recipe; without it, list all.")
-    ] = None,
-    to: Annotated[
-        Path | None, typer.Argument(metavar="[TO]", help="File or folder of the copy; by default NAME.yaml, here.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Copy this recipe, or list all.")] = None,
+    to: Annotated[Path | None, typer.Argument(metavar="[TO]", help="File or folder of the copy; here.")] = None,
     output: FormatOption = "md",
 ) -> None:
     """List the recipes that come with distill, or copy one to run or change.

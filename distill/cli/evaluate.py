@@ -27,52 +27,19 @@ OF_MODELS = ("temperature", "prompts", "text")  # a run has its own
 def evaluate(
     context: typer.Context,
     run: shared.RunArgument = None,
-    kl: Annotated[
-        bool,
-        typer.Option(
-            "--kl", help="KL both ways, total variation, agreement, acceptance probability under each verifier."
-        ),
-    ] = False,
-    acceptance: Annotated[
-        bool,
-        typer.Option(
-            "--acceptance",
-            help="Conditional acceptance by position, from decoded rounds; how far to trust the draft's probabilities.",
-        ),
-    ] = False,
-    by: Annotated[
-        list[str] | None,
-        typer.Option(help="Only acceptance probabilities by this slice of positions or class of prompts; repeatable."),
-    ] = None,
+    kl: Annotated[bool, typer.Option("--kl", help="Divergences, and acceptance probability by verifier.")] = False,
+    acceptance: Annotated[bool, typer.Option("--acceptance", help="Conditional acceptance of decoded rounds.")] = False,
+    by: Annotated[list[str] | None, typer.Option(help="Acceptance probabilities by this slice or class alone.")] = None,
     outtype: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="TYPE",
-            help="Compare GGUF types instead: the draft as f16, q8_0, q4_0 …; acceptance probability, KL, size, "
-            "milliseconds and predicted tokens per second. May be repeated.",
-        ),
+        typer.Option(help="Compare the draft in these GGUF types instead: acceptance, KL, size, speed."),
     ] = None,
-    target_outtype: Annotated[
-        list[str] | None, typer.Option(metavar="TYPE", help="Types of the target; a GGUF file stays as it is.")
-    ] = None,
-    cache_type: Annotated[
-        list[str] | None, typer.Option(metavar="TYPE", help="Types of the draft's cache; f16 if left out.")
-    ] = None,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Standalone pair: target as Hugging Face folder, hub name or GGUF file. Several: does the draft serve "
-            "each of them as well?",
-        ),
-    ] = None,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(help="Standalone pair: draft, of the same kind as the target. Several are compared by prompt."),
-    ] = None,
+    target_outtype: Annotated[list[str] | None, typer.Option(help="Types of a target that is a folder.")] = None,
+    cache_type: Annotated[list[str] | None, typer.Option(help="Types of the draft's cache; f16.")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="Standalone pair: folder, hub name or GGUF file.")] = None,
+    draft: Annotated[list[str] | None, typer.Option(help="Of the same kind; several are compared by prompt.")] = None,
     text: shared.TextOption = None,
-    temperature: Annotated[
-        float, shared.number_option(min=0, max=100, help="Without a run: the sampler's temperature.")
-    ] = 1.0,
+    temperature: Annotated[float, shared.number_option(min=0, max=100, help="Standalone pair: of the sampler.")] = 1.0,
     prompts: Annotated[int, typer.Option(min=4, help="Without a run: prompts taken from the text.")] = 32,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
@@ -81,15 +48,10 @@ def evaluate(
 ) -> None:
     """Measure a target and its draft: divergences and acceptance, with intervals. Both by default; of several targets,
     drafts or types, divergences alone, and how they differ from the first by prompt."""
-    for option, values, names in (
-        ("--by", by, [*SLICES, CLASS]),
-        ("--outtype", outtype, OUTTYPES),
-        ("--target-outtype", target_outtype, OUTTYPES),
-        ("--cache-type", cache_type, CACHE_TYPES),
-    ):
-        unknown = next((value for value in values or () if value not in names), None)
-        if unknown is not None:
-            raise RecipeError(f"{option} {unknown} is unknown", f"use one of {', '.join(names)}")
+    shared.require_known("--by", by, [*SLICES, CLASS])
+    shared.require_known("--outtype", outtype, OUTTYPES)
+    shared.require_known("--target-outtype", target_outtype, OUTTYPES)
+    shared.require_known("--cache-type", cache_type, CACHE_TYPES)
     shared.refuse_idle(
         context,
         (by, "kl acceptance", "does nothing beside --by, which shows acceptance by slice alone"),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from distill.cli import shared
-from distill.cli.shared import require_used, takes_gguf_options
+from distill.cli.shared import require_used, section_options, takes, takes_gguf_options, takes_sampler
 from distill.errors import DataError, RecipeError
-from distill.files import read_utf8, require_path
+from distill.files import read_utf8, require_path, utf8_text
 from distill.recipe import Chat, Configuration, Gguf, PyTorch, SamplerSettings, Target, parse_section
 from distill.recipe.configuration import TREES
 from distill.run import Run
@@ -20,96 +21,45 @@ LENGTH = 4  # tokens drafted a round where no option says
 
 
 @takes_gguf_options("target", "draft")
+@takes("pytorch", section_options(PyTorch, "static compile draft_device draft_weights"))
+@takes("given", section_options(Configuration, "drafter rule p_min widths verifier"))
+@takes_sampler()
 def generate(
     context: typer.Context,
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     run: Annotated[str | None, typer.Option(help="Run name or folder; the newest run if left out.")] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Without a run: Hugging Face folder, hub name or GGUF file.")
-    ] = None,
+    target: Annotated[str | None, typer.Option(help="Without a run: folder, hub name or GGUF file.")] = None,
     draft: Annotated[str | None, typer.Option(help="Without a run: a draft of the same kind as the target.")] = None,
     length: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            max=63,
-            help="Maximum tokens drafted per round; 0 decodes plainly. By default the fixed length that was fastest in "
-            f"the run's PyTorch; without one, or with --drafter, --rule or --widths, {LENGTH}.",
-        ),
+        typer.Option(min=0, max=63, help="Most tokens drafted a round, 0: none; by default the run's fastest, or 4."),
     ] = None,
     tokens: Annotated[int, shared.number_option(min=1, help="New tokens at most.")] = 128,
-    temperature: Annotated[float, shared.number_option(min=0, max=100, help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, shared.number_option(min=0, help="0: off.")] = 0,
-    top_p: Annotated[float, shared.number_option(min=0.0001, max=1, help="1: off.")] = 1.0,
-    min_p: Annotated[float, shared.number_option(min=0, max=0.9999, help="0: off.")] = 0.0,
     repetition_penalty: Annotated[float, shared.number_option(min=0.01, max=100, help="1: off.")] = 1.0,
     seed: Annotated[int, shared.number_option(min=0, help="Seed of the sampler.")] = 0,
-    verifier: Annotated[
-        str | None, typer.Option(help="greedy, match, token, block or, for drawn trees, distinct.")
-    ] = None,
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            help="draft (the default), lookup (n-gram lookup in the text), lookup+draft, tree (of the best tokens, or "
-            "drawn: --widths), lookup+tree, table (of n-grams of the target's texts), none; for a draft of another "
-            "vocabulary: intersection (the tokens both share) or string (its text)."
-        ),
-    ] = None,
-    table: Annotated[
-        Path | None,
-        typer.Option(help="--drafter table: a run, or a file, with n-grams of the target; the run's own if left out."),
-    ] = None,
-    widths: Annotated[
-        str | None, typer.Option(help="--drafter tree: drawn, with this many children a node: 3,2,1.")
-    ] = None,
-    rule: Annotated[
-        str | None,
-        typer.Option(
-            help="How many tokens to draft, --length at most: fixed (the default), p_min, start-continue, "
-            "ratio, beta or expected-value (docs/recipes.md)."
-        ),
-    ] = None,
-    p_min: Annotated[float | None, shared.number_option(min=0.0001, max=1, help="--rule p_min: the floor.")] = None,
-    allow_lossy: Annotated[
-        bool,
-        typer.Option("--allow-lossy", help="Allow configurations that change the target's distribution (LOSSY)."),
-    ] = False,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Ask the prompt as a user's message, or continue it as text. By default asked if the target has a "
-            "chat template.",
-        ),
-    ] = None,
+    table: Annotated[Path | None, typer.Option(help="--drafter table: a run or file with n-grams.")] = None,
+    allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Allow changed distributions (LOSSY).")] = False,
+    chat: Annotated[bool | None, typer.Option(help="Ask as a message: the default with a chat template.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     regex: Annotated[str | None, typer.Option(help="The whole new text must match this.")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="A file; the new text is JSON that follows it.")] = None,
     grammar: Annotated[Path | None, typer.Option(help="A file in GBNF or Lark; the new text follows it.")] = None,
-    static: Annotated[
-        bool | None, typer.Option(help=f"{shared.STATIC_HELP} Off if left out, or as the run's recipe says.")
-    ] = None,
-    compile: Annotated[
-        bool | None, typer.Option(help=f"{shared.COMPILE_HELP} Off if left out, or as the run's recipe says.")
-    ] = None,
-    draft_device: Annotated[str | None, typer.Option(help=shared.DRAFT_DEVICE_HELP)] = None,
-    draft_weights: Annotated[str | None, typer.Option(help=shared.DRAFT_WEIGHTS_HELP)] = None,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
-    gguf: Gguf | None = None,
+    *,
+    sampler: SamplerSettings,
+    given: dict[str, Any],
+    pytorch: dict[str, Any],
+    gguf: Gguf | None,
 ) -> None:
     """Answer a question or continue a text, streamed, with the draft's accepted tokens marked (green on a terminal).
 
     Without a temperature the text is that of plain decoding, up to tokens that tie within the rounding of the type.
     """
-    text = _standard_input() if prompt == "-" else prompt
-    levels = None if widths is None else tuple(shared.numbers(widths, "--widths", int, "3,2,1"))
-    given = {"drafter": drafter, "rule": rule, "p_min": p_min, "widths": levels, "verifier": verifier}
-    drawn = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    shared.require_sampler_used(drawn)
+    text = utf8_text(sys.stdin.buffer.read(), "standard input") if prompt == "-" else prompt
     if run is not None and (target or draft):
         raise RecipeError("--run was given beside --target or --draft", "name a run, or a pair of models")
-    configuration = _configuration(given, length, temperature)
+    configuration = _configuration(given, length, sampler)
     asked_draft = configuration.asks_the_draft or configuration.other_vocabulary
     shared.refuse_idle(
         context,
@@ -130,27 +80,25 @@ def generate(
         recipe, found = shared.find_run(run, runs)
         shared.require_draft(found)
         found.verify("train", "draft/*")
-        if length is None and not any(given[name] for name in ("drafter", "rule", "widths")):
-            configuration = _configuration(given, _fastest(found), temperature)
+        if length is None and not given.keys() & {"drafter", "rule", "widths"}:
+            configuration = _configuration(given, _fastest(found), sampler)
         device, threads, settings, asked = recipe.device, threads or recipe.threads, recipe.pytorch, recipe.chat
         big, model = one_engine(recipe.target.model, str(found.path("draft").resolve()))
         place = recipe.target.model_copy(update={"model": big})
     if configuration.counts_ngrams:
         table = shared.place_of_table(table, found)
     require_used(gguf, place.model, model if configuration.asks_the_draft else None)
-    own = {"static": static, "compile": compile, "draft_device": draft_device, "draft_weights": draft_weights}
-    pytorch = shared.pytorch_settings(settings, place.model, **own)
+    decoding = shared.pytorch_settings(settings, place.model, pytorch)
     shared.prepare(threads)
     from distill.data.prompts import user_message
     from distill.measuring.stream import Request, stream
     from distill.progress import note
     from distill.sampler import Sampler
 
-    sampler = Sampler(temperature, top_k, top_p, min_p, repetition_penalty)
     fitted = {} if found is None or configuration.rule != "expected-value" else _calibrations(found)
     request = Request(
         configuration,
-        sampler,
+        replace(Sampler.of(sampler), repetition_penalty=repetition_penalty),
         seed,
         tuple(stop or ()),
         fitted,
@@ -163,30 +111,20 @@ def generate(
         message = user_message(place.model, text, asked, required=bool(chat))
         if message is not None and chat is None:
             note("asked as a user's message; --no-chat continues the text as it is")
-    stream(place, model, text, tokens, request, device, threads, gguf, pytorch, message)
+    stream(place, model, text, tokens, request, device, threads, gguf, decoding, message)
 
 
-def _standard_input() -> str:
-    """The prompt on standard input; raises DataError where it is not UTF-8."""
-    raw = sys.stdin.buffer.read()
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise DataError(f"standard input is not UTF-8, in line {line}", "convert it to UTF-8") from None
-
-
-def _configuration(given: dict[str, Any], length: int | None, temperature: float) -> Configuration:
+def _configuration(given: dict[str, Any], length: int | None, sampler: SamplerSettings) -> Configuration:
     """The configuration that the options name; RecipeError for options that do not go together."""
-    settings = {name: value for name, value in given.items() if value is not None}
-    settings["sampler"] = "recipe" if temperature > 0 else "greedy"
+    settings = given | {"sampler": "recipe" if sampler.temperature > 0 else "greedy"}
+    drafter = given.get("drafter")
     if length == 0:
-        if given["drafter"] not in (None, "none"):
-            raise RecipeError(f"--length 0 drafts nothing, and --drafter {given['drafter']} drafts", "give one of them")
+        if drafter not in (None, "none"):
+            raise RecipeError(f"--length 0 drafts nothing, and --drafter {drafter} drafts", "give one of them")
         settings["drafter"] = "none"
-    elif length is not None or ("widths" not in settings and given["drafter"] != "none"):
+    elif length is not None or ("widths" not in settings and drafter != "none"):
         settings["length"] = LENGTH if length is None else length
-        if given["drafter"] in TREES and "widths" not in settings:
+        if drafter in TREES and "widths" not in settings:
             settings["nodes"] = min(2 * settings["length"], 63)
     return parse_section(Configuration, settings)
 
@@ -198,9 +136,7 @@ def _standalone_pair(target: str | None, draft: str | None, configuration: Confi
     if target is None:
         raise RecipeError("--draft was given without --target", "give both, or name a run with --run")
     if draft is None and (configuration.asks_the_draft or configuration.other_vocabulary):
-        raise RecipeError(
-            f"drafter {configuration.drafter} needs a draft", "give --draft, or use --drafter lookup or --length 0"
-        )
+        raise RecipeError(f"drafter {configuration.drafter} needs a draft", "give --draft, or --drafter lookup")
     target = shared.local_reference(target)
     if draft is None:
         return target, None

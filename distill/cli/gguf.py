@@ -11,7 +11,6 @@ import typer
 
 from distill.cli import shared
 from distill.errors import DataError, RecipeError
-from distill.export.results import ExportedFile
 from distill.files import read_utf8, require_new_folder
 from distill.progress import announce, note, warn
 from distill.recipe.measuring import OUTTYPES, UNQUANTISED
@@ -31,33 +30,23 @@ USUAL_LENGTH = 4  # drafted where nothing was measured
 def export_gguf(
     context: typer.Context,
     model: Annotated[str | None, typer.Argument(metavar="[RUN|MODEL]", help="Run, or Hugging Face folder.")] = None,
-    outtype: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(OUTTYPES[:-1])} or {OUTTYPES[-1]}; may be repeated.")
-    ] = None,
+    outtype: Annotated[list[str] | None, typer.Option(help="May be repeated; f16 and q8_0 if left out.")] = None,
     folder: Annotated[Path | None, typer.Option("--to", help="Folder for the files (a run: its gguf folder).")] = None,
-    tensor_type: Annotated[
-        list[str] | None, typer.Option(help="PATTERN=TYPE, such as token_embd=q4_0: another type for some tensors.")
-    ] = None,
-    imatrix: Annotated[
-        Path | None, typer.Option(help="The model's importance matrix from llama-imatrix, or a text to measure one on.")
-    ] = None,
+    tensor_type: Annotated[list[str] | None, typer.Option(help="PATTERN=TYPE: another type for some tensors.")] = None,
+    imatrix: Annotated[Path | None, typer.Option(help="Importance matrix of llama-imatrix, or a text for one.")] = None,
     text: Annotated[Path | None, typer.Option(help="Check on this text instead of built-in ones.")] = None,
-    target: Annotated[
-        Path | None, typer.Option(help="The target's GGUF file, which the draft will serve with.")
-    ] = None,
+    target: Annotated[Path | None, typer.Option(help="The target's GGUF file, to be served with the draft.")] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare each file with its source.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
 ) -> None:
     """Write GGUF files of a run's draft and target, or of any folder of a supported family (docs/export.md)."""
     kinds = outtype or ["f16", "q8_0"]
-    for kind in kinds:
-        if kind not in OUTTYPES:
-            raise RecipeError(f"outtype `{kind}` is unknown", f"use {', '.join(OUTTYPES)}")
+    shared.require_known("--outtype", kinds, OUTTYPES)
     overrides = tuple(_override(value) for value in tensor_type or ())
     unweighed = [] if imatrix is None or overrides else [kind for kind in kinds if kind in UNWEIGHED]
     from distill.export.importance import importance_of
-    from distill.export.parity import Source, check_texts, compare, faults_of
+    from distill.export.parity import Source, check_texts, compared
     from distill.gguf.writer import export_files
 
     idle = f"changes nothing in {' and '.join(unweighed)}"
@@ -85,14 +74,12 @@ def export_gguf(
             texts = check_texts(source) if text is None else [read_utf8(text)]
             opened = Source.open(source)
         for report in reports:
-            parity = None if opened is None else compare(opened, report.path, texts, POSITIONS)
-            wrong = [] if parity is None else faults_of(parity, report.outtype)
-            _print(report, parity)
-            faults += [f"{report.path}: {fault}" for fault in wrong]
+            file = compared(report, name, run, opened, texts, POSITIONS)
+            _print(report, file.parity)
+            faults += [f"{report.path}: {fault}" for fault in file.faults]
             if target is not None and name != "target":
                 faults += _served(target, report.path, origin.advice, slower)
-            path = str(_within(run, report.path))
-            files.append(ExportedFile(path, name, report.outtype, report.bytes, report.fallback_tensors, parity, wrong))
+            files.append(file)
     if run is not None:
         from distill.export.parity import record_extra
 
@@ -147,21 +134,7 @@ def _print(report: WrittenFile, parity: Parity | None) -> None:
         line += f", {report.fallback_tensors} in a larger type: their rows do not fit {report.outtype}'s blocks"
     for left_out in report.notes:
         warn(f"{report.path.name}: {left_out}")
-    if parity is None:
-        print(f"{line}  not checked")
-        return
-    print(
-        f"{line}  top-1 {parity.top1_agreement:.1%}, KL {parity.kl:.2g} over {parity.positions} positions, "
-        f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts with other ids"
-    )
-
-
-def _within(run: Run | None, path: Path) -> Path:
-    """A file as a run records it: by its place in the run, where it lies there."""
-    place = path.resolve()
-    if run is None or not place.is_relative_to(run.folder.resolve()):
-        return place
-    return place.relative_to(run.folder.resolve())
+    print(f"{line}  {'not checked' if parity is None else parity.words}")
 
 
 def _served(target: Path, draft: Path, advice: Advice | None, slower: bool) -> list[str]:
@@ -212,10 +185,8 @@ def export_lookup(
         raise DataError(f"{path} exists already", "--overwrite replaces it; --to FILE writes elsewhere")
     announce(path)
     written = export(recipe, run, server, path)
-    print(
-        f"{path}  {path.stat().st_size / 1e6:.2f} MB  {written.content}, of {written.texts} answers, "
-        f"{written.tokens} tokens"
-    )
+    size = f"{path.stat().st_size / 1e6:.2f} MB"
+    print(f"{path}  {size}  {written.content}, of {written.texts} answers, {written.tokens} tokens")
     ending = ".gguf" if server in ("llama.cpp", "ik_llama") else ""
     target = recipe.target.model if recipe.target.model.endswith(".gguf") == bool(ending) else f"TARGET{ending}"
     print(drafting_from_texts(server, target, str(path), written.texts, written.tokens))
@@ -229,10 +200,7 @@ def import_gguf(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(
-            help="Type of all weights; if left out, floats as they are and quantised "
-            "weights in float32, which loses nothing."
-        ),
+        typer.Option(help="Of all weights; if left out, floats as stored and quantised ones in float32."),
     ] = None,
 ) -> None:
     """Write a GGUF file as a Hugging Face folder: dequantised weights, config.json, tokenizer, chat template.

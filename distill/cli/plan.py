@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distill import MOST_PRIMITIVES, PRIMITIVES
 from distill.cli import shared
-from distill.cli.shared import require_used, takes_gguf_options
+from distill.cli.shared import require_used, section_options, takes, takes_gguf_options
 from distill.errors import DataError, RecipeError
 from distill.files import read_result
 from distill.machine import machine, thread_count
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 @takes_gguf_options("target")
+@takes("pytorch", section_options(PyTorch, "static compile prepack"))
 def profile(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name or GGUF file.")],
@@ -38,23 +39,14 @@ def profile(
     max_tokens: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
     dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
-    static: Annotated[bool | None, typer.Option(help=shared.STATIC_HELP)] = None,
-    compile: Annotated[bool | None, typer.Option(help=shared.COMPILE_HELP)] = None,
-    prepack: Annotated[bool | None, typer.Option(help=shared.PREPACK_HELP)] = None,
-    types: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a GGUF file: compare it with these types of it, such as q8_0,f16, in llama.cpp and, where it is "
-            "installed, ik_llama.cpp."
-        ),
-    ] = None,
-    most_kl: Annotated[
-        float, shared.number_option(min=0, help="With --types: the KL, in nats, that is accepted.")
-    ] = MOST_KL,
+    types: Annotated[str | None, typer.Option(help="Of a GGUF file: compare it with these, such as q8_0,f16.")] = None,
+    most_kl: Annotated[float, shared.number_option(min=0, help="--types: the KL that is accepted, in nats.")] = MOST_KL,
     threads: shared.ThreadsOption = None,
     out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file.")] = None,
     output: shared.FormatOption = "md",
-    gguf: Gguf | None = None,
+    *,
+    pytorch: dict[str, Any],
+    gguf: Gguf | None,
 ) -> None:
     """Measure the cost curve of one model on this machine.
 
@@ -70,11 +62,11 @@ def profile(
     if types is not None:
         _compare_types(model, types, most_kl, threads, repeats, gguf, output)
         return
-    pytorch = shared.pytorch_settings(PyTorch(), model, static=static, compile=compile, prepack=prepack)
-    place, places = shared.target_settings(model, dtype), shared.numbers(depths, "--depths", int)
-    if min(places) < 1:
-        raise RecipeError(f"--depths {depths}: a step follows at least one token", "for instance --depths 1,512,4096")
-    curve = measured_curve(place, places, max_tokens, repeats, threads, gguf, pytorch)
+    decoding = shared.pytorch_settings(PyTorch(), model, pytorch)
+    from distill.engines.torch.hugging_face import settled_target
+
+    place, places = settled_target(model, dtype), shared.numbers(depths, "--depths", int, least=1)
+    curve = measured_curve(place, places, max_tokens, repeats, threads, gguf, decoding)
     if out is not None:
         from distill.decoding.costs import save_cost_curve
 
@@ -94,9 +86,7 @@ def _compare_types(
     model: str, types: str, most_kl: float, threads: int | None, repeats: int, gguf: Gguf | None, output: str
 ) -> None:
     kinds = [kind.strip() for kind in types.split(",")]
-    unknown = next((kind for kind in kinds if kind not in OUTTYPES), None)
-    if unknown is not None:
-        raise RecipeError(f"--types {types}: {unknown or 'an empty name'} is no type", f"use {', '.join(OUTTYPES)}")
+    shared.require_known("--types", kinds, OUTTYPES)
     if gguf is not None:
         raise RecipeError(f"--types takes none of llama.cpp's options ({gguf.described()})", "leave them out")
     if model.endswith(".gguf") and not Path(model).is_file():
@@ -185,24 +175,11 @@ def plan(
         typer.Option(metavar="URL", help="The target's curve: measured on a llama-server or vLLM that does not draft."),
     ] = None,
     key: Annotated[str | None, typer.Option(help="--server: environment variable that holds its key.")] = None,
-    served_model: Annotated[
-        str | None, typer.Option("--model", help="--server: the model's name, where vLLM serves several.")
-    ] = None,
-    acceptance: Annotated[
-        str | None,
-        typer.Option(
-            help="Conditional acceptance (accepted ÷ reached) by position, with commas; the last holds behind it."
-        ),
-    ] = None,
-    sister: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Folder of a run, whose conditional acceptance is added.")
-    ] = None,
-    hardware: Annotated[
-        Path | None, typer.Option(help="YAML file that describes another machine (docs/plan.md): also estimate for it.")
-    ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Measure on this machine, or only estimate.")
-    ] = True,
+    served_model: Annotated[str | None, typer.Option("--model", help="--server: its name, of several on vLLM.")] = None,
+    acceptance: Annotated[str | None, typer.Option(help="Conditional acceptance by position, with commas.")] = None,
+    sister: Annotated[Path | None, typer.Option(metavar="RUN", help="A run: its conditional acceptance, too.")] = None,
+    hardware: Annotated[Path | None, typer.Option(help="YAML file of another machine (docs/plan.md).")] = None,
+    measure: Annotated[bool, typer.Option(help="Measure on this machine, or only estimate.")] = True,
     lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "1,2,3,4,6,8",
     depth: Annotated[int, typer.Option(min=1, max=2**20, help="Prompt length, in tokens.")] = 128,
     tokens: Annotated[int, typer.Option(min=8, max=2**20, help="New tokens after it.")] = 96,
@@ -215,20 +192,13 @@ def plan(
 
     By draft length and conditional acceptance: what pays, from which on, and how much a draft step may cost.
     """
-    _require_one_source(
-        model, (target_curve, batched_bench, server), (draft, draft_cost, draft_curve), (key, served_model)
-    )
-    if model is None:
-        _require_curve_alone(draft, hardware, measure)
-    elif not measure and hardware is None:
+    if [model, target_curve, batched_bench, server].count(None) != 3:
+        raise RecipeError("expected a target, a recipe, --target-curve, --batched-bench or --server")
+    if [draft, draft_cost, draft_curve].count(None) < 2:
+        raise RecipeError("--draft, --draft-cost and --draft-curve were given together", "give one of them")
+    if model is not None and not measure and hardware is None:
         raise RecipeError("--no-measure leaves nothing but an estimate", "give --hardware FILE")
-    drafted = sorted(set(shared.numbers(lengths, "--lengths", int, "1,2,4")))
-    if not all(1 <= n <= 63 for n in drafted):
-        raise RecipeError(f"--lengths {lengths}: draft lengths run from 1 to 63", "for instance --lengths 1,2,4,8")
-    if model is not None and draft_curve is not None and hardware is not None:
-        raise RecipeError(
-            "--draft-curve is in seconds of another machine than --hardware", "give --draft-cost or --draft"
-        )
+    drafted = sorted(set(shared.numbers(lengths, "--lengths", int, "1,2,4", 1, 63)))
     given = _given(acceptance, sister)
     of_recipe = model is not None and model.endswith((".yaml", ".yml"))
     timed = draft is not None or server is not None or hardware is not None
@@ -236,6 +206,11 @@ def plan(
         context,
         *((of_recipe, name, f"is for models; of a recipe, override its key: {key}=…") for name, key in KEYS.items()),
         (of_recipe, "gguf", "is for models; a recipe has a section gguf"),
+        (server is None, "key served_model", "is for --server"),
+        (model is None, "draft", "is measured beside its target, and a curve stands for that: give --draft-curve"),
+        (model is None, "hardware", "needs the model's sizes, and a curve has none: give the target or a recipe"),
+        (model is None, "measure", "leaves nothing but an estimate: give the model and --hardware FILE"),
+        (hardware, "draft_curve", "is in seconds of another machine than --hardware: give --draft-cost or --draft"),
         (not measure, "threads gguf", "is for what is measured here (--measure)"),
         (model is None, "dtype threads gguf", "is for a model that is measured here, and a curve stands for it"),
         (not of_recipe and not timed, "tokens", "is for --draft, --server and --hardware: a curve has no requests"),
@@ -244,7 +219,15 @@ def plan(
     recipe = _recipe(model, overrides or [])
     from distill.decoding.costs import load_cost_curve
     from distill.engines.heads import shipped_heads
-    from distill.planning.cases import PlanRequest, curve_case, estimated_case, llama_settings, planned_config
+    from distill.engines.torch.hugging_face import settled_target
+    from distill.planning.cases import (
+        PlanRequest,
+        curve_case,
+        estimated_case,
+        import_curve,
+        llama_settings,
+        planned_config,
+    )
     from distill.planning.hardware import read_hardware
     from distill.planning.hours import StageEstimate, estimated_hours
     from distill.planning.plan import SpeedupPlan, by_position, forecast, plan_blocks
@@ -254,7 +237,7 @@ def plan(
     else:
         if model is not None:
             require_used(gguf, model, draft)
-        place = shared.target_settings(shared.local_reference(model or "."), dtype)
+        place = settled_target(shared.local_reference(model or "."), dtype)
         small = None if draft is None else shared.local_reference(draft)
         request = PlanRequest(place, small, draft_cost, None, drafted, depth, tokens, threads, gguf)
     cases: list[Case] = []
@@ -268,8 +251,11 @@ def plan(
             curve = measured_curve(request.target, [depth], max(drafted) + 1, REPEATS, threads, gguf, PyTorch())
         elif server is not None:
             curve = _served_curve(server, key, served_model, depth, tokens, max(drafted) + 1)
+        elif batched_bench is not None:
+            curve = import_curve(batched_bench)
         else:
-            curve = _stored_curve(target_curve, batched_bench)
+            assert target_curve is not None
+            curve = load_cost_curve(target_curve)
         small_curve = None if draft_curve is None else load_cost_curve(draft_curve)
         cases.append(curve_case(curve, small_curve, request, model is not None))
     run: list[StageEstimate] = []
@@ -301,39 +287,6 @@ def _told_as_they_come(request: PlanRequest, given: Mapping[str, Sequence[float]
         yield case
 
 
-def _require_one_source(
-    model: str | None, curves: Sequence[object], drafts: Sequence[object], of_server: Sequence[object]
-) -> None:
-    """Refuse no target or several, several drafts, and a server's options without a server, the last of `curves`."""
-    if [model, *curves].count(None) != len(curves):
-        raise RecipeError("expected a target, a recipe, --target-curve, --batched-bench or --server")
-    if drafts.count(None) < len(drafts) - 1:
-        raise RecipeError("--draft, --draft-cost and --draft-curve were given together", "give one of them")
-    if curves[-1] is None and of_server.count(None) < len(of_server):
-        raise RecipeError("--key and --model are for --server", "leave them out, or give the server's address")
-
-
-def _require_curve_alone(draft: str | None, hardware: Path | None, measure: bool) -> None:
-    """Refuse what needs the target's model where a curve stands for it."""
-    if draft is not None:
-        raise RecipeError("--draft is measured beside its target, and a curve stands for that", "give --draft-curve")
-    if hardware is not None:
-        raise RecipeError("--hardware needs the model's sizes, and a curve has none", "give the target or a recipe")
-    if not measure:
-        raise RecipeError("--no-measure leaves nothing but an estimate", "give the model and --hardware FILE")
-
-
-def _stored_curve(saved: Path | None, log: Path | None) -> CostCurve:
-    """The curve of a file of `distill profile`, or of a log of llama-batched-bench."""
-    from distill.decoding.costs import load_cost_curve
-    from distill.planning.cases import import_curve
-
-    if log is not None:
-        return import_curve(log)
-    assert saved is not None
-    return load_cost_curve(saved)
-
-
 def _served_curve(url: str, key: str | None, name: str | None, depth: int, tokens: int, limit: int) -> CostCurve:
     """The curve of a server that runs, at requests of `depth` and `tokens`."""
     from contextlib import closing
@@ -350,7 +303,7 @@ def _given(acceptance: str | None, sister: Path | None) -> dict[str, list[float]
     """The conditional acceptance by position that the options name, each with its title."""
     found = {}
     if acceptance is not None:
-        found["--acceptance"] = shared.rates(acceptance, "--acceptance")
+        found["--acceptance"] = shared.numbers(acceptance, "--acceptance", float, "0.8,0.75,0.7", most=1)
     if sister is not None:
         from distill.measuring.evaluation_results import EvaluationReport
 

@@ -24,14 +24,9 @@ def record(
     to: Annotated[Path, typer.Option(help="Folder for the files; answers.traffic.path of a recipe.")] = Path("traffic"),
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8100,
-    redact: Annotated[
-        list[str] | None,
-        typer.Option(help="Regular expression (Python's) whose matches are replaced by a mark; may be repeated."),
-    ] = None,
+    redact: Annotated[list[str] | None, typer.Option(help="Regular expression to black out; repeatable.")] = None,
     sample: Annotated[float, shared.number_option(min=0, max=1, help="Share of the exchanges to keep.")] = 1.0,
-    rotate_mb: Annotated[
-        float, shared.number_option(min=0.001, max=1e6, help="Size in MB of a full file, after which the next begins.")
-    ] = 64.0,
+    rotate_mb: Annotated[float, shared.number_option(min=0.001, max=1e6, help="Size of a full file, in MB.")] = 64.0,
     keep: Annotated[int, typer.Option(min=1, max=10**6, help="Files to keep; older ones are deleted.")] = 16,
 ) -> None:
     """Record your server's requests and answers through a proxy, for answers.traffic and --refresh.

@@ -11,15 +11,7 @@ from typing import Annotated
 
 import typer
 
-from distill.cli.shared import (
-    DEFAULT_RUNS,
-    FormatOption,
-    RunsOption,
-    find_run,
-    print_blocks,
-    refuse_idle,
-    require_draft,
-)
+from distill.cli import shared
 from distill.errors import DistillError, RunError, faults_explained
 from distill.files import require_path
 from distill.progress import announce, note, signalled, warn
@@ -31,13 +23,13 @@ from distill.tables import Cell, Row, Table
 
 def list_runs(
     context: typer.Context,
-    runs: RunsOption = DEFAULT_RUNS,
-    output: FormatOption = "md",
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    output: shared.FormatOption = "md",
     delete: Annotated[str | None, typer.Option(metavar="NAME", help="Delete this run and everything in it.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="With --delete: do not ask.")] = False,
 ) -> None:
     """List the runs with their finished stages, last change and size on disk; or delete one."""
-    refuse_idle(
+    shared.refuse_idle(
         context,
         (delete is not None, "output", "is for the list, which --delete does not show"),
         (delete is None, "yes", "answers the question of --delete NAME"),
@@ -57,7 +49,7 @@ def list_runs(
         rows.append([folder.name, state, changed, Cell(size / 1e6, ".1f")])
     if not rows:
         raise RunError(f"there are no runs in {runs.resolve()}", "make one with `distill train RECIPE`")
-    print_blocks([Table(["run", "state", "changed", "MB"], rows)], None, output)
+    shared.print_blocks([Table(["run", "state", "changed", "MB"], rows)], None, output)
 
 
 def _stages(config: Path) -> list[str]:
@@ -82,7 +74,15 @@ def _delete(runs: Path, name: str, yes: bool) -> None:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     unread: Recipe = Recipe.model_construct()  # type: ignore[call-arg]  # a damaged run has no recipe to read
     with Run(folder, unread).locked():
-        if not yes and not _agreed(f"Delete {folder} ({size / 1e6:.1f} MB)?"):
+        try:
+            agreed = yes or typer.confirm(f"Delete {folder} ({size / 1e6:.1f} MB)?", err=True)
+        except (UnicodeDecodeError, typer.Abort):
+            if signalled():
+                raise
+            print(file=sys.stderr)  # ends the line of the question
+            what = "--delete asks before it deletes, and stdin gave no answer; nothing was deleted"
+            raise RunError(what, "answer y or n at a terminal, or give --yes") from None
+        if not agreed:
             print("nothing was deleted", file=sys.stderr)
             return
         with faults_explained(folder):
@@ -90,35 +90,14 @@ def _delete(runs: Path, name: str, yes: bool) -> None:
     print(f"{folder} is deleted", file=sys.stderr)
 
 
-def _agreed(question: str) -> bool:
-    """The answer to a question; raises RunError where there is none, as where stdin is no terminal."""
-    try:
-        return typer.confirm(question, err=True)
-    except UnicodeDecodeError:
-        raise RunError("the answer is not UTF-8; nothing was deleted", "answer y or n, or give --yes") from None
-    except typer.Abort:
-        if signalled():
-            raise
-        print(file=sys.stderr)  # ends the line of the question
-        raise RunError(
-            "--delete asks before it deletes, and stdin gave no answer; nothing was deleted",
-            "answer at a terminal, or give --yes",
-        ) from None
-
-
 MEASURED = ("eval", "export", "speedup")
 
 
 def report(
     context: typer.Context,
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[RUN]...", help="Run name or folder; by default the newest run. Several: side by side."
-        ),
-    ] = None,
-    runs: RunsOption = DEFAULT_RUNS,
-    output: FormatOption = "md",
+    names: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="The newest; several: a table.")] = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    output: shared.FormatOption = "md",
 ) -> None:
     """Rebuild a run's report.html and model card from the measurements made so far.
 
@@ -127,9 +106,9 @@ def report(
     if names is not None and len(names) > 1:
         _beside(names, runs, output)
         return
-    refuse_idle(context, (True, "output", "is for several runs: of one, a page is written"))
-    recipe, found = find_run(names[0] if names else None, runs)
-    require_draft(found)
+    shared.refuse_idle(context, (True, "output", "is for several runs: of one, a page is written"))
+    recipe, found = shared.find_run(names[0] if names else None, runs)
+    shared.require_draft(found)
     if not found.path("draft").is_dir():
         raise RunError(f"{found.path('draft')} is missing", f"`{found.again()}` writes it again")
     page = found.path("report.html")
@@ -152,6 +131,6 @@ def _beside(names: list[str], runs: Path, output: str) -> None:
     from distill.report.card import gather
     from distill.report.tables import beside_blocks
 
-    opened = [find_run(name, runs) for name in names]
+    opened = [shared.find_run(name, runs) for name in names]
     found = [replace(gather(recipe, run), name=run.folder.name) for recipe, run in opened]
-    print_blocks(beside_blocks(found), None, output)
+    shared.print_blocks(beside_blocks(found), None, output)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from distill.cli import shared
-from distill.cli.shared import takes_gguf_options
+from distill.cli.shared import takes_gguf_options, takes_sampler
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_result, write_result
 from distill.machine import thread_count
@@ -26,6 +26,7 @@ from distill.serving.results import ServeReport
 if TYPE_CHECKING:
     from distill.data.chat_template import ChatTemplate
     from distill.data.texts import Prompt
+    from distill.serving.load import Load
 
 LEAST = 2  # prompts, and tokens of a prompt
 
@@ -146,11 +147,22 @@ def predicted_acceptance(run: Run | None, length: int | None) -> float:
     return found.get("gguf", found.get("pytorch", math.nan))
 
 
+def arrivals(text: str) -> tuple[Load, ...]:
+    """The loads of --load: rates of requests separated by commas, or the file of a trace."""
+    from distill.serving.load import MAX_RATE, Load, read_trace
+
+    if Path(text).suffix in (".jsonl", ".json"):
+        return (read_trace(Path(text)),)
+    rates = shared.numbers(text, "--load", float, "0.5,1,2", 1e-6, MAX_RATE)
+    return tuple(Load(rate=rate) for rate in sorted({*rates}))
+
+
 # ── the command ──
 
 pair_option = functools.partial(typer.Option, rich_help_panel="A pair without a run, or other files than the run's")
 served_option = functools.partial(typer.Option, rich_help_panel="A server that runs already")
 USUAL_LENGTH = 4
+DRAWN = "Best tokens, or drawn: the default with --temperature if the server can. --url: as it was started."
 ENDED_EARLY = "the check ended before its last measurement: what is missing here was not measured"
 MAX_CHOOSING = 12  # validation prompts, on which settings are chosen
 # Options of llama-server that are options of this command.
@@ -161,62 +173,29 @@ RENAMED |= {"--parallel": "--concurrency"}
 
 
 @takes_gguf_options("target", "draft")
+@takes_sampler()
 def serve_check(
     context: typer.Context,
     run: shared.RunArgument = None,
-    server: Annotated[
-        Path | None,
-        typer.Option(help="Path of llama-server, started with the draft and without; its own arguments go after --."),
-    ] = None,
-    n_max: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help="Maximum tokens drafted per round; by default 4, or the server's."),
-    ] = None,
+    server: Annotated[Path | None, typer.Option(help="llama-server to start; its own arguments follow --.")] = None,
+    n_max: Annotated[int | None, typer.Option(min=1, max=64, help="Most tokens drafted: 4, or the server's.")] = None,
     p_min: Annotated[
-        float | None, shared.number_option(min=0, max=1, help="Least probability of a drafted token.")
+        float | None, shared.number_option(min=0, max=1, help="Least probability of a draft token.")
     ] = None,
-    temperature: Annotated[float, shared.number_option(min=0, max=100, help="Of the requests; 0 is greedy.")] = 0.0,
-    top_k: Annotated[int, shared.number_option(min=0, help="Of the requests; 0 is off.")] = 0,
-    top_p: Annotated[float, shared.number_option(min=0.000001, max=1, help="Of the requests; 1 is off.")] = 1.0,
-    min_p: Annotated[float, shared.number_option(min=0, max=1, help="Of the requests; 0 is off.")] = 0.0,
-    draft_sampling: Annotated[
-        Literal["greedy", "probabilistic"] | None,
-        typer.Option(
-            help="greedy: drafts are the draft's best tokens; probabilistic: drawn from it; by default probabilistic "
-            "with --temperature if the server can. With --url: how it was started."
-        ),
-    ] = None,
-    choose: Annotated[
-        bool,
-        typer.Option(
-            "--choose/--no-choose", help="Find the fastest settings of the draft on validation prompts (--server)."
-        ),
-    ] = True,
+    draft_sampling: Annotated[Literal["greedy", "probabilistic"] | None, typer.Option(help=DRAWN)] = None,
+    choose: Annotated[bool, typer.Option(help="Find the fastest settings on validation prompts (--server).")] = True,
     count: Annotated[int, shared.number_option(min=2, help="Maximum number of prompts.")] = 12,
     tokens: Annotated[int, shared.number_option(min=8, help="Maximum new tokens after each prompt.")] = 96,
-    concurrency: Annotated[
-        str,
-        typer.Option(help="Requests at once, separated by commas; 1 is always measured, with `1` alone no load is."),
-    ] = "1,4,16",
-    load: Annotated[
-        str | None,
-        typer.Option(
-            help="Also requests that arrive at random (Poisson), this many a second on average, separated by commas; "
-            "or a trace file: JSON lines with `timestamp`, in seconds."
-        ),
-    ] = None,
+    concurrency: Annotated[str, typer.Option(help="Requests at once, separated by commas; 1: no load.")] = "1,4,16",
+    load: Annotated[str | None, typer.Option(help="Arriving requests a second, with commas; or a trace file.")] = None,
     repeats: Annotated[int, typer.Option(min=1, max=100, help="Replays of every prompt.")] = 3,
     outtype: Annotated[str | None, typer.Option(help="Of a run's files; by default the first written.")] = None,
     start_seconds: Annotated[float, shared.number_option(min=1, help="Longest wait for a healthy server.")] = 300.0,
     reply_seconds: Annotated[float, shared.number_option(min=1, help="Longest wait for a reply.")] = 300.0,
     target: Annotated[Path | None, pair_option(help="The target's GGUF file.")] = None,
     draft: Annotated[Path | None, pair_option(help="The draft's GGUF file.")] = None,
-    prompts: Annotated[
-        list[Path] | None, pair_option(help="File or folder with prompts, as of `distill speedup`; may be repeated.")
-    ] = None,
-    prompt_tokens: Annotated[
-        int, pair_option(min=2, callback=shared.finite, help="Tokens of a prompt that is cut from text.")
-    ] = 64,
+    prompts: Annotated[list[Path] | None, pair_option(help="As of `distill speedup`; may be repeated.")] = None,
+    prompt_tokens: Annotated[int, pair_option(min=2, max=2**20, help="Tokens of a prompt cut from text.")] = 64,
     url: Annotated[str | None, served_option(help="The server with the draft, such as http://127.0.0.1:8080.")] = None,
     plain_url: Annotated[str | None, served_option(help="The same without the draft.")] = None,
     kind: Annotated[Literal["llama-server", "vllm"] | None, served_option(help="Detected by default.")] = None,
@@ -226,20 +205,16 @@ def serve_check(
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
-    gguf: Gguf | None = None,
+    *,
+    sampler: SamplerSettings,
+    gguf: Gguf | None,
 ) -> None:
     """Test a pair on your llama-server or vLLM: speed, acceptance rate by its own counts, and causes of a shortfall."""
     if (server is None) == (url is None):
-        raise RecipeError(
-            "serve-check needs a server: its program or its address", "give --server PATH or --url URL, one of them"
-        )
+        raise RecipeError("serve-check needs a server: its program or its address", "give --server or --url")
     further = list(context.args)
     if run is not None and run.startswith("-"):  # behind --, without a run
         further, run = [run, *further], None
-    from distill.serving.load import arrivals
-
-    sampler = SamplerSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    shared.require_sampler_used(sampler)
     shared.refuse_idle(
         context,
         (url, "p_min start_seconds", "is for a server that this command starts (--server)"),
@@ -248,12 +223,11 @@ def serve_check(
         (target and draft, "outtype", "is of a run's files"),
         (target and draft and run is None, "runs", shared.NO_RUN),
         (not prompts, "prompt_tokens", "is for --prompts"),
+        (url, "gguf", "is for a server that this command starts (--server): start yours with it"),
     )
-    _check_options(context.params | {"run": run}, gguf, further)
+    _check_options(context.params | {"run": run}, sampler.temperature > 0, further)
     shared.require_place(to)
-    counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16")})
-    if counts[0] < 1 or counts[-1] > 64:
-        raise RecipeError(f"--concurrency {concurrency}: from 1 to 64 requests", "for instance 1,4,16")
+    counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16", 1, 64)})
     arriving = () if load is None else arrivals(load)
     files = pair_files(run, runs, target, draft, outtype, required=server is not None)
     length = n_max or USUAL_LENGTH
@@ -304,7 +278,9 @@ def serve_check(
                 context=-(-(longest + tokens + max(length, 8) + 2) // 256) * 256,
                 further=tuple(further),
             )
-            if draft_sampling == "probabilistic" or (draft_sampling is None and temperature and started.has(SAMPLING)):
+            if draft_sampling == "probabilistic" or (
+                draft_sampling is None and sampler.temperature and started.has(SAMPLING)
+            ):
                 started = replace(started, probabilistic=True)
             report = check_started(settings, started, kept.append)
     _show(report, to, output)
@@ -330,11 +306,11 @@ def _kept(to: Path | None, output: str) -> Iterator[list[ServeReport]]:
         raise
 
 
-def _check_options(given: Mapping[str, Any], gguf: Gguf | None, further: Sequence[str]) -> None:
+def _check_options(given: Mapping[str, Any], sampled: bool, further: Sequence[str]) -> None:
     """Refuse options that would do nothing, or contradict each other; `further` are llama-server's."""
-    if given["url"] is not None and (gguf is not None or further):
+    if given["url"] is not None and further:
         raise RecipeError("options of llama-server were given for a server that runs already", "start it with them")
-    if given["draft_sampling"] == "probabilistic" and not given["temperature"]:
+    if given["draft_sampling"] == "probabilistic" and not sampled:
         raise RecipeError("greedy requests have no drafts to draw", "give --temperature, or --draft-sampling greedy")
     for one in further:
         name = one.partition("=")[0]

@@ -6,43 +6,36 @@ import functools
 import inspect
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
 from distill.errors import DataError, RecipeError, RunError
-from distill.files import LARGEST, as_json, read_utf8, require_path
+from distill.files import LARGEST, as_json, require_path
 from distill.machine import thread_count
 from distill.progress import is_verbose, note
-from distill.recipe import Gguf, PyTorch, Recipe, SamplerSettings, Target, load_recipe, parse_section, resolve_model
+from distill.recipe import (
+    Corpus,
+    Gguf,
+    GgufOptions,
+    PyTorch,
+    Recipe,
+    SamplerSettings,
+    Section,
+    load_recipe,
+    parse_section,
+    resolve_model,
+)
 from distill.run import Run
 from distill.tables import Block, records, rendered
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
-RunArgument = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="Run name or folder; by default the newest run.")
-]
-FormatOption = Annotated[
-    Literal["md", "json", "jsonl", "csv"], typer.Option("--output", "-o", help="Format of the results.")
-]
-TextOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--text", help="Standalone pair: file or folder with prompts, read as `distill speedup --prompts` reads them."
-    ),
-]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, max=4096, help="CPU threads; by default OMP_NUM_THREADS, else all cores."),
-]
-STATIC_HELP = "PyTorch: caches of fixed size, and rounds that stay on the device (docs/decoding.md)."
-COMPILE_HELP = "With --static: compile the step of each number of tokens, 10 to 30 s each."
-DRAFT_DEVICE_HELP = "PyTorch: the draft's device; the target's if left out."
-DRAFT_WEIGHTS_HELP = "PyTorch on a CPU: round the draft's weights to int8 or int4; as they are if left out."
-PREPACK_HELP = "PyTorch: layers of few operators; on a CPU, weights repacked for few tokens (their memory again)."
+RunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Name or folder; by default the newest.")]
+FormatOption = Annotated[Literal["md", "json", "jsonl", "csv"], typer.Option("--output", "-o", help="Of the results.")]
+TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Standalone pair: prompts (docs/prompts.md).")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, max=4096, help="CPU threads; OMP_NUM_THREADS, or all cores.")]
 DTYPE_HELP = "Type of folders: float32, bfloat16, float16, or auto: bfloat16 where the device has instructions for it."
 DEFAULT_RUNS = Path("runs")
 TYPES_OF_ITS_OWN = "is for folders; a GGUF file has types of its own"  # why --dtype does nothing
@@ -80,25 +73,15 @@ def read_recipe(path: Path, overrides: Sequence[str], begun: Path | None = None)
     return settle_types(recipe, load_recipe(begun) if begun is not None and begun.is_file() else None)
 
 
-def target_settings(model: str, dtype: str) -> Target:
-    """A target that the command line names, in a type that this machine has instructions for where that is `auto`."""
-    from distill.devices import pick_device
-    from distill.engines.torch.hugging_face import settled_type
-
-    target = parse_section(Target, {"model": model, "dtype": dtype})
-    return target.model_copy(update={"dtype": settled_type(target.dtype, pick_device("auto"))})
-
-
-def pytorch_settings(settings: PyTorch, model: str, **given: bool | str | None) -> PyTorch:
-    """The settings with what options say instead, None where they say nothing.
+def pytorch_settings(settings: PyTorch, model: str, given: dict[str, Any]) -> PyTorch:
+    """The settings with what options say instead.
 
     Raises RecipeError for settings that do not go together, and for any of a GGUF file, which they do not concern.
     """
-    chosen = {name: value for name, value in given.items() if value is not None}
-    if chosen and model.endswith(".gguf"):
-        names = ", ".join("--" + name.replace("_", "-") for name in chosen)
+    if given and model.endswith(".gguf"):
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
         raise RecipeError(f"{names}: {model} runs in llama.cpp, not in PyTorch", "leave them out, or give folders")
-    return parse_section(PyTorch, settings.model_dump() | chosen)
+    return parse_section(PyTorch, settings.model_dump() | given)
 
 
 def prepare(threads: int | None) -> None:
@@ -128,7 +111,7 @@ def require_draft(run: Run) -> None:
     raise RunError(f"{run.folder} has no trained draft yet{at}", f"`{run.again()}` trains it")
 
 
-def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), threads: int | None = None) -> None:
+def run_until(recipe: Recipe, run: Run, stage: str, threads: int | None = None) -> None:
     """Bring a run with a trained draft up to `stage`, with so many `threads` (None: the recipe's)."""
     from distill.pipeline.running import run_pipeline
 
@@ -140,7 +123,7 @@ def run_until(recipe: Recipe, run: Run, stage: str, redo: Sequence[str] = (), th
     text, before = run.path("recipe.yaml").read_text(encoding="utf-8"), run.done(stage)
     try:
         run.open(text)
-        run_pipeline(recipe, run, until=stage, redo=redo)
+        run_pipeline(recipe, run, until=stage)
     finally:
         run.close()
     if threads is not None and before is not None and run.done(stage) == before:
@@ -166,59 +149,35 @@ def read_texts(paths: list[Path]) -> list[str]:
     Says how many were left out, and why. Raises DataError for a path that does not exist and for a file given by name
     that cannot be read.
     """
-    from distill.data.prompts import KINDS
-    from distill.data.record_files import holds_records
+    from distill.data.prompts import sources_of
+    from distill.data.sources import read_documents
 
-    found: list[str] = []
-    left: Counter[str] = Counter()
-    for path in paths:
-        require_path(path, "--text")
-        if not path.exists():
-            raise DataError(f"text {path} does not exist", "correct --text")
-        if path.is_file():
-            found += _texts_of(path, path.suffix.lower() in KINDS or holds_records(path), left)
-        for file in sorted(path.rglob("*")):
-            try:
-                found += _texts_of(file, holds_records(file), left) if file.is_file() else []
-            except DataError as error:
-                left["not UTF-8" if "not UTF-8" in error.what else error.what] += 1
+    documents, left = read_documents(Corpus(sources=sources_of(paths, "--text")), ("test",))
     for reason, count in left.items():
         print(f"{count} left out: {reason}", file=sys.stderr)
-    return found
-
-
-def _texts_of(path: Path, records: bool, left: Counter[str]) -> list[str]:
-    from distill.data.prompts import sources_of
-    from distill.data.sources import read_documents, without_mark
-    from distill.recipe import Corpus
-
-    if not records:
-        return [without_mark(read_utf8(path), left)]
-    documents, dropped = read_documents(Corpus(sources=sources_of([path], "--text")), ("test",))
-    left.update(dropped)
     return [document.plain_text for document in documents]
 
 
-def numbers(text: str, option: str, kind: type, example: str = "64,512") -> list[Any]:
+def numbers(
+    text: str, option: str, kind: type, example: str = "64,512", least: float = 0, most: float = LARGEST
+) -> list[Any]:
     """The value of an option that takes numbers separated by commas; raises RecipeError for anything else."""
+    hint = f"for instance {option} {example}"
     try:
         found = [kind(part) for part in text.split(",")]
     except ValueError:
-        raise RecipeError(
-            f"{option} {text}: expected numbers separated by commas", f"for instance {option} {example}"
-        ) from None
-    if not all(0 <= number <= LARGEST for number in found):
-        raise RecipeError(f"{option} {text}: numbers must be finite and not negative", "give numbers of at least 0")
+        raise RecipeError(f"{option} {text}: expected numbers separated by commas", hint) from None
+    if not all(least <= number <= most for number in found):
+        bounds = f"at least {least:g}" if most == LARGEST else f"from {least:g} to {most:g}"
+        raise RecipeError(f"{option} {text}: numbers must be finite, {bounds}", hint)
     return found
 
 
-def rates(text: str, option: str) -> list[float]:
-    """The rates by position of an option, from 0 to 1, separated by commas; raises RecipeError for anything else."""
-    example = "0.8,0.75,0.7"
-    found = numbers(text, option, float, example)
-    if not all(0 <= rate <= 1 for rate in found):
-        raise RecipeError(f"{option} {text}: rates lie between 0 and 1", f"for instance {option} {example}")
-    return found
+def require_known(option: str, values: Iterable[str] | None, names: Sequence[str]) -> None:
+    """Raise RecipeError for a value of an option that is none of these names."""
+    unknown = next((value for value in values or () if value not in names), None)
+    if unknown is not None:
+        raise RecipeError(f"{option} {unknown or 'an empty name'} is unknown", f"use one of {', '.join(names)}")
 
 
 def finite(value: Number) -> Number:
@@ -271,54 +230,76 @@ def place_of_table(given: Path | None, run: Run | None) -> Path | None:
     return given
 
 
-def require_sampler_used(sampler: SamplerSettings) -> None:
-    """Raise RecipeError for settings that do nothing, because nothing is sampled."""
-    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-        if not sampler.temperature and getattr(sampler, name) != off:
-            raise RecipeError(f"--{name.replace('_', '-')} does nothing without --temperature", "give both, or neither")
-
-
 def local_reference(reference: str) -> str:
     """A model as the command line names it (`recipe.resolve_model`); paths start at the working directory."""
 
     return resolve_model(reference, Path.cwd())
 
 
-# ── llama.cpp's options by its own names: `--NAME` for the target, `--NAME-draft` for the draft ──
-
-PANEL = "llama.cpp's options, for GGUF files"
-# Name, kind, short name of the target's and of the draft's, help. `threads` is an option of the commands themselves.
-OPTIONS: tuple[tuple[str, Any, str, str, str], ...] = (
-    ("library", str, "", "", "What computes: llama.cpp (the default), or ik: ik_llama.cpp, on CPUs often faster."),
-    ("n_gpu_layers", int, "-ngl", "-ngld", "Layers on GPUs; all if llama.cpp was built for GPUs."),
-    ("device", str, "-dev", "-devd", "GPUs, such as CUDA0,CUDA1; none: the CPU alone."),
-    ("tensor_split", str, "-ts", "", "Share of the layers for each GPU, such as 3,1."),
-    ("flash_attn", str, "-fa", "", "on, off (the default) or auto."),
-    ("cache_type_k", str, "-ctk", "-ctkd", "Type of the cached keys: f32, f16 (the default), bf16, q8_0, q5_1, …"),
-    ("cache_type_v", str, "-ctv", "-ctvd", "Type of the cached values; quantised ones need --flash-attn on."),
-    ("threads_batch", int, "-tb", "-tbd", "CPU threads of steps of several tokens; as --threads if left out."),
-    ("ubatch_size", int, "-ub", "", "Tokens computed at once (micro-batch)."),
-)
-OF_DRAFT = (*OPTIONS, ("threads", int, "", "-td", "CPU threads of the draft."))
+# ── Options that are keys of a recipe's section: name, kind and words are the key's, which is checked as a recipe's ──
 
 
-def takes_gguf_options(*roles: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: the command takes llama.cpp's options of these roles, and gets them as its argument `gguf`.
+def section_options(
+    section: type[Section],
+    names: str,
+    *,
+    panel: str | None = None,
+    prefix: str = "",
+    suffix: str = "",
+    words: str = "",
+    short: Mapping[str, str] | None = None,
+    shown: bool = True,
+) -> list[inspect.Parameter]:
+    """Parameters of a command for these keys, with spaces between them; of a list, values separated by commas.
 
-    The argument is a `distill.recipe.Gguf`, or None where none of the options was given.
+    `prefix` stands before the names of the parameters, `suffix` behind those of the options, `words` before their help.
     """
-    options = [
-        _option(role, "draft" in roles, *row) for role in roles for row in (OF_DRAFT if role == "draft" else OPTIONS)
-    ]
+    found = []
+    for name in names.split():
+        field = section.model_fields[name]
+        kinds = (field.annotation, *get_args(field.annotation))
+        spelt = f"--{name.replace('_', '-')}{suffix}"
+        listed = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
+        kind: Any = str if listed else next((kind for kind in (bool, int, float) if kind in kinds), str)
+        choices = next((get_args(one) for one in kinds if get_origin(one) is Literal), ())
+        text = words + str(field.description).replace("null:", "if left out:").replace("[", "\\[")
+        info = typer.Option(
+            f"{spelt}/--no{spelt[1:]}" if kind is bool else spelt,
+            *filter(None, [(short or {}).get(name)]),
+            metavar="|".join(choices) or None,
+            help=f"{text[0].upper()}{text[1:]}.",
+            rich_help_panel=panel,
+            hidden=not shown,
+            callback=listed and _listed(spelt, listed),
+        )
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        found.append(inspect.Parameter(prefix + name, keyword, default=None, annotation=Annotated[kind | None, info]))
+    return found
+
+
+def _listed(option: str, kind: type) -> Callable[[str | None], list[Any] | None]:
+    def split(value: str | None) -> list[Any] | None:
+        if value is None:
+            return None
+        return [part.strip() for part in value.split(",")] if kind is str else numbers(value, option, kind, "3,1")
+
+    return split
+
+
+def takes(
+    argument: str, options: Sequence[inspect.Parameter], collect: Callable[[dict[str, Any]], Any] = dict
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: the command takes these options, and gets as one argument what `collect` makes of those given."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [parameter for parameter in signature.parameters.values() if parameter.name != "gguf"]
+        own = [parameter for parameter in signature.parameters.values() if parameter.name != argument]
 
         @functools.wraps(command)
         def wrapped(*args: Any, **values: Any) -> None:
-            given = {option.name: values.pop(option.name) for option in options}
-            return command(*args, **values, gguf=_collected(given, roles))
+            found = {option.name: values.pop(option.name) for option in options}
+            given = {name: value for name, value in found.items() if value is not None}
+            return command(*args, **values, **{argument: collect(given)})
 
         changed: Any = wrapped
         changed.__signature__ = signature.replace(parameters=[*own, *options])
@@ -328,37 +309,54 @@ def takes_gguf_options(*roles: str) -> Callable[[Callable[..., None]], Callable[
     return decorate
 
 
-def _option(
-    role: str, both: bool, name: str, kind: Any, short: str, short_of_draft: str, words: str
-) -> inspect.Parameter:
-    draft = role == "draft"
-    if both and name == OPTIONS[0][0]:
-        words += " This and each option below is also --NAME-draft, for the draft."
-    spelt = name.replace("_", "-") + ("-draft" if draft else "")
-    names = [f"--{spelt}", short_of_draft if draft else short]
-    # A group of their own, in which the draft's, the same once more, are not shown.
-    info = typer.Option(*filter(None, names), help=words, rich_help_panel=PANEL, hidden=draft)
-    return inspect.Parameter(
-        f"gguf_{role}_{name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
-    )
+def takes_sampler(panel: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: the command takes a sampler's options, and gets them as its argument `sampler`; greedy without
+    any. RecipeError for settings that do nothing, because nothing is sampled."""
+
+    def collected(given: dict[str, Any]) -> SamplerSettings:
+        sampler = parse_section(SamplerSettings, {"temperature": 0.0} | given)
+        idle = next((name for name in given if name != "temperature" and not sampler.temperature), None)
+        if idle is not None:
+            raise RecipeError(f"--{idle.replace('_', '-')} does nothing without --temperature", "give both, or neither")
+        return sampler
+
+    names, words = " ".join(SamplerSettings.model_fields), "of the sampler, greedy by default; "
+    options = section_options(SamplerSettings, names, panel=panel, words=words)
+    return takes("sampler", options, collected)
 
 
-def _collected(given: Mapping[str, Any], roles: tuple[str, ...]) -> Gguf | None:
-    """The options that were given, checked as a recipe's; RecipeError for values that cannot be."""
-    found: dict[str, dict[str, Any]] = {}
-    for role in roles:
-        prefix = f"gguf_{role}_"  # commands have options of their own by such names
-        own = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
-        own = {name: _listed(name, value) for name, value in own.items() if value is not None}
-        if own:
-            found[role] = own
-    return parse_section(Gguf, found, "the options of llama.cpp") if found else None
+SHORT = {
+    "n_gpu_layers": "-ngl",
+    "device": "-dev",
+    "cache_type_k": "-ctk",
+    "cache_type_v": "-ctv",
+    "threads_batch": "-tb",
+}
+OF_DRAFT = {name: f"{short}d" for name, short in SHORT.items()} | {"threads": "-td"}
+OF_TARGET = SHORT | {"tensor_split": "-ts", "flash_attn": "-fa", "ubatch_size": "-ub"}
 
 
-def _listed(name: str, value: Any) -> Any:
-    if name == "tensor_split":
-        return numbers(value, "--tensor-split", float, "3,1")
-    return [part.strip() for part in value.split(",")] if name == "device" else value
+def takes_gguf_options(*roles: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: the command takes llama.cpp's options of these roles by its own names, `--NAME` for the target and
+    `--NAME-draft` for the draft, and gets them as its argument `gguf`.
+
+    The argument is a `distill.recipe.Gguf`, or None where none of the options was given.
+    """
+    panel = "llama.cpp's options, for GGUF files" + "; each is also --NAME-draft, for the draft" * ("draft" in roles)
+    names = " ".join(name for name in GgufOptions.model_fields if name != "threads")  # an option of the commands
+    options = section_options(GgufOptions, names, panel=panel, prefix="gguf_target_", short=OF_TARGET)
+    if "draft" in roles:  # the same once more: not shown
+        every, of_draft = f"{names} threads", "gguf_draft_"
+        options += section_options(GgufOptions, every, prefix=of_draft, suffix="-draft", short=OF_DRAFT, shown=False)
+
+    def collected(given: dict[str, Any]) -> Gguf | None:
+        found: dict[str, dict[str, Any]] = {}
+        for name, value in given.items():
+            _, role, key = name.split("_", 2)
+            found.setdefault(role, {})[key] = value
+        return parse_section(Gguf, found, "the options of llama.cpp") if found else None
+
+    return takes("gguf", options, collected)
 
 
 def require_used(gguf: Gguf | None, target: str, draft: str | None) -> None:
@@ -366,13 +364,9 @@ def require_used(gguf: Gguf | None, target: str, draft: str | None) -> None:
     if gguf is None:
         return
     if not target.endswith(".gguf"):
-        raise RecipeError(
-            f"options of llama.cpp were given ({gguf.described() or 'defaults'}), and PyTorch runs {target}"
-        )
+        raise RecipeError(f"options of llama.cpp: {gguf.described() or 'defaults'}, but PyTorch runs {target}")
     if draft is None and gguf.draft.given():
-        raise RecipeError(
-            f"options of llama.cpp were given for the draft ({gguf.draft.described()}), and no draft is loaded"
-        )
+        raise RecipeError(f"options of llama.cpp for the draft: {gguf.draft.described()}, but none is loaded")
 
 
 def merged(recipe: Gguf, given: Gguf) -> Gguf:

@@ -7,38 +7,37 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.cli.shared import local_reference, number_option, read_texts, refuse_idle
+from distill.cli.shared import local_reference, read_texts, refuse_idle, section_options, takes
 from distill.errors import DataError, RecipeError
 from distill.files import require_new_folder
 from distill.progress import announce, is_verbose
+from distill.recipe import Cut
 
 
+@takes("cuts", section_options(Cut, "layers layer_rule drop_layers mlp_width layer_repair"))
 def cut(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub name.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
-    text: Annotated[
-        list[Path] | None, typer.Option(help="Text file or folder of text files to score the cuts on.")
-    ] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="Text to score the cuts on.")] = None,
     target: Annotated[str | None, typer.Option(help="Model to measure KL to; by default the uncut model.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Number of layers to keep.")] = None,
-    layer_rule: Annotated[str, typer.Option(help="Which layers go: auto, greedy, influence or last-but-one.")] = "auto",
-    drop_layers: Annotated[str | None, typer.Option(help="Layers to drop, by number: 14-21 or 3,7.")] = None,
-    mlp_width: Annotated[int | None, typer.Option(help="MLP neurons to keep per layer.")] = None,
-    repair: Annotated[
-        bool, typer.Option("--repair/--no-repair", help="Make up for dropped layers by least squares.")
-    ] = True,
+    *,
+    cuts: dict[str, Any],
 ) -> None:
     """Remove layers or MLP neurons from a model.
 
     The parts to remove are chosen by scores on text.
     """
-    if all(size is None for size in (layers, drop_layers, mlp_width)):
+    if not cuts.keys() & {"layers", "drop_layers", "mlp_width"}:
         raise RecipeError("nothing to cut", "give --layers, --drop-layers or --mlp-width")
     refuse_idle(
         context,
-        (layers is None, "layer_rule", "says which layers go where --layers says how many"),
-        (layers is None and drop_layers is None, "repair", "is for dropped layers (--layers, --drop-layers)"),
+        ("layers" not in cuts, "layer_rule", "says which layers go where --layers says how many"),
+        (
+            not cuts.keys() & {"layers", "drop_layers"},
+            "layer_repair",
+            "is for dropped layers (--layers, --drop-layers)",
+        ),
     )
     if not text:
         raise RecipeError("cuts are scored on text", "give --text FILE or --text FOLDER")
@@ -51,18 +50,7 @@ def cut(
     from distill import api
 
     announce(out)
-    changes = api.cut(
-        source,
-        out,
-        texts,
-        target=target,
-        layers=layers,
-        layer_rule=layer_rule,
-        drop_layers=drop_layers,
-        mlp_width=mlp_width,
-        layer_repair=repair,
-    )
-    for change in changes:
+    for change in api.cut(source, out, texts, target=target, **cuts):
         print(change.sentence())
     print(f"written: {out}")
 
@@ -71,47 +59,18 @@ def transplant(
     donor: Annotated[str, typer.Argument(metavar="DONOR", help="Model folder or hub name that gives the weights.")],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Model or tokenizer folder with the vocabulary.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
-    override: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TOKEN=TEXT", help="Make a target token's row from the donor tokens of TEXT."),
-    ] = None,
-    decay: Annotated[
-        float, number_option(help="In the head: weight of each subtoken relative to the one before; 1: their mean.")
-    ] = 1.0,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default as stored.")] = None,
-    rows: Annotated[int | None, typer.Option(help="Embedding rows, for a TARGET without config.json.")] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Text written by the target: reports the share that DONOR cannot draft without a transplant."
-        ),
-    ] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="The target's text: what DONOR cannot draft.")] = None,
 ) -> None:
     """Give a model the vocabulary of another, byte for byte, so that it can draft for it."""
-    overrides: dict[str, str] = {}
-    for pair in override or []:
-        token, equals, words = pair.partition("=")
-        if not equals or not token:
-            raise RecipeError(
-                f"--override {pair}: there is no `=` between token and text", "write --override '<|user|>=User:'"
-            )
-        overrides[token] = words
     from distill.surgery.transplant import folders_of
     from distill.surgery.transplant import transplant as write
 
     require_new_folder(out)
-    texts = read_texts(text or [])
+    texts = read_texts(text) if text else []
     folders = folders_of(local_reference(donor), local_reference(target))
     announce(out)
-    change = write(
-        folders[0],
-        folders[1],
-        out,
-        rows=rows,
-        overrides=overrides,
-        decay=decay,
-        dtype=dtype,
-    )
+    change = write(*folders, out, dtype=dtype)
     print(change.sentence())
     print("\n".join(report_lines(change.details)))
     if texts:

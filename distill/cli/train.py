@@ -26,38 +26,17 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
     runs: RunsOption = DEFAULT_RUNS,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
-    redo: Annotated[
-        list[str] | None, typer.Option(help="Run this stage again, and the stages that depend on it.")
-    ] = None,
-    fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh", help="Start from the beginning; an old run of this name is moved aside, never deleted."
-        ),
-    ] = False,
+    redo: Annotated[list[str] | None, typer.Option(help="Run this stage again, and those that depend on it.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; an old run of this name is moved aside.")] = False,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Continue from a finished run's draft, on new lines of its served logs.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print which stages would run, and why; change nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print which stages would run, and why.")] = False,
     rehearsal: Annotated[
         bool,
-        typer.Option(
-            "--rehearse",
-            help="Run every stage with the real models on 4 prompts and 3 steps, as the run NAME-rehearsal, and "
-            "estimate time, memory and disk.",
-        ),
+        typer.Option("--rehearse", help="All stages on 4 prompts and 3 steps, as NAME-rehearsal; estimates the run."),
     ] = False,
-    must_pay: Annotated[
-        float | None,
-        number_option(
-            "--must-pay",
-            min=0,
-            max=1,
-            help="First plan, a minute: refuse if a draft of this conditional acceptance cannot pay.",
-        ),
-    ] = None,
+    must_pay: Annotated[float | None, number_option(min=0, max=1, help="Refuse if this acceptance cannot pay.")] = None,
 ) -> None:
     """Run every stage of a recipe, from corpus to report.
 

@@ -207,8 +207,7 @@ class ChatTemplate:
         if last.get("tool_calls") and not ended:
             raise ValueError("a tool call that was cut short")
         if opening and THOUGHT not in last:
-            if (beginning := last["content"].lstrip()).startswith(opening):  # it repeats what its prompt opened
-                last["content"] = beginning.removeprefix(opening).lstrip("\n")
+            last["content"] = _without_opening(last["content"], opening)
             if THOUGHTS[opening] not in last["content"]:
                 raise ValueError(f"an answer that never closes the {opening} that its prompt ends with")
         within, closing, behind = last["content"].partition(CLOSING)
@@ -290,6 +289,12 @@ class PlainTexts(ChatTemplate):
         return UserHeader(decoded(self.tokenizer, ids), ids, None)
 
 
+def _without_opening(content: str, opening: str) -> str:
+    """An answer that repeats what its prompt opened, without that."""
+    beginning = content.lstrip()
+    return beginning.removeprefix(opening).lstrip("\n") if beginning.startswith(opening) else content
+
+
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """The message with the arguments of its tool calls as JSON text."""
     calls = []
@@ -307,3 +312,12 @@ def messages_after(chat: Mapping[str, Any], answers: Sequence[str]) -> list[dict
     for answer, turn in zip(answers, chat.get("turns") or [], strict=False):
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
     return messages
+
+
+def next_prompt(template: ChatTemplate, chat: Mapping[str, Any], answers: Sequence[str]) -> list[int] | None:
+    """The prompt of the next turn after so many answers; None after the last. ValueError for messages that the template
+    refuses."""
+    if len(answers) > len(chat["turns"]):
+        return None
+    own = template.with_arguments(chat.get("arguments") or {})
+    return own.prompt(messages_after(chat, answers), chat.get("thinking"))

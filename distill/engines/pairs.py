@@ -343,20 +343,19 @@ def context_rule(draft: VocabularyMetadata, served: int | None) -> Verdict:
     return Against(reason, f"{shorter}, or cut the draft from a donor with a longer context")
 
 
-def compare_pair(target: str, draft: str, context: int | None = None, same_rows: bool = False) -> PairReport:
+def compare_pair(target: str, draft: str, same_rows: bool = False) -> PairReport:
     """Compare two models by the rules of each decoder; loads no weights.
 
-    Each is a Hugging Face folder or hub name or a .gguf file; `context` is the served context in tokens, by default the
-    target's own. With `same_rows` the draft is a donor that will get the target's number of rows, if our own rule
-    allows it. Raises DataError where a model cannot be read.
+    Each is a Hugging Face folder or hub name or a .gguf file; the context to be served is the target's. With
+    `same_rows` the draft is a donor that will get the target's number of rows, if our own rule allows it. Raises
+    DataError where a model cannot be read.
     """
     ours = VocabularyMetadata.read(target)
     theirs = ours if target == draft else VocabularyMetadata.read(draft)
     if same_rows and distill_rule(ours, theirs) is None:
         theirs = theirs.with_rows(ours.rows)
-    served = ours.context if context is None else context
     own, llama = distill_rule(ours, theirs), llama_cpp_rule(ours, theirs)
-    return PairReport(own, llama, vllm_rule(ours, theirs), context_rule(theirs, served), ours, theirs)
+    return PairReport(own, llama, vllm_rule(ours, theirs), context_rule(theirs, ours.context), ours, theirs)
 
 
 def require_pair(target: str, draft: str) -> PairReport:

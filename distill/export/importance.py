@@ -90,9 +90,7 @@ def _require_own(path: Path, means: Mapping[str, Floats], folder: Path) -> None:
     for name, values in means.items():
         width = expected.get(name, (0, shape.hidden))[1]
         if len(values) != width:
-            raise DataError(
-                f"{path} does not belong to {folder}: {name} has {len(values)} columns, here {width}", AGAIN
-            )
+            raise DataError(f"{path} does not belong to {folder}: {name} has {len(values)} columns, not {width}", AGAIN)
         if not np.isfinite(values).all() or (values < 0).any():
             raise DataError(f"{path}: {name} holds values that are no mean squares", AGAIN)
 

@@ -101,7 +101,7 @@ def compare(source: Source, gguf: Path, texts: list[str], positions: int) -> Par
                 f"{gguf} has {quantised.head_rows} rows, {source.folder} has {source.shape.vocabulary}",
                 hint="compare a GGUF file with the folder it was exported from",
             )
-        mismatches, normalized = _compare_ids(source.tokenizer, quantised, texts)
+        mismatches = list(_mismatches(source.tokenizer, quantised, texts))
         same_top, differences, divergences = 0, list[float](), list[float]()
         for part in _parts(source.tokenizer, texts, positions, window):
             reference, actual = _log_probabilities(source.model, quantised, part)
@@ -118,9 +118,21 @@ def compare(source: Source, gguf: Path, texts: list[str], positions: int) -> Par
         max_abs_dlogprob=max(differences),
         tokenizer_texts=len(texts),
         tokenizer_mismatches=mismatches,
-        tokenizer_normalized=normalized,
         kl=sum(divergences) / len(divergences),
     )
+
+
+def compared(
+    report: WrittenFile, name: str, run: Run | None, source: Source | None, texts: list[str], positions: int
+) -> ExportedFile:
+    """A file of the model `name`, by its place in the run where it lies there, with what the comparison with its source
+    found; without one it is not compared."""
+    place = report.path.resolve()
+    if run is not None and place.is_relative_to(run.folder.resolve()):
+        place = place.relative_to(run.folder.resolve())
+    parity = None if source is None else compare(source, report.path, texts, positions)
+    faults = [] if parity is None else faults_of(parity, report.outtype)
+    return ExportedFile(str(place), name, report.outtype, report.bytes, report.fallback_tensors, parity, faults)
 
 
 def faults_of(parity: Parity, outtype: str) -> list[str]:
@@ -138,22 +150,18 @@ def faults_of(parity: Parity, outtype: str) -> list[str]:
         faults.append(f"the mean KL is {parity.kl:.3g} nats, more than {max_kl} for {outtype}")
     # Flat distributions change their first token at a KL near 0.
     if parity.top1_agreement < min_agreement and parity.kl > max_kl / 10:
-        faults.append(
-            f"{parity.top1_agreement:.1%} of the argmaxes agree, fewer than {min_agreement:.0%} for {outtype}"
-        )
+        faults.append(f"{parity.top1_agreement:.1%} of the argmaxes agree, less than {min_agreement:.0%} for {outtype}")
     return faults
 
 
-def _compare_ids(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> tuple[list[tuple[int, int]], int]:
-    mismatches, normalized = [], 0
+def _mismatches(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> Iterator[tuple[int, int]]:
+    """The number of each text with other ids, and the first place where they differ."""
     for index, text in enumerate(texts):
         plain = as_llama_reads(tokenizer.backend_tokenizer, text)
-        normalized += plain != text
-        expected = encode_text(tokenizer, text)
-        position = first_difference(expected, with_opening(quantised.tokenize(plain, True), quantised.opening))
+        ids = with_opening(quantised.tokenize(plain, True), quantised.opening)
+        position = first_difference(encode_text(tokenizer, text), ids)
         if position is not None:
-            mismatches.append((index, position))
-    return mismatches, normalized
+            yield index, position
 
 
 def _parts(tokenizer: Any, texts: list[str], positions: int, window: int) -> Iterator[list[int]]:
@@ -277,20 +285,12 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
             reports = export_files(folder_of_model, outputs, origin_of[name])
         source = Source.open(folder_of_model)
         for report in reports:
-            path = report.path
-            parity = compare(source, path, texts, POSITIONS)
-            run.say(
-                f"  {path.name}: {report.bytes / 1e6:.1f} MB, top-1 {parity.top1_agreement:.2%}, mean |d log p| "
-                f"{parity.mean_abs_dlogprob:.5f} over {parity.positions} positions, "
-                f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} texts tokenized differently"
-            )
-            faults = faults_of(parity, report.outtype)
-            for fault in (*report.notes, *faults):
-                run.say(f"  {path.name}: {fault}", warning=True)
-            place = str(path.relative_to(run.folder) if path != own else path)
-            files.append(
-                ExportedFile(place, name, report.outtype, report.bytes, report.fallback_tensors, parity, faults)
-            )
+            file = compared(report, name, run, source, texts, POSITIONS)
+            assert file.parity is not None
+            run.say(f"  {report.path.name}: {report.bytes / 1e6:.1f} MB, {file.parity.words}")
+            for fault in (*report.notes, *file.faults):
+                run.say(f"  {report.path.name}: {fault}", warning=True)
+            files.append(file)
     write_result(folder / "export.json", ExportReport(run.command, files))
     return [folder]
 

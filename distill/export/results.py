@@ -10,8 +10,8 @@ class Parity:
     """Hugging Face fp32 against GGUF on the same ids; log-probabilities in nats, of the token that really follows.
 
     `tokenizer_mismatches` holds (index of the text, first differing position). Texts that the Hugging Face normaliser
-    changes are compared after it, because llama.cpp never normalises; `tokenizer_normalized` counts them. `kl` is the
-    mean divergence of the GGUF file's distributions from those of Hugging Face, in nats.
+    changes are compared after it, because llama.cpp never normalises. `kl` is the mean divergence of the GGUF file's
+    distributions from those of Hugging Face, in nats.
     """
 
     positions: int
@@ -20,8 +20,16 @@ class Parity:
     max_abs_dlogprob: float
     tokenizer_texts: int
     tokenizer_mismatches: list[tuple[int, int]]
-    tokenizer_normalized: int
     kl: float
+
+    @property
+    def words(self) -> str:
+        """In one line."""
+        return (
+            f"top-1 {self.top1_agreement:.1%}, KL {self.kl:.2g}, mean |d log p| {self.mean_abs_dlogprob:.5f} over "
+            f"{self.positions} positions, {len(self.tokenizer_mismatches)} of {self.tokenizer_texts} texts with other "
+            "ids"
+        )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from distill.engines.server_commands import N_MAX, P_MIN, SPEC_TYPE
 from distill.engines.torch.hugging_face import load_config, text_folder
 from distill.engines.torch.kept import write_kept
 from distill.errors import DataError, DistillError, RecipeError
-from distill.files import has_form, parse_object
+from distill.files import read_numbers
 from distill.folders import copy_tokenizer
 from distill.gguf.writer import export_gguf
 from distill.planning.hardware import Hardware, StepWork, work_of, work_of_config
@@ -44,9 +44,7 @@ STEPS = 64  # that are simulated; the first half fills the buffers
 JITTERY_STEPS = 1024  # where transfers vary, so that the mean is known to a per cent or so
 
 
-def cycle_seconds(
-    compute: Sequence[float], transfer: Sequence[float], pause: float, jitter: float = 0.0, seed: int = 0
-) -> float:
+def cycle_seconds(compute: Sequence[float], transfer: Sequence[float], pause: float, jitter: float = 0.0) -> float:
     """Seconds from one step to the next, in the long run: `compute` [L] and `transfer` [L] (0: the layer is resident)
     of each layer, and a `pause` between steps in which the link goes on.
 
@@ -54,7 +52,7 @@ def cycle_seconds(
     its buffer held has been computed; a layer begins when the one before it has been computed and its weights are
     there. `jitter` is the standard deviation of a transfer's time relative to its mean (log-normal).
     """
-    draws, spread = random.Random(seed), math.sqrt(math.log1p(jitter**2))
+    draws, spread = random.Random(0), math.sqrt(math.log1p(jitter**2))
     steps = JITTERY_STEPS if jitter else STEPS
     link = now = half = 0.0
     computed = [0.0] * BUFFERS  # when the layers in the buffers have been computed, the older one first
@@ -209,7 +207,7 @@ def curve_case(curve: CostCurve, draft: CostCurve | None, request: PlanRequest, 
     if draft is not None:
         if draft.unit != curve.unit:
             raise RecipeError(
-                f"the target's curve is in {curve.unit}, the draft's in {draft.unit}", "give --draft-cost instead"
+                f"the target's curve is in {curve.unit}, the draft's in {draft.unit}", "give --draft-cost"
             )
         steps = [*draft.at(depth)[:2]]
     costs = step_costs(curve.at(depth), steps[0], steps[-1], request.lengths)
@@ -312,49 +310,19 @@ NOTE = (
     "Imported from llama-batched-bench, which times m parallel sequences, each with a cache of its own. m tokens of "
     "one sequence share one cache and usually cost a little less, most of all at great depths."
 )
-COUNTS, TIMES = ("pp", "tg", "pl"), ("t_tg",)  # the fields of a line that are used
-MAX_NUMBER = 2**31 - 1  # of every count and time
+FIELDS = {"pp": (0, 2**31), "tg": (1, 2**31), "pl": (1, 2**31), "t_tg": (1e-12, 2**31)}  # of a line that are used
 MAX_LENGTH = 32  # drafted tokens that are considered
 MAX_LISTED = 64  # costs in GGML_BATCH_COSTS
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The measurements of a log, in order; lines that are not JSON objects (llama.cpp's own messages) are skipped.
-
-    Raises DataError, with the line's number, for a broken or incomplete object and for a log without any.
-    """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}", "give the file with the tool's output") from error
-    rows = [_measurement(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line[:1] == b"{"]
-    if not rows:
-        raise DataError(f"{path} holds no measurement", "run llama-batched-bench with --output-format jsonl")
-    return rows
-
-
-def _measurement(line: bytes, where: str) -> dict[str, Any]:
-    row = parse_object(line)
-    if isinstance(row, str):
-        raise DataError(f"{where}: {row}", "was the run cut short? remove the line or run it again")
-    for name in (*COUNTS, *TIMES):
-        if name not in row:
-            raise DataError(f"{where} has no `{name}`", "is this the output of llama-batched-bench?")
-        number = has_form(row[name], int if name in COUNTS else (int, float)) and not isinstance(row[name], bool)
-        if not number or not (0 if name == "pp" else 1e-12) <= row[name] <= MAX_NUMBER:
-            what = f"{where}: `{name}` is {row[name]!r:.60}, not a number above 0"
-            raise DataError(what, "run the benchmark again, with -ntg and -npl of 1 or more")
-    return row
-
-
-def import_curve(path: Path, model: str = "llama-batched-bench") -> CostCurve:
+def import_curve(path: Path) -> CostCurve:
     """The target's curve in units of T(1) from a log; depth is the mean length of each sequence while it was timed.
 
     T(m) is t_tg / tg of the line with pl = m, the median where a line repeats. Depths at which the log does not hold
     m = 1, 2, ... without a gap are cut at the gap (`note` says so). Raises DataError when no depth has m = 1 and 2.
     """
     rows: dict[int, dict[int, list[float]]] = {}
-    for row in read_log(path):
+    for row in read_numbers(path, FIELDS, "give what llama-batched-bench prints with --output-format jsonl"):
         depth = row["pp"] + row["tg"] // 2
         rows.setdefault(depth, {}).setdefault(row["pl"], []).append(row["t_tg"] / row["tg"])
     depths, seconds, notes = [], [], [NOTE]
@@ -366,16 +334,15 @@ def import_curve(path: Path, model: str = "llama-batched-bench") -> CostCurve:
             notes.append(f"Depth {depth} was left out: it lacks m = {1 if 1 not in seconds_by_m else 2}.")
             continue
         if max(seconds_by_m) > steps:
-            notes.append(
-                f"Depth {depth} ends at m = {steps}: m = {steps + 1} was not measured, and gaps are not filled."
-            )
+            notes.append(f"Depth {depth} ends at m = {steps}: m = {steps + 1} was not measured.")
         single = statistics.median(seconds_by_m[1])
         depths.append(depth)
         seconds.append(tuple(statistics.median(seconds_by_m[m]) / single for m in range(1, steps + 1)))
     if not depths:
         what = f"{path}: no prompt length was measured with 1 and 2 parallel sequences"
         raise DataError(what, "use -npl 1,2,3,...,64 (every number)")
-    return CostCurve(model, "llama-batched-bench", tuple(depths), tuple(seconds), 0, "T(1)", " ".join(notes))
+    name = "llama-batched-bench"
+    return CostCurve(name, name, tuple(depths), tuple(seconds), 0, "T(1)", " ".join(notes))
 
 
 def llama_settings(curve: CostCurve, accepted: Sequence[float], draft: float, depth: int) -> list[str]:

@@ -66,7 +66,7 @@ class Hardware(Section):
     layer_overhead_ms: Sourced | None = None
     overlap: Share | None = None
     link_gb_per_s: Sourced | None = None
-    link_share: Sourced | None = None
+    link_share: Share | None = None
     link_jitter: Sourced | None = None
     memory_gb: Sourced | None = None
 
@@ -77,8 +77,6 @@ class Hardware(Section):
             self.link_gb_per_s and away != 1
         ):
             raise ValueError("link_gb_per_s goes together with either memory_gb or link_share, and link_jitter with it")
-        if self.link_share is not None and self.link_share.value > 1:
-            raise ValueError("link_share.value is a share of the weights, at most 1")
         return self
 
 

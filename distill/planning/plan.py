@@ -222,9 +222,7 @@ def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenario
     good = f"{GOOD_SPEEDUP}× from {needed[length]:.2f} on ({length} drafted)"
     if math.isinf(needed[length]):
         good = f"{GOOD_SPEEDUP}× at none"
-    step = (
-        f"A draft step costs {cost:.2f} T(1)." if cost else "A draft that costs nothing is assumed (see --draft-cost)."
-    )
+    step = f"A draft step costs {cost:.2f} T(1)." if cost else "A draft that costs nothing is assumed (--draft-cost)."
     return (
         f"{step} It pays from a conditional acceptance of {even.break_even:.2f} on "
         f"({even.length} drafted), gives {good}, and with every token accepted at most {top.upper_bound:.2f}× "

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from distill import processes
-from distill.data.chat_template import ChatTemplate, messages_after
+from distill.data.chat_template import ChatTemplate, messages_after, next_prompt
 from distill.data.texts import (
     Answer,
     AnswerTexts,
@@ -85,11 +85,10 @@ class AnswerRules:
 
     def next_prompt(self, prompt: Prompt, texts: list[str]) -> list[int] | None:
         """The next prompt of a conversation after answers with these texts; None where it is over."""
-        if self.template is None or prompt.chat is None or len(texts) > len(prompt.chat["turns"]):
+        if self.template is None or prompt.chat is None:
             return None
-        template = self.template.with_arguments(prompt.chat.get("arguments") or {})
         try:
-            return template.prompt(messages_after(prompt.chat, texts), prompt.chat.get("thinking"))
+            return next_prompt(self.template, prompt.chat, texts)
         except ValueError:  # the template refuses what the target wrote
             return None
 

@@ -271,11 +271,11 @@ HOT = ["--temperature", "0.9"]
         (["profile", "nothing.gguf"], "there is no file"),
         (["profile", "nothing.gguf", "--types", "q8_0"], "there is no file"),
         (["profile", "DRAFT", "--types", "q8_0"], "--types is for a GGUF file"),
-        (["profile", "nothing.gguf", "--types", "q8_9"], "q8_9 is no type"),
+        (["profile", "nothing.gguf", "--types", "q8_9"], "--types q8_9 is unknown"),
         (["profile", "nothing.gguf", "--types", "q8_0", "--depths", "8"], "--depths is for the curve of one model"),
         (["profile", "nothing.gguf", "--types", "q8_0", "--static"], "--static is for folders"),
         (["profile", "nothing.gguf", "--most-kl", "0.1"], "--most-kl is for --types"),
-        (["profile", "TARGET", "--depths", "0,8"], "a step follows at least one token"),
+        (["profile", "TARGET", "--depths", "0,8"], "at least 1"),
     ],
 )
 def test_a_wrong_command_is_one_message(
@@ -302,7 +302,9 @@ def test_export_of_a_folder_and_of_a_run(world: Path, copied: Path, tmp_path: Pa
     assert "tensors" in capsys.readouterr().out
     assert tiny.call("export-gguf", "tiny", "--runs", copied.parent, "--outtype", "bf16") == 0
     assert (copied / "gguf" / "extra" / "draft-bf16.gguf").exists()
-    assert "`q2` is unknown" in tiny.refused(capsys, "export-gguf", world / "target", "--outtype", "q2", "--to", out)
+    assert "--outtype q2 is unknown" in tiny.refused(
+        capsys, "export-gguf", world / "target", "--outtype", "q2", "--to", out
+    )
 
 
 @pytest.mark.parametrize("standalone", [False, True])

@@ -157,7 +157,7 @@ def test_a_command_without_a_package_says_so(tmp_path: Path, name: str, words: s
 def test_threads_and_load(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", str(usable_cores() + 1))
     monkeypatch.setattr(os, "getloadavg", lambda: (1e3, 0.0, 0.0))
-    monkeypatch.setattr(doctor_module, "core_limit", lambda: 0.5)  # a container's
+    monkeypatch.setattr(doctor_module.machine, "core_limit", lambda: 0.5)  # a container's
     found = findings(capsys)
     assert found["threads"]["state"] == found["load"]["state"] == "warning"
     assert "limited to 0.5" in found["cores"]["found"] and found["cores"]["remedy"] == "set OMP_NUM_THREADS=1"
@@ -180,7 +180,7 @@ def test_little_disk_and_memory(monkeypatch: Patch, capsys: Capture, tmp_path: P
 
 def test_a_build_that_leaves_instructions_unused(monkeypatch: Patch) -> None:
     module = pytest.importorskip("llama_cpp")
-    monkeypatch.setattr(doctor_module, "cpu_features", lambda: {"avx2", "fma", "avx512f"})
+    monkeypatch.setattr(doctor_module.machine, "cpu_features", lambda: {"avx2", "fma", "avx512f"})
     for more, state in ((b"", "warning"), (b" | AVX512 = 1", "fine")):
         found = b"CPU : AVX2 = 1 | FMA = 1" + more + b" | "
         monkeypatch.setattr(module, "llama_print_system_info", lambda found=found: found)

@@ -291,10 +291,7 @@ def test_context(model: Path, copied: Path) -> None:
         report = compare_pair(target, str(copied))
         assert report.context is not None and "at most 100 tokens" in report.context.remedy
         assert report.context.reason == "the draft was made for 100 tokens, 160 are to be served"
-        assert compare_pair(target, str(copied), context=100).context is None
-        assert compare_pair(target, str(copied), context=101).context is not None
         assert compare_pair(str(copied), target).context is None
-        assert compare_pair(str(copied), target, context=161).context is not None
 
 
 def test_report_as_text(model: Path, copied: Path) -> None:

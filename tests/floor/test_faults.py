@@ -352,7 +352,7 @@ def test_a_file_that_cannot_be_read_now_is_not_to_be_deleted() -> None:
     raw = disk_fault(OSError(errno.ENOSPC, "No space left on device", "/c"))
     assert raw is not None and raw.what == "the disk is full: cannot write /c"
     raw = disk_fault(Exception("Error while reading (os error 5)"))  # as safetensors words it
-    assert raw is not None and "a file cannot be read or written: Input/output error" in raw.what
+    assert raw is not None and "a file cannot be used: Input/output error" in raw.what
 
 
 @pytest.mark.parametrize(

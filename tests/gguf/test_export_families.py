@@ -181,7 +181,7 @@ def test_an_importance_matrix_is_the_models_own(form: str, wide: Path, tmp_path:
         ),
         (MATRIX | {"blk.2.attn_q.weight": MATRIX[one]}, 10, "for 1 tensors that it lacks, first blk.2.attn_q.weight"),
         ({"blk.0.ssm_in.weight": MATRIX[one]}, 10, "nothing for 14 .* and is for 1 tensors"),
-        (MATRIX | {one: MATRIX[one][:192]}, 10, f"{one} has 192 columns, here 256"),
+        (MATRIX | {one: MATRIX[one][:192]}, 10, f"{one} has 192 columns, not 256"),
         (MATRIX | {one: -MATRIX[one]}, 10, f"{one} holds values that are no mean squares"),
         (MATRIX | {one: MATRIX[one] * np.nan}, 10, f"{one} holds values that are no mean squares"),
         ({}, 10, "importance matrix"),

@@ -164,26 +164,22 @@ def test_position_acceptance_by_walking_the_drafts(pairs: list[list[tuple[int, i
 def test_interval_covers_the_mean_about_as_often_as_it_says() -> None:
     generator = numpy.random.default_rng(5)
     hits = 0
-    for trial in range(300):
+    for _ in range(300):
         counts = generator.integers(1, 9, size=40).astype(float)
         rates = generator.beta(4, 2, size=40)  # prompts differ, and their tokens with them
-        found = ratio_interval(generator.binomial(counts.astype(int), rates), counts, 400, 0.9, seed=trial)
+        found = ratio_interval(generator.binomial(counts.astype(int), rates), counts)
         assert found.low <= found.mean <= found.high
         hits += found.low <= 4 / 6 <= found.high
-    assert 0.83 <= hits / 300 <= 0.95
+    assert 0.9 <= hits / 300 <= 0.98
 
 
 def test_interval_edges() -> None:
-    assert ratio_interval([2, 4, 6], [2, 4, 6], 100, 0.95) == Interval(1, 1, 1)
-    assert ratio_interval([3], [4], 100, 0.95) == Interval(0.75, 0.75, 0.75)
+    assert ratio_interval([2, 4, 6], [2, 4, 6]) == Interval(1, 1, 1)
+    assert ratio_interval([3], [4]) == Interval(0.75, 0.75, 0.75)
     for empty in ([], [0, 0]):
-        assert all(math.isnan(x) for x in astuple(ratio_interval(empty, empty, 100, 0.95)))
-    found = ratio_interval([1, 0, 0, 0], [1, 0, 0, 0], 500, 0.95)  # most resamples count nothing
+        assert all(math.isnan(x) for x in astuple(ratio_interval(empty, empty)))
+    found = ratio_interval([1, 0, 0, 0], [1, 0, 0, 0])  # most resamples count nothing
     assert found == Interval(1, 1, 1)
-    sums, counts = [1, 5, 0, 9, 4], [10, 9, 3, 9, 7]
-    assert ratio_interval(sums, counts, 300, 0.9, seed=3) == ratio_interval(sums, counts, 300, 0.9, seed=3)
-    narrow, wide = (ratio_interval(sums, counts, 2000, c) for c in (0.6, 0.99))
-    assert wide.low < narrow.low < narrow.high < wide.high
 
 
 def small(kind: str, **further: float) -> torch.nn.Module:

@@ -11,9 +11,9 @@ from toys import save_toy, toy, toy_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill import machine
-from distill.cli.shared import read_recipe, target_settings
+from distill.cli.shared import read_recipe
 from distill.engines.pairs import compare_pair
-from distill.engines.torch.hugging_face import real_tokens
+from distill.engines.torch.hugging_face import real_tokens, settled_target
 from distill.errors import DataError
 from distill.machine import faster_type
 from distill.pipeline.preflight import check_device
@@ -129,7 +129,7 @@ def test_auto_is_a_type_that_the_processor_computes_well(
     )
     recipe = read_recipe(path, [], begun)
     assert (recipe.target.dtype, recipe.train.dtype) == (expected, expected)
-    assert target_settings("m", "auto").dtype in ("bfloat16", "float32")
+    assert settled_target("m", "auto").dtype in ("bfloat16", "float32")
     begun.write_text(dump_recipe(recipe))
     monkeypatch.setattr(machine, "cpu_features", lambda: FLAGS["old" if expected == "bfloat16" else "zen4"][0])
     assert read_recipe(path, [], begun) == recipe != read_recipe(path, [])

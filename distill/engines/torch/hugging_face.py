@@ -40,7 +40,7 @@ from distill.folders import (
 from distill.gguf.importing import check_import, folder_of, is_gguf
 from distill.machine import has_instructions
 from distill.processes import process_count
-from distill.recipe import Recipe, Target, is_path
+from distill.recipe import Recipe, Target, is_path, parse_section
 from distill.vocabulary.files import follow_file, opening_of, refuse_tables, with_opening, without_panic
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.md", "tokenizer.model"]  # of a model on the hub: all but its weights
@@ -57,6 +57,12 @@ def settled_type(dtype: str, device: torch.device) -> str:
         return dtype
     fast = has_instructions("bfloat16") is True if device.type == CPU else has_fast_bfloat16(device)
     return "bfloat16" if fast else "float32"
+
+
+def settled_target(model: str, dtype: str, device: str = "auto") -> Target:
+    """A target that no recipe names, in a type that this machine has instructions for where that is `auto`."""
+    target = parse_section(Target, {"model": model, "dtype": dtype})
+    return target.model_copy(update={"dtype": settled_type(target.dtype, pick_device(device))})
 
 
 def settle_types(recipe: Recipe, begun: Recipe | None = None) -> Recipe:
