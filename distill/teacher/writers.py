@@ -47,7 +47,7 @@ def require_gguf(target: str, path: str, setting: str) -> VocabularyMetadata:
     pair = compare_pair(target, path)
     if pair.distill is not None:
         raise PairError(
-            f"{setting}: {path} has other tokens than {target}: {pair.distill}",
+            f"{setting}: {path} has other tokens than {target}: {pair.distill.reason}",
             "give a GGUF file of the same target, or set target.model to the model that it was made from",
         )
     return pair.draft
