@@ -87,7 +87,7 @@ def test_the_command_says_what_a_transplant_opens(tmp_path: Path, capsys: pytest
     arguments = ("transplant", donor, target, tmp_path / "new", "--text")
     said = tiny.shown(capsys, *arguments, text)
     assert "of 5 tokens of the text, 40.0% are not in the donor's vocabulary" in said and "(' ab' 40.0%)" in said
-    assert "does not exist" in tiny.refused(
+    assert "there is no file" in tiny.refused(
         capsys, "transplant", donor, target, tmp_path / "newer", "--text", tmp_path / "nowhere"
     )
 
