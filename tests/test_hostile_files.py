@@ -38,7 +38,6 @@ from distill.run import Run
 from distill.surgery.layers import read_changes
 from distill.surgery.subtokens import check_transplant
 from distill.tables import document
-from distill.teacher.stage import stored_entries
 from distill.teacher.store import read_manifest
 from distill.training.checkpoints import checkpoints, load_checkpoint
 from distill.training.results import training_steps
@@ -287,7 +286,6 @@ def test_an_embedding_without_lengths(copied: Path) -> None:
         (load_calibrations, {"format": 1, "fits": {"context": {"kind": "Power", "fields": {}}}}),
         (lambda path: read_ranks(read_json(path, {}), str(path)), []),
         (load_texts, {"texts": {"prompt": 1}}),
-        (stored_entries, {"k": "8"}),
         *((lambda path: read_changes(path.parent), content) for content in ([], {"changes": 3}, "", "{")),
         *((lambda path: read_kept(path.parent), content) for content in ([], "{")),
         *(
@@ -303,21 +301,10 @@ def test_artifacts(tmp_path: Path, read: Any, content: Any) -> None:
         read(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("shard_blocks", [[1]]),
-        ("shard_blocks", []),
-        ("kind", []),
-        ("kind", "other"),
-        ("temperatures", ["1"]),
-        ("k", None),
-    ],
-)
-def test_manifest_of_a_teacher(copied: Path, key: str, value: Any) -> None:
-    edit(copied / "teacher" / "manifest.json", **{key: value})
+def test_manifest_of_a_teacher(copied: Path, world: Path) -> None:
+    edit(copied / "teacher" / "manifest.json", shard_blocks=[])
     with pytest.raises(DataError, match=r"manifest\.json is damaged"):
-        read_manifest(copied / "teacher")
+        read_manifest(Run(copied, load_recipe(world / "recipe.yaml")))
 
 
 @pytest.mark.parametrize("key", ["generation", "run", "files", "traffic"])

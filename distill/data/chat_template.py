@@ -207,7 +207,8 @@ class ChatTemplate:
         if last.get("tool_calls") and not ended:
             raise ValueError("a tool call that was cut short")
         if opening and THOUGHT not in last:
-            last["content"] = _without_opening(last["content"], opening)
+            if (beginning := last["content"].lstrip()).startswith(opening):  # it repeats what its prompt opened
+                last["content"] = beginning.removeprefix(opening).lstrip("\n")
             if THOUGHTS[opening] not in last["content"]:
                 raise ValueError(f"an answer that never closes the {opening} that its prompt ends with")
         within, closing, behind = last["content"].partition(CLOSING)
@@ -287,12 +288,6 @@ class PlainTexts(ChatTemplate):
         if not ids:
             raise ValueError("its texts begin with no token of their own")
         return UserHeader(decoded(self.tokenizer, ids), ids, None)
-
-
-def _without_opening(content: str, opening: str) -> str:
-    """An answer that repeats what its prompt opened, without that."""
-    beginning = content.lstrip()
-    return beginning.removeprefix(opening).lstrip("\n") if beginning.startswith(opening) else content
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -297,7 +297,7 @@ def _choices(kind: str, events: Iterator[dict[str, Any]]) -> list[dict[str, Any]
         if end == "stop":
             own["stop_reason"] = None  # an end token: stop strings have a type of their own
         for piece in event.get("choices", [own]):
-            new: dict[str, Any] = {"texts": [], "more": {}, "calls": {}, "end": None, "fault": "", "model": ""}
+            new: dict[str, Any] = {"text": "", "more": {}, "calls": {}, "end": None, "fault": "", "model": ""}
             one = found.setdefault(piece.get("index", 0), new)
             part = piece if kind != CHAT else piece.get("message") or piece.get("delta") or {}
             if part.get("function_call"):
@@ -307,14 +307,12 @@ def _choices(kind: str, events: Iterator[dict[str, Any]]) -> list[dict[str, Any]
                     one["more"][name] = one["more"][name] + value if name in one["more"] else value
             for place, call in enumerate(part.get("tool_calls") or () if kind == CHAT else ()):
                 _add_call(one["calls"].setdefault(call.get("index", place), {}), call)
-            one["texts"].append(part.get("text" if kind != CHAT else "content") or "")
+            one["text"] += part.get("text" if kind != CHAT else "content") or ""
             one["end"] = piece.get("finish_reason") or one["end"]
             one["ended_by"] = piece.get("stop_reason", "unknown")  # vLLM: the stop string, None for an end token
             one["model"] = event.get("model") or one["model"]
     if not found:
         raise LeftOut("an empty answer")
-    for one in found.values():
-        one["text"] = "".join(one["texts"])
     return [found[index] for index in sorted(found)]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -47,6 +48,14 @@ class Packed:
         first = None if self.first is None else self.first[index]
         return Packed(self.ids[index], self.documents[index], self.positions[index], self.mask[index], first)
 
+    def batches(self, size: int) -> list[Packed]:
+        """The blocks in order, up to `size` of them at a time."""
+        return [self.take(slice(start, start + size)) for start in range(0, len(self), size)]
+
+    def to(self, device: torch.device) -> Packed:
+        """The same blocks on a device, where their documents have no numbers among all."""
+        return Packed(*(tensor.to(device) for tensor in self.tensors().values()))
+
     def labels(self) -> Tensor:
         """The next token [n, S]; meaningless where `mask` is false."""
         return torch.roll(self.ids, -1, dims=1)
@@ -63,16 +72,12 @@ class Packed:
 
     def save(self, path: Path, numbered: bool = False) -> None:
         """Write a safetensors file; `numbered`: with `first`."""
-        from safetensors.torch import save_file
-
         more = {"first": self.first} if numbered and self.first is not None else {}
         save_file({name: value.contiguous() for name, value in {**self.tensors(), **more}.items()}, str(path))
 
     @classmethod
     def load(cls, path: Path) -> Packed:
         """Read what `save` wrote."""
-        from safetensors.torch import load_file
-
         found = load_file(str(path))
         return cls(found["ids"], found["documents"], found["positions"], found["mask"], found.get("first"))
 
@@ -230,6 +235,12 @@ def hidden_states(model: Any, blocks: Packed) -> Tensor:
     return _over(model, blocks, model.base_model, "last_hidden_state")
 
 
+def scored_states(model: Any, blocks: Packed) -> Tensor:
+    """The hidden states [N, H] at the scored positions, in order."""
+    hidden = hidden_states(model, blocks)
+    return hidden[blocks.mask.to(hidden.device)]
+
+
 def packed_logits(model: Any, blocks: Packed) -> Tensor:
     """The model's own logits [n, S, V]."""
     return _over(model, blocks, model, "logits")
@@ -291,19 +302,17 @@ def _shaped(model: Any, mask: Tensor) -> Tensor:
 
 
 def document_segments(documents: Tensor, window: int | None) -> Tensor:
-    """The documents of blocks [n, S] in the place of a mask: int32 [1, 1, K, 4] of block, first position, end, window.
+    """The documents of blocks [n, S] in the place of a mask, and the padding between them: int32 [1, 1, K, 2] of length
+    and window, block by block.
 
-    A window of 0 is none; otherwise a position attends to that many, itself included. Padding is in no segment.
+    A window of 0 is none, PADDING marks padding; otherwise a position attends to that many, itself included.
     """
-    rows = []
-    for block, row in enumerate(documents.tolist()):
-        start = 0
-        for end in range(1, len(row) + 1):
-            if end == len(row) or row[end] != row[start]:
-                if row[start] >= 0:
-                    rows.append([block, start, end, window or 0])
-                start = end
-    return torch.tensor(rows, dtype=torch.int32).view(1, 1, -1, 4)
+    spans: list[tuple[int, int]] = []
+    for row in documents.cpu():
+        numbers, lengths = row.unique_consecutive(return_counts=True)
+        windows = [PADDING if number == PADDING else window or 0 for number in numbers.tolist()]
+        spans += zip(lengths.tolist(), windows, strict=True)
+    return torch.tensor(spans, dtype=torch.int32).view(1, 1, -1, 2)
 
 
 @cache
@@ -326,7 +335,7 @@ def attend_within(
 ) -> Tensor:
     """Causal attention [n, S, h, d] within each segment; query [n, h, S, d], key and value [n, fewer heads, S, d].
 
-    Zeros outside all segments. A CPU computes in fp32, in which its kernels are quicker than in narrower types.
+    Zeros in padding. A CPU computes in fp32, in which its kernels are quicker than in narrower types.
     """
     shared, kind = query.shape[1] // key.shape[1], value.dtype
     cpu = query.device.type == "cpu"
@@ -336,14 +345,14 @@ def attend_within(
         # Not on every device and for every type has torch a kernel for fewer key heads that needs no S × S scores.
         key, value, shared = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1), 1
     options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": shared > 1}
-    spans = _spans(segments.flatten(0, 2).tolist(), len(query), query.shape[2])
+    spans = segments.flatten(0, 2).tolist()
     # Split once: the gradient of each of many slices would be a tensor of the whole batch's size.
     pieces = [x.transpose(1, 2).flatten(0, 1).split([length for length, _ in spans]) for x in (query, key, value)]
     outputs: list[Tensor] = []
     with torch.autocast(query.device.type, enabled=not cpu and torch.is_autocast_enabled(query.device.type)):
         for (length, window), *document in zip(spans, *pieces, strict=True):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in document)
-            if window is None:
+            if window == PADDING:
                 output = q.new_zeros(1, q.shape[1], length, v.shape[-1])
             elif window == 0 or length <= window:
                 output = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
@@ -351,18 +360,6 @@ def attend_within(
                 output = _windowed(q, k, v, window, options)
             outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs).to(kind).unflatten(0, (len(query), -1))
-
-
-def _spans(segments: list[list[int]], blocks: int, size: int) -> list[tuple[int, int | None]]:
-    """The length and the window of every document of n blocks of S positions, and of the padding (None) behind it."""
-    spans: list[tuple[int, int | None]] = []
-    last = 0
-    for block, start, end, window in segments:
-        if block * size + start > last:
-            spans.append((block * size + start - last, None))
-        spans.append((end - start, window))
-        last = block * size + end
-    return [*spans, (blocks * size - last, None)] if last < blocks * size else spans
 
 
 def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, options: dict[str, Any]) -> Tensor:

@@ -13,11 +13,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from distill.errors import DataError
-from distill.files import Result, from_json, has_form, parse_object, write_text
+from distill.files import Result, from_json, parse_object, read_utf8, write_text
 from distill.run import Run
 
 Ids = list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]]  # token ids are stored as int32
-CHAT = {"messages": [{"role": str, "content": str}], "turns": [str]}  # of a prompt that has a conversation
 LACKING = 0.25  # see lacking_classes
 
 
@@ -171,13 +170,9 @@ def prompt_seed(seed: int, prompt_id: str) -> int:
 def _read_lines(path: Path, stage: str, kind: type[Result]) -> list[Result]:
     """The lines of a jsonl file, whose unknown fields do not count."""
     again = f"make it again with `distill train RECIPE --redo {stage}`"
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", again) from None
     records = []
-    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
-        record = parse_object(line)
+    for number, line in enumerate(read_utf8(path).splitlines(), 1):
+        record = parse_object(line.encode())
         if isinstance(record, str):
             raise DataError(f"{path} is damaged: line {number}: {record}", again)
         records.append(from_json(record, kind, f"{path} is damaged: line {number}", again))
@@ -199,10 +194,7 @@ def read_prompts(run: Run, split: str) -> list[Prompt]:
         path = run.path(stage, f"prompts-{split}.jsonl")
         if stage == "answers" and not path.exists():
             continue
-        own = _read_lines(path, stage, Prompt)
-        if not all(has_form(prompt.chat, CHAT) for prompt in own if prompt.chat is not None):
-            raise DataError(f"{path}: a conversation is damaged", f"`--redo {stage}` makes it again")
-        prompts += own
+        prompts += _read_lines(path, stage, Prompt)
     return prompts
 
 

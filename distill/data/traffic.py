@@ -14,17 +14,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distill.data.messages import THINKING, THOUGHT, normal
 from distill.data.sources import split_of
 from distill.data.texts import Answer, Prompt, is_looping, write_lines
 from distill.errors import DataError
 from distill.files import has_form, names_of, parse_object, read_json, write_json
+from distill.recipe import Chat, Recipe
 from distill.run import Run
-
-if TYPE_CHECKING:
-    from distill.recipe import Chat, Recipe
 
 PIN = "traffic (content)"  # the entry in the answers stage's key that identifies the lines read
 SOURCE = "traffic"

@@ -118,11 +118,6 @@ class FileHead:
             self.sizes[name] = size
 
     @property
-    def tables(self) -> tuple[dict[str, Any], ...]:
-        """What is kept of each tensor."""
-        return self.shapes, self.kinds, self.places, self.sizes
-
-    @property
     def architecture(self) -> str:
         """llama.cpp's name of the architecture, below which the model's own keys stand."""
         return self.text("general.architecture") or self.refuse("it names no architecture")
@@ -235,33 +230,24 @@ def known_type(number: int) -> GGMLQuantizationType | None:
 
 # By number, as in ggml.h: types that llama.cpp removed or added since the gguf package, and ik_llama.cpp's own.
 OTHER_TYPES = {
-    **{31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8", 42: "q2_0"},
-    **{
-        36: "i2_s",
-        97: "q8_0_x4",
-        98: "q8_1_x4",
-        99: "q8_2_x4",
-        133: "q6_0",
-        134: "iq1_bn",
-        135: "iq2_bn",
-        136: "q8_k64",
-    },
+    **{31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 36: "i2_s", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8", 42: "q2_0"},
+    **{97: "q8_0_x4", 98: "q8_1_x4", 99: "q8_2_x4", 133: "q6_0", 134: "iq1_bn", 135: "iq2_bn", 136: "q8_k64"},
     **{137 + index: f"iq{bits}_k" for index, bits in enumerate((2, 3, 4, 5, 6))},
     **{142: "iq2_tn", 143: "iq1_tn", 144: "iq4_ks", 145: "iq2_ks", 146: "iq4_kss", 147: "q8_k16", 148: "q8_k32"},
     **{149: "q8_kr8", 150: "q8_k128", 151: "q8_kv", 152: "iq5_ks", 153: "iq2_kt", 154: "iq3_kt", 155: "iq4_kt"},
-    **{156: "iq3_ks", 157: "iq2_kl", 158: "iq1_kt", 202: "q4_0_r8", 206: "q5_0_r4", 208: "q8_0_r8", 210: "q2_k_r4"},
-    **{211: "q3_k_r4", 212: "q4_k_r4", 213: "q5_k_r4", 214: "q6_k_r4", 216: "iq2_xxs_r4", 217: "iq2_xs_r4"},
-    **{218: "iq3_xxs_r4", 219: "iq1_s_r4", 220: "iq4_nl_r4", 221: "iq3_s_r4", 222: "iq2_s_r4", 223: "iq4_xs_r8"},
-    **{229: "iq1_m_r4", 230: "bf16_r16", 233: "q6_0_r4", 335: "iq2_bn_r4", 337: "iq2_k_r4", 338: "iq3_k_r4"},
-    **{339: "iq4_k_r4", 340: "iq5_k_r4", 344: "iq4_ks_r4", 352: "iq5_ks_r4", 353: "mxfp4_r8", 397: "q8_k_r16"},
-    **{398: "q8_kv_r8", 399: "q8_k_r8"},
+    **{156: "iq3_ks", 157: "iq2_kl", 158: "iq1_kt", 202: "q4_0_r8", 208: "q8_0_r8", 223: "iq4_xs_r8"},
+    **{230: "bf16_r16", 233: "q6_0_r4", 353: "mxfp4_r8", 397: "q8_k_r16", 398: "q8_kv_r8", 399: "q8_k_r8"},
 }
+REPACKED = 200  # how far the numbers of types whose rows lie four together are from those of the same types in order
 
 
 def type_name(number: int) -> str:
     """A type's name, such as q4_k, or its number where none is known."""
     kind = known_type(number)
-    return kind.name.lower() if kind is not None else OTHER_TYPES.get(number, f"type {number}")
+    name = kind.name.lower() if kind is not None else OTHER_TYPES.get(number)
+    if name is None and number > REPACKED and not (plain := type_name(number - REPACKED)).startswith("type "):
+        name = f"{plain}_r4"
+    return name or f"type {number}"
 
 
 def open_head(path: Path) -> FileHead:
@@ -288,8 +274,8 @@ def open_head(path: Path) -> FileHead:
         doubled = more.shapes.keys() & head.shapes.keys()
         if doubled:
             more.refuse(f"an earlier part holds {min(doubled)} too", "copy the parts again, all from one model")
-        for table, added in zip(head.tables, more.tables, strict=True):
-            table.update(added)
+        for table in ("shapes", "kinds", "places", "sizes"):
+            getattr(head, table).update(getattr(more, table))
         head.bytes += more.bytes
     total = head.values.get("split.tensors.count", len(head.shapes))
     if total != len(head.shapes):

@@ -326,15 +326,15 @@ class ImportedTokenizer:
 
 
 def read_tokenizer(head: FileHead) -> ImportedTokenizer:
-    """The tokenizer of a file's head; DataError, with the name, for a kind or a pre-tokenizer that is not known."""
+    """The tokenizer of a loadable file's head (see require_loadable); DataError, with the name, for a kind or a
+    pre-tokenizer that is not known."""
     kind = head.text("tokenizer.ggml.model") or head.refuse("it holds no tokenizer")
     if kind not in KINDS:
         head.refuse(f"its tokenizer is of the kind {kind!r}", f"known: {', '.join(KINDS)}; give the model's folder")
-    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(head.texts("tokenizer.ggml.tokens"))]
+    named = head.texts("tokenizer.ggml.tokens") or head.refuse("it holds no tokens")
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(named)]
     types = head.numbers("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     scores = head.numbers("tokenizer.ggml.scores") or [0.0] * len(tokens)
-    if not tokens or len(types) != len(tokens) or len(scores) != len(tokens):
-        head.refuse(f"{len(tokens)} tokens, {len(types)} types and {len(scores)} scores do not belong together")
     real = [types[index] != UNUSED or token != f"[PAD{index}]" for index, token in enumerate(tokens)]
     if len({token for index, token in enumerate(tokens) if real[index]}) < sum(real):
         head.refuse("two of its tokens are the same text", "no tokenizer of transformers can hold such a vocabulary")
@@ -371,12 +371,9 @@ def _ids(head: FileHead, tokens: int) -> dict[str, int]:
     """The ids that the file names, by role; eos by llama.cpp's default where it names none."""
     ids: dict[str, int] = {}
     for role in (*NAMED_ROLES, *TURN_ENDS, *FILL_ROLES):
-        number = head.values.get(token_key(role))
-        if number is None or number == NO_TOKEN:
-            continue
-        if not isinstance(number, int) or not 0 <= number < tokens:
-            head.refuse(f"{token_key(role)} is {number!r}, and it has {tokens} tokens")
-        ids[role] = number
+        number = head.values.get(token_key(role), NO_TOKEN)
+        if number != NO_TOKEN:
+            ids[role] = number
     if "eos" not in ids:
         default = stated_ends(head).eos
         if default is None or default >= tokens:

@@ -28,8 +28,8 @@ from distill.gguf.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, 
 from distill.gguf.head import FileHead, known_type, open_head, type_name
 from distill.gguf.imported import ImportedTokenizer, configuration, read_tokenizer, sizes_of
 from distill.gguf.library import require_loadable
-from distill.gguf.tensors import PART_VALUES, ValuesProgress
-from distill.progress import note
+from distill.gguf.tensors import PART_VALUES
+from distill.progress import Progress, note
 
 # ── The tensors as model.safetensors: dequantised and put back into Hugging Face's order ──
 # A tensor is read, converted and written some rows at a time, so that memory does not grow with the model.
@@ -75,8 +75,6 @@ class Source:
         for first in range(0, rows, step):
             count = min(step, rows - first)
             data = np.fromfile(self.path, np.uint8, count * row_bytes, offset=self.start + first * row_bytes)
-            if len(data) < count * row_bytes:
-                raise DataError(f"{self.path} is cut short within {self.name}", "copy the file again")
             floats = np.ascontiguousarray(gguf.quants.dequantize(data.reshape(count, row_bytes), self.kind), np.float32)
             if not np.isfinite(floats).all():
                 raise DataError(f"{self.path}: {self.name} holds NaN or infinity", "copy or convert the file again")
@@ -176,9 +174,10 @@ def stored_types(tensors: Mapping[str, Source], dtype: Dtype | None) -> dict[str
     return types
 
 
-def write_weights(place: Path, tensors: Mapping[str, Source], types: Mapping[str, str]) -> None:
+def write_weights(place: Path, imported: Import) -> None:
     """Write a safetensors file; DataError for a value that its type cannot hold."""
-    progress = ValuesProgress(sum(source.values for source in tensors.values()))
+    tensors, types = imported.tensors, imported.types
+    progress = Progress("tensors", len(tensors), brief=True)
     with place.open("wb") as file:
         write_header(file, {name: (types[name], source.shape) for name, source in tensors.items()})
         for name, source in tensors.items():
@@ -190,7 +189,7 @@ def write_weights(place: Path, tensors: Mapping[str, Source], types: Mapping[str
                         "use --dtype float32",
                     )
                 file.write(values.data.cast("B"))
-                progress.add(part.size)
+            progress.step()
 
 
 # ── The folder: one that the user names, or one in the cache ──
@@ -283,7 +282,7 @@ def write_import(imported: Import, out: Path) -> None:
 
     def write(folder: Path) -> None:
         _write_small(folder, imported)
-        write_weights(folder / WEIGHTS, imported.tensors, imported.types)
+        write_weights(folder / WEIGHTS, imported)
 
     write_folder(out, write)
 
@@ -304,9 +303,7 @@ def folder_of(reference: str, weights: bool = True) -> Path:
         note(
             f"importing {path.name} to {folder} ({imported.bytes / 1e6:.0f} MB; the folder can be deleted at any time)"
         )
-        write_atomically(
-            folder / WEIGHTS, lambda place: write_weights(place, imported.tensors, imported.types), several=True
-        )
+        write_atomically(folder / WEIGHTS, lambda place: write_weights(place, imported), several=True)
     return folder
 
 

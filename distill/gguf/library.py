@@ -215,11 +215,7 @@ def model_settings(options: GgufOptions) -> tuple[Any, list[Any]]:
     return settings, kept
 
 
-FLASH_ATTENTION = {
-    "on": "LLAMA_FLASH_ATTN_TYPE_ENABLED",
-    "off": "LLAMA_FLASH_ATTN_TYPE_DISABLED",
-    "auto": "LLAMA_FLASH_ATTN_TYPE_AUTO",
-}
+FLASH_ATTENTION = {"on": "ENABLED", "off": "DISABLED", "auto": "AUTO"}  # by llama.cpp's names
 
 
 def fill_context(settings: Any, options: GgufOptions) -> None:
@@ -231,7 +227,7 @@ def fill_context(settings: Any, options: GgufOptions) -> None:
     if options.library == "ik":
         settings.flash_attn = options.flash_attn != "off"
     else:
-        settings.flash_attn_type = getattr(library(), FLASH_ATTENTION[options.flash_attn])
+        settings.flash_attn_type = getattr(library(), f"LLAMA_FLASH_ATTN_TYPE_{FLASH_ATTENTION[options.flash_attn]}")
         settings.kv_unified = settings.n_seq_max > 1
     settings.type_k = cache_type(options.cache_type_k)
     settings.type_v = cache_type(options.cache_type_v)

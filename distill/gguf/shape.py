@@ -184,16 +184,8 @@ def _window(values: _Config, kind: str, context: int, layers: int) -> tuple[int 
         return values.number("sliding_window"), period, (unread,) if period != family.full_every else ()
     if kind in ("mistral", "phi3") and config.get("sliding_window") is not None:
         size = values.number("sliding_window")
-        if size < context:
-            return (
-                None,
-                0,
-                (
-                    f"llama.cpp has no sliding window for {kind}: beyond {size} tokens its layers see more than they "
-                    "were trained to",
-                ),
-            )
-        return None, 0, ()
+        unread = f"llama.cpp has no sliding window for {kind}: beyond {size} tokens its layers see more than they were "
+        return None, 0, (f"{unread}trained to",) if size < context else ()
     if config.get("use_sliding_window") or "sliding_attention" in (types or []):
         values.refuse("sliding-window attention")
     return None, 0, ()

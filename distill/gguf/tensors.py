@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distill.errors import DataError
 from distill.folders import Floats, Stored, stored_tensors, to_floats
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 F16_MAX = 65504.0
 PART_VALUES = 2**21  # converted at a time, when written by each thread
-REPORTED_VALUES = 2**28  # below, a file is written too fast for lines of progress
 CHECK = "check that config.json belongs to these weights"
 
 
@@ -131,55 +129,37 @@ def write_tensors(tensors: list[GgufTensor], outputs: Sequence[Output]) -> None:
 
     Raises DataError for values that are not finite or too large for a type, OSError for a full disk.
     """
-    progress = ValuesProgress(len(outputs) * sum(math.prod(tensor.shape) for tensor in tensors))
+    progress = Progress("tensors", len(tensors), brief=True)
     workers = min(4, os.cpu_count() or 1)
-    waiting: deque[Future[list[NDArray[np.uint8]]]] = deque()
+    waiting: deque[Future[list[bytes]]] = deque()
 
     def write_first() -> None:
         for output, data in zip(outputs, waiting.popleft().result(), strict=True):
-            output.file.write(data.data)
+            output.file.write(data)
 
     with ThreadPoolExecutor(workers) as pool:
         for tensor, *kinds in zip(tensors, *(output.kinds for output in outputs), strict=True):
-            rows, width = tensor.shape[0], math.prod(tensor.shape[1:])
-            step = rows if tensor.whole else max(1, PART_VALUES // width)
+            rows = tensor.shape[0]
+            step = rows if tensor.whole else max(1, PART_VALUES // math.prod(tensor.shape[1:]))
             for first in range(0, rows, step):
-                count = min(step, rows - first)
-                waiting.append(pool.submit(_converted, tensor, first, count, kinds))
-                progress.add(count * width * len(outputs))
+                waiting.append(pool.submit(_converted, tensor, first, min(step, rows - first), kinds))
                 if len(waiting) > 2 * workers:
                     write_first()
+            progress.step()
         while waiting:
             write_first()
 
 
-class ValuesProgress:
-    """Lines of progress in millions of values; none for a file that is written too fast for them."""
-
-    def __init__(self, total: int) -> None:
-        self._done = 0
-        self._lines = Progress("million values", max(1, total // 10**6)) if total > REPORTED_VALUES else None
-
-    def add(self, count: int) -> None:
-        """Count so many values more."""
-        before, self._done = self._done // 10**6, self._done + count
-        if self._lines is not None and self._done // 10**6 > before:
-            self._lines.step(self._done // 10**6 - before)
-
-
-def _converted(
-    tensor: GgufTensor, first: int, count: int, kinds: Sequence[GGMLQuantizationType]
-) -> list[NDArray[np.uint8]]:
+def _converted(tensor: GgufTensor, first: int, count: int, kinds: Sequence[GGMLQuantizationType]) -> list[bytes]:
     """Rows of a tensor in each of the types, the last ones with the padding behind the tensor."""
     import gguf
 
     floats, parts = np.ascontiguousarray(tensor.read(first, count)), []
     for kind in kinds:
         _require_range(tensor.name, floats, kind)
-        data = np.ascontiguousarray(gguf.quants.quantize(floats, kind)).view(np.uint8).ravel()
         last = first + count == tensor.shape[0]
         padding = -tensor_bytes(tensor.shape, kind) % gguf.GGUF_DEFAULT_ALIGNMENT if last else 0
-        parts.append(np.pad(data, (0, padding)) if padding else data)
+        parts.append(gguf.quants.quantize(floats, kind).tobytes() + bytes(padding))
     return parts
 
 

@@ -12,7 +12,10 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from distill.errors import DataError
 from distill.files import read_utf8
@@ -32,9 +35,6 @@ from distill.vocabulary.vocabulary import NAMED_ROLES, SPACE, named_id
 
 # ── SentencePiece BPE in llama.cpp's terms: spaces as ▁ and bytes as <0x..> ──
 # `tokenizer.model` is SentencePiece's own file (protobuf ModelProto), the only one with the scores of the pieces.
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 PIECES, TEXT, SCORE, KIND = 1, 1, 2, 3  # field numbers of ModelProto and of ModelProto.SentencePiece
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -165,9 +165,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 # ── A Hugging Face tokenizer (byte-level or SentencePiece BPE) as llama.cpp's tokenizer.ggml.* keys ──
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 STATES_PREFIX = ("llama", "smollm3", "granite")  # architectures whose files repeat the settings' add_prefix_space
 GEMMA_TURN_END = (107, "<end_of_turn>")
@@ -384,8 +381,6 @@ def _find_pre_type(path: Path, tokenizer: Tokenizer, exported: GgufTokenizer) ->
 
 def _merges_reach_every_token(content: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
     """Whether merging alone yields each token from its own bytes, so that ignore_merges changes nothing."""
-    from tokenizers.models import BPE
-
     model = content["model"]
     plain = BPE(model["vocab"], merge_pairs(model), ignore_merges=False)
     added = {token["content"] for token in content.get("added_tokens") or []}

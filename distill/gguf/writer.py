@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from distill.errors import DataError
 from distill.files import remove_left, write_atomically
@@ -103,8 +102,6 @@ def _ggml_type(kind: str) -> Any:
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
-    from distill.gguf.head import TensorRow
-
 
 @dataclass(frozen=True)
 class WrittenFile:
@@ -142,9 +139,6 @@ def export_files(
     for outtype in outputs.values():
         if outtype not in OUTTYPES:
             raise DataError(f"outtype {outtype!r} is unknown", hint=f"use one of {', '.join(OUTTYPES)}")
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder", hint="give a Hugging Face model folder")
     shape = read_shape(folder)
     tokenizer = read_tokenizer(folder, shape.vocabulary, shape.architecture)
     model = _Model(folder, origin, shape, tokenizer, read_tensors(folder, shape))
@@ -218,6 +212,9 @@ def _tensor_type(tensor: GgufTensor, outtype: str) -> GGMLQuantizationType:
 
 def _write(model: _Model, types: Mapping[Path, str]) -> None:
     """Write a file of each type: the heads first, then every tensor to all of them."""
+    import gguf
+
+    parameters = sum(math.prod(tensor.shape) for tensor in model.tensors)
     with contextlib.ExitStack() as stack:
         outputs = []
         for path, outtype in types.items():
@@ -226,19 +223,12 @@ def _write(model: _Model, types: Mapping[Path, str]) -> None:
                 (t.name, t.shape, kind, tensor_bytes(t.shape, kind))
                 for t, kind in zip(model.tensors, kinds, strict=True)
             ]
-            _write_head(path, model, outtype, rows)
+            writer = gguf.GGUFWriter(path=None, arch=model.shape.architecture)
+            add_general_fields(writer, model.folder, model.origin, outtype, parameters)
+            add_model_fields(writer, model.shape)
+            add_tokenizer(writer, model.tokenizer)
+            write_head(path, writer, rows)
             file = stack.enter_context(path.open("r+b"))
             file.seek(0, os.SEEK_END)
             outputs.append(Output(file, kinds))
         write_tensors(model.tensors, outputs)
-
-
-def _write_head(path: Path, model: _Model, outtype: str, rows: list[TensorRow]) -> None:
-    import gguf
-
-    writer = gguf.GGUFWriter(path=None, arch=model.shape.architecture)
-    parameters = sum(int(np.prod(tensor.shape)) for tensor in model.tensors)
-    add_general_fields(writer, model.folder, model.origin, outtype, parameters)
-    add_model_fields(writer, model.shape)
-    add_tokenizer(writer, model.tokenizer)
-    write_head(path, writer, rows)

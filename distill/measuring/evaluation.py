@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distill import divergences
-from distill.data.packing import Packed, hidden_states, pack, scored_documents
+from distill.data.packing import Packed, pack, scored_documents, scored_states
 from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
 from distill.data.texts import read_prompts
 from distill.decoding.decode import Round
@@ -182,8 +182,7 @@ def stored_values(store: TeacherStore, blocks: Packed, index: range, name: str, 
     of their documents."""
     for block in index:
         one = blocks.take(slice(block, block + 1))
-        hidden = hidden_states(draft, one)
-        hidden = hidden[one.mask.to(hidden.device)]
+        hidden = scored_states(draft, one)
         labels = one.labels()[one.mask]
         teacher = store.teacher(torch.tensor([block]), hidden.device)
         end = 0  # among the block's scored positions, which run through its documents in turn

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from distill import divergences
-from distill.data.packing import Packed, hidden_states, pack
+from distill.data.packing import Packed, hidden_states, pack, scored_states
 from distill.devices import doubled
 from distill.engines.pairs import require_pair
 from distill.engines.torch.hugging_face import (
@@ -69,10 +69,7 @@ States = list[list[Tensor]]  # of each kept layer, of each batch of blocks, [n, 
 @torch.no_grad()
 def states_behind(model: Any, kept: Sequence[int], blocks: Packed) -> States:
     """The stream of the uncut model where each of the `kept` layers (ascending) is to end: what the next one reads, and
-    behind the last layer.
-
-    Raises DataError when the blocks hold no token.
-    """
+    behind the last layer."""
     readers = [*layers_of(model), model.base_model.norm]
     ends = [*kept[1:], len(readers) - 1]
     states: States = [[] for _ in ends]
@@ -95,7 +92,7 @@ def refit_layers(
 
     Returns JSON-able details: the ridge taken (null: none helped), all losses, and per refitted layer the mean squared
     error of the stream behind it, relative to the stream, without its refit and with it. Raises DataError where the
-    loss is never finite, or the blocks hold no token.
+    loss is never finite.
     """
     downs = [layer.mlp.down_proj for layer in layers_of(model)]
     start = [down.weight.detach() for down in downs]
@@ -198,10 +195,10 @@ class TargetDistributions:
     @torch.inference_mode()
     def measure(cls, target: Any, blocks: Packed, vocabulary: int) -> TargetDistributions:
         """One forward pass of the target over the blocks."""
-        parts, starts = [], range(0, len(blocks), BATCH)
-        progress = Progress("the target's distributions, batches", len(starts), brief=True)
-        for i in starts:
-            logits = scored_logits(target, blocks.take(slice(i, i + BATCH)))
+        parts, batches = [], blocks.batches(BATCH)
+        progress = Progress("the target's distributions, batches", len(batches), brief=True)
+        for batch in batches:
+            logits = scored_logits(target, batch)
             parts.append(compress(logits, min(STORED, vocabulary - 1), vocabulary))
             progress.step()
         columns = (torch.cat([getattr(p, name).cpu() for p in parts]) for name in TeacherChunk.__dataclass_fields__)
@@ -222,8 +219,8 @@ class TargetDistributions:
         """KL(target ‖ model) in nats, the mean over the scored positions. All tokens outside the stored entries are one
         bucket, so it is a lower bound of the full KL, and close to it with this many entries."""
         total, at = 0.0, 0
-        for start in range(0, len(self.blocks), BATCH):
-            logits = scored_logits(model, self.blocks.take(slice(start, start + BATCH))).float()
+        for batch in self.blocks.batches(BATCH):
+            logits = scored_logits(model, batch).float()
             logits[:, self.vocabulary :] = -torch.inf
             rows = slice(at, at + len(logits))
             at += len(logits)
@@ -237,8 +234,7 @@ class TargetDistributions:
 
 def scored_logits(model: Any, part: Packed) -> Tensor:
     """Logits [N, V] of a model at the scored positions of some blocks, in order."""
-    hidden = hidden_states(model, part)
-    return head_logits(model, hidden[part.mask.to(hidden.device)])
+    return head_logits(model, scored_states(model, part))
 
 
 # ── What a recipe's cuts need, from configurations alone: possible sizes, a draft smaller than its target ──

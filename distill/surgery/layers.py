@@ -6,8 +6,9 @@ Legend: L layers, n layers dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,24 +33,27 @@ RECORD = "surgery.json"  # beside the weights: the changes to a folder, oldest f
 
 def size_of(model: Any, kept_vocabulary: int | None = None) -> Size:
     """The sizes of a loaded model; `kept_vocabulary` is the size of a trimmed head."""
-    config = model.config
-    head = model.get_output_embeddings().weight
-    tied = model.get_input_embeddings().weight is head
-    kept = head.shape[0] if kept_vocabulary is None else kept_vocabulary
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    unread = (head.shape[0] - kept) * head.shape[1] * head.element_size()
-    embedding = model.get_input_embeddings().weight
-    if not tied:
-        unread += (embedding.shape[0] - 1) * embedding.shape[1] * embedding.element_size()
+    own, head = list(model.parameters()), model.get_output_embeddings().weight
+    total = sum(p.numel() * p.element_size() for p in own)
+    row, tied = head.shape[1] * head.element_size(), model.get_input_embeddings().weight is head
+    return sizes_by(model.config.to_dict(), sum(p.numel() for p in own), total, row, tied, kept_vocabulary)
+
+
+def sizes_by(
+    config: Mapping[str, Any], parameters: int, total: int, row: int, tied: bool, kept_vocabulary: int | None = None
+) -> Size:
+    """The sizes of a model by its config.json; `total` are the bytes of its weights, `row` those of a token's row."""
+    layers, heads, vocabulary = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "vocab_size"))
+    kept = vocabulary if kept_vocabulary is None else kept_vocabulary
     return Size(
-        parameters=sum(p.numel() for p in model.parameters()),
-        bytes_per_step=total - unread,
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        mlp=(config.intermediate_size,) * config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        vocabulary=config.vocab_size,
+        parameters=parameters,
+        bytes_per_step=total - (vocabulary - kept) * row - (0 if tied else (vocabulary - 1) * row),
+        layers=layers,
+        hidden=config["hidden_size"],
+        mlp=(config["intermediate_size"],) * layers,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        vocabulary=vocabulary,
         kept_vocabulary=kept,
         tied=tied,
     )
@@ -68,7 +72,7 @@ def read_changes(folder: Path) -> list[dict[str, Any]]:
 
 def record_change(folder: Path, before: list[dict[str, Any]], *changes: Change) -> None:
     """Write surgery.json: the changes before, and these."""
-    write_json(folder / RECORD, {"changes": [*before, *(change.as_json() for change in changes)]})
+    write_json(folder / RECORD, {"changes": [*before, *(asdict(change) for change in changes)]})
 
 
 # ── Measurements of a loaded model on text: the influence of its layers, and the inputs of its MLPs ──
@@ -101,19 +105,15 @@ def watching(watches: Sequence[Watch]) -> Iterator[None]:
 
 
 def parts_of(model: Any, blocks: Packed) -> list[Packed]:
-    """The blocks in batches on the model's device; raises DataError when they hold no token."""
-    if not bool(tokens(blocks.documents).any()):
-        raise DataError("the blocks to observe the model on hold no token", "give it text: enlarge the corpus")
-    device = next(model.parameters()).device
-    parts = [blocks.take(slice(start, start + BATCH)) for start in range(0, len(blocks), BATCH)]
-    return [Packed(*(x.to(device) for x in (p.ids.long(), p.documents, p.positions.long(), p.mask))) for p in parts]
+    """The blocks in batches on the model's device."""
+    return blocks.to(next(model.parameters()).device).batches(BATCH)
 
 
 @torch.no_grad()
 def observe(model: Any, blocks: Packed, watches: Sequence[Watch]) -> int:
     """One pass over the blocks; each watch gets its module's inputs [T, ·] in fp32, at the positions with a token.
 
-    Returns the number of these positions. Raises DataError when the blocks hold no token.
+    Returns the number of these positions.
     """
     used = torch.zeros(0, dtype=torch.bool)
 
@@ -130,10 +130,7 @@ def observe(model: Any, blocks: Packed, watches: Sequence[Watch]) -> int:
 
 
 def block_influence(model: Any, blocks: Packed) -> list[float]:
-    """1 − mean cosine of each layer's input and output, [L] (block influence, Men et al. 2024, arXiv 2403.03853).
-
-    Raises DataError when the blocks hold no token.
-    """
+    """1 − mean cosine of each layer's input and output, [L] (block influence, Men et al. 2024, arXiv 2403.03853)."""
     layers = layers_of(model)
     influence = [0.0] * len(layers)
     units: list[Tensor] = []  # along the states that the layers read, and at last along the last one's output
@@ -302,13 +299,8 @@ def only_layers(model: Any, kept: Sequence[int]) -> Iterator[None]:
 
 
 def keep_layers(model: Any, kept: Sequence[int]) -> None:
-    """Keep those layers (ascending) in place, and cut every per-layer entry of the configuration with them.
-
-    Raises RecipeError for layers that do not exist.
-    """
+    """Keep those layers (ascending) in place, and cut every per-layer entry of the configuration with them."""
     layers = layers_of(model)
-    if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= len(layers):
-        raise RecipeError(f"layers {list(kept)} cannot be kept", f"name some of 0 to {len(layers) - 1}, ascending")
     put_layers(model, [layers[i] for i in kept])
     _set_layers(model, layer_settings(model.config, kept))
 
@@ -357,7 +349,7 @@ def narrow(model: Any, blocks: Packed, width: int) -> dict[str, Any]:
     """Keep `width` neurons of every layer's MLP, those of largest score in their order; the model is changed in place.
 
     Returns JSON-able details: neurons kept per layer, and the share of its score they hold. Raises RecipeError for a
-    width that is not possible (see check_width), and DataError when the blocks hold no token.
+    width that is not possible (see check_width).
     """
     check_width(model.config, width)
     neurons, shares = [], []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from distill.folders import ModelSizes
@@ -39,16 +39,12 @@ class Change:
     kl_after: float | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        """For surgery.json and reports."""
-        return asdict(self)
-
     def sentence(self) -> str:
         """One line for the log."""
         old, new = self.before, self.after
         sizes = {
             "layers": (old.layers, new.layers),
-            "MLP": (_widths(old.mlp), _widths(new.mlp)),
+            "MLP": (old.mlp[0], new.mlp[0]),
             "vocabulary": (old.vocabulary, new.vocabulary),
             "kept vocabulary": (old.kept_vocabulary, new.kept_vocabulary),
         }
@@ -61,10 +57,6 @@ class Change:
             before = "" if self.kl_before is None else f"{self.kl_before:.4f} -> "
             parts.append(f"KL to the target {before}{self.kl_after:.4f}")
         return f"{self.operation}: " + ", ".join(parts)
-
-
-def _widths(mlp: tuple[int, ...]) -> str:
-    return str(mlp[0]) if len(set(mlp)) == 1 else f"{min(mlp)}..{max(mlp)}"
 
 
 @dataclass(frozen=True)

@@ -128,11 +128,6 @@ def _lengths(part: Tensor) -> Tensor:
     return torch.linalg.vector_norm(part, dim=1)
 
 
-def group_size(layer: Any) -> int:
-    """Elements of one group: 3H, and two more where gate and up have biases."""
-    return sum(part.shape[1] for part in group_parts(layer))
-
-
 def group_norms(layer: Any) -> Tensor:
     """‖g‖ of every neuron, fp64 on the CPU [F]."""
     return torch.stack([_lengths(part).cpu().double() for part in group_parts(layer)]).square().sum(0).sqrt()
@@ -159,11 +154,6 @@ def balance(model: Any) -> None:
         down.div_(scale)
 
 
-def shrink_factor(norms: Tensor, threshold: float) -> Tensor:
-    """max(0, 1 − threshold/‖g‖) [F]: the proximal operator of threshold·‖g‖ (group lasso: Yuan and Lin 2006)."""
-    return torch.where(norms > threshold, 1 - threshold / norms, 0.0)
-
-
 class GroupLasso(Penalty):
     """Group lasso over MLP neurons, to `width` neurons in every layer; group j = gate row, up row, down column j.
 
@@ -182,7 +172,7 @@ class GroupLasso(Penalty):
         super().__init__(steps, start, ramp)
         self.width = width
         self.to_remove = self.neurons - width
-        self.root = math.sqrt(group_size(self.layers[0]))
+        self.root = math.sqrt(sum(part.shape[1] for part in group_parts(self.layers[0])))  # of a group's elements
         self.frozen_at: int | None = None
         self.kept: list[Tensor] = []  # boolean [F] per layer, once frozen
         self.missing: list[int] = []  # groups per layer that had to be removed and were not zero
@@ -196,7 +186,9 @@ class GroupLasso(Penalty):
             order = norms.argsort(stable=True)
             distance = float(norms[order[self.to_remove - 1]])
             strength = ROUNDING_MARGIN * distance / (left * rate * self.root) if rate > 0 else 0.0
-            factor = shrink_factor(norms, rate * strength * self.root)
+            # The proximal operator of threshold·‖g‖, max(0, 1 − threshold/‖g‖) (group lasso: Yuan and Lin 2006).
+            threshold = rate * strength * self.root
+            factor = torch.where(norms > threshold, 1 - threshold / norms, 0.0)
             factor[order[self.to_remove :]] = 1.0  # also of neurons equal to one that goes: a grown donor has them
             for part in group_parts(layer):
                 part.mul_(factor.to(part).unsqueeze(1))

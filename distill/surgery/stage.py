@@ -23,7 +23,6 @@ from distill.devices import doubled, pick_device
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import growing_decoder, target_file
 from distill.engines.model import Model
-from distill.engines.pairs import require_pair
 from distill.engines.torch.hugging_face import (
     describe_model,
     load_config,
@@ -50,7 +49,6 @@ from distill.surgery.transplant import transplant
 from distill.surgery.trim import (
     Counts,
     always_kept,
-    check_size,
     count_tokens,
     expected_shares,
     keep,
@@ -71,8 +69,9 @@ from distill.vocabulary.vocabulary import Vocabulary
 # the cut's tokens per second. The figures of each cut are kept in a file, so that a killed comparison resumes.
 # Legend: γ drafted tokens, T(m) seconds of a target step of m tokens, D seconds of a draft step.
 
-LONGEST = 16  # drafted tokens that a price considers
+TARGET_COUNTS = range(1, 18)  # m of each T(m): a price considers up to 16 drafted tokens
 
+Backend = Literal["pytorch", "gguf"]
 ApplyCut = Callable[[Any, Cut], object]  # alters a model in place
 
 
@@ -99,11 +98,11 @@ def compare_cuts(
     `donor` and `target` are loaded models; `apply_cut` is called on copies of the donor. Steps are those of GGUF files
     of type speedup.outtype where the recipe measures the speedup of those, else PyTorch's.
     """
-    backend: Literal["pytorch", "gguf"] = "gguf" if recipe.speedup.files else "pytorch"
+    backend: Backend = "gguf" if recipe.speedup.files else "pytorch"
     folder = run.path("compared")
     costs_path = folder / "target.json"
     if not costs_path.exists():
-        write_json(costs_path, _target_seconds(recipe, target, backend))
+        write_json(costs_path, _seconds(recipe, target, "target", backend, TARGET_COUNTS))
     costs = [float(seconds) for seconds in read_json(costs_path)]
     source = open_teacher(run, recipe, next(target.parameters()).device, target)
     cuts = []
@@ -115,7 +114,7 @@ def compare_cuts(
             _heal(recipe, model, source)
             parameters, kl = sum(p.numel() for p in model.parameters()), distributions.kl(model)
             accepted = acceptance(recipe, target, distributions, model)
-            step = _draft_seconds(recipe, model, backend)
+            (step,) = _seconds(recipe, model, "draft", backend, [1])
             write_result(path, price(choice.name, parameters, kl, accepted, costs, step))
         cuts.append(read_result(path, PricedCut))
         run.say(f"  {choice.name}: acceptance probability {cuts[-1].acceptance:.3f}, predicted {cuts[-1].speedup:.2f}×")
@@ -142,13 +141,13 @@ def price_vocabulary(
     healed = copy.deepcopy(model)
     _heal(recipe, healed, open_teacher(run, recipe, next(model.parameters()).device, target))
     whole = acceptance(recipe, target, distributions, healed)
-    costs = _target_seconds(recipe, target, "pytorch")
+    costs = _seconds(recipe, target, "target", "pytorch", TARGET_COUNTS)
     tried = []
     for size in sizes_between(least, len(order)):
         kept, shares = keep(counts, order, size)
         mass = min(shares.values())
         with contextlib.nullcontext() if size == len(order) else trimmed_head(healed, kept):
-            step = _draft_seconds(recipe, healed, "pytorch")
+            (step,) = _seconds(recipe, healed, "draft", "pytorch", [1])
         point = price(f"head of {size}", size, None, whole * mass, costs, step)
         tried.append({"size": size, "mass": mass, **asdict(point)})
         run.say(
@@ -167,38 +166,28 @@ def _heal(recipe: Recipe, model: Any, source: TeacherSource) -> None:
         heal(model, source, settings, loss, recipe.cut.heal_steps, recipe.seed)
 
 
-def _seconds(recipe: Recipe, model: Model, counts: Sequence[int]) -> list[float]:
-    """Median seconds of steps of `counts` tokens at the recipe's depth."""
-    depth = min(recipe.speedup.depth, model.capacity - max(counts))
-    seconds = measure_steps(model, counts, depth, recipe.speedup.repeats, model.vocabulary_size)
+def _seconds(
+    recipe: Recipe, loaded: Any, role: Literal["target", "draft"], backend: Backend, counts: Sequence[int]
+) -> list[float]:
+    """Median seconds of steps of `counts` tokens at the recipe's depth, of a loaded model or of a GGUF file of it."""
+    with contextlib.ExitStack() as stack:
+        model: Model
+        if backend == "pytorch":
+            model = growing_decoder(loaded, prepack=recipe.pytorch.prepack)
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            path = folder / f"{role}.gguf"
+            if role == "target":
+                path = target_file(recipe, path)
+            else:
+                loaded.save_pretrained(folder)
+                copy_tokenizer(text_folder(recipe.target.model), folder)
+                export_gguf(folder, path, recipe.speedup.outtype)
+            options = recipe.gguf_options(role)
+            model = stack.enter_context(GgufModel(path, context=recipe.corpus.block + 64, options=options))
+        depth = min(recipe.speedup.depth, model.capacity - max(counts))
+        seconds = measure_steps(model, counts, depth, recipe.speedup.repeats, model.vocabulary_size)
     return [seconds[m][0] for m in counts]
-
-
-def _gguf_seconds(recipe: Recipe, path: Path, role: Literal["target", "draft"], counts: Sequence[int]) -> list[float]:
-    with GgufModel(path, context=recipe.corpus.block + 64, options=recipe.gguf_options(role)) as model:
-        return _seconds(recipe, model, counts)
-
-
-def _target_seconds(recipe: Recipe, target: Any, backend: Literal["pytorch", "gguf"]) -> list[float]:
-    """T(m) of each m that a price needs."""
-    counts = range(1, LONGEST + 2)
-    if backend == "pytorch":
-        return _seconds(recipe, growing_decoder(target, prepack=recipe.pytorch.prepack), counts)
-    with tempfile.TemporaryDirectory() as temporary:
-        path = target_file(recipe, Path(temporary) / "target.gguf")
-        return _gguf_seconds(recipe, path, "target", counts)
-
-
-def _draft_seconds(recipe: Recipe, model: Any, backend: Literal["pytorch", "gguf"]) -> float:
-    """D of a loaded draft."""
-    if backend == "pytorch":
-        return _seconds(recipe, growing_decoder(model, prepack=recipe.pytorch.prepack), [1])[0]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        model.save_pretrained(folder)
-        copy_tokenizer(text_folder(recipe.target.model), folder)
-        export_gguf(folder, folder / "draft.gguf", recipe.speedup.outtype)
-        return _gguf_seconds(recipe, folder / "draft.gguf", "draft", [1])[0]
 
 
 @torch.inference_mode()
@@ -206,8 +195,7 @@ def acceptance(recipe: Recipe, target: Any, distributions: TargetDistributions, 
     """Mean Σ min(p, q) over the scored positions of the blocks, both distributions through the recipe's sampler."""
     blocks, vocabulary, sampler = distributions.blocks, distributions.vocabulary, Sampler.of(recipe.sampler)
     total, count = 0.0, 0
-    for start in range(0, len(blocks), 2):  # whole distributions take much memory
-        part = blocks.take(slice(start, start + 2))
+    for part in blocks.batches(2):  # whole distributions take much memory
         p, q = (sampler.probabilities(scored_logits(model, part)[:, :vocabulary]) for model in (target, draft))
         total += float(doubled(divergences.acceptance_sampling(p, q.to(p.device))).sum())
         count += len(p)
@@ -224,8 +212,6 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
         return inherit(run, parent)
     settings = recipe.cut
     device = pick_device(recipe.device)
-    if settings.transplant is None:
-        require_pair(recipe.target.model, recipe.donor_model)
     target, answers = None, read_answers(run, "train")
     if recipe.target.load:
         target = load_target(recipe.target, device)
@@ -342,31 +328,20 @@ def match_rows(model: Any, rows: int, real: int) -> list[Change]:
     Appended rows are copies of the model's last padding row, or the mean of all tokens' rows: engines that do not mask
     padding then give it no more than a common logit, where a zero row would outrank every negative one.
     """
-    config = model.config
-    present: int = config.vocab_size
+    present: int = model.config.vocab_size
     if present == rows:
         return []
     assert real <= min(present, rows), "a token would lose its row"
     before = size_of(model)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = embedding.weight is head.weight
-    for layer in (embedding,) if tied else (embedding, head):
-        layer.weight = torch.nn.Parameter(_resized(layer.weight.detach(), rows, real), layer.weight.requires_grad)
-    if tied:
-        head.weight = embedding.weight
-    if getattr(head, "bias", None) is not None:
-        head.bias = torch.nn.Parameter(_resized(head.bias.detach(), rows, real), head.bias.requires_grad)
-    embedding.num_embeddings = head.out_features = rows
-    config.vocab_size = model.vocab_size = model.base_model.vocab_size = rows
+
+    def weights() -> list[Tensor]:
+        return [layer.weight.detach() for layer in (model.get_input_embeddings(), model.get_output_embeddings())]
+
+    padding = [own[-1].clone() if present > real else own[:real].float().mean(0) for own in weights()]
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    for own, row in zip(weights(), padding, strict=True):
+        own[present:] = row
     return [Change("rows", before, size_of(model), details={"rows": rows, "donor_rows": present, "tokens": real})]
-
-
-def _resized(weight: Tensor, rows: int, real: int) -> Tensor:
-    """The first rows of a weight [R, …], with padding up to `rows`."""
-    if rows <= len(weight):
-        return weight[:rows].clone()
-    padding = weight[-1] if len(weight) > real else weight[:real].float().mean(0).to(weight.dtype)
-    return torch.cat([weight, padding.unsqueeze(0).expand(rows - len(weight), *weight.shape[1:])])
 
 
 def _own_blocks(recipe: Recipe, answers: list[Answer]) -> Packed:
@@ -412,7 +387,6 @@ def trim(
     stored = recipe.teacher.kind != "online"  # an online teacher stores no distributions
     expected = expected_shares(TeacherStore(run), pick_device(recipe.device)) if stored else None
     order = rank_tokens(counts, forced, expected)
-    check_size(settings.size, len(forced), vocabulary, recipe.teacher.top_k)
     least = max(len(forced), recipe.teacher.top_k + 1)
     metadata: dict[str, Any] = {"forced": len(forced), "by": settings.by if settings.size is None else "size"}
     size = settings.size

@@ -67,11 +67,6 @@ class Subtokens:
         """The donor ids of one target id."""
         return [int(number) for number in self.ids[self.offsets[row] : self.offsets[row + 1]]]
 
-    @property
-    def copies(self) -> NDArray[numpy.int64]:
-        """The target ids that are exact byte copies."""
-        return numpy.flatnonzero(self.origin == COPY)
-
     def last(self) -> Mixture:
         """The mixture of the input embedding: the row of the last subtoken."""
         counts = numpy.diff(self.offsets)
@@ -284,8 +279,9 @@ def check_transplant(
     # Families have defaults of their own.
     tied = bool(config.setdefault("tie_word_embeddings", load_config(str(donor.absolute())).tie_word_embeddings))
     tensors = stored_tensors(donor, tied)
-    _check_matrices(donor, config, tensors, tied)
     check_weights(str(donor.absolute()))
+    if "quantization_config" in config or tensors[EMBEDDING].dtype not in NUMPY_FLOATS:
+        raise DataError(f"the model in {donor} is quantised", "give it in float32, bfloat16 or float16")
     target_config = read_config(target) if (target / "config.json").is_file() else {}
     ours, theirs = Vocabulary.read(donor), Vocabulary.read(target)
     require_bytes(ours)
@@ -299,23 +295,6 @@ def check_transplant(
         tied=tied,
         rows=_row_count(target, theirs, target_config, rows),
     )
-
-
-def _check_matrices(donor: Path, config: Mapping[str, Any], tensors: Mapping[str, Stored], tied: bool) -> None:
-    hint = "give a whole folder as save_pretrained writes it"
-    if "quantization_config" in config:
-        raise DataError(f"the model in {donor} is quantised", "give it in float32, bfloat16 or float16")
-    expected = (config.get("vocab_size"), config.get("hidden_size"))
-    for name in (EMBEDDING,) if tied else (EMBEDDING, HEAD):
-        if name not in tensors:
-            raise DataError(f"the weights in {donor} hold no {name}", hint)
-        if tensors[name].shape != expected:
-            raise DataError(
-                f"{name} in {donor} is {tensors[name].shape}; its config.json has vocab_size, hidden_size {expected}",
-                hint,
-            )
-        if tensors[name].dtype not in NUMPY_FLOATS:
-            raise DataError(f"{name} in {donor} is stored as {tensors[name].dtype}", "give a model in floating point")
 
 
 def _row_count(folder: Path, target: Vocabulary, config: Mapping[str, Any], rows: int | None) -> int:

@@ -6,7 +6,6 @@ rows, R rows written, P subtokens, H hidden.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from distill.errors import DataError
 from distill.files import read_object, write_folder, write_json
 from distill.folders import ITEM_BYTES, NUMPY_FLOATS, Stored, copy_tokenizer, torch_type, write_header
 from distill.progress import Progress
-from distill.surgery.layers import read_changes, record_change
+from distill.surgery.layers import read_changes, record_change, sizes_by
 from distill.surgery.parts import require_supported
 from distill.surgery.results import Change, Size
 from distill.surgery.subtokens import (
@@ -70,9 +69,9 @@ def transplant(
 
     A token with the same bytes as a donor token gets its row. For another, the input row is that of its last subtoken
     and the head row the mean of its subtokens, the j-th weighted decay**j. Ids without a token get zero rows. `dtype`
-    casts the weights (None: as stored). Raises DataError before any work for an impossible transplant.
+    casts the weights (None: as stored). What stood there is replaced. Raises DataError before any work where the
+    transplant is impossible.
     """
-    _check_places(donor, target, destination)
     if dtype is not None and dtype not in WRITTEN:
         raise DataError(f"dtype `{dtype}` cannot be written", f"choose {', '.join(WRITTEN)}")
     if not decay > 0:
@@ -91,8 +90,7 @@ def transplant(
     before_this, done = read_changes(donor), Change("transplant", before, after, details=details)
 
     def save(folder: Path) -> None:
-        with _one_thread():
-            _write_tensors(folder, outputs)
+        _write_tensors(folder, outputs)
         write_json(folder / "config.json", config)
         copy_tokenizer(target, folder)
         write_json(folder / "generation_config.json", _generation(target, config))
@@ -102,31 +100,11 @@ def transplant(
     return done
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread of torch: memory and disk limit copying, and on a busy machine more threads slow it down."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def folders_of(donor: str, target: str) -> tuple[Path, Path]:
     """The folders of a donor and of a target, by path or name; a donor that cannot be cut is refused before its weights
     are imported or fetched."""
     require_supported(load_config(donor))
     return local_folder(donor), text_folder(target)
-
-
-def _check_places(donor: Path, target: Path, destination: Path) -> None:
-    place = destination.resolve()
-    for name, folder in (("donor", donor), ("target", target)):
-        if place == folder.resolve() or place in folder.resolve().parents:
-            raise DataError(f"the destination {destination} would overwrite the {name} {folder}", "name another folder")
-    if place.is_dir() and any(place.iterdir()) and not (place / "config.json").is_file():
-        raise DataError(f"{destination} holds files but no model", "name a new folder, or empty this one")
 
 
 def _with_padding(mixture: Mixture, inputs: TransplantInputs, same: bool) -> Mixture:
@@ -252,18 +230,5 @@ def _generation(target: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def _size(config: Mapping[str, Any], tensors: Mapping[str, Stored] | Mapping[str, Written], tied: bool) -> Size:
     """Sizes of a model from its config.json and its tensors."""
     own = [t for name, t in tensors.items() if not name.endswith("inv_freq") and not (tied and name == HEAD)]
-    vocabulary, hidden = tensors[EMBEDDING].shape
-    unread = 0 if tied else tensors[EMBEDDING].bytes // vocabulary * (vocabulary - 1)
-    layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
-    return Size(
-        parameters=sum(math.prod(tensor.shape) for tensor in own),
-        bytes_per_step=sum(tensor.bytes for tensor in own) - unread,
-        layers=layers,
-        hidden=hidden,
-        mlp=(config["intermediate_size"],) * layers,
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        vocabulary=vocabulary,
-        kept_vocabulary=vocabulary,
-        tied=tied,
-    )
+    parameters, row = sum(math.prod(tensor.shape) for tensor in own), tensors[EMBEDDING].bytes // config["vocab_size"]
+    return sizes_by(config, parameters, sum(tensor.bytes for tensor in own), row, tied)

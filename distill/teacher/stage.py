@@ -185,7 +185,7 @@ def _open_reader(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, open
 
 def shard_tensors(blocks: Packed, distributions: Distributions, batch: int) -> dict[str, Tensor]:
     """The tensors of one shard: its blocks and the target's distributions on them, made `batch` blocks at a time."""
-    parts = [distributions(blocks.take(slice(start, start + batch))) for start in range(0, len(blocks), batch)]
+    parts = [distributions(part) for part in blocks.batches(batch)]
     return block_tensors(blocks) | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -220,11 +220,6 @@ def _entries(recipe: Recipe, run: Run, reader: Reader, blocks: Packed, cap: int,
         )
         write_json(path, {"k": k, "mass": float(masses[k - 1]), "positions": int(sample.mask.sum())})
     processes.barrier()
-    return stored_entries(path)
-
-
-def stored_entries(path: Path) -> int:
-    """The K that an entries.json holds; raises DataError when it is damaged."""
     return int(read_json(path, {"k": int})["k"])
 
 

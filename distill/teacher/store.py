@@ -25,11 +25,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from distill.data.packing import Packed, concatenate, hidden_states, pack
+from distill.data.packing import Packed, concatenate, pack, scored_states
 from distill.data.texts import Answer, listed, read_answers
 from distill.engines.torch.hugging_face import load_config, load_target, load_tokenizer
 from distill.errors import DataError
-from distill.files import digest, from_json, has_form, read_json, reference_digest
+from distill.files import digest, read_json, reference_digest
 from distill.recipe import Recipe
 from distill.recipe import TeacherStore as Settings
 from distill.recipe.target import TYPE_BYTES
@@ -38,11 +38,6 @@ from distill.sampler import require_finite
 from distill.teacher.distributions import EMPTY, CompactTeacher, Head, LogitForm, Teacher, TeacherChunk, require_head
 
 FORMAT = 2
-# The form of manifest.json for every kind of store.
-MANIFEST: dict[Any, Any] = {
-    **dict.fromkeys(("kind", "target", "target_digest", "tokenizer_digest", "dtype"), str),
-    **{"vocabulary": int, "sampler": dict, "shard_blocks": [int], "quantise": object},
-}
 SUMMED = 256  # positions whose logits [256, V] are held at once
 FAINT = 1e-30  # sums of exponentials below this have lost bits in fp32
 PACKED_BYTES = 4 + 2 + 4 + 1  # a position's id, document, position and mask
@@ -122,20 +117,11 @@ def planned_bytes(recipe: Recipe) -> dict[str, int]:
     return {stage: positions * each for stage, positions in planned_positions(recipe).items()}
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """manifest.json of a teacher store; raises DataError when it is missing, damaged or of another format."""
-    path, again = folder / "manifest.json", redo(folder.name)
-    found: dict[str, Any] = read_json(path, {"format": int})
-    if found["format"] != FORMAT:
-        raise DataError(f"{folder} holds a teacher store of format {found['format']}, this is format {FORMAT}", again)
-    kinds: dict[Any, Any] = {
-        "compact": {"temperatures": [float], "k": int},
-        "exact": {"logit_form": dict},
-        "online": {},
-    }
-    whole = has_form(found, MANIFEST) and found["kind"] in kinds and has_form(found, kinds[found["kind"]])
-    if not whole or not found["shard_blocks"] or min(found["shard_blocks"]) < 1:
-        raise DataError(f"{path} is damaged: it does not hold what this version writes", again)
+def read_manifest(run: Run, stage: str = "teacher") -> dict[str, Any]:
+    """manifest.json of a teacher store; raises DataError when it is missing, or not as its stage wrote it."""
+    path = run.path(stage, "manifest.json")
+    verify_artifact(run, stage, path)
+    found: dict[str, Any] = read_json(path)
     return found
 
 
@@ -155,20 +141,13 @@ class TeacherStore:
 
     def __init__(self, run: Run, stage: str = "teacher") -> None:
         self.folder = run.path(stage)
-        self.manifest = read_manifest(self.folder)
+        self.manifest = read_manifest(run, stage)
         counts = self.manifest["shard_blocks"]
         self._ends = list(accumulate(counts))
         self.blocks: int = self._ends[-1]
         self.vocabulary: int = self.manifest["vocabulary"]
         self._shards = [_open(run, stage, shard_path(self.folder, number)) for number in range(len(counts))]
         names = ("ids", "documents", "positions", "mask")
-        shapes = [_shape_of(shard, "ids") for shard in self._shards]
-        width = shapes[0][1:]
-        whole = len(width) == 1 and shapes == [(count, *width) for count in counts]
-        if not whole or not all(_holds(shard, self.manifest) for shard in self._shards):
-            raise DataError(
-                f"{self.folder} is damaged: its shards do not hold the blocks of manifest.json", redo(stage)
-            )
         parts = [Packed(*(shard.get_tensor(name) for name in names)) for shard in self._shards]
         self.packed = concatenate([replace(part, documents=part.documents.int()) for part in parts])
         self._head: Head | None = None
@@ -176,8 +155,7 @@ class TeacherStore:
         if self.manifest["kind"] == "exact":
             found = _open(run, stage, head_path(self.folder))
             bias = found.get_tensor("bias") if "bias" in found.keys() else None  # noqa: SIM118 - a handle, no mapping
-            form = from_json(self.manifest["logit_form"], LogitForm, "the teacher's manifest")
-            self._head = Head(found.get_tensor("weight"), bias, form)
+            self._head = Head(found.get_tensor("weight"), bias, LogitForm(**self.manifest["logit_form"]))
 
     def _block(self, name: str, block: int) -> Tensor:
         """A tensor [S, …] of one block, as a view of the mapped file."""
@@ -221,33 +199,12 @@ class TeacherStore:
         return torch.cat([self._sums[block] for block in index.tolist()]).to(device)
 
 
-def _holds(shard: Any, manifest: dict[str, Any]) -> bool:
-    """Whether a shard has the tensors that its kind of store needs, in the shapes that fit each other."""
-    blocks = _shape_of(shard, "ids")
-    shapes = dict.fromkeys(("documents", "positions", "mask"), blocks)
-    if manifest["kind"] == "compact":
-        k, temperatures = manifest["k"], len(manifest["temperatures"])
-        shapes |= {"top_ids": (*blocks, k), "top_log_probabilities": (*blocks, k), "log_tails": (*blocks, temperatures)}
-    if manifest["kind"] == "exact":
-        shapes |= {"hidden": (*blocks, *_shape_of(shard, "hidden")[2:])}
-    return all(_shape_of(shard, name) == shape for name, shape in shapes.items())
-
-
-def _shape_of(handle: Any, name: str) -> tuple[int, ...]:
-    """The shape of a tensor of an open file; () where there is none of that name."""
-    there = name in handle.keys()  # noqa: SIM118 - a handle, no mapping
-    return tuple(handle.get_slice(name).get_shape()) if there else ()
-
-
 def _open(run: Run, stage: str, path: Path) -> Any:
     """A handle on a checked safetensors file that reads tensors, and slices of them, from a memory map."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     verify_artifact(run, stage, path)
-    try:
-        return safe_open(str(path), framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} is damaged: {error}", redo(stage)) from error
+    return safe_open(str(path), framework="pt")
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -321,8 +278,6 @@ def served_answers(run: Run, split: Split) -> list[Answer]:
 
 # ── The distributions that a draft learns ──
 
-REDO = "make it again with `distill train RECIPE --redo teacher`, or go back to the recipe that it was made with"
-
 
 class OnlineTarget:
     """A loaded target on packed blocks; raises DataError where its head and hidden states do not give its logits."""
@@ -340,11 +295,8 @@ class OnlineTarget:
 
         The target takes `batch` blocks at once; its logits exist only chunk by chunk.
         """
-        states = []
-        for start in range(0, len(index), self.batch):
-            part = self.packed.take(index[start : start + self.batch])
-            found = hidden_states(self.model, part)
-            states.append(found[part.mask.to(found.device)].to(device))
+        parts = self.packed.take(index).batches(self.batch)
+        states = [scored_states(self.model, part).to(device) for part in parts]
         self._head = self._head.to(device)
         return self._head.teacher(torch.cat(states))
 
@@ -378,18 +330,11 @@ def target_metadata(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def require_fit(manifest: dict[str, Any], recipe: Recipe, draft_config: Any) -> None:
-    """Raise DataError when a teacher is not of the recipe's target and tokenizer as they are now, or covers more tokens
-    than the draft has. The settings that it was made with are part of its stage's key."""
-    metadata = target_metadata(recipe)
-    for key, name in (("target_digest", "target"), ("tokenizer_digest", "tokenizer")):
-        if manifest[key] != metadata[key]:
-            was, now = manifest["target"], metadata["target"]
-            other = " with other content" if was == now else ""
-            raise DataError(f"the teacher was made with {name} {was}{other}, the recipe has {now}", REDO)
-    if manifest["vocabulary"] > draft_config.vocab_size:
+def require_fit(manifest: dict[str, Any], recipe: Recipe) -> None:
+    """Raise DataError where a teacher's tokenizer is not the target's as it is now: of a hub name, another revision may
+    have come since. All else that a teacher was made with is part of its stage's key."""
+    if manifest["tokenizer_digest"] != target_metadata(recipe)["tokenizer_digest"]:
         raise DataError(
-            f"the teacher's distributions cover {manifest['vocabulary']} tokens, "
-            f"the draft has {draft_config.vocab_size}",
-            "give the draft the target's vocabulary (cut.transplant), or make the teacher again (--redo teacher)",
+            f"the teacher was made with another tokenizer of {manifest['target']} than the recipe has now",
+            redo("teacher"),
         )

@@ -32,7 +32,7 @@ def table(recipe: Recipe, run: Run) -> list[Path]:
     """
     kept = packed_order(learnt_answers(run), recipe)
     expected = None
-    if read_manifest(run.path("teacher"))["kind"] != "online":
+    if read_manifest(run)["kind"] != "online":
         expected = expected_tokens(TeacherStore(run), kept, pick_device(recipe.device))
     levels = count_ngrams([*map(counted_text, kept)], expected=expected)
     path = run.path(*FILE)

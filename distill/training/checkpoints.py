@@ -108,11 +108,6 @@ def _set_moments(learner: torch.nn.Module, optimizer: Any, moments: dict[str, An
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _write_digests(folder: Path) -> None:
-    """Write the checksums of a folder's tensor files to digests.json."""
-    write_json(folder / DIGESTS, {file.name: file_digest(file) for file in sorted(folder.glob("*.pt"))})
-
-
 def _check_digests(folder: Path) -> None:
     """Raise ValueError for a file that differs from the checksum in digests.json."""
     for name, expected in (read_json(folder / DIGESTS, {...: str}) if (folder / DIGESTS).exists() else {}).items():
@@ -120,24 +115,29 @@ def _check_digests(folder: Path) -> None:
             raise ValueError(f"{name} has not the checksum that was recorded when it was written")
 
 
+def _save(run: Run, name: str, learner: torch.nn.Module, state: dict[str, Any], optimizer: Any = None) -> None:
+    """Write checkpoints/`name` with the present weights, the optimizer's state if there is one, and `state`."""
+    tensors = {"model.pt": present_weights(learner)}
+    if optimizer is not None:
+        tensors["optimizer.pt"] = _moments(learner, optimizer)
+
+    def write(folder: Path) -> None:
+        for file, content in tensors.items():
+            torch.save(content, folder / file)
+        write_json(folder / DIGESTS, {file: file_digest(folder / file) for file in tensors})
+        write_json(folder / "state.json", state)
+
+    if is_main():
+        write_folder(run.path("checkpoints", name), write)
+
+
 def save_checkpoint(
     run: Run, step: int, learner: torch.nn.Module, optimizer: Any, keep: int, state: dict[str, Any]
 ) -> None:
     """Write checkpoints/step-NNNNNN with `state` and delete all but the newest `keep`, in the main process; every
     process must call it."""
-    folder = run.path("checkpoints")
-    weights, moments = present_weights(learner), _moments(learner, optimizer)
-
-    def write(temporary: Path) -> None:
-        torch.save(weights, temporary / "model.pt")
-        torch.save(moments, temporary / "optimizer.pt")
-        _write_digests(temporary)
-        write_json(temporary / "state.json", {**state, "step": step})
-
-    if not is_main():
-        return
-    write_folder(folder / f"step-{step:06d}", write)
-    for old in checkpoints(folder)[:-keep]:
+    _save(run, f"step-{step:06d}", learner, {**state, "step": step}, optimizer)
+    for old in checkpoints(run.path("checkpoints"))[:-keep] if is_main() else ():
         shutil.rmtree(old)
 
 
@@ -165,30 +165,13 @@ def _damage_explained(what: str, hint: str) -> Iterator[None]:
     except DistillError:
         raise
     except Exception as error:
-        raise DataError(f"{what}: {_first_line(error)}", hint) from error
-
-
-def _first_line(error: Exception) -> str:
-    """An exception's first line, if it is one of those with which torch speaks to users."""
-    first = next(iter(str(error).splitlines()), ":")
-    spoken = isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(error, UnicodeError)
-    if spoken and not first.endswith(":"):
-        return first
-    return f"it does not hold what this version writes ({type(error).__name__})"
+        first = next(iter(str(error).splitlines()), "")
+        raise DataError(f"{what}: {type(error).__name__}: {first}", hint) from error
 
 
 def save_weights(run: Run, name: str, learner: torch.nn.Module, step: int) -> None:
-    """Keep the present weights, those after `step`, as checkpoints/`name`, in the main process; every process must
-    call it."""
-    weights = present_weights(learner)
-
-    def write(temporary: Path) -> None:
-        torch.save(weights, temporary / "model.pt")
-        _write_digests(temporary)
-        write_json(temporary / "state.json", {"step": step})
-
-    if is_main():
-        write_folder(run.path("checkpoints", name), write)
+    """Keep the present weights, those after `step`, as checkpoints/`name`; every process must call it."""
+    _save(run, name, learner, {"step": step})
     barrier()  # before any process reads them
 
 

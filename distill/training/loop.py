@@ -20,11 +20,10 @@ from distill.engines.torch.kept import FILE as KEPT_FILE
 from distill.errors import DataError
 from distill.files import copy_file, from_json, write_folder, write_json, write_result
 from distill.folders import copy_tokenizer
-from distill.processes import any_process, barrier, meet
+from distill.processes import any_process, barrier, is_main, meet
 from distill.progress import duration, noting
 from distill.recipe import Recipe
 from distill.run import BEGIN, Run
-from distill.surgery.layers import size_of
 from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.training.adapters import merge
 from distill.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
@@ -54,7 +53,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     with memory_explained(loading, recipe):
         work = set_up(recipe, run)
         resumed = resume(work)
-    if work.is_main and not resumed:
+    if is_main() and not resumed:
         run.record(BEGIN)
         warn_missing_classes(run)
     settings, state = work.settings, work.state
@@ -63,11 +62,11 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     clock = Clock(state["step"])
     signals: list[int] = []  # the first one, which ends the command after the step
     with noting(signals.append, STOPPING), memory_explained(stepping, work), tracked(work.accelerator):
-        while state["step"] < work.steps:
+        while state["step"] < work.settings.steps:
             step = state["step"]
             # For a draft with dropout, so that a resumed training draws the same.
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)
-            rate = work.rate * rate_share(step, work.steps, settings)
+            rate = work.rate * rate_share(step, work.settings.steps, settings)
             body_rate = rate * body_share(step, settings)
             set_rates(work.optimizer, rate, body_rate)
             began = time.monotonic()
@@ -100,7 +99,7 @@ def resume(work: Training) -> bool:
     work.state.update(load_checkpoint(checkpoint, work.learner, work.optimizer))
     if work.penalty is not None:
         work.penalty.load_state_dict(work.state["sparsity"])
-    work.run.say(f"  resuming at step {work.state['step']} of {work.steps}")
+    work.run.say(f"  resuming at step {work.state['step']} of {work.settings.steps}")
     return True
 
 
@@ -115,7 +114,7 @@ def save(work: Training) -> None:
 def leave(work: Training, signals: list[int]) -> NoReturn:
     """End the command as the signal would have, with everything saved, in all processes, whichever got the signal."""
     step = work.state["step"]
-    work.run.say(f"  stopped and saved at step {step} of {work.steps}; the same command goes on there")
+    work.run.say(f"  stopped and saved at step {step} of {work.settings.steps}; the same command goes on there")
     barrier()  # torchrun ends all processes with the first, even one that is still writing the checkpoint
     if signal.SIGTERM in signals:
         raise SystemExit(128 + signal.SIGTERM)
@@ -127,7 +126,7 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
     accelerator, learner, settings = work.accelerator, work.learner, work.settings
     micro_batches = work.micro_batches(step)
     on_states = states_weight(step, settings)
-    vector = None
+    sums: dict[str, torch.Tensor] = {}
     for number, index in enumerate(micro_batches, 1):
         blocks, distributions = scored_blocks(work.source, index, accelerator.device)
         meet()  # before the draft's own passes over parts
@@ -135,11 +134,10 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
         without_exchange = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
         with without_exchange:
             with accelerator.autocast():
-                total, sums = learner(blocks, distributions, work.loss, on_states)
+                total, own = learner(blocks, distributions, work.loss, on_states)
             accelerator.backward(total)
-        vector = sums.vector if vector is None else vector + sums.vector
-    assert vector is not None
-    totals = dict(zip(sums.names, accelerator.reduce(vector, "sum").tolist(), strict=True))
+        sums = {name: value + sums.get(name, 0) for name, value in own.items()}
+    totals = dict(zip(sums, accelerator.reduce(torch.stack([*sums.values()]), "sum").tolist(), strict=True))
     positions = totals.pop("positions")
     scored = max(1.0, positions)
     for parameter in learner.parameters():
@@ -185,16 +183,16 @@ class Clock:
 def report_step(work: Training, rate: float, figures: dict[str, Any], clock: Clock) -> None:
     """One line of metrics.jsonl (and of the trackers) for every step, one on the screen every few seconds."""
     step = work.state["step"]
-    pace, left = clock.count(step, work.steps, figures["tokens"])
+    pace, left = clock.count(step, work.settings.steps, figures["tokens"])
     memory = peak_memory_bytes(work.accelerator.device)
     timing = {"tokens_per_second": pace, "memory_bytes": memory, "eta_seconds": left}
     work.run.record("train", step=step, rate=rate, **figures, **timing)
     sent = {name: value for name, value in {**figures, **timing, "rate": rate}.items() if name != "losses"}
     work.accelerator.log(sent | {f"loss/{name}": value for name, value in figures["losses"].items()}, step=step)
-    if time.monotonic() - clock.shown > 5 or step == work.steps:
+    if time.monotonic() - clock.shown > 5 or step == work.settings.steps:
         clock.shown = time.monotonic()
         work.run.say(
-            f"  step {step}/{work.steps} loss {figures['loss']:.4f} kl {figures['forward_kl']:.4f} "
+            f"  step {step}/{work.settings.steps} loss {figures['loss']:.4f} kl {figures['forward_kl']:.4f} "
             f"acceptance probability {figures['acceptance']:.3f} "
             + (f"zero {figures['zero_share']:.2f} " if "zero_share" in figures else "")
             + f"{pace:.0f} tok/s {memory / 2**30:.2f} GiB, {duration(left)} left"
@@ -206,7 +204,7 @@ def write_draft(work: Training) -> list[Path]:
     run = work.run
     final = work.draft().eval()
     artifacts = [run.path("draft"), run.path("training.json")]
-    if not work.is_main:
+    if not is_main():
         return artifacts
     if work.settings.adapter is not None:
         final = merge(final, run.path("cut"))
@@ -233,7 +231,7 @@ def summary_of(work: Training) -> TrainingSummary:
     """What training.json says of a training that is over."""
     # Under a sparsity penalty the last weights stay, however earlier ones were accepted.
     best = work.state["best"] if work.penalty is None else None
-    steps = work.state["ended"] or work.steps  # patience may end it early
+    steps = work.state["ended"] or work.settings.steps  # patience may end it early
     return TrainingSummary(
         steps=steps,
         processes=work.accelerator.num_processes,
@@ -247,7 +245,7 @@ def finish_penalty(model: Any, penalty: Penalty | None) -> dict[str, Any] | None
     """Cut removed neurons out of the trained model; the details for sparsity.json, or None without a penalty."""
     if penalty is None:
         return None
-    before = size_of(model)
+    before = model.num_parameters()
     if isinstance(penalty, GroupLasso):
         details = penalty.cut(model)
         words = (
@@ -258,5 +256,4 @@ def finish_penalty(model: Any, penalty: Penalty | None) -> dict[str, Any] | None
         assert isinstance(penalty, UnstructuredL1)
         details = penalty.details()
         words = f"{details['zero_share']:.1%} of the blocks' weights are zero, which makes no step faster"
-    after = size_of(model)
-    return {"parameters": [before.parameters, after.parameters], "details": details, "sentence": words}
+    return {"parameters": [before, model.num_parameters()], "details": details, "sentence": words}

@@ -55,26 +55,13 @@ class LossSettings:
         return self.temperature**2 if name in ("forward_kl", "reverse_kl", "jsd") else 1.0
 
 
-@dataclass(frozen=True)
-class LossSums:
-    """Sums over the N positions of a batch, fp64 and detached: add the vectors of batches and processes, then divide.
-
-    `positions` is N. The STATISTICS are of the distributions at the temperature of the settings, so that they mean the
-    same under every mixture: forward KL and cross-entropy (nats; 0 where a position has no label), `acceptance`
-    Σ min(p, q) (upper end with a stored tail), `agreement` of the argmaxes over the columns, and `match` p(argmax q)
-    (lower end: 0 where that is not stored). `loss/NAME` is Σ loss, with its temperature² but without its weight in the
-    mixture.
-    """
-
-    names: tuple[str, ...]
-    vector: Tensor
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.vector[self.names.index(name)]
-
-    def joined(self, name: str, value: Tensor) -> LossSums:
-        """With one more sum."""
-        return LossSums((*self.names, name), torch.cat([self.vector, value.detach().to(self.vector).view(1)]))
+# Sums over the N positions of a batch, scalars in fp64 and detached: add those of batches and processes, then divide.
+# `positions` is N. The STATISTICS are of the distributions at the temperature of the settings, so that they mean the
+# same under every mixture: forward KL and cross-entropy (nats; 0 where a position has no label), `acceptance`
+# Σ min(p, q) (upper end with a stored tail), `agreement` of the argmaxes over the columns, and `match` p(argmax q)
+# (lower end: 0 where that is not stored). `loss/NAME` is Σ loss, with its temperature² but without its weight in the
+# mixture.
+LossSums = dict[str, Tensor]
 
 
 class Draft:
@@ -176,10 +163,6 @@ class Distributions:
         return torch.where(over, below, -above).mul_(self.q)
 
 
-def _forward_kl(distributions: Distributions) -> Term:
-    return distributions.forward_kl, distributions.forward_kl_gradient
-
-
 def _reverse_kl(distributions: Distributions) -> Term:
     """Infinite where q has mass and p has none; the caller refuses such a batch."""
     ratio = distributions.log_q - distributions.log_p
@@ -194,10 +177,6 @@ def _jsd(distributions: Distributions) -> Term:
     reverse = (distributions.q * ratio).sum(-1)
     value = 0.5 * (distributions.log_p - mixed).mul_(distributions.p).sum(-1) + 0.5 * reverse
     return value, lambda: (ratio - reverse.unsqueeze(-1)).mul_(distributions.q).mul_(0.5)
-
-
-def _total_variation(distributions: Distributions) -> Term:
-    return distributions.excess.sum(-1), distributions.variation_gradient
 
 
 def _nla(distributions: Distributions) -> Term:
@@ -217,10 +196,10 @@ def _lk_hybrid(distributions: Distributions) -> Term:
 
 # Losses of the two distributions at the settings' temperature; the cross-entropy reads the draft's alone.
 DIVERGENCES: dict[str, Callable[[Distributions], Term]] = {
-    "forward_kl": _forward_kl,
+    "forward_kl": lambda both: (both.forward_kl, both.forward_kl_gradient),
     "reverse_kl": _reverse_kl,
     "jsd": _jsd,
-    "total_variation": _total_variation,
+    "total_variation": lambda both: (both.excess.sum(-1), both.variation_gradient),
     "nla": _nla,
     "lk_hybrid": _lk_hybrid,
 }
@@ -439,5 +418,5 @@ def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
                 "train on forward_kl or jsd, or on a store with fewer entries than tokens",
             )
     own = doubled(values)
-    vector = torch.cat([own.new_tensor([len(own)]), own.sum(0)])
-    return LossSums(("positions", *STATISTICS, *(f"loss/{name}" for name in settings.losses)), vector)
+    names = (*STATISTICS, *(f"loss/{name}" for name in settings.losses))
+    return {"positions": own.new_tensor(len(own)), **dict(zip(names, own.sum(0), strict=True))}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from distill.training.adapters import attach, load_base
 from distill.training.checkpoints import plain, present_weights, set_weights
 from distill.training.losses import LossSettings
 from distill.training.optimizer import make_optimizer, with_rate
-from distill.training.step import Columns, Learner, batch_blocks, check_hidden_states, loss_settings, split_blocks
+from distill.training.step import Columns, Learner, batch_blocks, loss_settings, split_blocks
 
 ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"  # the variable that decides accelerate's device
 
@@ -66,23 +65,12 @@ class Training:
     kept: list[int] | None
     spare: Learner | None = None  # of a sharded draft, in the main process: it takes the whole weights
     target: Any = None  # of an online teacher; else loaded on first use
-    held_out: Any = None  # its StoredAnswers, opened on first use, where the target is not loaded
     state: dict[str, Any] = field(default_factory=START.copy)
 
     @property
     def settings(self) -> Train:
         """The recipe's section."""
         return self.recipe.train
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process is the first, which alone writes and decodes."""
-        return bool(self.accelerator.is_main_process)
-
-    @property
-    def steps(self) -> int:
-        """Steps of the whole training."""
-        return self.settings.steps
 
     @property
     def rate(self) -> float:
@@ -145,6 +133,7 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
+    from accelerate.utils import patch_environment
 
     settings = recipe.train
     require_trackers(settings.trackers)
@@ -153,7 +142,8 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
     # Undo an earlier training's choices in this process; a process group stays.
     AcceleratorState._reset_state(reset_partial_state=processes == 1)
     make_current(device)
-    with accelerating(device if processes == 1 else None):
+    # Also a device that accelerate does not know; several processes take that of their launcher.
+    with patch_environment(**({ACCELERATE_DEVICE: device} if processes == 1 else {})):
         accelerator = Accelerator(
             cpu=device.type == CPU if processes == 1 else None,
             mixed_precision="bf16" if settings.dtype == "bfloat16" else "no",
@@ -166,23 +156,6 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
             "set device=auto, or start them for that device",
         )
     return accelerator
-
-
-@contextlib.contextmanager
-def accelerating(device: torch.device | None) -> Iterator[None]:
-    """Let accelerate take this device inside, also one that it does not know; None: its own choice, by its launcher."""
-    if device is None:
-        yield
-        return
-    before = os.environ.get(ACCELERATE_DEVICE)
-    os.environ[ACCELERATE_DEVICE] = str(device)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ACCELERATE_DEVICE]
-        else:
-            os.environ[ACCELERATE_DEVICE] = before
 
 
 def require_trackers(names: tuple[str, ...]) -> None:
@@ -294,10 +267,8 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     accelerator = make_accelerator(recipe, run)
     device = accelerator.device
     loss = loss_settings(settings, recipe.sampler.temperature)
-    manifest, trim = read_manifest(run.path("teacher")), read_kept(run.path("cut"))
-    require_fit(manifest, recipe, config)
-    width = load_config(recipe.target.model).get_text_config().hidden_size
-    check_hidden_states(settings, manifest["kind"], config.hidden_size, width)
+    trim = read_kept(run.path("cut"))
+    require_fit(read_manifest(run), recipe)
     kept = trim["kept"] if trim else None
     draft = load_draft(recipe, run, device)
     target = load_shared(recipe.target, device) if recipe.teacher.kind == "online" else None

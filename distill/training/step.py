@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from distill.data.packing import Packed, epoch_order, hidden_states
+from distill.data.packing import Packed, epoch_order, scored_states
 from distill.engines.torch.hugging_face import load_config
 from distill.errors import DataError, RecipeError
 from distill.recipe import Loss, Recipe, Train
@@ -160,7 +160,7 @@ class Learner(torch.nn.Module):
 
         `states_weight` is the weight of the loss on hidden states.
         """
-        hidden = hidden_states(self.draft, blocks)[blocks.mask]  # [N, H]
+        hidden = scored_states(self.draft, blocks)  # [N, H]
         head = self.draft.lm_head
         weight = self.columns.rows(head.weight)
         bias = None if getattr(head, "bias", None) is None else self.columns.rows(head.bias)
@@ -169,7 +169,8 @@ class Learner(torch.nn.Module):
         total, sums = head_loss(hidden, weight, teacher, labels, loss, self.chunk, bias, logit_form(self.draft.config))
         if states_weight:
             error = state_error(hidden, target_states(teacher, hidden))
-            total, sums = total + states_weight * error, sums.joined(f"loss/{STATES}", error)
+            total = total + states_weight * error
+            sums[f"loss/{STATES}"] = error.detach().to(sums["positions"])
         return total, sums
 
 
@@ -191,11 +192,6 @@ def state_error(hidden: Tensor, target: Tensor) -> Tensor:
         expected = target.detach().float()
         error = (hidden.float() - expected).square().sum(-1) / expected.square().sum(-1).clamp(min=1e-12)
         return error.sum()
-
-
-def on_device(blocks: Packed, device: torch.device) -> Packed:
-    """The same blocks on a device."""
-    return Packed(*(tensor.to(device) for tensor in blocks.tensors().values()))
 
 
 def batch_blocks(step: int, batch: int, count: int, seed: int) -> Tensor:
@@ -222,8 +218,8 @@ def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) ->
     Without blocks, one block that scores nothing takes their place: the other processes wait for its forward pass.
     """
     if len(index):
-        return on_device(source.packed.take(index), device), source.teacher(index, device)
-    blocks = on_device(source.packed.take(torch.zeros(1, dtype=torch.long)), device)
+        return source.packed.take(index).to(device), source.teacher(index, device)
+    blocks = source.packed.take(torch.zeros(1, dtype=torch.long)).to(device)
     none = torch.empty(0, device=device)
     distributions = CompactTeacher(none.long().view(0, 1), none.view(0, 1), {1.0: none}, source.vocabulary)
     return replace(blocks, mask=torch.zeros_like(blocks.mask)), distributions
@@ -241,7 +237,7 @@ def heal(model: Any, source: TeacherSource, settings: Train, loss: LossSettings,
     model.train()
     for step in range(steps):
         index = batch_blocks(step, settings.batch, source.blocks, seed)
-        blocks = on_device(source.packed.take(index), device)
+        blocks = source.packed.take(index).to(device)
         total, sums = learner(blocks, source.teacher(index, device), loss)
         mean = total / sums["positions"].clamp(min=1)
         mean.backward()

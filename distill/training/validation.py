@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from distill import divergences
-from distill.data.packing import hidden_states
+from distill.data.packing import scored_states
 from distill.data.texts import Prompt, prompt_seed, read_prompts
 from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded
@@ -30,7 +30,7 @@ from distill.engines.torch.batched import BatchedTorchModel
 from distill.engines.torch.hugging_face import end_ids, load_tokenizer
 from distill.engines.torch.kept import trimmed_head
 from distill.files import from_json
-from distill.processes import agree, shards
+from distill.processes import agree, is_main, shards
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.sampler import Sampler
@@ -191,35 +191,26 @@ def stored_chances(chunk: TeacherChunk, draft_logits: Tensor, protocol: Verifyin
     return bounds(chunk.ids, chunk.log_probabilities, chunk.log_tail, draft_logits)
 
 
-class StoredAnswers:
-    """The validation answers of a run with the target's distributions on them, in memory-mapped shards."""
-
-    def __init__(self, recipe: Recipe, run: Run) -> None:
-        self.store = TeacherStore(run, "validation")
-        self.blocks = len(held_out(recipe, run, "validation").own)  # the first ones of the store
-
-    @torch.inference_mode()
-    def acceptance(self, draft: Any, protocol: Verifying, chunk: int) -> dict[str, Any]:
-        """Acceptance probability of a draft: the mean of the least chances (they choose) and of the largest."""
-        least = largest = 0.0
-        positions = 0
-        for block in range(self.blocks):
-            index = torch.tensor([block])
-            part = self.store.packed.take(index)
-            if not bool(part.mask.any()):
-                continue
-            hidden = hidden_states(draft, part)
-            hidden = hidden[part.mask.to(hidden.device)]
-            teacher = self.store.teacher(index, hidden.device)
-            for start in range(0, len(hidden), chunk):
-                rows = slice(start, start + chunk)
-                logits = head_logits(draft, hidden[rows])
-                logits[:, self.store.vocabulary :] = -torch.inf
-                low, high = stored_chances(teacher.chunk(rows), logits, protocol)
-                least, largest = least + float(doubled(low).sum()), largest + float(doubled(high).sum())
-            positions += len(hidden)
-        count = max(1, positions)
-        return {"acceptance": least / count, "most": largest / count, "positions": positions, "measure": STORED}
+@torch.inference_mode()
+def stored_acceptance(recipe: Recipe, run: Run, draft: Any, protocol: Verifying) -> dict[str, Any]:
+    """Acceptance probability of a draft on a run's validation answers, from the target's stored distributions on them:
+    the mean of the least chances (they choose) and of the largest."""
+    store, chunk = TeacherStore(run, "validation"), recipe.train.chunk
+    least = largest = 0.0
+    positions = 0
+    for block in range(len(held_out(recipe, run, "validation").own)):  # the first ones of the store
+        index = torch.tensor([block])
+        hidden = scored_states(draft, store.packed.take(index))
+        teacher = store.teacher(index, hidden.device)
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits = head_logits(draft, hidden[rows])
+            logits[:, store.vocabulary :] = -torch.inf
+            low, high = stored_chances(teacher.chunk(rows), logits, protocol)
+            least, largest = least + float(doubled(low).sum()), largest + float(doubled(high).sum())
+        positions += len(hidden)
+    count = max(1, positions)
+    return {"acceptance": least / count, "most": largest / count, "positions": positions, "measure": STORED}
 
 
 # ── Acceptance of a training in progress ──
@@ -238,14 +229,6 @@ def served_form(draft: Any, kept: Sequence[int] | None) -> Iterator[Any]:
         draft.train(training)
 
 
-def served_target(work: Training) -> ServedTarget:
-    """The target, loaded on first use, as the recipe serves it."""
-    recipe, model = work.recipe, work.loaded_target()
-    ends = end_ids(recipe.target.model, load_tokenizer(recipe.target.model))
-    protocol = protocol_of(recipe.train, recipe.sampler.temperature)
-    return ServedTarget(model, work.source.vocabulary, ends, Sampler.of(recipe.sampler), protocol, recipe.seed)
-
-
 def measure_acceptance(work: Training) -> dict[str, Any]:
     """The acceptance of the present weights in their served form on the validation prompts, computed by the main
     process and the same in every process; every process must call it.
@@ -254,25 +237,27 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
     acceptance of all weights is measured on the same ones. Where the target is not loaded: its probability on stored
     distributions.
     """
-    settings = work.settings.acceptance
+    settings, recipe = work.settings.acceptance, work.recipe
     assert settings is not None
+    protocol = protocol_of(work.settings, recipe.sampler.temperature)
 
     def decoded(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
-        target, prompts = served_target(work), read_prompts(work.run, "validation")[: settings.prompts]
+        ends = end_ids(recipe.target.model, load_tokenizer(recipe.target.model))
+        sampler = Sampler.of(recipe.sampler)
+        target = ServedTarget(work.loaded_target(), work.source.vocabulary, ends, sampler, protocol, recipe.seed)
+        prompts = read_prompts(work.run, "validation")[: settings.prompts]
         found = target.decode(draft, prompts, settings.new_tokens, settings.length)
         texts = [text.tokens for text in found] if work.state["texts"] is None else work.state["texts"]
         expected = sum(target.expected(draft, prompts, texts)) / max(1, sum(map(len, texts)))
         return decoded_acceptance(found) | {"expected_acceptance": expected}, texts
 
     def stored(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
-        work.held_out = work.held_out or StoredAnswers(work.recipe, work.run)
-        protocol = protocol_of(work.settings, work.recipe.sampler.temperature)
-        return work.held_out.acceptance(draft, protocol, work.settings.chunk), None
+        return stored_acceptance(recipe, work.run, draft, protocol), None
 
-    measure, value, present = decoded if work.recipe.target.load else stored, None, work.draft()
-    if shards() and work.recipe.target.load:
+    measure, value, present = decoded if recipe.target.load else stored, None, work.draft()
+    if shards() and recipe.target.load:
         work.loaded_target()
-    if work.is_main:
+    if is_main():
         with served_form(present, work.kept) as draft, torch.compiler.set_stance("force_eager"):
             value = measure(draft)
     figures: dict[str, Any]
@@ -288,7 +273,7 @@ def evaluation_due(work: Training) -> bool:
     settings, step = work.settings.acceptance, work.state["step"]
     if settings is None:
         return False
-    return step == work.steps or step % settings.every == 0
+    return step == work.settings.steps or step % settings.every == 0
 
 
 def evaluate_weights(work: Training) -> None:
@@ -319,11 +304,11 @@ def evaluate_weights(work: Training) -> None:
 def ended(work: Training) -> bool:
     """Whether the training is over, by its steps or because patience ran out; its last step is noted."""
     settings, state = work.settings.acceptance, work.state
-    if state["step"] < work.steps:
+    if state["step"] < work.settings.steps:
         if settings is None or settings.patience is None or state["misses"] < settings.patience:
             return False
         work.run.say(f"  the training ends early: {state['misses']} evaluations without a better one")
-    state["ended"], state["step"] = state["step"], work.steps
+    state["ended"], state["step"] = state["step"], work.settings.steps
     return True
 
 

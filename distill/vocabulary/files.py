@@ -7,13 +7,13 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from distill.errors import DataError, DistillError
 from distill.files import has_form, kind_of, read_object
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 AGAIN = "copy the tokenizer again"
 SUPPORTED = "byte-level BPE and SentencePiece BPE are supported"
@@ -104,8 +104,6 @@ def open_tokenizer(path: Path, without: Collection[str] = ()) -> Tokenizer:
     It makes texts of any length: truncation and padding are left out, and so is a dropout of merges. Added tokens in
     `without` are read as text. Raises DataError where it cannot be loaded.
     """
-    from tokenizers import Tokenizer
-
     try:
         with without_panic(str(path)):
             refuse_tables(path)
@@ -146,8 +144,6 @@ def _set_ends(tokenizer: Any, folder: Path) -> None:
             sides[index] = [number]
     if sides == list(around):
         return
-    from tokenizers.processors import TemplateProcessing
-
     names = {number: tokenizer.id_to_token(number) for side in sides for number in side}
     before, after = ([names[number] for number in side] for side in sides)
     single, pair = [*before, "$A", *after], [*before, "$A", *after, *before, "$B", *after]

@@ -21,6 +21,7 @@ from distill.vocabulary.files import (
     content_of,
     model_rows,
     named_settings,
+    open_tokenizer,
     require_dense,
     tokenizer_content,
     tokens_without_row,
@@ -214,7 +215,7 @@ class Vocabulary:
         serving = {roles[role] for role in NAMED_ROLES if role in roles}
         byte_tokens = bool(model.get("byte_fallback")) or "ByteFallback" in _steps(content.get("decoder"))
         kinds = tuple(_kind(number, token, added, serving, byte_tokens) for number, token in enumerate(tokens))
-        normalise = _normaliser(content, added)
+        normalise = _normaliser(path, content, added)
         bytes_of = tuple(
             None if token is None else _bytes(token, kind, family, added.get(number), normalise)
             for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
@@ -354,20 +355,14 @@ def _kind(
     return "byte" if byte_tokens and _BYTE_TOKEN.fullmatch(token) else "normal"
 
 
-def _normaliser(content: Mapping[str, Any], added: Mapping[int, Mapping[str, Any]]) -> Callable[[str], str] | None:
+def _normaliser(
+    path: Path, content: Mapping[str, Any], added: Mapping[int, Mapping[str, Any]]
+) -> Callable[[str], str] | None:
     """The tokenizer's normaliser, where added tokens are matched in text that went through it."""
     part = content.get("normalizer")
     if part is None or "ByteLevel" in _steps(part) or not any(token.get("normalized") for token in added.values()):
         return None
-    from tokenizers import Tokenizer
-
-    alone = {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": part,
-        "model": {"type": "BPE", "vocab": {}, "merges": []},
-    }
-    normalise: Callable[[str], str] = Tokenizer.from_str(json.dumps(alone)).normalizer.normalize_str
+    normalise: Callable[[str], str] = open_tokenizer(path).normalizer.normalize_str
     return normalise
 
 

@@ -23,7 +23,6 @@ from fuzz_inputs import Tree, dumped, edited_bytes, fractions, texts, values, we
 from hypothesis import strategies as st
 
 from distill.errors import DataError, DistillError
-from distill.files import file_digest
 from distill.recipe import Chat, Corpus, Recipe, Source, Traffic, dump_recipe, load_recipe
 from distill.run import Run
 
@@ -341,7 +340,6 @@ def _special_readers(run: Run, name: str, path: Path) -> Readers:
     from distill.engines.torch.kept import read_kept
     from distill.files import read_json
     from distill.measuring.calibrate import load_calibrations, load_texts, read_ranks
-    from distill.teacher.stage import stored_entries
 
     found: dict[str, Readers] = {
         "speedup/calibration.json": [
@@ -350,7 +348,6 @@ def _special_readers(run: Run, name: str, path: Path) -> Readers:
         ],
         "speedup/validation.json": [lambda: load_texts(path)],
         "cut/kept_tokens.json": [lambda: _ids([_Kept((read_kept(path.parent) or {"kept": []})["kept"])])],
-        "teacher/entries.json": [lambda: stored_entries(path)],
     }
     return found.get(name, []) or _results(run, name)
 
@@ -695,31 +692,24 @@ SHARD = "shard-00001.safetensors"
 def shards(world: World) -> Strategy:
     manifest = world.json("runs/tiny/teacher/manifest.json")
     edited = st.one_of(*safetensors(world.finished / "teacher" / SHARD))
-    files = st.one_of(st.tuples(st.just("manifest.json"), Tree(manifest).files()), st.tuples(st.just(SHARD), edited))
-    return st.tuples(files, st.booleans())
+    return st.one_of(st.tuples(st.just("manifest.json"), Tree(manifest).files()), st.tuples(st.just(SHARD), edited))
 
 
-def read_shards(world: World, found: tuple[tuple[str, bytes], bool]) -> Readers:
-    """A changed file, with or without the checksum that its stage would have recorded for it."""
+def read_shards(world: World, found: tuple[str, bytes]) -> Readers:
+    """A changed file, whose stage has recorded another checksum."""
     import torch
 
-    from distill.engines.torch.hugging_face import load_config
     from distill.teacher.store import TeacherStore, require_fit
 
-    (name, data), recorded = found
+    name, data = found
     run = world.run
     for other in ("manifest.json", SHARD):
         restored(world, f"teacher/{other}")
-    record = world.json("runs/tiny/stages/teacher.json")
-    path = run.path("teacher", name)
-    path.write_bytes(data)
-    if recorded:
-        record["artifacts"][f"teacher/{name}"] = {"bytes": len(data), "sha256": file_digest(path)}
-    run.path("stages", "teacher.json").write_text(json.dumps(record))
+    run.path("teacher", name).write_bytes(data)
 
     def store() -> None:
         opened = TeacherStore(run)
-        require_fit(opened.manifest, world.recipe, load_config(str(run.path("cut"))))
+        require_fit(opened.manifest, world.recipe)
         every = torch.arange(opened.blocks)
         teacher = opened.teacher(every, torch.device("cpu"))
         teacher.chunk(slice(0, 4), 1.0)

@@ -72,10 +72,10 @@ def test_as_with_a_mask(kind: str, checkpointing: bool, monkeypatch: pytest.Monk
 
 def test_segments() -> None:
     documents = torch.tensor([[0, 0, 1, 1, 1, -1], [-1, -1, -1, -1, -1, -1], [0, 1, 2, 2, -1, -1]])
-    expected = [[0, 0, 2, 3], [0, 2, 5, 3], [2, 0, 1, 3], [2, 1, 2, 3], [2, 2, 4, 3]]
+    expected = [[2, 3], [3, 3], [1, -1], [6, -1], [1, 3], [1, 3], [2, 3], [2, -1]]
     found = document_segments(documents, 3)
-    assert found.shape == (1, 1, 5, 4) and found[0, 0].tolist() == expected
-    assert document_segments(documents, None)[0, 0, :, 3].tolist() == [0] * 5
+    assert found.shape == (1, 1, 8, 2) and found[0, 0].tolist() == expected
+    assert document_segments(documents, None)[0, 0, :, 1].tolist() == [0, 0, -1, -1, 0, 0, 0, -1]
     query = torch.randn(3, 2, 6, 4)
     output = attend_within(query, query[:, :1], query[:, :1], found)
     assert bool((output.abs().sum((-1, -2)) > 0).eq(documents >= 0).all()), "padding attends to nothing"

@@ -613,7 +613,7 @@ def truncated(path: Path) -> None:
         (lambda folder: (folder / "model.safetensors").unlink(), "f16", r"model\.safetensors"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "f16", "JSON"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "f16", "does not exist"),
-        (lambda folder: shutil.rmtree(folder), "f16", "not a folder"),
+        (lambda folder: shutil.rmtree(folder), "f16", "does not exist"),
         (lambda folder: None, "q9_9", "q9_9"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,7 @@ def test_between_families(kind: str, forward: bool, tied: bool, dtype: str | Non
     assert found("ab a\xff日 c<|im_end|>").input_ids == meant("ab a\xff日 c<|im_end|>").input_ids
     assert found.chat_template == meant.chat_template
     recorded = read_changes(tmp_path / "new")
-    assert recorded == [json.loads(json.dumps(change.as_json()))]
+    assert recorded == [json.loads(json.dumps(asdict(change)))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -393,8 +394,8 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
     cases = [
         (other, "gpt_neox"),
         (quantised, "quantised"),
-        (narrow, "hidden_size"),
-        (headless, "hold no lm_head"),
+        (narrow, "by config.json"),
+        (headless, "missing in the weights"),
         (pickled, "pytorch_model.bin"),
         (short, "cut short"),
         (noise, "no safetensors file"),
@@ -411,16 +412,9 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
         transplant(donor, target, tmp_path / "new", rows=100)
     with pytest.raises(DataError, match="no token of the target"):
         check_transplant(donor, target, {"<strange>": "a"})
-    for place in (donor, target, tmp_path):
-        with pytest.raises(DataError, match="would overwrite"):
-            transplant(donor, target, place)
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "diary.txt").write_text("mine")
-    with pytest.raises(DataError, match="no model"):
-        transplant(donor, target, tmp_path / "notes")
     with pytest.raises(DataError, match="int4"):
         transplant(donor, target, tmp_path / "new", dtype="int4")
-    assert not (tmp_path / "new").exists() and (tmp_path / "notes" / "diary.txt").read_text() == "mine"
+    assert not (tmp_path / "new").exists()
 
 
 def test_encoders_write_any_bytes(tmp_path: Path) -> None:

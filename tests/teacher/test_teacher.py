@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from toys import save_toy, toy, toy_tokenizer
 from transformers import (
-    LlamaConfig,
     Qwen2ForCausalLM,
 )
 
@@ -24,7 +23,7 @@ from distill.data.packing import Packed, attention_mask, document_masks, pack
 from distill.engines.torch.hugging_face import load_model, quantisation
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_json, write_json, write_text
-from distill.recipe import Recipe, Target, load_recipe, parse_recipe
+from distill.recipe import Recipe, load_recipe, parse_recipe
 from distill.run import Run
 from distill.teacher.answers import answers
 from distill.teacher.distributions import Head, LogitForm, TeacherChunk, logit_form, require_head
@@ -368,26 +367,9 @@ def test_shares_cover_the_work_once() -> None:
 def test_what_does_not_fit_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", folders["qwen2"], temperatures=[1.0, 2.0])
     manifest = open_teacher(run, recipe, CPU).manifest
-    config = LlamaConfig(vocab_size=ROWS)
-    require_fit(manifest, recipe, config)
-    with pytest.raises(DataError, match=rf"cover {len(toy_vocabulary())} tokens, the draft has 200"):
-        require_fit(manifest, recipe, LlamaConfig(vocab_size=200))
-    with pytest.raises(DataError, match=r"target .*qwen2, the recipe has .*granite[\s\S]*--redo teacher"):
-        require_fit(manifest, recipe.model_copy(update={"target": Target(model=str(folders["granite"]))}), config)
-    hub = {"target_digest": manifest["target_digest"], "tokenizer_digest": "of another revision"}
-    with pytest.raises(DataError, match=r"tokenizer .* with other content"):
-        require_fit(manifest | hub, recipe, config)
-    # The same folder with one weight changed is another target.
-    model = load_model(str(folders["qwen2"]), "float32", CPU)
-    folder = save_toy(model, toy_tokenizer(TOKENS), tmp_path / "target")
-    recipe, run = made(tmp_path / "other", folder)
-    manifest = TeacherStore(run).manifest
-    require_fit(manifest, recipe, config)
-    with torch.no_grad():
-        model.model.norm.weight[3] += 1
-    model.save_pretrained(folder)
-    with pytest.raises(DataError, match=r"target .* with other content"):
-        require_fit(manifest, recipe, config)
+    require_fit(manifest, recipe)
+    with pytest.raises(DataError, match=r"another tokenizer of .*qwen2[\s\S]*--redo teacher"):
+        require_fit(manifest | {"tokenizer_digest": "of another revision"}, recipe)
 
 
 def test_the_sampler_is_that_of_the_answers(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -404,7 +386,7 @@ def test_the_manifest(folders: dict[str, Path], tmp_path: Path) -> None:
     assert sum(manifest["shard_blocks"]) == len(training_blocks(recipe, run)[0])
     assert manifest["logit_form"] == {"scale": 0.25, "soft_cap": 0.0}
     write_json(run.path("teacher", "manifest.json"), manifest | {"format": 1})
-    with pytest.raises(DataError, match="of format 1, this is format 2"):
+    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
         TeacherStore(run)
 
 
