@@ -26,6 +26,7 @@ class StaticTable(StaticTorchModel):
     def __init__(self, table: TableModel, rows: int = 1) -> None:
         self.table, self.rows, self.device = table, rows, torch.device("cpu")
         self.vocabulary_size, self.capacity, self.max_leaves = table.vocabulary_size, table.capacity, 0
+        self.steps_on_device = True
         self.model: Any = SimpleNamespace(config=SimpleNamespace(_name_or_path="table"))
         self.slots = torch.zeros(rows, SLOTS, dtype=torch.long)
         self._lengths = [0] * rows
