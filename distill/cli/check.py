@@ -155,7 +155,9 @@ def _quoted(path: Path) -> str:
 def recipes(
     context: typer.Context,
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Copy this recipe, or list all.")] = None,
-    to: Annotated[Path | None, typer.Argument(metavar="[TO]", help="File or folder of the copy; here.")] = None,
+    to: Annotated[
+        Path | None, typer.Argument(metavar="[TO]", help="File or folder of the copy; by default here.")
+    ] = None,
     output: FormatOption = "md",
 ) -> None:
     """List the recipes that come with distill, or copy one to run or change.

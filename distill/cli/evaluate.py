@@ -35,9 +35,11 @@ def evaluate(
         typer.Option(help="Compare the draft in these GGUF types instead: acceptance, KL, size, speed."),
     ] = None,
     target_outtype: Annotated[list[str] | None, typer.Option(help="Types of a target that is a folder.")] = None,
-    cache_type: Annotated[list[str] | None, typer.Option(help="Types of the draft's cache; f16.")] = None,
+    cache_type: Annotated[list[str] | None, typer.Option(help="Types of the draft's cache; by default f16.")] = None,
     target: Annotated[list[str] | None, typer.Option(help="Standalone pair: folder, hub name or GGUF file.")] = None,
-    draft: Annotated[list[str] | None, typer.Option(help="Of the same kind; several are compared by prompt.")] = None,
+    draft: Annotated[
+        list[str] | None, typer.Option(help="Of the same kind; several are compared prompt by prompt.")
+    ] = None,
     text: shared.TextOption = None,
     temperature: Annotated[float, shared.number_option(min=0, max=100, help="Standalone pair: of the sampler.")] = 1.0,
     prompts: Annotated[int, typer.Option(min=4, help="Without a run: prompts taken from the text.")] = 32,

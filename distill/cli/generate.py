@@ -37,9 +37,15 @@ def generate(
     tokens: Annotated[int, shared.number_option(min=1, help="New tokens at most.")] = 128,
     repetition_penalty: Annotated[float, shared.number_option(min=0.01, max=100, help="1: off.")] = 1.0,
     seed: Annotated[int, shared.number_option(min=0, help="Seed of the sampler.")] = 0,
-    table: Annotated[Path | None, typer.Option(help="--drafter table: a run or file with n-grams.")] = None,
-    allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Allow changed distributions (LOSSY).")] = False,
-    chat: Annotated[bool | None, typer.Option(help="Ask as a message: the default with a chat template.")] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="For drafter table: a run, or a file, with n-grams of the target.")
+    ] = None,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Allow what changes the target's distribution (LOSSY).")
+    ] = False,
+    chat: Annotated[
+        bool | None, typer.Option(help="Ask as a message; the default where there is a chat template.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     regex: Annotated[str | None, typer.Option(help="The whole new text must match this.")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="A file; the new text is JSON that follows it.")] = None,

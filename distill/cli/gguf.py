@@ -200,7 +200,7 @@ def import_gguf(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Of all weights; if left out, floats as stored and quantised ones in float32."),
+        typer.Option(help="Type of all weights; if left out, floats as stored and quantised ones in float32."),
     ] = None,
 ) -> None:
     """Write a GGUF file as a Hugging Face folder: dequantised weights, config.json, tokenizer, chat template.

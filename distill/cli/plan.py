@@ -175,7 +175,9 @@ def plan(
         typer.Option(metavar="URL", help="The target's curve: measured on a llama-server or vLLM that does not draft."),
     ] = None,
     key: Annotated[str | None, typer.Option(help="--server: environment variable that holds its key.")] = None,
-    served_model: Annotated[str | None, typer.Option("--model", help="--server: its name, of several on vLLM.")] = None,
+    served_model: Annotated[
+        str | None, typer.Option("--model", help="Name of the served model, where vLLM has several.")
+    ] = None,
     acceptance: Annotated[str | None, typer.Option(help="Conditional acceptance by position, with commas.")] = None,
     sister: Annotated[Path | None, typer.Option(metavar="RUN", help="A run: its conditional acceptance, too.")] = None,
     hardware: Annotated[Path | None, typer.Option(help="YAML file of another machine (docs/plan.md).")] = None,

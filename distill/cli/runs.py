@@ -95,7 +95,9 @@ MEASURED = ("eval", "export", "speedup")
 
 def report(
     context: typer.Context,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="The newest; several: a table.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs; by default the newest. Several give a table.")
+    ] = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
 ) -> None:

@@ -33,9 +33,13 @@ from distill.tables import Block, records, rendered
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
 RunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Name or folder; by default the newest.")]
-FormatOption = Annotated[Literal["md", "json", "jsonl", "csv"], typer.Option("--output", "-o", help="Of the results.")]
+FormatOption = Annotated[
+    Literal["md", "json", "jsonl", "csv"], typer.Option("--output", "-o", help="Format of the results.")
+]
 TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Standalone pair: prompts (docs/prompts.md).")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, max=4096, help="CPU threads; OMP_NUM_THREADS, or all cores.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option(min=1, max=4096, help="CPU threads; by default OMP_NUM_THREADS, or all cores.")
+]
 DTYPE_HELP = "Type of folders: float32, bfloat16, float16, or auto: bfloat16 where the device has instructions for it."
 DEFAULT_RUNS = Path("runs")
 TYPES_OF_ITS_OWN = "is for folders; a GGUF file has types of its own"  # why --dtype does nothing

@@ -33,7 +33,9 @@ pair_number = partial(shared.number_option, rich_help_panel=PAIR)
 def speedup(
     context: typer.Context,
     run: shared.RunArgument = None,
-    allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Run what changes distributions (LOSSY).")] = False,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Also run what changes the target's distribution (LOSSY).")
+    ] = False,
     target: Annotated[str | None, pair_option(help="Target: Hugging Face folder, hub name or GGUF file.")] = None,
     draft: Annotated[str | None, pair_option(help="Draft: of the same kind as the target.")] = None,
     prompts: Annotated[list[Path] | None, pair_option(help="Text or records (docs/prompts.md); repeatable.")] = None,
@@ -43,12 +45,16 @@ def speedup(
     lengths: Annotated[str, pair_option(help="Fixed draft lengths, separated by commas; 0: none.")] = "1,2,4,8",
     configuration: Annotated[
         list[str] | None,
-        pair_option(help="Another, in a recipe's words: '{drafter: tree, nodes: 12, calibration: none}'."),
+        pair_option(help="Another configuration, in a recipe's words: '{drafter: tree, nodes: 12}'; may be repeated."),
     ] = None,
-    batch: Annotated[str | None, pair_option(help="Folders: also so many texts at once, with commas.")] = None,
+    batch: Annotated[
+        str | None, pair_option(help="Folders: also decode so many texts at once; several numbers with commas.")
+    ] = None,
     dtype: Annotated[str, pair_option(help=shared.DTYPE_HELP)] = "float32",
     seed: Annotated[int, pair_number(min=0, help="Seed of all draws.")] = 0,
-    table: Annotated[Path | None, pair_option(help="--drafter table: a run or file with n-grams.")] = None,
+    table: Annotated[
+        Path | None, pair_option(help="For drafter table: a run, or a file, with n-grams of the target.")
+    ] = None,
     to: Annotated[Path | None, pair_option(help="Also write all that was measured to this file, as JSON.")] = None,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,

@@ -36,7 +36,10 @@ def train(
         bool,
         typer.Option("--rehearse", help="All stages on 4 prompts and 3 steps, as NAME-rehearsal; estimates the run."),
     ] = False,
-    must_pay: Annotated[float | None, number_option(min=0, max=1, help="Refuse if this acceptance cannot pay.")] = None,
+    must_pay: Annotated[
+        float | None,
+        number_option(min=0, max=1, help="Refuse to train where this acceptance would not make decoding faster."),
+    ] = None,
 ) -> None:
     """Run every stage of a recipe, from corpus to report.
 
