@@ -387,7 +387,7 @@ def test_an_answer_that_is_not_utf8(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x9b\n"), encoding="utf-8"))
     assert (
-        "the answer is not UTF-8; nothing was deleted"
+        "stdin gave no answer; nothing was deleted"
         in tiny.refused(capsys, "runs", "--runs", copied.parent, "--delete", "tiny")
         and copied.exists()
     )

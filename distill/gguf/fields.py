@@ -23,6 +23,7 @@ from distill.gguf.tokens import token_key
 from distill.vocabulary.vocabulary import SPACE
 
 DEFAULT_THETA = 10000.0  # llama.cpp's, where a file names none
+INTEGERS = (4, 5)  # of gguf.GGUFValueType, 32 bits
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _require_forms(folder: Path, writer: Any) -> None:
     """The gguf package takes values as they stand in the files and would fail while it writes them."""
     for key, entry in writer.kv_data[0].items():
         values = entry.value if entry.type == ARRAY else [entry.value]
-        kind = str if entry.type in (STRING, ARRAY) else (int, float)
+        kind = str if entry.type in (STRING, ARRAY) else int if entry.type in INTEGERS else (int, float)
         if (
             not isinstance(values, list)
             or not values
@@ -124,6 +125,8 @@ def _require_forms(folder: Path, writer: Any) -> None:
                 f"{folder}: README.md or generation_config.json gives {entry.value!r:.60} for {key}",
                 "correct that entry, or remove it",
             )
+        if entry.type in INTEGERS and not -(2**31) <= entry.value < 2**31:
+            raise DataError(f"{folder}: {key} is {entry.value}, too large for GGUF", "correct that entry, or remove it")
 
 
 def add_model_fields(writer: Any, shape: Shape) -> None:

@@ -513,13 +513,14 @@ def test_the_address_of_a_server_is_not_part_of_the_key(world: Path, tmp_path: P
         recipe, run = begin(world, tmp_path, 1, *overrides)
         return key_parts(find_stage("answers"), recipe, run, Contents(run))
 
+    contents = Contents(begin(world, tmp_path, 1)[1])
     first = parts(served("http://a/v1"))
     assert parts(served("http://b/v1", concurrency=9, key="K", retries=1, missing=0.1, timeout=3)) == first
-    assert difference(first, parts(served("http://a/v1", api="chat"))) == [
+    assert difference(first, parts(served("http://a/v1", api="chat")), contents) == [
         "answers.writer.api: 'completions' -> 'chat'"
     ]
     (tmp_path / "x.gguf").write_bytes(b"GGUF1")
     one = parts(f"answers.writer.gguf={tmp_path / 'x.gguf'}")
     (tmp_path / "x.gguf").write_bytes(b"GGUF2")
     two = parts(f"answers.writer.gguf={tmp_path / 'x.gguf'}")
-    assert difference(one, two) == ["answers.writer.gguf (content) has other content"]
+    assert difference(one, two, contents) == ["answers.writer.gguf (content) has other content"]

@@ -335,8 +335,8 @@ def test_the_server_can_move_without_a_new_store(target: Path, tmp_path: Path) -
     before = parts()
     assert "urls" not in json.dumps(before)
     assert parts(urls=["http://b:2/v1"], concurrency=2, retries=1, timeout=9.0, key="K") == before
-    assert difference(before, parts(model="n")) == ["teacher.server.model: 'm' -> 'n'"]
     recipe, run = begin(tmp_path / "gguf", target, gguf=str(target / "f32.gguf"))
+    assert difference(before, parts(model="n"), Contents(run)) == ["teacher.server.model: 'm' -> 'n'"]
     assert key_parts(stage, recipe, run, Contents(run))["teacher.gguf (content)"]
 
 

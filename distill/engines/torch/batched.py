@@ -51,7 +51,7 @@ class BatchedTorchModel(StaticTorchModel):
     cache_kind = _RowCache
 
     def __init__(self, model: Any, rows: int, vocabulary: int | None = None) -> None:
-        super().__init__(model, vocabulary, rows)
+        super().__init__(model, vocabulary, rows, size=1)  # shapes follow the texts: rows begin short
         self._cache.rows = rows
         self.max_leaves, self.steps_on_device = 0, False
 
