@@ -226,7 +226,7 @@ def read_calibrations(table: Mapping[str, Any], source: str) -> dict[str, Calibr
     """The calibrations of what `calibrate` made; DataError, which names `source`, for another format."""
     if table.get("format") != FORMAT:
         what = f"{source} holds no calibrations: its format is {table.get('format')}"
-        raise DataError(what, "make it again: `distill speedup --again`")
+        raise DataError(what, "make it again: `distill train RECIPE --redo speedup`")
     return {name: fit.fields for name, fit in from_json(table.get("fits"), dict[str, Fit], source).items()}
 
 
@@ -239,7 +239,7 @@ def read_ranks(table: Mapping[str, Any], source: str) -> RankTally:
     """The acceptance by rank of what `calibrate` made; DataError, which names `source`, where there is none."""
     tally: Any = table.get("ranks")
     if not has_form(tally, {"tried": [int], "taken": [int]}) or not tally["tried"]:
-        raise DataError(f"{source} holds no acceptance by rank", "make it again: `distill speedup --again`")
+        raise DataError(f"{source} holds no acceptance by rank", "make it again: `distill train RECIPE --redo speedup`")
     return RankTally(tally["tried"], tally["taken"])
 
 
