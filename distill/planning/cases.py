@@ -310,7 +310,8 @@ NOTE = (
     "Imported from llama-batched-bench, which times m parallel sequences, each with a cache of its own. m tokens of "
     "one sequence share one cache and usually cost a little less, most of all at great depths."
 )
-FIELDS = {"pp": (0, 2**31), "tg": (1, 2**31), "pl": (1, 2**31), "t_tg": (1e-12, 2**31)}  # of a line that are used
+MOST = 2**31 - 1
+FIELDS = {"pp": (0, MOST), "tg": (1, MOST), "pl": (1, MOST), "t_tg": (1e-12, MOST)}  # of a line that are used
 MAX_LENGTH = 32  # drafted tokens that are considered
 MAX_LISTED = 64  # costs in GGML_BATCH_COSTS
 
@@ -322,7 +323,7 @@ def import_curve(path: Path) -> CostCurve:
     m = 1, 2, ... without a gap are cut at the gap (`note` says so). Raises DataError when no depth has m = 1 and 2.
     """
     rows: dict[int, dict[int, list[float]]] = {}
-    for row in read_numbers(path, FIELDS, "give what llama-batched-bench prints with --output-format jsonl"):
+    for row in read_numbers(path, FIELDS, "give what llama-batched-bench prints with --output-format jsonl", True):
         depth = row["pp"] + row["tg"] // 2
         rows.setdefault(depth, {}).setdefault(row["pl"], []).append(row["t_tg"] / row["tg"])
     depths, seconds, notes = [], [], [NOTE]

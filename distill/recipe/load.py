@@ -179,12 +179,14 @@ def _ask_the_file(raw: dict[str, Any]) -> None:
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
-    if len(name) > 200:
+    if len(name) > 500:
         raise RecipeError(f"override `{name[:100]}…` has {len(name)} characters before the =", "see docs/recipes.md")
     if not equals or not name.strip():
         raise RecipeError(f"override `{override}` is not of the form a.b=c", "such as train.steps=100, without spaces")
     value = read_yaml(text, f"the value of override `{name[:100]}`")
     *path, last = name.strip().split(".")
+    if len(path) > DEEPEST:
+        raise RecipeError(f"override `{name[:100]}…` is nested too deeply", f"at most {DEEPEST} levels are possible")
     place: Any = raw
     for index, part in enumerate([*path, last]):
         if isinstance(place, list):

@@ -42,7 +42,14 @@ def load_base(folder: Path, settings: Adapter, device: torch.device) -> Any:
     # Else it warns at every product of every layer that it rounds its input to fp16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     quantisation = BitsAndBytesConfig(**kind)
-    model = load_weights(str(folder), torch.float32, device_map={"": device}, quantization_config=quantisation)
+    try:
+        model = load_weights(str(folder), torch.float32, device_map={"": device}, quantization_config=quantisation)
+    except (ImportError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise RunError(
+            f"bitsandbytes cannot hold {folder} in {settings.base} on {device}: {first}",
+            f"bitsandbytes before 0.50 cannot: `pip install -U bitsandbytes`, or {UNQUANTISED}",
+        ) from error
     for module in model.modules():
         # Else a 4-bit layer that once ran for inference on such a CPU stays in a form that no gradient gets through.
         if hasattr(module, "support_avx512bf16_for_cpu"):

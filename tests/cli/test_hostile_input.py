@@ -98,10 +98,11 @@ def test_a_date_is_text(recipe: Path) -> None:
     [
         ("corpus.sources.٣.path=x", "is not an index"),
         ("corpus.sources.².path=x", "is not an index"),
-        (f"corpus.sources.{'9' * 150}.path=x", "is not an index"),
+        (f"corpus.sources.{'9' * 300}.path=x", "is not an index"),
         ("a" * 5000 + "=1", "characters before the ="),
         (".".join("a" * 400) + "=1", "characters before the ="),
-        ("train.steps" + ".a" * 200 + "=1", "characters before the ="),
+        ("train.steps" + ".a" * 200 + "=1", "nested too deeply"),
+        ("train.steps" + ".a" * 50 + "=1", "train.steps: an integer is needed"),
         ("train.steps=!!python/name:os.system x", "line 1"),
         ("train.steps=" + "[" * 3000, "nested too deeply"),
         ("target.model=" + "a" * 5000, "too long"),

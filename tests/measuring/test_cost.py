@@ -141,6 +141,7 @@ def test_a_log_becomes_a_relative_curve(tmp_path: Path) -> None:
         (line(1, 2.0).replace("t_tg", "t_gt"), "line 1: `t_tg` is None"),
         (line("one", 2.0), "`pl` is 'one', not a number from 1"),
         (line(1, 0), "`t_tg` is 0, not a number from 1e-12"),
+        (line(1.5, 2.0), "`pl` is 1.5, not a number from 1"),
         (line(4, 2.0), "1 and 2 parallel"),
     ],
 )
