@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from distill.errors import DataError
-from distill.files import Result, from_json, parse_object, read_utf8, write_text
+from distill.files import Result, from_json, parse_object, write_text
 from distill.run import Run
 
 Ids = list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]]  # token ids are stored as int32
@@ -171,8 +171,12 @@ def _read_lines(path: Path, stage: str, kind: type[Result]) -> list[Result]:
     """The lines of a jsonl file, whose unknown fields do not count."""
     again = f"make it again with `distill train RECIPE --redo {stage}`"
     records = []
-    for number, line in enumerate(read_utf8(path).splitlines(), 1):
-        record = parse_object(line.encode())
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", again) from None
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
+        record = parse_object(line)
         if isinstance(record, str):
             raise DataError(f"{path} is damaged: line {number}: {record}", again)
         records.append(from_json(record, kind, f"{path} is damaged: line {number}", again))
