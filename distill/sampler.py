@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill.devices import CPU
 from distill.errors import DataError, RecipeError
 from distill.recipe import SamplerSettings
 
@@ -212,12 +213,14 @@ def _outside(probabilities: Tensor, top_p: float, looks: bool) -> Tensor:
     rows = probabilities.detach().reshape(-1, size)
     least, count = _smallest(rows, top_p, NUCLEUS if looks else size)
     dropped = rows < least
-    if looks:  # logits of two bytes often tie: rows where more are left than stay drop the last ones of these
-        for row in (size - dropped.count_nonzero(dim=-1) > count).nonzero().flatten().tolist():
+    # Logits of two bytes often tie: rows where more are left than stay drop the last ones of these.
+    excess = size - dropped.count_nonzero(dim=-1) > count
+    if looks and rows.device.type == CPU:
+        for row in excess.nonzero().flatten().tolist():
             tied = (rows[row] == least[row]).nonzero().flatten()
             likelier = int((rows[row] > least[row]).count_nonzero())
             dropped[row, tied[int(count[row]) - likelier :]] = True
-    else:
+    elif not looks or bool(excess.any()):
         tied = rows == least
         last = count.unsqueeze(-1) - (rows > least).sum(-1, keepdim=True)
         dropped |= tied & (tied.cumsum(-1) > last)
@@ -227,18 +230,22 @@ def _outside(probabilities: Tensor, top_p: float, looks: bool) -> Tensor:
 def _smallest(rows: Tensor, top_p: float, among: int) -> tuple[Tensor, Tensor]:
     """Of each row [N, V] the smallest probability that stays [N, 1], and how many tokens stay [N].
 
-    Looked for among the likeliest, so many at first. Where these are too few, tokens below (1 − top-p) ÷ V are left
-    out: all of them together hold less than 1 − top-p.
+    Looked for among the likeliest, so many at first. Where these are too few, a CPU leaves out tokens below
+    (1 − top-p) ÷ V, all of which together hold less than 1 − top-p; other devices sort those rows at once.
     """
     size = rows.shape[-1]
     least, count, whole = _last_that_stays(_falling(rows) if among >= size else rows.topk(among, dim=-1).values, top_p)
-    if among < size:
-        for row in (~whole).nonzero().flatten().tolist():
-            for floor in ((1 - top_p) / size, 0.0):  # the latter where rounding left a sum below top-p
-                values = rows[row]
-                least[row], count[row], enough = _last_that_stays(_falling(values[values >= floor]), top_p)
-                if bool(enough):
-                    break
+    if among >= size or bool(whole.all()):
+        return least, count.clamp(min=1)
+    if rows.device.type != CPU:
+        least[~whole], count[~whole], _ = _last_that_stays(_falling(rows[~whole]), top_p)
+        return least, count.clamp(min=1)
+    for row in (~whole).nonzero().flatten().tolist():
+        for floor in ((1 - top_p) / size, 0.0):  # the latter where rounding left a sum below top-p
+            values = rows[row]
+            least[row], count[row], enough = _last_that_stays(_falling(values[values >= floor]), top_p)
+            if bool(enough):
+                break
     return least, count.clamp(min=1)
 
 
@@ -251,6 +258,6 @@ def _last_that_stays(values: Tensor, top_p: float) -> tuple[Tensor, Tensor, Tens
 
 def _falling(rows: Tensor) -> Tensor:
     """Each row [..., V] in falling order, NaN first. On a CPU numpy sorts many times faster: it keeps no indices."""
-    if rows.device.type != "cpu":
+    if rows.device.type != CPU:
         return rows.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(rows.numpy(), axis=-1)).flip(-1)

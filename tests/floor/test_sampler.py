@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import pytest
@@ -210,3 +211,13 @@ def test_top_p_sorts_no_vocabulary_that_it_need_not(monkeypatch: pytest.MonkeyPa
     kept = Sampler(top_p=0.9).probabilities(logits) > 0
     assert int(kept.sum(-1).max()) > NUCLEUS  # the likeliest that are looked at first do not tell
     assert len(widths) == len(logits) and max(widths) < 150_000 / 4
+
+
+def test_top_p_on_a_device_is_that_of_a_processor(pretend: Any) -> None:
+    """Rows whose likeliest tell, rows that need all, and ties."""
+    generator = torch.Generator().manual_seed(1)
+    spread = torch.tensor([8.0, 0.3, 2.0, 0.0])[:, None]
+    probabilities = (spread * torch.randn(4, 700, generator=generator)).bfloat16().float().softmax(-1)
+    expected = _outside(probabilities, 0.9, looks=True)
+    assert 0 < int(expected.sum(-1).min()) and int((~expected).sum(-1).max()) > NUCLEUS
+    assert torch.equal(_outside(probabilities.to("pretend"), 0.9, looks=True).cpu(), expected)
