@@ -219,5 +219,5 @@ def test_top_p_on_a_device_is_that_of_a_processor(pretend: Any) -> None:
     spread = torch.tensor([8.0, 0.3, 2.0, 0.0])[:, None]
     probabilities = (spread * torch.randn(4, 700, generator=generator)).bfloat16().float().softmax(-1)
     expected = _outside(probabilities, 0.9, looks=True)
-    assert 0 < int(expected.sum(-1).min()) and int((~expected).sum(-1).max()) > NUCLEUS
+    assert int(expected.sum(-1).min()) > 0 and int((~expected).sum(-1).max()) > NUCLEUS
     assert torch.equal(_outside(probabilities.to("pretend"), 0.9, looks=True).cpu(), expected)
