@@ -21,7 +21,7 @@ LENGTH = 4  # tokens drafted a round where no option says
 
 
 @takes_gguf_options("target", "draft")
-@takes("pytorch", section_options(PyTorch, "static compile draft_device draft_weights"))
+@takes("pytorch", section_options(PyTorch, "static compile draft_device draft_weights", defaults=False))
 @takes("given", section_options(Configuration, "drafter rule p_min widths verifier"))
 @takes_sampler()
 def generate(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @takes_gguf_options("target")
-@takes("pytorch", section_options(PyTorch, "static compile prepack"))
+@takes("pytorch", section_options(PyTorch, "static compile prepack", defaults=False))
 def profile(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name or GGUF file.")],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -253,10 +254,12 @@ def section_options(
     words: str = "",
     short: Mapping[str, str] | None = None,
     shown: bool = True,
+    defaults: bool = True,
 ) -> list[inspect.Parameter]:
     """Parameters of a command for these keys, with spaces between them; of a list, values separated by commas.
 
-    `prefix` stands before the names of the parameters, `suffix` behind those of the options, `words` before their help.
+    `prefix` stands before the names of the parameters, `suffix` behind those of the options, `words` before their help;
+    `defaults` says whether a key's own default holds where the option is left out.
     """
     found = []
     for name in names.split():
@@ -266,12 +269,12 @@ def section_options(
         listed = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
         kind: Any = str if listed else next((kind for kind in (bool, int, float) if kind in kinds), str)
         choices = next((get_args(one) for one in kinds if get_origin(one) is Literal), ())
-        text = words + str(field.description).replace("null:", "if left out:").replace("[", "\\[")
+        text = _help(words + str(field.description), field.default if defaults else None)
         info = typer.Option(
             f"{spelt}/--no{spelt[1:]}" if kind is bool else spelt,
             *filter(None, [(short or {}).get(name)]),
             metavar="|".join(choices) or None,
-            help=f"{text[0].upper()}{text[1:]}.",
+            help=text,
             rich_help_panel=panel,
             hidden=not shown,
             callback=listed and _listed(spelt, listed),
@@ -279,6 +282,20 @@ def section_options(
         keyword = inspect.Parameter.KEYWORD_ONLY
         found.append(inspect.Parameter(prefix + name, keyword, default=None, annotation=Annotated[kind | None, info]))
     return found
+
+
+LINK = re.compile(r" ?\(\[[^]]*]\([^)]*\)\)")  # to a page, as recipes' documents have them
+
+
+def _help(text: str, default: Any) -> str:
+    """A key's description as the help of an option: sentences without links, and its default, if any."""
+    text = LINK.sub("", text).replace("null:", "if left out:").replace("[none]", "none").replace("[]:", "if left out:")
+    text = re.sub(r"(?<=[.] )i(?=f left out)", "I", text)
+    first = text.split(" ")[0].rstrip(":")
+    text = text if "_" in first else text[0].upper() + text[1:]
+    said = ("yes" if default else "no") if isinstance(default, bool) else default
+    shown = "" if said in (None, ()) else f" [default: {said}]"
+    return f"{text}.{shown}".replace("[", "\\[")
 
 
 def _listed(option: str, kind: type) -> Callable[[str | None], list[Any] | None]:
@@ -325,7 +342,7 @@ def takes_sampler(panel: str | None = None) -> Callable[[Callable[..., None]], C
         return sampler
 
     names, words = " ".join(SamplerSettings.model_fields), "of the sampler, greedy by default; "
-    options = section_options(SamplerSettings, names, panel=panel, words=words)
+    options = section_options(SamplerSettings, names, panel=panel, words=words, defaults=False)
     return takes("sampler", options, collected)
 
 

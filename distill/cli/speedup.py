@@ -27,7 +27,9 @@ pair_number = partial(shared.number_option, rich_help_panel=PAIR)
 
 
 @takes_gguf_options("target", "draft")
-@takes("pytorch", section_options(PyTorch, "static compile draft_device draft_weights prepack", panel=PAIR))
+@takes(
+    "pytorch", section_options(PyTorch, "static compile draft_device draft_weights prepack", panel=PAIR, defaults=False)
+)
 @takes("fixed", section_options(Configuration, "drafter verifier", panel=PAIR, words="For the fixed lengths: "))
 @takes_sampler(PAIR)
 def speedup(
