@@ -14,18 +14,13 @@ from typing import Annotated, Any
 import typer
 
 import distill
-from distill.cli.check import check, recipes
-from distill.cli.doctor import doctor
-from distill.cli.evaluate import evaluate
+from distill.cli.check import check, doctor, recipes
 from distill.cli.generate import generate
-from distill.cli.gguf import export_gguf, export_lookup, import_gguf
+from distill.cli.measure import evaluate, speedup
+from distill.cli.models import cut, export_gguf, export_lookup, import_gguf, transplant
 from distill.cli.plan import plan, profile
-from distill.cli.record import record
-from distill.cli.runs import list_runs, report
-from distill.cli.serve_check import serve_check
-from distill.cli.speedup import speedup
-from distill.cli.surgery import cut, transplant
-from distill.cli.train import train
+from distill.cli.runs import list_runs, report, train
+from distill.cli.serve import record, serve_check
 from distill.devices import memory_explained
 from distill.errors import DistillError, RecipeError, RunError, disk_fault
 from distill.files import is_utf8

@@ -1,4 +1,5 @@
-"""`distill runs` and `distill report`: the runs in a list, the page of one, several side by side."""
+"""`distill train` runs every stage of a recipe; `distill runs` lists the runs; `distill report` makes the page of one,
+or shows several side by side."""
 
 from __future__ import annotations
 
@@ -6,19 +7,209 @@ import shutil
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from distill.cli import shared
-from distill.errors import DistillError, RunError, faults_explained
-from distill.files import require_path
+from distill.cli.shared import DEFAULT_RUNS, RunsOption, number_option, prepare, read_recipe, refuse_idle
+from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
+from distill.files import read_result, read_utf8, require_path
+from distill.processes import is_main
 from distill.progress import announce, note, signalled, warn
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out
 from distill.run import Run
 from distill.tables import Cell, Row, Table
+
+# ── `distill train` ──
+
+
+def train(
+    context: typer.Context,
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
+    runs: RunsOption = DEFAULT_RUNS,
+    until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
+    redo: Annotated[list[str] | None, typer.Option(help="Run this stage again, and those that depend on it.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; an old run of this name is moved aside.")] = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Continue from a finished run's draft, on new lines of its served logs.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print which stages would run, and why.")] = False,
+    rehearsal: Annotated[
+        bool,
+        typer.Option("--rehearse", help="All stages on 4 prompts and 3 steps, as NAME-rehearsal; estimates the run."),
+    ] = False,
+    must_pay: Annotated[
+        float | None,
+        number_option(min=0, max=1, help="Refuse to train where this acceptance would not make decoding faster."),
+    ] = None,
+) -> None:
+    """Run every stage of a recipe, from corpus to report.
+
+    Finished stages are skipped. After an interruption the same command resumes.
+    """
+    from distill.pipeline.running import (
+        finish_refresh,
+        follow_main,
+        plan_refresh,
+        plan_run,
+        require_allowed,
+        run_pipeline,
+        start_refresh,
+    )
+    from distill.pipeline.stages import NAMES, find_stage
+
+    refuse_idle(
+        context,
+        (rehearsal, "until redo fresh refresh dry_run must_pay", "cannot be combined with --rehearse, which runs all"),
+        (refresh, "redo fresh dry_run must_pay", "cannot be combined with --refresh, which starts a new run"),
+        (dry_run, "must_pay", "measures, and --dry-run does not"),
+        (fresh, "redo", "does nothing with --fresh: every stage runs"),
+    )
+    begun = None if fresh else runs / load_recipe(recipe, overrides or []).name / "config.yaml"
+    found = whole = read_recipe(recipe, overrides or [], begun)
+    if rehearsal:
+        from distill.pipeline.rehearsal import shortened
+
+        found = shortened(whole, runs)
+    for name in [*([until] if until else []), *(redo or [])]:
+        find_stage(name)
+        if until and NAMES.index(name) > NAMES.index(until):
+            raise RecipeError(f"--redo {name} does nothing: --until {until} ends before it", "leave one of them out")
+    folder = runs / found.name
+    if not is_main():  # one of several that `accelerate launch` started
+        if not dry_run:
+            prepare(found.threads)
+            follow_main(found, Run(folder, found, silent=True))
+        return
+    if rehearsal:
+        _rehearse(whole, found, Run(folder, found))
+        return
+    run = Run(folder, found)
+    finish_refresh(folder)  # one that was killed
+    parent = plan_refresh(found, run) if refresh else None
+    if dry_run:
+        # --fresh begins in an empty folder.
+        planned = Run(folder.with_name(f".{folder.name}.fresh"), found) if fresh else run
+        plan = plan_run(found, planned, until, redo or ())
+        for action in plan:
+            run.say(action.line())
+        require_allowed(plan)
+        return
+    if fresh:
+        _move_aside(run)
+    if parent is None:
+        require_allowed(plan_run(found, run, until, redo or ()))
+    # Before the run folder is touched: a cut that cannot be made must not cost the answers.
+    _check(found, run, until)
+    if must_pay is not None:
+        _require_pay(found, run, must_pay)
+    if parent is not None:
+        print(f"the old run is now {start_refresh(run, parent)}", file=sys.stderr)
+    try:
+        run.open(read_utf8(recipe))
+        prepare(found.threads)
+        run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
+        say_outcome(run)
+        require_passed(run, until)
+    finally:
+        run.close()
+
+
+def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:
+    """Check the whole recipe, rehearse it and print what it will take."""
+    from distill.pipeline.rehearsal import rehearse
+
+    _check(whole, run, None)
+    prepare(short.threads)
+    try:
+        table = rehearse(whole, short, run)
+    finally:
+        run.close()
+    print(table)
+    print(f"{run.folder} holds the rehearsal; `distill runs --delete {run.folder.name}` removes it", file=sys.stderr)
+
+
+def _move_aside(run: Run) -> None:
+    if not run.folder.exists():
+        return
+    aside = run.folder.with_name(f"{run.folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    with run.locked(), faults_explained(run.folder):
+        run.folder.rename(aside)
+    print(f"the old run is now {aside}", file=sys.stderr)
+
+
+def _check(recipe: Recipe, run: Run, until: str | None) -> None:
+    from distill.pipeline.preflight import preflight
+
+    stages = ["teacher", *(HELD_OUT if not recipe.target.load else [])]  # those that read the teacher's source
+    unread = any(run.done(name) is None for name in stages)
+    found = preflight(recipe, run.done("corpus") is None, until=until, teacher=unread, folder=run.folder)
+    for line in found.warnings:
+        print(line, file=sys.stderr)
+
+
+def _require_pay(recipe: Recipe, run: Run, acceptance: float) -> None:
+    """Print the plan's verdicts; RunError where no backend is predicted to be faster at this conditional
+    acceptance.
+
+    Of a draft that is trained nothing is left to save.
+    """
+    if run.done("train") is not None:
+        note("--must-pay: nothing is planned, as the draft is trained already")
+        return
+    from distill.planning.cases import PlanRequest, measured_cases
+    from distill.planning.plan import forecast
+
+    prepare(recipe.threads)
+    found = [forecast(case, {"--must-pay": [acceptance]}) for case in measured_cases(PlanRequest.of(recipe))]
+    for one in found:
+        print(f"plan, {one.title}:", *one.sentences, sep="\n  ", file=sys.stderr)
+    if not any(one.scenarios[-1].best for one in found):
+        raise RunError(
+            f"at a conditional acceptance of {acceptance:g} a draft of this cut is predicted to be no faster than plain"
+            " decoding",
+            "cut it smaller (`distill plan RECIPE cut.layers=…` shows what pays), or leave --must-pay out",
+        )
+
+
+def say_outcome(run: Run) -> None:
+    """Write a line where the weights from before the first step are the draft."""
+    from distill.training.results import REMEDY, TrainingSummary
+
+    if run.done("train") is None:
+        return
+    training = read_result(run.path("training.json"), TrainingSummary)
+    if training.warning is not None:
+        run.say(f"{training.warning}\n  {REMEDY}", warning=True)
+
+
+def require_passed(run: Run, until: str | None) -> None:
+    """Raise DataError, once all stages are done, where a GGUF file of the run did not pass its check."""
+    from distill.export.results import ExportReport
+    from distill.pipeline.stages import NAMES
+
+    if run.done("export") is None or (until is not None and NAMES.index(until) < NAMES.index("export")):
+        return
+    faults = read_result(run.path("gguf", "export.json"), ExportReport).faults
+    if faults:
+        raise DataError("; ".join(faults), f"all stages are done; do not use what did not pass ({run.folder}/gguf)")
+
+
+def _print_stage(folder: Path, stage: str) -> None:
+    """Print the tables of a stage as soon as it is done, and after the last one where everything is."""
+    table = folder / f"{stage}.md"  # eval.md, speedup.md
+    if table.exists():
+        print(read_utf8(table), flush=True)
+    if stage == "report":
+        print(f"report: {folder / 'report.html'}\ndraft:  {folder / 'draft'}\ngguf:   {folder / 'gguf'}")
+
+
+# ── `distill runs` and `distill report` ──
 
 
 def list_runs(

@@ -17,7 +17,7 @@ import pytest
 import tiny
 
 from distill import __version__, machine
-from distill.cli import doctor as doctor_module
+from distill.cli import check as doctor_module
 from distill.errors import DataError
 from distill.gguf.library import library
 from distill.machine import usable_cores

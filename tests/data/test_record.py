@@ -1,4 +1,4 @@
-"""`distill record` from command to file: what it says, refuses and leaves behind. Covers distill/cli/record.py."""
+"""`distill record` from command to file: what it says, refuses and leaves behind. Covers distill/cli/serve.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import tiny
 from loopback import LoopbackHandler, running
 from tiny import Capture, Patch
 
-from distill.cli.record import _consent
+from distill.cli.serve import _consent
 from distill.data.recorder import Recording
 
 

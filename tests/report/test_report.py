@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distill.cli.train import say_outcome
+from distill.cli.runs import say_outcome
 from distill.decoding.costs import NO_STEPS, PaidCosts
 from distill.errors import DataError
 from distill.export.results import ExportedFile, Parity

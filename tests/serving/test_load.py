@@ -20,7 +20,7 @@ import numpy
 import pytest
 import tiny
 
-from distill.cli.serve_check import arrivals
+from distill.cli.serve import arrivals
 from distill.errors import DataError, RecipeError, ServingError
 from distill.serving.clients import Client, Reply
 from distill.serving.load import (

@@ -26,7 +26,7 @@ import tiny
 import wheel_server
 from scipy.stats import chi2_contingency
 
-from distill.cli import serve_check
+from distill.cli import serve
 from distill.data.chat_template import ChatTemplate
 from distill.data.texts import Prompt
 from distill.data.traffic import Line, pin_of, read_lines
@@ -82,7 +82,7 @@ def settings(pairs: dict[str, Path], program: Path) -> LlamaServer:
 @pytest.fixture(scope="module")
 def template(pairs: dict[str, Path]) -> Iterator[ChatTemplate]:
     with ExitStack() as stack:
-        found = serve_check.template_of(pairs["target"], stack)
+        found = serve.template_of(pairs["target"], stack)
         assert found is not None
         yield found
 
