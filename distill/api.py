@@ -43,9 +43,10 @@ from distill.recipe import (
     resolve_model,
 )
 from distill.sampler import Sampler
-from distill.surgery import transplant as transplanting
 from distill.surgery.cutter import cut_folder
 from distill.surgery.results import Change
+from distill.surgery.vocabulary import folders_of
+from distill.surgery.vocabulary import transplant as transplanted
 
 __all__ = [
     "Change",
@@ -270,13 +271,11 @@ def cut(
 def transplant(donor: str | Path, target: str | Path, out: str | Path, **settings: Any) -> Change:
     """Write `donor` with the vocabulary of `target` to a new folder, so that it can draft for it.
 
-    `settings` are those of `distill.surgery.transplant.transplant`: rows, overrides, decay, dtype.
+    `settings` are those of `distill.surgery.vocabulary.transplant`: rows, overrides, decay, dtype.
     DataError for an impossible transplant and a folder that is not empty.
     """
     require_new_folder(Path(out))
-    return transplanting.transplant(
-        *transplanting.folders_of(_reference(donor), _reference(target)), Path(out), **settings
-    )
+    return transplanted(*folders_of(_reference(donor), _reference(target)), Path(out), **settings)
 
 
 def export_gguf(model: str | Path, out: str | Path, outtype: str = "f16") -> WrittenFile:

@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from distill.export.results import ExportedFile, ExportReport
+from distill.export import ExportedFile, ExportReport
 from distill.files import read_result
 from distill.measuring.speedup_results import Measurement, SpeedupReport
 

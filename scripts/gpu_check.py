@@ -60,7 +60,7 @@ try:
     from distill.errors import RunError
     from distill.files import write_json
     from distill.machine import machine
-    from distill.surgery.parts import layer_settings, put_layers
+    from distill.surgery.layers import layer_settings, put_layers
 except ModuleNotFoundError as error:
     sys.exit(f"gpu_check needs the package {error.name}, which is not installed: carry its wheel, or pip install it")
 

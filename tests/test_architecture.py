@@ -59,7 +59,7 @@ ALLOWED |= {("sampler", "engines")}  # types alone
 
 MOST_LINES = 500
 HEAVY = {"torch", "transformers", "datasets", "peft", "accelerate", "llama_cpp", "gguf", "pyarrow", "matplotlib"}
-LIGHT_FILES = ("errors.py", "recipe/load.py", "recipe/training.py", "files.py", "machine.py", "run.py")
+LIGHT_FILES = ("errors.py", "recipe/recipe.py", "recipe/training.py", "files.py", "machine.py", "run.py")
 
 
 def parsed(path: Path) -> ast.Module:

@@ -35,12 +35,11 @@ from distill.planning.cases import import_curve
 from distill.recipe import Traffic, load_recipe
 from distill.report.card import gather
 from distill.run import Run
-from distill.surgery.layers import read_changes
+from distill.surgery.results import read_changes
 from distill.surgery.subtokens import check_transplant
 from distill.tables import document
 from distill.teacher.store import read_manifest
-from distill.training.checkpoints import checkpoints, load_checkpoint
-from distill.training.results import training_steps
+from distill.training.saved import checkpoints, load_checkpoint, training_steps
 from distill.vocabulary.files import added_around, open_tokenizer
 from distill.vocabulary.vocabulary import Vocabulary
 

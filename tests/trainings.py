@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from distill.training import loop
-from distill.training.checkpoints import newest_checkpoint
+from distill.training.saved import newest_checkpoint
 
 Trainer = Callable[..., Path]
 MIXED = "train.loss={lk_hybrid: 0.9, cross_entropy: 0.1}"

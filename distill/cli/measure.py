@@ -20,8 +20,8 @@ from distill.measuring.evaluation_results import SLICES, EvaluationReport
 from distill.measuring.evaluation_tables import evaluation_blocks
 from distill.progress import command_line
 from distill.recipe import Configuration, Gguf, PyTorch, Recipe, SamplerSettings, parse_section
-from distill.recipe.load import read_yaml
 from distill.recipe.measuring import CACHE_TYPES, OUTTYPES
+from distill.recipe.recipe import read_yaml
 from distill.run import Run
 
 # ── `distill eval` ──

@@ -21,7 +21,7 @@ from distill.recipe.recipe import REASON
 from distill.run import Run
 
 if TYPE_CHECKING:
-    from distill.export.results import Parity
+    from distill.export import Parity
     from distill.gguf.fields import Advice, Origin
     from distill.gguf.writer import WrittenFile
 
@@ -77,8 +77,8 @@ def transplant(
     text: Annotated[list[Path] | None, typer.Option(help="The target's text: what DONOR cannot draft.")] = None,
 ) -> None:
     """Give a model the vocabulary of another, byte for byte, so that it can draft for it."""
-    from distill.surgery.transplant import folders_of
-    from distill.surgery.transplant import transplant as write
+    from distill.surgery.vocabulary import folders_of
+    from distill.surgery.vocabulary import transplant as write
 
     require_new_folder(out)
     texts = read_texts(text) if text else []
@@ -157,8 +157,7 @@ def export_gguf(
     shared.require_known("--outtype", kinds, OUTTYPES)
     overrides = tuple(_override(value) for value in tensor_type or ())
     unweighed = [] if imatrix is None or overrides else [kind for kind in kinds if kind in UNWEIGHED]
-    from distill.export.importance import importance_of
-    from distill.export.parity import Source, check_texts, compared
+    from distill.export import Source, check_texts, compared, importance_of
     from distill.gguf.writer import export_files
 
     idle = f"changes nothing in {' and '.join(unweighed)}"
@@ -193,7 +192,7 @@ def export_gguf(
                 faults += _served(target, report.path, origin.advice, slower)
             files.append(file)
     if run is not None:
-        from distill.export.parity import record_extra
+        from distill.export import record_extra
 
         note(f"recorded in {record_extra(run, files)}")
     if faults:
@@ -211,7 +210,7 @@ def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]]
         return {Path(model).resolve().name: (Path(model), PLAIN)}, Path("."), None, False
     if model is not None and is_gguf(model):
         return {Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path("."), None, False
-    from distill.export.parity import advice_of, origins
+    from distill.export import advice_of, origins
     from distill.pipeline.running import plan_run
 
     recipe, run = shared.find_run(model, runs)
@@ -289,8 +288,8 @@ def export_lookup(
     shared.require_place(to)
     recipe, run = shared.find_run(name, runs)
     from distill.engines.server_commands import drafting_from_texts
-    from distill.export.lookup import FORMS
-    from distill.export.lookup import export_lookup as export
+    from distill.teacher.table import FORMS
+    from distill.teacher.table import export_lookup as export
 
     path = to or run.path("lookup", FORMS[server][0])
     if path.exists() and not overwrite:

@@ -294,8 +294,8 @@ def _served_curve(url: str, key: str | None, name: str | None, depth: int, token
     from contextlib import closing
 
     from distill.serving.clients import client_of
-    from distill.serving.http import Http
     from distill.serving.load import served_curve
+    from distill.serving.server import Http
 
     with closing(Http(url, REPLY_SECONDS, key)) as http:
         return served_curve(client_of(http, model=name), depth, tokens, limit)

@@ -73,7 +73,7 @@ def train(
     begun = None if fresh else runs / load_recipe(recipe, overrides or []).name / "config.yaml"
     found = whole = read_recipe(recipe, overrides or [], begun)
     if rehearsal:
-        from distill.pipeline.rehearsal import shortened
+        from distill.pipeline.preflight import shortened
 
         found = shortened(whole, runs)
     for name in [*([until] if until else []), *(redo or [])]:
@@ -122,7 +122,7 @@ def train(
 
 def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:
     """Check the whole recipe, rehearse it and print what it will take."""
-    from distill.pipeline.rehearsal import rehearse
+    from distill.pipeline.preflight import rehearse
 
     _check(whole, run, None)
     prepare(short.threads)
@@ -179,7 +179,7 @@ def _require_pay(recipe: Recipe, run: Run, acceptance: float) -> None:
 
 def say_outcome(run: Run) -> None:
     """Write a line where the weights from before the first step are the draft."""
-    from distill.training.results import REMEDY, TrainingSummary
+    from distill.training.saved import REMEDY, TrainingSummary
 
     if run.done("train") is None:
         return
@@ -190,7 +190,7 @@ def say_outcome(run: Run) -> None:
 
 def require_passed(run: Run, until: str | None) -> None:
     """Raise DataError, once all stages are done, where a GGUF file of the run did not pass its check."""
-    from distill.export.results import ExportReport
+    from distill.export import ExportReport
     from distill.pipeline.stages import NAMES
 
     if run.done("export") is None or (until is not None and NAMES.index(until) < NAMES.index("export")):

@@ -55,7 +55,7 @@ def pair_files(
     given = [None if one is None else Path(_gguf(one)) for one in (target, draft)]
     if name is None and given[0] is not None and given[1] is not None:
         return PairFiles(given[0], given[1])
-    from distill.export.results import ExportReport
+    from distill.export import ExportReport
 
     _, run = shared.find_run(name, runs)
     path = run.path("gguf", "export.json")
@@ -242,7 +242,7 @@ def serve_check(
     from distill.engines.server_commands import SAMPLING
     from distill.serving.check import CheckSettings, check_addresses, check_started
     from distill.serving.clients import Addresses
-    from distill.serving.llama_server import LlamaServer, require_binary
+    from distill.serving.server import LlamaServer, require_binary
 
     with ExitStack() as stack, _kept(to, output) as kept:
         room = room_of(files, tokens + 2 * length + 2)

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from distill.data.messages import CLOSING, OPENING, THINKING, THOUGHT, normal
+from distill.data.records import CLOSING, OPENING, THINKING, THOUGHT, normal
 from distill.data.texts import decoded
 from distill.engines.torch.hugging_face import encode, encode_text
 from distill.errors import DataError, RecipeError

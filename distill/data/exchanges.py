@@ -14,7 +14,7 @@ from typing import Any
 
 import h11
 
-from distill.data.messages import THINKING, normal
+from distill.data.records import THINKING, normal
 from distill.files import has_form, parse_object
 
 CHAT, TEXT = "chat", "text"  # messages, as of /v1/chat/completions; a prompt, as of /v1/completions and /completion

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from distill.data.chat_template import ChatTemplate
-from distill.data.messages import CLOSING, THINKING
 from distill.data.record_files import holds_records
-from distill.data.records import LISTS, PROMPTS
+from distill.data.records import CLOSING, LISTS, PROMPTS, THINKING
 from distill.data.sources import Document, read_documents
 from distill.data.texts import Prompt
 from distill.engines.torch.hugging_face import encode_text, load_tokenizer

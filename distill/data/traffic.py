@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from distill.data.messages import THINKING, THOUGHT, normal
+from distill.data.records import THINKING, THOUGHT, normal
 from distill.data.sources import split_of
 from distill.data.texts import Answer, Prompt, is_looping, write_lines
 from distill.errors import DataError

@@ -181,9 +181,7 @@ STAGES = (
         "eval.json eval.md rounds.parquet",
         "target",
     ),
-    _stage(
-        "export", "export.parity:export", "export", "train:draft/* corpus:corpus/documents-test.jsonl", "gguf", "target"
-    ),
+    _stage("export", "export:export", "export", "train:draft/* corpus:corpus/documents-test.jsonl", "gguf", "target"),
     _stage(
         "speedup",
         "measuring.speedup:speedup",

@@ -31,7 +31,7 @@ from distill.progress import Progress
 from distill.recipe import Gguf, Recipe, Target
 from distill.recipe.target import TYPE_BYTES
 from distill.surgery.cutter import SHAPE, check_cut, planned_sizes
-from distill.surgery.parts import layer_settings, set_layers
+from distill.surgery.layers import layer_settings, set_layers
 
 # ── Layer swapping: layers of a target larger than the device's memory stream over a link in every step ──
 # Two buffers hold a streamed layer each: while one is computed, the next is on its way. The weights do not depend

@@ -23,7 +23,7 @@ from distill.files import read_utf8
 from distill.gguf.head import open_head
 from distill.gguf.importing import is_gguf
 from distill.recipe import parse_section
-from distill.recipe.load import read_yaml
+from distill.recipe.recipe import read_yaml
 from distill.recipe.target import Section
 from distill.surgery.cutter import EXPERTS
 

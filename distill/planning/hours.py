@@ -19,7 +19,7 @@ from distill.recipe.target import TYPE_BYTES
 from distill.run import Run
 from distill.tables import Cell, Columns, Table, table_of
 from distill.teacher.store import planned_bytes, planned_positions
-from distill.training.results import ACCEPTANCE_STAGE
+from distill.training.saved import ACCEPTANCE_STAGE
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 from distill.recipe.configuration import Configuration
 from distill.recipe.corpus import Chat, Corpus, Source
-from distill.recipe.load import dump_recipe, is_path, load_recipe, parse_recipe, resolve_model
 from distill.recipe.measuring import Evaluate, Export, Gguf, GgufOptions, Speedup
-from distill.recipe.recipe import Recipe
+from distill.recipe.recipe import Recipe, dump_recipe, is_path, load_recipe, parse_recipe, resolve_model
 from distill.recipe.target import (
     CONNECTION_KEYS,
     Answers,

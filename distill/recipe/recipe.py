@@ -1,16 +1,25 @@
-"""A whole recipe, with the checks that span several sections, and the stages that not every recipe's run has."""
+"""A whole recipe, with the checks that span several sections, and the stages that not every recipe's run has. It is
+read from a file and overrides, and written back."""
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
+import typing
 from collections.abc import Iterator
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+import yaml
 from pydantic import Field, model_validator
 
+from distill.errors import RecipeError
+from distill.files import is_utf8, kind_of, read_utf8, require_path
 from distill.machine import MOST_THREADS
 from distill.recipe.corpus import Chat, Corpus
 from distill.recipe.measuring import ON_CPU, Evaluate, Export, Gguf, GgufOptions, Speedup
-from distill.recipe.target import Answers, PyTorch, SamplerSettings, Section, Target, TeacherStore
+from distill.recipe.target import Answers, PyTorch, SamplerSettings, Section, Target, TeacherStore, parse_section, shown
 from distill.recipe.training import Cut, Train
 
 REASON = "the target's weights are not loaded (target.load: false)"
@@ -140,3 +149,231 @@ def left_out(recipe: Recipe) -> dict[str, str]:
 def not_run(recipe: Recipe) -> dict[str, str]:
     """Those of them that runs have as a rule, so that a user should hear of each."""
     return {} if recipe.target.load else {TIMED: REASON}
+
+
+# ── Reading a recipe from a file and overrides, and writing it back ──
+
+KINDS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
+DEEPEST, MOST = 60, 100_000  # levels of nesting and values of a recipe, repeated ones included
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML of text, numbers, true, false, null, lists and mappings that refuses duplicate keys; plain YAML silently
+    takes the last one. Dates are text."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """The value of a node; raises RecipeError with its line for a tag or value that recipes cannot hold."""
+        line = f"line {node.start_mark.line + 1}"
+        if node.tag not in KINDS:
+            kind = node.tag.removeprefix("tag:yaml.org,2002:")
+            raise RecipeError(
+                f"{line}: a recipe cannot hold a value of the YAML type {shown(kind)}",
+                "write text, a number, true, false, null, a list or a mapping; put text into quotes",
+            )
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise RecipeError(
+                f"{line}: {shown(node.value)} cannot be read as {kind}", "quote it if it is text"
+            ) from error
+
+
+def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        line = key_node.start_mark.line + 1
+        if not isinstance(key, str):
+            raise RecipeError(f"line {line}: a key must be text, got {shown(key)}")
+        if key in seen:
+            raise RecipeError(f"key `{key}` is written twice, on lines {seen[key]} and {line}", "remove one of them")
+        seen[key] = line
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeys.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+# 5e-4 and 1e3 are numbers, as in YAML 1.2 and JSON.
+_UniqueKeys.add_implicit_resolver(KINDS[2], re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789"))
+_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text; raises RecipeError, which names `where` and the line, for one that cannot be used."""
+    try:
+        value = yaml.load(text, Loader=_UniqueKeys)
+        _require_plain(value)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error.what}", error.hint) from None
+    except RecursionError:
+        raise RecipeError(f"{where} is nested too deeply", f"at most {DEEPEST} levels are possible") from None
+    except yaml.reader.ReaderError as error:
+        number = text.count("\n", 0, error.position) + 1
+        fault = f"line {number}: the character {text[error.position]!a} is not allowed"
+        raise RecipeError(f"{where} is not YAML: {fault}", "remove it") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        fault = error.problem or error.context or "it cannot be read"
+        raise RecipeError(f"{where} is not YAML: {line}{fault}", "correct this line") from error
+    return value
+
+
+def _require_plain(value: Any) -> None:
+    """Raise RecipeError for a value that is too large once aliases are written out, or text that is not UTF-8."""
+    waiting, count = [(value, 0)], 0
+    while waiting:
+        part, depth = waiting.pop()
+        count += 1
+        if depth > DEEPEST or count > MOST:
+            limits = f"at most {DEEPEST} levels and {MOST} values are possible"
+            raise RecipeError("it is nested too deeply, or too large", limits)
+        if isinstance(part, dict):
+            waiting += [(inner, depth + 1) for pair in part.items() for inner in pair]
+        elif isinstance(part, list):
+            waiting += [(inner, depth + 1) for inner in part]
+        elif isinstance(part, str) and not is_utf8(part):
+            raise RecipeError(f"{shown(part)} holds a lone surrogate, which is no text", "remove it")
+
+
+def is_path(reference: str) -> bool:
+    """Whether a model or source is a path on this machine rather than a hub name."""
+    return reference.startswith((".", "/", "~")) or Path(reference).is_absolute()
+
+
+def _absolute(reference: str, base: Path, where: str) -> str:
+    """A path from `base` on; raises RecipeError, which names the key `where`, for one that no file can have."""
+    require_path(reference, where)
+    try:
+        return str((base / Path(reference).expanduser()).resolve())
+    except RuntimeError:
+        user = reference.split("/")[0]
+        raise RecipeError(f"{where}: there is no user {shown(user)} on this machine", "write the path out") from None
+    except OSError as error:  # a loop of links
+        raise RecipeError(f"{where}: the path {shown(reference)} cannot be used: {error.strerror}") from None
+
+
+def resolve_model(reference: str, base: Path, where: str = "the model") -> str:
+    """A model as a recipe or a command line names it: an absolute path, or a hub name.
+
+    A path (see `is_path`) starts at `base`: the recipe's folder, or the working directory of a command. So does any
+    other name under which a file or folder exists there: it wins over a hub name. Raises RecipeError, which names
+    `where`, for a path that no file can have.
+    """
+    place = _absolute(reference, base, where)
+    return place if is_path(reference) or os.path.exists(place) else reference
+
+
+# The keys that hold a path or a model, and how each is resolved.
+PATHS = {
+    **dict.fromkeys(("target.model", "cut.donor"), resolve_model),
+    **dict.fromkeys(("answers.traffic.path", "answers.writer.gguf", "teacher.gguf"), _absolute),
+}
+
+
+def _section(raw: Any, dotted: str) -> dict[str, Any]:
+    """A section of a raw recipe; an empty one where it is missing or no mapping, which parsing then reports."""
+    for name in dotted.split("."):
+        raw = raw.get(name) if isinstance(raw, dict) else None
+    return raw if isinstance(raw, dict) else {}
+
+
+def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
+    """Make every path absolute; relative paths start at the recipe's folder."""
+    for name, resolve in PATHS.items():
+        dotted, _, key = name.rpartition(".")
+        section = _section(raw, dotted)
+        if isinstance(section.get(key), str) and (name, section[key]) != ("cut.donor", "target"):
+            section[key] = resolve(section[key], base, name)
+    sources = _section(raw, "corpus").get("sources")
+    for index, source in enumerate(sources if isinstance(sources, list) else []):
+        if not (isinstance(source, dict) and isinstance(source.get("path"), str)):
+            continue
+        where = f"corpus.sources.{index}.path"
+        require_path(source["path"], where)
+        if source.get("kind") != "hub" and source["path"] != "python:stdlib":
+            source["path"] = _absolute(source["path"], base, where)
+    _ask_the_file(raw)
+
+
+def _ask_the_file(raw: dict[str, Any]) -> None:
+    """A target that is a GGUF file and never loaded writes its answers and distributions itself, through llama.cpp,
+    unless the recipe names another writer or teacher."""
+    target = _section(raw, "target")
+    model = target.get("model")
+    if target.get("load") is not False or not isinstance(model, str) or not model.endswith(".gguf"):
+        return
+    answers = raw.setdefault("answers", {})
+    if isinstance(answers, dict) and answers.get("writer") is None:
+        answers["writer"] = {"gguf": model}
+    teacher = raw.setdefault("teacher", {})
+    if isinstance(teacher, dict) and teacher.get("gguf") is None and teacher.get("server") is None:
+        teacher["gguf"] = model
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if len(name) > 500:
+        raise RecipeError(f"override `{name[:100]}…` has {len(name)} characters before the =", "see docs/recipes.md")
+    if not equals or not name.strip():
+        raise RecipeError(f"override `{override}` is not of the form a.b=c", "such as train.steps=100, without spaces")
+    value = read_yaml(text, f"the value of override `{name[:100]}`")
+    *path, last = name.strip().split(".")
+    if len(path) > DEEPEST:
+        raise RecipeError(f"override `{name[:100]}…` is nested too deeply", f"at most {DEEPEST} levels are possible")
+    place: Any = raw
+    for index, part in enumerate([*path, last]):
+        if isinstance(place, list):
+            if not (part.isascii() and part.isdigit() and len(part) <= 9 and int(part) < len(place)):
+                raise RecipeError(f"override `{override}`: `{part}` is not an index of a list of {len(place)}")
+            key: Any = int(part)
+        elif isinstance(place, dict):
+            key = part
+        else:
+            raise RecipeError(f"override `{override}`: `{path[index - 1]}` holds a value, not a section")
+        if index == len(path):
+            place[key] = value
+            return
+        if isinstance(place, dict) and place.get(key) is None:
+            place[key] = {}
+        place = place[key]
+
+
+def parse_recipe(raw: Any, where: str) -> Recipe:
+    """The recipe in a mapping; raises one RecipeError with every mistake."""
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{where}: a recipe is a mapping, got {kind_of(raw)}", "see docs/recipes.md")
+    return parse_section(Recipe, raw, where)
+
+
+def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply `a.b=c` overrides.
+
+    Relative paths in the file and in overrides start at the file's folder. Raises one RecipeError with every mistake,
+    DataError for a file that cannot be read.
+    """
+    require_path(path, "the recipe")
+    if path.is_dir():
+        raise RecipeError(f"{path} is a folder, not a recipe", "give a .yaml file, or a pair: --target, --draft")
+    if not path.exists():
+        beside = {one.stem: one for one in path.parent.glob("*.yaml")}
+        near = difflib.get_close_matches(path.stem, beside, n=1)
+        hint = f"did you mean {beside[near[0]]}?" if near else "`distill recipes` lists examples"
+        raise RecipeError(f"no recipe at {path}", hint)
+    text = read_utf8(path)
+    raw = read_yaml(text, str(path))
+    if raw is None:
+        raise RecipeError(f"{path} is empty", "`distill recipes` lists examples")
+    if isinstance(raw, dict):
+        for override in overrides:
+            _apply_override(raw, override)
+        _resolve_paths(raw, path.resolve().parent)
+    return parse_recipe(raw, str(path))
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML with every default; `load_recipe` of it gives an equal recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import yaml
 
 from distill.data.texts import AnswerTexts, CorpusTexts, QuestionTexts
-from distill.export.results import ExportReport
+from distill.export import ExportReport
 from distill.files import from_json, read_json, read_result, write_text
 from distill.folders import ModelSizes
 from distill.machine import machine
@@ -27,7 +27,7 @@ from distill.report.tables import Parent, RunResults
 from distill.run import Run, now
 from distill.surgery.results import Comparison, CutReport, SparsityReport
 from distill.tables import Table, bullets, clean, markdown, number, placeless, significant, size
-from distill.training.results import STORED, TrainingSummary, evaluated_weights, trained_tokens, training_steps
+from distill.training.saved import STORED, TrainingSummary, evaluated_weights, trained_tokens, training_steps
 
 # ── The model card of a draft: the README.md in its folder, Markdown under YAML front matter ──
 

@@ -27,7 +27,7 @@ from distill.report.sections import (
 )
 from distill.report.tables import RunResults
 from distill.tables import NOTHING, clean, counted, known, number, percent, shown
-from distill.training.results import REMEDY
+from distill.training.saved import REMEDY
 
 # ── The look of the report page: one style sheet, no fonts or pictures from elsewhere ──
 

@@ -26,7 +26,7 @@ from distill.measuring.evaluation_results import (
 from distill.measuring.speedup_results import Measurement, SpeedupPart
 from distill.report.tables import TRAINED
 from distill.tables import clean, known
-from distill.training.results import STORED, Evaluation, TrainingStep
+from distill.training.saved import STORED, Evaluation, TrainingStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

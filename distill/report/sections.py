@@ -10,7 +10,7 @@ from itertools import starmap
 
 from distill.data.texts import QuestionTexts
 from distill.errors import DataError
-from distill.export.results import ExportReport
+from distill.export import ExportReport
 from distill.measuring.evaluation_results import EvaluationReport
 from distill.measuring.evaluation_tables import bin_table, divergence_tables, position_tables, reliability_table
 from distill.measuring.speedup_results import Sample, SpeedupPart, SpeedupReport
@@ -20,7 +20,7 @@ from distill.report import plots
 from distill.report import tables as draft_tables
 from distill.report.tables import RunResults
 from distill.tables import Table, clean, html, known, listed, number, percent, placeless, size
-from distill.training.results import STORED, TrainingStep, TrainingSummary, trained_tokens
+from distill.training.saved import STORED, TrainingStep, TrainingSummary, trained_tokens
 
 # ── The elements of the report page; every string that is not Html is escaped ──
 

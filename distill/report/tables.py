@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.data.texts import AnswerTexts, AskedQuestions, CorpusTexts, QuestionTexts, SplitTexts, TextCount
-from distill.export.results import ExportedFile, ExportReport, Parity
+from distill.export import ExportedFile, ExportReport, Parity
 from distill.folders import ModelSizes
 from distill.measuring.evaluation_results import MEASURES, EvaluationReport
 from distill.measuring.evaluation_tables import form_of
@@ -15,7 +15,7 @@ from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import speedup_of
 from distill.surgery.results import Change, Comparison, SparsityReport
 from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, size, table_of
-from distill.training.results import Evaluation, TrainingStep, TrainingSummary, trained_tokens
+from distill.training.saved import Evaluation, TrainingStep, TrainingSummary, trained_tokens
 
 # ── Everything that a run has measured, gathered for the report page and the model card ──
 

@@ -38,7 +38,6 @@ from distill.serving.clients import (
     opened,
     warm,
 )
-from distill.serving.llama_server import LlamaServer
 from distill.serving.load import Load, apart, speeds_under
 from distill.serving.results import (
     Counts,
@@ -50,6 +49,7 @@ from distill.serving.results import (
     rise_of_tokens,
     summed,
 )
+from distill.serving.server import LlamaServer
 
 
 @dataclass(frozen=True)

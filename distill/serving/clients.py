@@ -34,9 +34,8 @@ from distill.intervals import UNKNOWN, Interval, Numbers, speed_ratio
 from distill.progress import Progress
 from distill.recipe import SamplerSettings, Target, parse_section
 from distill.sampler import Sampler
-from distill.serving.http import Http, Timing
-from distill.serving.llama_server import LlamaServer, Running, started
 from distill.serving.results import Counts, ServedClass, Text, acceptance, totals_of, totals_of_reply
+from distill.serving.server import Http, LlamaServer, Running, Timing, started
 
 # Whatever else could shape a distribution is switched off: a server has defaults of its own, vLLM's from the model's
 # generation_config.json. llama-server's samplers come in the order of this list, which is the order of ours.

@@ -26,8 +26,8 @@ from distill.intervals import UNKNOWN, Numbers, speed_ratio
 from distill.machine import machine
 from distill.progress import Progress
 from distill.serving.clients import PLAIN, Client, LlamaClient, Replayed, Reply, sums_of
-from distill.serving.http import CONNECTIONS
 from distill.serving.results import ServedSpeed
+from distill.serving.server import CONNECTIONS
 
 PASSES = 2  # requests for each that is sent at once, and to each prompt where they arrive, at least
 MAX_RATE = 1000.0  # requests a second

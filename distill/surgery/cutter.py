@@ -44,20 +44,20 @@ from distill.surgery.layers import (
     choose_layers,
     keep_layers,
     layer_calls,
+    layer_settings,
+    layers_of,
     narrow,
     parse_layers,
     parts_of,
-    read_changes,
-    record_change,
-    size_of,
+    require_supported,
     tokens,
     watching,
+    written_shares,
 )
-from distill.surgery.parts import layer_settings, layers_of, require_supported, written_shares
-from distill.surgery.results import Change
+from distill.surgery.results import Change, read_changes, record_change, size_of
 from distill.surgery.sparsity import require_fewer
 from distill.surgery.subtokens import check_transplant
-from distill.surgery.trim import always_kept, check_size
+from distill.surgery.vocabulary import always_kept, check_size
 from distill.teacher.distributions import TeacherChunk, head_logits
 from distill.teacher.store import TeacherStore, compress, held_out
 from distill.vocabulary.files import opening_of

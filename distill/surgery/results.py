@@ -1,10 +1,15 @@
-"""What became of the donor: cut/cut.json, compared/compared.json and draft/sparsity.json as dataclasses."""
+"""What became of the donor: surgery.json beside its weights, and cut/cut.json, compared/compared.json and
+draft/sparsity.json as dataclasses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from distill.errors import DataError
+from distill.files import has_form, read_object, write_json
 from distill.folders import ModelSizes
 from distill.tables import Cell, Columns, Table, table_of
 
@@ -57,6 +62,60 @@ class Change:
             before = "" if self.kl_before is None else f"{self.kl_before:.4f} -> "
             parts.append(f"KL to the target {before}{self.kl_after:.4f}")
         return f"{self.operation}: " + ", ".join(parts)
+
+
+# ── The record of an operation on a model: its sizes and its divergence from the target, before and after ──
+# Every operation of this room makes a model folder from a model folder and returns Changes: `vocabulary.transplant`
+# streams files, `cutter.cut_folder` cuts a loaded model.
+
+RECORD = "surgery.json"  # beside the weights: the changes to a folder, oldest first
+
+
+def size_of(model: Any, kept_vocabulary: int | None = None) -> Size:
+    """The sizes of a loaded model; `kept_vocabulary` is the size of a trimmed head."""
+    own, head = list(model.parameters()), model.get_output_embeddings().weight
+    total = sum(p.numel() * p.element_size() for p in own)
+    row, tied = head.shape[1] * head.element_size(), model.get_input_embeddings().weight is head
+    return sizes_by(model.config.to_dict(), sum(p.numel() for p in own), total, row, tied, kept_vocabulary)
+
+
+def sizes_by(
+    config: Mapping[str, Any], parameters: int, total: int, row: int, tied: bool, kept_vocabulary: int | None = None
+) -> Size:
+    """The sizes of a model by its config.json; `total` are the bytes of its weights, `row` those of a token's row."""
+    layers, heads, vocabulary = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "vocab_size"))
+    kept = vocabulary if kept_vocabulary is None else kept_vocabulary
+    return Size(
+        parameters=parameters,
+        bytes_per_step=total - (vocabulary - kept) * row - (0 if tied else (vocabulary - 1) * row),
+        layers=layers,
+        hidden=config["hidden_size"],
+        mlp=(config["intermediate_size"],) * layers,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        vocabulary=vocabulary,
+        kept_vocabulary=kept,
+        tied=tied,
+    )
+
+
+def read_changes(folder: Path) -> list[dict[str, Any]]:
+    """The recorded changes of a folder, oldest first; none for a model that no operation made."""
+    path = folder / RECORD
+    if not path.exists():
+        return []
+    changes: list[dict[str, Any]] = read_object(path).get("changes", [])
+    if not has_form(changes, [dict]):
+        raise DataError(f"{path} is damaged: `changes` must be a list of objects", "copy the folder again")
+    return changes
+
+
+def record_change(folder: Path, before: list[dict[str, Any]], *changes: Change) -> None:
+    """Write surgery.json: the changes before, and these."""
+    write_json(folder / RECORD, {"changes": [*before, *(asdict(change) for change in changes)]})
+
+
+# ── Reports of a run ──
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import RecipeError
-from distill.surgery.layers import MULTIPLE, keep_neurons
-from distill.surgery.parts import gate_and_up, layers_of
+from distill.surgery.layers import MULTIPLE, gate_and_up, keep_neurons, layers_of
 
 # ── The phases of a training and the schedule of λ ──
 # A run has three phases: dense (the first `start` of the steps), ramp (a proximal step after every optimizer step),

@@ -43,10 +43,8 @@ from distill.recipe.recipe import REASON
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.surgery.cutter import TargetDistributions, cut_model, kept_share, scored_logits
-from distill.surgery.layers import record_change, size_of
-from distill.surgery.results import Change, Comparison, CutReport, PricedCut
-from distill.surgery.transplant import transplant
-from distill.surgery.trim import (
+from distill.surgery.results import Change, Comparison, CutReport, PricedCut, record_change, size_of
+from distill.surgery.vocabulary import (
     Counts,
     always_kept,
     count_tokens,
@@ -55,12 +53,12 @@ from distill.surgery.trim import (
     rank_tokens,
     sizes_between,
     smallest_size,
+    transplant,
 )
 from distill.tables import document
 from distill.teacher.store import TeacherSource, TeacherStore, open_teacher
-from distill.training.adapters import adapted
-from distill.training.optimizer import with_rate
-from distill.training.step import heal, loss_settings
+from distill.training.setup import adapted
+from distill.training.step import heal, loss_settings, with_rate
 from distill.vocabulary.vocabulary import Vocabulary
 
 # ── The price of a cut: its acceptance after a short training, the cost of its steps here, and the speed of both ──

@@ -19,7 +19,7 @@ from distill.engines.torch.hugging_face import check_folder, check_weights, load
 from distill.errors import DataError
 from distill.files import has_form
 from distill.folders import NUMPY_FLOATS, Stored, read_config, stored_tensors
-from distill.surgery.parts import FAMILIES, require_supported
+from distill.surgery.layers import FAMILIES, require_supported
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import RARE, Vocabulary, role_counterparts, stand_ins
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from distill.data.messages import CLOSING, OPENING, THOUGHT, normal
+from distill.data.records import CLOSING, OPENING, THOUGHT, normal
 from distill.data.texts import Reply, Request, decoded, listed
 from distill.decoding.batch import continue_prompts, refill
 from distill.decoding.rules import Stop, stop_before, token_bytes

@@ -25,12 +25,15 @@ from distill.progress import duration, noting
 from distill.recipe import Recipe
 from distill.run import BEGIN, Run
 from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
-from distill.training.adapters import merge
-from distill.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
-from distill.training.optimizer import body_share, rate_share, set_rates
-from distill.training.results import EvaluatedWeights, TrainingSummary
-from distill.training.setup import Training, set_up, tracked, warn_missing_classes
-from distill.training.step import CLIP, STATES, scored_blocks, states_weight
+from distill.training.saved import (
+    EvaluatedWeights,
+    TrainingSummary,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
+from distill.training.setup import Training, merge, set_up, tracked, warn_missing_classes
+from distill.training.step import CLIP, STATES, body_share, rate_share, scored_blocks, set_rates, states_weight
 from distill.training.validation import (
     ended,
     evaluate_weights,

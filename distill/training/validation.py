@@ -36,8 +36,15 @@ from distill.run import Run
 from distill.sampler import Sampler
 from distill.teacher.distributions import TeacherChunk, head_logits
 from distill.teacher.store import TeacherStore, held_out
-from distill.training.checkpoints import BEST, load_weights, save_weights, step_of_weights
-from distill.training.results import ACCEPTANCE_STAGE, STORED, EvaluatedWeights
+from distill.training.saved import (
+    ACCEPTANCE_STAGE,
+    BEST,
+    STORED,
+    EvaluatedWeights,
+    load_weights,
+    save_weights,
+    step_of_weights,
+)
 from distill.training.setup import Training
 from distill.training.step import Verifying, protocol_of
 

@@ -40,9 +40,8 @@ from distill.intervals import speed_ratio
 from distill.machine import machine, thread_count
 from distill.recipe import Chat, Corpus, Target, parse_section
 from distill.serving.clients import LlamaClient, ServerDrafter, our_text
-from distill.serving.http import Http
-from distill.serving.llama_server import LlamaServer, require_binary, started
 from distill.serving.results import Counts, acceptance
+from distill.serving.server import Http, LlamaServer, require_binary, started
 
 START_SECONDS, REPLY_SECONDS = 300.0, 600.0
 DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")

@@ -49,8 +49,7 @@ from distill.progress import Progress
 from distill.recipe import Train, load_recipe
 from distill.run import Run
 from distill.teacher.store import open_teacher
-from distill.training.optimizer import parameter_groups, rate_share
-from distill.training.step import batch_blocks
+from distill.training.step import batch_blocks, parameter_groups, rate_share
 
 DEFAULTS = (0.5, 0.5)
 CANDIDATES = [(beta, share) for share in (0.0, 0.5) for beta in (0.1, 0.5, 0.9)]

@@ -49,7 +49,7 @@ from distill.progress import Progress
 from distill.recipe import Recipe, load_recipe
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.training.results import TrainingStep, training_steps
+from distill.training.saved import TrainingStep, training_steps
 
 # What every configuration starts from, whatever the run's recipe says: AdamW, a cosine, the last weights.
 PLAIN = (

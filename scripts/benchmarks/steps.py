@@ -29,9 +29,8 @@ from distill.devices import CPU, device_name, peak_memory_bytes, pick_device, sy
 from distill.machine import machine
 from distill.teacher.distributions import CompactTeacher, Head, Teacher
 from distill.training.losses import LossSettings
-from distill.training.optimizer import parameter_groups
 from distill.training.setup import recompute_activations
-from distill.training.step import Columns, Learner
+from distill.training.step import Columns, Learner, parameter_groups
 
 
 class Shape(NamedTuple):

@@ -295,7 +295,7 @@ def _record_readers(world: World, name: str, path: Path) -> Readers:
     from distill.cli.shared import find_run
     from distill.data.texts import read_answers, read_documents_of, read_prompts
     from distill.pipeline.running import plan_refresh, plan_run
-    from distill.surgery.layers import read_changes
+    from distill.surgery.results import read_changes
 
     run, recipe = world.run, world.recipe
     readers: Readers
@@ -729,7 +729,7 @@ def learner() -> tuple[Any, Any]:
 
 
 def checkpoint_files(world: World) -> Strategy:
-    from distill.training.checkpoints import save_checkpoint
+    from distill.training.saved import save_checkpoint
 
     run = Run(world.place / "learnt", world.recipe)
     save_checkpoint(run, 2, *learner(), keep=1, state={"best": None, "sparsity": None})
@@ -746,7 +746,7 @@ def checkpoint_files(world: World) -> Strategy:
 
 
 def read_checkpoints(world: World, found: tuple[tuple[str, bytes], bool]) -> Readers:
-    from distill.training.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
+    from distill.training.saved import load_checkpoint, newest_checkpoint, save_checkpoint
 
     (name, data), without = found
     run = Run(world.place / "learnt", world.recipe)
@@ -1026,7 +1026,7 @@ def run_command(world: World, found: tuple[list[str], bytes]) -> Readers:
 STOPPED = [
     *("distill.engines.torch.hugging_face.load_weights", "distill.gguf.library.GgufFile.__init__"),
     *("distill.pipeline.running.run_pipeline", "distill.report.card.report"),
-    *("distill.cli.runs.shutil.rmtree", "distill.surgery.transplant.write_folder"),
+    *("distill.cli.runs.shutil.rmtree", "distill.surgery.vocabulary.write_folder"),
 ]
 
 

@@ -16,8 +16,7 @@ from tiny import Capture, Patch
 
 from distill.data.sources import PIECE, cut_text, read_documents
 from distill.errors import RunError
-from distill.export.parity import export
-from distill.export.results import ExportReport
+from distill.export import ExportReport, export
 from distill.files import read_result
 from distill.pipeline import preflight
 from distill.recipe import Corpus, Source, load_recipe

@@ -20,7 +20,7 @@ import tiny
 from distill import __version__
 from distill.files import read_result
 from distill.measuring.speedup_results import SpeedupReport
-from distill.training.results import TrainingSummary
+from distill.training.saved import TrainingSummary
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("one_thread")

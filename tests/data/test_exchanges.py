@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distill.data.exchanges import CHAT, TEXT, read_exchange, redacted
-from distill.data.messages import THINKING
+from distill.data.records import THINKING
 from distill.data.traffic import Line, parse_line
 
 USER = {"role": "user", "content": "2 + 2?"}

@@ -18,7 +18,7 @@ import tiny
 from question_worlds import build_instruct
 
 from distill.data.chat_template import ChatTemplate, PlainTexts
-from distill.data.messages import THINKING, normal
+from distill.data.records import THINKING, normal
 from distill.data.sources import read_documents
 from distill.data.traffic import encode_line, parse_line
 from distill.recipe import Chat, Corpus, Source

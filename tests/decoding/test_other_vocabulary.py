@@ -37,7 +37,7 @@ from distill.engines.torch.model import TorchModel
 from distill.errors import DataError, PairError
 from distill.recipe import Configuration
 from distill.sampler import Sampler
-from distill.surgery.transplant import transplant
+from distill.surgery.vocabulary import transplant
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import BYTE_MAP, Vocabulary
 

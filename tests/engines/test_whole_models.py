@@ -216,7 +216,7 @@ def test_a_flipped_bit_is_found(
 
 
 def test_a_flipped_bit_in_a_checkpoint_is_found(copied: Path) -> None:
-    from distill.training.checkpoints import load_checkpoint
+    from distill.training.saved import load_checkpoint
 
     path = copied / "checkpoints" / "step-000008"
     flip(path / "optimizer.pt")

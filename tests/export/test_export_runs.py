@@ -17,8 +17,7 @@ from test_gguf_reference import script
 from tiny import Capture, Patch, needs_llama
 
 from distill.errors import RunError
-from distill.export.parity import advice_of, origins
-from distill.export.results import ExportReport
+from distill.export import ExportReport, advice_of, origins
 from distill.files import read_result, write_result
 from distill.gguf import writer as writing
 from distill.gguf.fields import Advice, Origin
@@ -203,9 +202,9 @@ def test_the_command_records_its_files(copied: Path, capsys: Capture) -> None:
 def test_a_check_that_fails_is_in_the_run_and_the_status(
     copied: Path, world: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
-    from distill.export import parity
+    from distill import export
 
-    monkeypatch.setattr(parity, "LIMITS", {16: (-1.0, 0.0)})
+    monkeypatch.setattr(export, "LIMITS", {16: (-1.0, 0.0)})
     arguments = ("train", world / "recipe.yaml", "--runs", copied.parent, "speedup.backends=[pytorch]")
     before = json.loads((copied / "stages" / "speedup.json").read_text())["time"]
     assert "draft-f16.gguf: the mean KL is" in tiny.refused(

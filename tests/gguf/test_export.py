@@ -30,7 +30,7 @@ from transformers import (
 from distill.data.texts import first_difference
 from distill.engines.llama_cpp.model import GgufModel
 from distill.errors import DataError
-from distill.export.parity import Source, compare
+from distill.export import Source, compare
 from distill.gguf import tokenizer as export_tokenizer
 from distill.gguf.shape import read_shape
 from distill.gguf.tensors import permute_for_llama, read_tensors

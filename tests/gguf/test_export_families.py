@@ -17,8 +17,7 @@ from tiny import Capture, needs_llama
 from transformers import PreTrainedTokenizerFast
 
 from distill.errors import DataError
-from distill.export.importance import importance_of
-from distill.export.parity import Source, compare, faults_of
+from distill.export import Source, compare, faults_of, importance_of
 from distill.gguf.head import open_head
 from distill.gguf.library import GgufFile
 from distill.gguf.shape import read_shape

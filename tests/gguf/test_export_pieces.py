@@ -15,7 +15,7 @@ from tiny import needs_llama
 from tokenizers import Tokenizer
 
 from distill.errors import DataError
-from distill.export.parity import as_llama_reads, check_texts
+from distill.export import as_llama_reads, check_texts
 from distill.gguf.fields import GgufTokenizer, add_tokenizer, write_vocabulary
 from distill.gguf.library import GgufFile
 from distill.gguf.tokenizer import NAMES, read_pieces, read_tokenizer

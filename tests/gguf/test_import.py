@@ -35,7 +35,7 @@ from distill.cli.check import smollm2_file
 from distill.engines.loaded import load_pair
 from distill.engines.torch import hugging_face
 from distill.errors import DataError
-from distill.export.parity import Source, compare
+from distill.export import Source, compare
 from distill.gguf.fields import PROBE, GgufTokenizer, add_tokenizer, write_vocabulary
 from distill.gguf.head import open_head
 from distill.gguf.imported import read_tokenizer

@@ -15,7 +15,7 @@ import tiny
 
 from distill.errors import RunError
 from distill.files import read_result
-from distill.pipeline.rehearsal import RESULT, MemoryWatch, Rehearsal, rehearse, shortened
+from distill.pipeline.preflight import RESULT, MemoryWatch, Rehearsal, rehearse, shortened
 from distill.pipeline.running import forget_begun
 from distill.pipeline.stages import begun_path, find_stage
 from distill.planning.hours import Rehearsed, rehearsed_hours
@@ -44,7 +44,7 @@ def test_each_process_of_a_rehearsal_has_work(world: Path, monkeypatch: pytest.M
     recipe = load_recipe(world / "recipe.yaml")
     one = shortened(recipe, world)
     assert (one.answers.group, one.teacher.shard_blocks) == (recipe.answers.group, recipe.teacher.shard_blocks)
-    monkeypatch.setattr("distill.pipeline.rehearsal.process_count", lambda: 2)
+    monkeypatch.setattr("distill.pipeline.preflight.process_count", lambda: 2)
     two = shortened(recipe, world)
     assert two.answers.group is not None and two.answers.group <= 2 and two.teacher.shard_blocks == 1
 

@@ -32,7 +32,7 @@ from distill.planning.hardware import read_hardware
 from distill.planning.plan import forecast
 from distill.recipe import Recipe, load_recipe
 from distill.surgery.cutter import TargetDistributions, check_cut, cut_model
-from distill.surgery.parts import require_supported
+from distill.surgery.layers import require_supported
 from distill.surgery.stage import load_donor
 from distill.teacher.store import OnlineTarget
 from distill.training.step import Columns, Learner, check_training, heal, loss_settings

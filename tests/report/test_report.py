@@ -19,7 +19,7 @@ import yaml
 from distill.cli.runs import say_outcome
 from distill.decoding.costs import NO_STEPS, PaidCosts
 from distill.errors import DataError
-from distill.export.results import ExportedFile, Parity
+from distill.export import ExportedFile, Parity
 from distill.files import from_json, write_result
 from distill.folders import ModelSizes
 from distill.intervals import Interval
@@ -40,7 +40,7 @@ from distill.report.tables import RunResults
 from distill.run import Run
 from distill.tables import counted, placeless
 from distill.tables import shown as in_words
-from distill.training.results import EvaluatedWeights, TrainingStep, TrainingSummary, training_steps
+from distill.training.saved import EvaluatedWeights, TrainingStep, TrainingSummary, training_steps
 
 SURROGATE = "[lone surrogate]"  # which JSON cannot hold: put in after reading
 EVIL = (

@@ -43,9 +43,8 @@ from distill.errors import ServingError
 from distill.recipe import Gguf, SamplerSettings, parse_section
 from distill.serving.check import CheckSettings, check_started
 from distill.serving.clients import LlamaClient, Reply, opened
-from distill.serving.http import Http
-from distill.serving.llama_server import LlamaServer, started
 from distill.serving.load import Load, served_curve
+from distill.serving.server import Http, LlamaServer, started
 
 FOLDER = os.environ.get("DISTILL_LLAMA_BIN", "")
 BUILD = Path(FOLDER) / "llama-server"

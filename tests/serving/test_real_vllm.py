@@ -25,7 +25,7 @@ from distill.errors import ServingError
 from distill.recipe import SamplerSettings
 from distill.serving.check import CheckSettings, check_addresses
 from distill.serving.clients import GREEDY, Addresses, kind_of_server
-from distill.serving.http import Http
+from distill.serving.server import Http
 
 PROGRAM = os.environ.get("DISTILL_VLLM", "")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PROGRAM, reason="DISTILL_VLLM names no vLLM")]

@@ -31,7 +31,7 @@ from distill.files import read_result
 from distill.intervals import Interval
 from distill.progress import Interrupted
 from distill.recipe import SamplerSettings
-from distill.serving import check, llama_server, load
+from distill.serving import check, load
 from distill.serving.check import CheckSettings, check_addresses, check_started
 from distill.serving.choosing import PLAIN_SETTINGS, Trials, choose, grid, with_settings
 from distill.serving.clients import (
@@ -45,8 +45,6 @@ from distill.serving.clients import (
     vllm_text,
 )
 from distill.serving.findings import Reference, option_differences, sentences, serving_blocks
-from distill.serving.http import Http
-from distill.serving.llama_server import LlamaServer, Running, free_port, require_binary, started
 from distill.serving.load import Load
 from distill.serving.results import (
     Counts,
@@ -60,6 +58,7 @@ from distill.serving.results import (
     rise_of_tokens,
     totals_of,
 )
+from distill.serving.server import Http, LlamaServer, Running, _options, free_port, require_binary, started
 from distill.tables import document, records
 
 PROMPTS = [[place + 10, 3, 4, 20 * (place % 3)] for place in range(6)]
@@ -134,7 +133,7 @@ def test_a_server_runs_as_long_as_its_block(settings: LlamaServer) -> None:
 
 def test_a_server_that_does_not_listen_to_a_signal_is_killed(settings: LlamaServer, monkeypatch: Patch) -> None:
     monkeypatch.setenv("FAKE", "stubborn")
-    monkeypatch.setattr("distill.serving.llama_server.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("distill.serving.server.STOP_SECONDS", 0.2)
     with started(settings, 20) as running:
         pass
     assert running.process.returncode == -signal.SIGKILL
@@ -157,7 +156,8 @@ def test_a_server_that_does_not_start(
         died = Running.death
         monkeypatch.setattr(Running, "death", lambda running: (seen.append(running), died(running))[1])
         monotonic = lambda: 60.0 if seen and "load_model" in seen[-1].text() else 0.0  # noqa: E731
-        monkeypatch.setattr(llama_server, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+        clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+        monkeypatch.setattr("distill.serving.server.time", clock)
     with pytest.raises(ServingError, match=message), started(replace(settings, further=further), 20):
         pass
 
@@ -166,7 +166,7 @@ def test_a_port_in_use(settings: LlamaServer, monkeypatch: Patch) -> None:
     with running(Saying, (404, {})) as port:
         # A free one that is taken before the server binds it: the next is tried, and a third one.
         ports = iter([*[port] * 3, port, free_port()])
-        monkeypatch.setattr("distill.serving.llama_server.free_port", lambda: next(ports))
+        monkeypatch.setattr("distill.serving.server.free_port", lambda: next(ports))
         with pytest.raises(ServingError, match="another program listens"), started(settings, 10):
             pass
         with started(settings, 10) as server:
@@ -194,7 +194,7 @@ def test_programs_that_are_none(tmp_path: Path) -> None:
 def test_no_server_outlives_the_command(settings: LlamaServer, tmp_path: Path, number: int) -> None:
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom distill.progress import handled\n"
-        "from distill.serving.llama_server import LlamaServer, started\n"
+        "from distill.serving.server import LlamaServer, started\n"
         f"with handled(), started(LlamaServer(Path({str(settings.binary)!r}), Path('t')), 20):\n"
         "    print('up', flush=True)\n    time.sleep(60)\n"
     )
@@ -364,9 +364,9 @@ def test_slots_share_a_cache_where_the_build_can(settings: LlamaServer, monkeypa
     apart_again = replace(many, further=("--no-kv-unified",)).command(1)
     assert apart_again.index("--kv-unified") < apart_again.index("--no-kv-unified")  # the last one counts
     monkeypatch.setenv("FAKE", "old")
-    llama_server._options.cache_clear()
+    _options.cache_clear()
     assert "--kv-unified" not in many.command(1)
-    llama_server._options.cache_clear()
+    _options.cache_clear()
 
 
 @pytest.mark.usefixtures("ours")

@@ -18,6 +18,7 @@ from distill.data.packing import pack
 from distill.errors import DataError, RecipeError
 from distill.gguf.families import orders
 from distill.surgery.layers import (
+    FAMILIES,
     block_influence,
     check_layers,
     check_width,
@@ -26,9 +27,8 @@ from distill.surgery.layers import (
     narrow,
     neuron_scores,
     parse_layers,
-    size_of,
 )
-from distill.surgery.parts import FAMILIES
+from distill.surgery.results import size_of
 
 torch.set_num_threads(1)
 

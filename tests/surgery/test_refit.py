@@ -13,8 +13,7 @@ from test_cuts import BLOCKS, CASES, IDS, logits, small
 from distill.data.packing import Packed, pack
 from distill.errors import DataError
 from distill.surgery.cutter import refit_layers, states_behind
-from distill.surgery.layers import keep_layers, tokens
-from distill.surgery.parts import FAMILIES
+from distill.surgery.layers import FAMILIES, keep_layers, tokens
 
 RIDGE = 0.1
 ALONE = pack([([*row], 1) for row in IDS.tolist()], IDS.shape[1], split_long=False)  # one document a block

@@ -18,7 +18,7 @@ from distill.errors import DataError
 from distill.machine import faster_type
 from distill.pipeline.preflight import check_device
 from distill.recipe import dump_recipe, parse_recipe
-from distill.surgery.layers import size_of
+from distill.surgery.results import size_of
 from distill.surgery.stage import match_rows
 
 TOKENIZER = toy_tokenizer(300)

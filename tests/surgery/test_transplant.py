@@ -21,8 +21,8 @@ from toys import KINDS, toy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from distill.errors import DataError
-from distill.surgery.layers import read_changes, size_of
-from distill.surgery.parts import FAMILIES
+from distill.surgery.layers import FAMILIES
+from distill.surgery.results import read_changes, size_of
 from distill.surgery.subtokens import (
     COPY,
     EMBEDDING,
@@ -35,7 +35,7 @@ from distill.surgery.subtokens import (
     describe_subtokens,
     map_subtokens,
 )
-from distill.surgery.transplant import transplant
+from distill.surgery.vocabulary import transplant
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import NEVER_IN_UTF8, Vocabulary
 
@@ -356,7 +356,7 @@ def test_sharded_donors_and_sharded_drafts(tmp_path: Path, monkeypatch: pytest.M
     sharded = bytes_folder(tmp_path / "sharded")
     AutoModelForCausalLM.from_pretrained(donor).save_pretrained(sharded, max_shard_size="20KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
-    monkeypatch.setattr("distill.surgery.transplant.SHARD_BYTES", 30_000)
+    monkeypatch.setattr("distill.surgery.vocabulary.SHARD_BYTES", 30_000)
     transplant(sharded, target, tmp_path / "split")
     expected = load_file(tmp_path / "whole" / "model.safetensors")
     index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())

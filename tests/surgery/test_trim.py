@@ -23,8 +23,17 @@ from distill.engines.torch.model import TorchModel
 from distill.errors import RecipeError
 from distill.measuring.slices import METRICS, position_metrics
 from distill.sampler import Sampler
-from distill.surgery import trim
-from distill.surgery.parts import FAMILIES
+from distill.surgery.layers import FAMILIES
+from distill.surgery.vocabulary import (
+    always_kept,
+    check_size,
+    count_tokens,
+    expected_shares,
+    keep,
+    rank_tokens,
+    sizes_between,
+    smallest_size,
+)
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head
 from distill.teacher.store import compress
 from distill.training.losses import LossSettings, head_loss
@@ -140,16 +149,16 @@ def test_sizes_cover_every_domain() -> None:
     draw = numpy.random.default_rng(0)
     code = (draw.zipf(1.3, 20_000) % 2000).tolist()
     prose = (2000 + draw.zipf(1.5, 4_000) % 2000).tolist()
-    counts = trim.count_tokens([answers_of("code", code), answers_of("prose", prose)], size)
+    counts = count_tokens([answers_of("code", code), answers_of("prose", prose)], size)
     assert {name: int(own.sum()) for name, own in counts.items()} == {"code": 20_000, "prose": 4_000}
     forced = list(range(4000, 4090))
-    order = trim.rank_tokens(counts, forced)
+    order = rank_tokens(counts, forced)
     assert sorted(order) == list(range(size)) and set(order[:90]) == set(forced)
-    found = trim.smallest_size(counts, order, len(forced), 0.99)
-    (kept, mass), (less, less_mass) = trim.keep(counts, order, found), trim.keep(counts, order, found - 256)
+    found = smallest_size(counts, order, len(forced), 0.99)
+    (kept, mass), (less, less_mass) = keep(counts, order, found), keep(counts, order, found - 256)
     assert found % 256 == 0 and min(mass.values()) >= 0.99 > min(less_mass.values())
     assert set(forced) <= set(less) and kept == sorted(set(kept)) and len(kept) == found
-    assert trim.keep(counts, order, size) == (list(range(size)), {"code": 1.0, "prose": 1.0})
+    assert keep(counts, order, size) == (list(range(size)), {"code": 1.0, "prose": 1.0})
 
 
 @pytest.mark.parametrize("kind", ["dense", "compact"])
@@ -173,31 +182,31 @@ def test_expected_shares_are_the_mean_distribution(kind: str) -> None:
     for block, count in enumerate(scored):
         mask[block, :count] = True
     source: Any = SimpleNamespace(packed=SimpleNamespace(mask=mask), blocks=4, vocabulary=vocabulary, teacher=teacher)
-    found = trim.expected_shares(source, torch.device("cpu"), 10**9)
+    found = expected_shares(source, torch.device("cpu"), 10**9)
     if kind == "compact":
         top = numpy.argsort(-exact, axis=-1)[:, 8:]
         numpy.put_along_axis(exact, top, 0, axis=-1)
     numpy.testing.assert_allclose(found, exact.mean(0), atol=1e-6)
-    fewer = trim.expected_shares(source, torch.device("cpu"), 160)  # every second block: 3 and 300 positions
+    fewer = expected_shares(source, torch.device("cpu"), 160)  # every second block: 3 and 300 positions
     numpy.testing.assert_allclose(fewer, exact[:303].mean(0), atol=1e-6)
     counts = {"answers": numpy.eye(vocabulary, dtype=numpy.int64)[5]}
     likeliest = int(numpy.argmax(numpy.delete(found, 5)))
-    assert trim.rank_tokens(counts, [], found)[:2] == [5, likeliest + (likeliest >= 5)]
-    assert trim.rank_tokens(counts, [7], found)[:2] == [7, 5]
+    assert rank_tokens(counts, [], found)[:2] == [5, likeliest + (likeliest >= 5)]
+    assert rank_tokens(counts, [7], found)[:2] == [7, 5]
 
 
 def test_sizes_between() -> None:
-    found = trim.sizes_between(300, 4000)
+    found = sizes_between(300, 4000)
     assert found[0] == 512 and found[-1] == 4000 and all(size % 256 == 0 for size in found[:-1])
     assert found == sorted(set(found))
-    assert trim.sizes_between(5000, 4000) == [4000]
+    assert sizes_between(5000, 4000) == [4000]
 
 
 def test_always_kept(tmp_path: Path) -> None:
     tokenizer = toy_tokenizer(330)
     folder = save_toy(toy("qwen2", 330), tokenizer, tmp_path)
     vocabulary = Vocabulary.read(folder)
-    kept = set(trim.always_kept(vocabulary))
+    kept = set(always_kept(vocabulary))
     assert {tokenizer.eos_token_id} <= kept
     assert {bytes([b]) for b in range(256)} <= {vocabulary.bytes_of[i] for i in kept}
     words = {i for i, content in enumerate(vocabulary.bytes_of) if content and len(content) > 1 and content.isalpha()}
@@ -207,9 +216,9 @@ def test_always_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [300, 256, 512 + 256 * 8])
 def test_impossible_sizes(size: int) -> None:
     with pytest.raises(RecipeError, match=r"cut\.trim\.size"):
-        trim.check_size(size, forced=290, vocabulary=2000, stored=32)
-    trim.check_size(512, forced=290, vocabulary=2000, stored=32)
-    trim.check_size(None, forced=290, vocabulary=2000, stored=32)
+        check_size(size, forced=290, vocabulary=2000, stored=32)
+    check_size(512, forced=290, vocabulary=2000, stored=32)
+    check_size(None, forced=290, vocabulary=2000, stored=32)
 
 
 def test_kept_file_round_trip(tmp_path: Path) -> None:

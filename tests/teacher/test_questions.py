@@ -26,7 +26,7 @@ from distill.data.texts import AskedQuestions, CorpusTexts, QuestionTexts, Reply
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError, RecipeError
 from distill.files import read_json, read_result
-from distill.pipeline.rehearsal import QUESTIONS, shortened
+from distill.pipeline.preflight import QUESTIONS, shortened
 from distill.pipeline.running import plan_run
 from distill.pipeline.stages import STAGES, Contents, find_stage, key_parts
 from distill.planning.hours import Rehearsed, rehearsed_hours

@@ -26,7 +26,7 @@ from distill.errors import DataError, EndpointError
 from distill.files import read_json
 from distill.recipe import Recipe
 from distill.run import Run
-from distill.serving.llama_server import LlamaServer, started
+from distill.serving.server import LlamaServer, started
 from distill.teacher import endpoint
 from distill.teacher.answers import answers
 from distill.teacher.writers import ServerWriter, texts_of

@@ -19,8 +19,8 @@ from distill.errors import RecipeError, RunError
 from distill.recipe import Adapter, Train, parse_section
 from distill.teacher.distributions import CompactTeacher
 from distill.teacher.store import compress
-from distill.training import adapters
-from distill.training.adapters import adapted, attach, layer_names, load_base, merge
+from distill.training import setup
+from distill.training.setup import adapted, attach, layer_names, load_base, merge
 from distill.training.step import Columns, Learner, heal, loss_settings
 
 torch.set_num_threads(1)
@@ -126,7 +126,7 @@ def test_only_adapters_learn(outer: bool) -> None:
     index = torch.arange(2)
     loss_of(model, store, index).backward()
     own = trainable(model)
-    expected = {f"{layer}.lora_{side}.{adapters.NAME}.weight" for layer in layer_names(toy("llama")) for side in "AB"}
+    expected = {f"{layer}.lora_{side}.{setup.ADAPTER}.weight" for layer in layer_names(toy("llama")) for side in "AB"}
     assert own.keys() == expected | ({"model.embed_tokens.weight", "lm_head.weight"} if outer else set())
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == (name in own), name
@@ -199,13 +199,13 @@ def test_settings_that_clash() -> None:
 
 
 def test_a_quantised_base_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = adapters.importlib.util.find_spec  # others look for packages, too
+    find = setup.importlib.util.find_spec  # others look for packages, too
     present: list[object] = [None]
 
     def found(name: str, package: str | None = None) -> object:
         return present[0] if name == "bitsandbytes" else find(name, package)
 
-    monkeypatch.setattr(adapters.importlib.util, "find_spec", found)
+    monkeypatch.setattr(setup.importlib.util, "find_spec", found)
     with pytest.raises(RunError, match="needs bitsandbytes") as caught:
         load_base(Path("nowhere"), Adapter(base="int4"), CPU)
     assert "pip install bitsandbytes" in str(caught.value) and "base=null" in str(caught.value)
@@ -237,8 +237,8 @@ def test_a_quantised_base_is_merged_in_full_precision(base: Any, kind: str, tmp_
     state, learnt = exact.state_dict(), trainable(model)
     for name, value in done.state_dict().items():
         place = name.removesuffix(".weight")
-        if f"{place}.lora_A.{adapters.NAME}.weight" in learnt:
-            up, down = (learnt[f"{place}.lora_{side}.{adapters.NAME}.weight"] for side in "BA")
+        if f"{place}.lora_A.{setup.ADAPTER}.weight" in learnt:
+            up, down = (learnt[f"{place}.lora_{side}.{setup.ADAPTER}.weight"] for side in "BA")
             torch.testing.assert_close(value, state[name] + 2.0 * up @ down, rtol=0, atol=1e-6)
             assert not torch.equal(value, state[name])
         elif name in ("lm_head.weight", "model.embed_tokens.weight"):

@@ -21,9 +21,17 @@ from distill.errors import RecipeError
 from distill.recipe import Adapter, Train, load_recipe, parse_section
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import GroupLasso, zero_groups
-from distill.training.adapters import attach
-from distill.training.optimizer import make_optimizer, orthogonalised, peak_rate, rate_share, set_rates, with_rate
-from distill.training.step import loss_settings, protocol_of
+from distill.training.setup import attach
+from distill.training.step import (
+    loss_settings,
+    make_optimizer,
+    orthogonalised,
+    peak_rate,
+    protocol_of,
+    rate_share,
+    set_rates,
+    with_rate,
+)
 
 MUON = ("train.optimizer=muon", "train.matrix_rate=0.004")
 TEN = (trainings.MIXED, "train.steps=10")

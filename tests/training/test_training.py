@@ -51,9 +51,16 @@ from distill.recipe import Train, load_recipe, parse_section
 from distill.run import BEGIN, Run
 from distill.sampler import Sampler
 from distill.teacher.distributions import Head
-from distill.training import checkpoints, loop, validation
-from distill.training.checkpoints import BEST, load_checkpoint, newest_checkpoint, save_checkpoint, step_of_weights
+from distill.training import loop, validation
 from distill.training.losses import LossSettings
+from distill.training.saved import (
+    BEST,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+    set_weights,
+    step_of_weights,
+)
 from distill.training.setup import Training, make_accelerator
 from distill.training.step import Columns, Learner, loss_settings
 from distill.training.validation import ServedTarget, decoded_acceptance, served_form
@@ -425,13 +432,13 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
     train()
     shutil.rmtree(tmp_path / "tiny" / "draft")
     with monkeypatch.context() as patch:
-        take = checkpoints.set_weights
+        take = set_weights
         turns = iter([take, exhausted])  # the checkpoint's weights, then the best ones
         for name, instead, doing in (
             ("_set_moments", exhausted, "loaded"),
             ("set_weights", lambda *args: next(turns)(*args), "written"),
         ):
-            patch.setattr(checkpoints, name, instead)
+            patch.setattr(f"distill.training.saved.{name}", instead)
             train(status=2)
             words = capsys.readouterr().err
             assert f"memory ran out while the draft was {doing}" in words

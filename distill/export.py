@@ -1,12 +1,15 @@
-"""Stage `export`: GGUF files of draft and target, read back and compared with the folders that they are made of."""
+"""Stage `export`: GGUF files of draft and target, read back and compared with the folders that they are made of; and
+importance matrices, by which llama.cpp's quantiser weighs the columns of a matrix: which ones meet large inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,8 +19,8 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer, local_folder
 from distill.engines.torch.model import model_name
 from distill.errors import DataError, DistillError
-from distill.export.results import ExportedFile, ExportReport, Parity
-from distill.files import read_result, write_result
+from distill.files import read_result, read_utf8, write_result
+from distill.folders import Floats
 from distill.gguf.fields import PROBE, Advice, Origin, as_llama_reads
 from distill.gguf.head import open_head
 from distill.gguf.importing import file_type
@@ -26,11 +29,72 @@ from distill.gguf.writer import WrittenFile, export_files, own_file
 from distill.measuring.speedup_results import SpeedupReport
 from distill.recipe import Recipe
 from distill.recipe.configuration import P_MIN
-from distill.recipe.load import is_path
-from distill.recipe.recipe import REASON
+from distill.recipe.recipe import REASON, is_path
 from distill.run import Run
 from distill.sampler import place_of, require_finite
 from distill.vocabulary.files import tokenizer_content, with_opening
+
+# ── What was written and compared: gguf/export.json as dataclasses ──
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Hugging Face fp32 against GGUF on the same ids; log-probabilities in nats, of the token that really follows.
+
+    `tokenizer_mismatches` holds (index of the text, first differing position). Texts that the Hugging Face normaliser
+    changes are compared after it, because llama.cpp never normalises. `kl` is the mean divergence of the GGUF file's
+    distributions from those of Hugging Face, in nats.
+    """
+
+    positions: int
+    top1_agreement: float
+    mean_abs_dlogprob: float
+    max_abs_dlogprob: float
+    tokenizer_texts: int
+    tokenizer_mismatches: list[tuple[int, int]]
+    kl: float
+
+    @property
+    def words(self) -> str:
+        """In one line."""
+        return (
+            f"top-1 {self.top1_agreement:.1%}, KL {self.kl:.2g}, mean |d log p| {self.mean_abs_dlogprob:.5f} over "
+            f"{self.positions} positions, {len(self.tokenizer_mismatches)} of {self.tokenizer_texts} texts with other "
+            "ids"
+        )
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """One GGUF file: `path` within the run (elsewhere: absolute), `model` draft or target, tensors that another type
+    holds because theirs did not fit.
+
+    `parity` is None for a file that was not checked (--no-check); `faults` is what the check found wrong.
+    """
+
+    path: str
+    model: str
+    outtype: str
+    bytes: int
+    fallback_tensors: int
+    parity: Parity | None
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """gguf/export.json, and gguf/extra/export.json for the files of `distill export-gguf RUN`."""
+
+    command: str
+    files: list[ExportedFile]
+
+    @property
+    def faults(self) -> list[str]:
+        """What the checks found wrong, with the file's name before it."""
+        return [f"{file.path}: {fault}" for file in self.files for fault in file.faults]
+
+
+# ── GGUF files, compared with their sources ──
 
 WINDOW = 256
 # Texts for a comparison where none are given: cases that tokenizers handle differently.
@@ -305,3 +369,113 @@ def record_extra(run: Run, files: Sequence[ExportedFile]) -> Path:
     old = read_result(path, ExportReport).files if path.exists() else []
     write_result(path, ExportReport(run.command, [*(file for file in old if file.path not in new), *files]))
     return path
+
+
+# ── Importance matrices ──
+
+AGAIN = "make one for this model with llama.cpp's llama-imatrix, or give a text to measure it on"
+MAX_TOKENS, WINDOW = 16_384, 512  # of the text that a matrix is measured on
+
+
+def importance_of(path: Path, folder: Path) -> dict[str, Floats]:
+    """GGUF tensor name -> mean squares of the inputs of its columns, fp32.
+
+    From a file of llama.cpp's llama-imatrix (GGUF, or its older .dat), or measured with the model in `folder` on a
+    text. Raises DataError for a file that is none of them, or whose matrix is not of this model.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = file.read(2**12)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", "give an importance matrix or a text") from None
+    if begin[:4] != b"GGUF" and b"\0" not in begin:
+        return _measured(folder, read_utf8(path), path)
+    means = _stored(path) if begin[:4] == b"GGUF" else _older(path)
+    _require_own(path, means, folder)
+    return means
+
+
+def _stored(path: Path) -> dict[str, Floats]:
+    import gguf
+
+    open_head(path)  # reports a damaged file with our own message
+    arrays = {tensor.name: np.array(tensor.data, dtype=np.float32) for tensor in gguf.GGUFReader(path).tensors}
+    result = {}
+    for name, sums in arrays.items():
+        counts = arrays.get(name.removesuffix(".in_sum2") + ".counts")
+        # A matrix that met no input is left out: zeros would say that its columns do not matter.
+        if name.endswith(".in_sum2") and counts is not None and counts.size and (counts > 0).all():
+            means = sums.reshape(counts.size, -1) / counts.reshape(-1, 1)
+            result[name.removesuffix(".in_sum2")] = np.ascontiguousarray(means.ravel(), dtype=np.float32)
+    if not result:
+        raise DataError(f"{path} holds no importance matrix", AGAIN)
+    return result
+
+
+def _older(path: Path) -> dict[str, Floats]:
+    """The .dat of llama-imatrix until 2025: entries of a name, a number of calls, and sums over the calls."""
+    data, at, result = path.read_bytes(), 4, dict[str, Floats]()
+    try:
+        (entries,) = struct.unpack_from("<i", data)
+        for _ in range(entries):
+            (length,) = struct.unpack_from("<i", data, at)
+            name = data[at + 4 : at + 4 + max(length, 0)].decode()
+            calls, values = struct.unpack_from("<ii", data, at + 4 + len(name.encode()))
+            if not name or values < 1:
+                raise ValueError(f"entry {len(result) + 1} has {values} values")
+            sums = np.frombuffer(data, "<f4", values, at + 12 + length)
+            at += 12 + length + 4 * values
+            result[name] = (sums / np.float32(max(calls, 1))).astype(np.float32)
+        if entries < 1:
+            raise ValueError("it has no entries")
+    except (struct.error, ValueError) as error:
+        raise DataError(f"{path} is neither a text nor an importance matrix: {error}", AGAIN) from None
+    return result
+
+
+def _require_own(path: Path, means: Mapping[str, Floats], folder: Path) -> None:
+    """Raise DataError for a matrix of another model: llama.cpp looks names up and ignores the rest."""
+    shape = read_shape(folder)
+    expected = {shape.gguf_name(name): size for name, size in shape.expected_tensors(()).items() if len(size) == 2}
+    missing = [name for name in expected if name not in means and str(name).startswith("blk.")]
+    other = [name for name in means if name not in (*expected, "output.weight")]
+    if missing or other:
+        lacks = f"has nothing for {len(missing)} of its tensors, first {missing[0]}" if missing else ""
+        more = f"is for {len(other)} tensors that it lacks, first {other[0]}" if other else ""
+        raise DataError(f"{path} does not belong to {folder}: it {' and '.join(filter(None, (lacks, more)))}", AGAIN)
+    for name, values in means.items():
+        width = expected.get(name, (0, shape.hidden))[1]
+        if len(values) != width:
+            raise DataError(f"{path} does not belong to {folder}: {name} has {len(values)} columns, not {width}", AGAIN)
+        if not np.isfinite(values).all() or (values < 0).any():
+            raise DataError(f"{path}: {name} holds values that are no mean squares", AGAIN)
+
+
+def _measured(folder: Path, text: str, path: Path) -> dict[str, Floats]:
+    shape = read_shape(folder)
+    ids = encode_text(load_tokenizer(str(folder)), text)[:MAX_TOKENS]
+    if len(ids) < 2:
+        raise DataError(f"{path} is too short to measure an importance matrix on", "give some thousand words")
+    model: Any = load_model(str(folder), "float32", torch.device("cpu"), trimmed=False)
+    modules = {} if shape.tied else {"output.weight": model.lm_head}
+    for number, layer in enumerate(model.model.layers):
+        for part, (name, letters) in shape.family.parts.items():
+            if len(letters) == 2:
+                modules[f"blk.{number}.{name}.weight"] = layer.get_submodule(part)
+    sums: dict[str, Any] = {}
+
+    def watch(name: str) -> Any:
+        def add(_: Any, inputs: tuple[Any, ...]) -> None:
+            squares = inputs[0].detach().double().square().flatten(0, -2).sum(0)
+            sums[name] = sums[name] + squares if name in sums else squares
+
+        return add
+
+    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in modules.items()]
+    window = min(WINDOW, shape.context)
+    with torch.inference_mode():
+        for start in range(0, len(ids), window):
+            model(torch.tensor([ids[start : start + window]]))
+    for hook in hooks:
+        hook.remove()
+    return {name: (total / len(ids)).float().numpy() for name, total in sums.items()}
