@@ -21,10 +21,10 @@ from distill.engines.torch.model import model_name
 from distill.errors import DataError, DistillError
 from distill.files import read_result, read_utf8, write_result
 from distill.folders import Floats
-from distill.gguf.fields import PROBE, Advice, Origin, as_llama_reads
+from distill.gguf.fields import Advice, Origin, Shape, read_shape
 from distill.gguf.head import open_head
 from distill.gguf.importing import file_type
-from distill.gguf.shape import Shape, read_shape
+from distill.gguf.tokenizer import PROBE, as_llama_reads
 from distill.gguf.writer import WrittenFile, export_files, own_file
 from distill.measuring.speedup_results import SpeedupReport
 from distill.recipe import Recipe

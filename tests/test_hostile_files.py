@@ -19,17 +19,16 @@ import torch
 from distill.decoding import grammar
 from distill.engines.loaded import context_of
 from distill.engines.pairs import VocabularyMetadata
+from distill.engines.torch.described import read_kept
 from distill.engines.torch.hugging_face import load_config, load_model, load_tokenizer
-from distill.engines.torch.kept import read_kept
 from distill.errors import DataError
 from distill.files import parse_json, read_json, read_object, read_result
 from distill.folders import pin_tokenizer, stored_tensors, weight_files
+from distill.gguf.fields import read_shape
 from distill.gguf.library import GgufFile
-from distill.gguf.shape import read_shape
 from distill.gguf.tokenizer import read_tokenizer
 from distill.measuring.calibrate import load_calibrations, load_texts, read_ranks
-from distill.measuring.evaluation_results import EvaluationReport
-from distill.measuring.evaluation_tables import evaluation_blocks
+from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
 from distill.pipeline.running import plan_refresh
 from distill.planning.cases import import_curve
 from distill.recipe import Traffic, load_recipe

@@ -21,10 +21,9 @@ from distill.cli.models import cut, export_gguf, export_lookup, import_gguf, tra
 from distill.cli.plan import plan, profile
 from distill.cli.runs import list_runs, report, train
 from distill.cli.serve import record, serve_check
-from distill.devices import memory_explained
+from distill.devices import leave, memory_explained
 from distill.errors import DistillError, RecipeError, RunError, disk_fault
 from distill.files import is_utf8
-from distill.processes import leave
 from distill.progress import farewell, handled, is_verbose, set_console, signalled
 from distill.recipe import Recipe
 from distill.recipe.target import WORDS, shown

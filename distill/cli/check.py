@@ -60,8 +60,8 @@ def check(
 
 
 def _check_standalone(target: str, draft: str, offline: bool) -> None:
-    from distill.engines.heads import shipped_heads
     from distill.engines.pairs import compare_pair
+    from distill.engines.server_commands import shipped_heads
     from distill.engines.torch.hugging_face import check_weights, local_snapshot
     from distill.engines.torch.hugging_face import offline as without_network
     from distill.gguf.head import open_head

@@ -16,8 +16,7 @@ from distill.cli import shared
 from distill.cli.shared import merged, require_used, section_options, takes, takes_gguf_options, takes_sampler
 from distill.errors import DataError, RecipeError
 from distill.files import read_result, write_result
-from distill.measuring.evaluation_results import SLICES, EvaluationReport
-from distill.measuring.evaluation_tables import evaluation_blocks
+from distill.measuring.evaluation_results import SLICES, EvaluationReport, evaluation_blocks
 from distill.progress import command_line
 from distill.recipe import Configuration, Gguf, PyTorch, Recipe, SamplerSettings, parse_section
 from distill.recipe.measuring import CACHE_TYPES, OUTTYPES

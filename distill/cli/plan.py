@@ -93,7 +93,7 @@ def _compare_types(
         raise DataError(f"there is no file {model}", "give a GGUF file")
     if not model.endswith(".gguf"):
         raise RecipeError(f"--types is for a GGUF file, and {model} is none", "export one with `distill export-gguf`")
-    from distill.measuring.types import TypesReport, compare_types, recommend, types_table
+    from distill.measuring.identity import TypesReport, compare_types, recommend, types_table
 
     figures = compare_types(Path(model), kinds, threads, repeats)
     report = TypesReport(command_line(sys.argv), machine(), most_kl, figures)
@@ -220,7 +220,7 @@ def plan(
     )
     recipe = _recipe(model, overrides or [])
     from distill.decoding.costs import load_cost_curve
-    from distill.engines.heads import shipped_heads
+    from distill.engines.server_commands import shipped_heads
     from distill.engines.torch.hugging_face import settled_target
     from distill.planning.cases import (
         PlanRequest,

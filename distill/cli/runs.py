@@ -15,9 +15,9 @@ import typer
 
 from distill.cli import shared
 from distill.cli.shared import DEFAULT_RUNS, RunsOption, number_option, prepare, read_recipe, refuse_idle
+from distill.devices import is_main
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import read_result, read_utf8, require_path
-from distill.processes import is_main
 from distill.progress import announce, note, signalled, warn
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out

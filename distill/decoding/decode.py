@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from distill.decoding.constrained import Constrained
 from distill.decoding.drafters import NOTHING, ONLY, Drafter, ModelDrafter
 from distill.decoding.lengths import ROOT, LengthRule, Proposal
 from distill.decoding.on_device import RowRound, rounds_of_text, rounds_on_device
-from distill.decoding.rules import Rules, require_lossless
+from distill.decoding.rules import Constrained, Rules, require_lossless
 from distill.decoding.verify import CHAINS, TREES, draw_chain, draw_token, verify_greedy, walk, walk_greedy
 from distill.engines.model import Logits, Model, resent
 

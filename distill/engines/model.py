@@ -1,18 +1,21 @@
-"""The interface of every backend of a model, and the bookkeeping of a tree of tokens that is not committed yet.
+"""The interface of every backend of a model; the bookkeeping of a tree of tokens that is not committed yet; and models
+around those of any backend: a draft that reads only the last tokens of a text, and steps that are noted.
 
-Legend: n rows of logits (one per wanted token), V vocabulary, k candidates. Nodes are numbered in the order in which
-they were added since the last keep, rollback or committing extend; ROOT is the committed end.
+Legend: n rows of logits (one per wanted token), V vocabulary, k candidates, m tokens of a step. Nodes are numbered in
+the order in which they were added since the last keep, rollback or committing extend; ROOT is the committed end.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from distill.sampler import Place
 
@@ -280,3 +283,133 @@ def check_lengths(lengths: Sequence[int], committed: Sequence[int]) -> list[int]
     if len(lengths) != len(committed) or any(not 0 <= new <= old for new, old in pairs):
         raise ValueError(f"lengths must lie within the committed {list(committed)}, got {list(lengths)}")
     return [int(length) for length in lengths]
+
+
+# ── A draft that reads only the last tokens of a text ──
+
+
+class RecentContext(AroundModel):
+    """A model that holds at most the last `most` tokens of its text; chains only.
+
+    Where more would be held, it begins anew with the last half of them, which counts positions from 0 again. So texts
+    may be longer than its context, and of a long prompt it reads the end alone. ValueError where `most` is below 2.
+    """
+
+    def __init__(self, model: Model, most: int) -> None:
+        super().__init__(model)
+        if most < 2:
+            raise ValueError(f"a draft that reads recent tokens needs two of them, got {most}")
+        self.most = min(most, model.capacity)
+        self.max_leaves, self.capacity = 0, sys.maxsize
+        self._begin = 0  # the first token of the text that is held
+
+    def extend(
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
+    ) -> Logits:
+        """Append `tokens`; logits for those in `want` (None: all), which must lie within the last `most`.
+
+        Raises as `check_chain`, and ValueError for a tree.
+        """
+        if parents is not None:
+            raise ValueError("a draft that reads recent tokens makes chains, not trees")
+        check_chain(tokens, counts, want, self.lengths, self.capacity, self.vocabulary_size)
+        wanted = list(range(len(tokens)) if want is None else want)
+        held, size = self.model.lengths[0], len(self.text) + len(tokens)
+        if held < len(self.text) - self._begin or held + len(tokens) > self.most:
+            needed = len(tokens) - min(wanted, default=len(tokens) - 1)
+            if needed > self.most:
+                raise ValueError(f"logits of the last {needed} tokens are wanted, and {self.most} are read")
+            self.model.rollback([0])
+            self._begin = max(0, size - max(self.most // 2, needed))
+            fresh = [*self.text[self._begin :], *tokens[max(self._begin - len(self.text), 0) :]]
+            first = len(fresh) - len(tokens)
+            logits = self.model.extend(fresh, want=[first + index for index in wanted])
+        else:
+            logits = self.model.extend(tokens, want=wanted)
+        self.text.extend(tokens)
+        return logits
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget the tokens after the first `lengths[0]`; before those that are held, the next call reads again."""
+        (length,) = check_lengths(lengths, self.lengths)
+        del self.text[length:]
+        left = length - self._begin
+        if left <= 0:
+            left = self._begin = 0
+        self.model.rollback([min(left, self.model.lengths[0])])
+
+
+# ── The steps of both models while texts are decoded, noted by models that stand before them ──
+
+
+class Step(NamedTuple):
+    """One call of a model: tokens committed before it, tokens taken, when it began and how many seconds it took."""
+
+    depth: int
+    tokens: int
+    started: float
+    seconds: float
+
+
+class _Noting:
+    """A model of one row that notes its steps and shares its whole state with `model`: either can go on with a text.
+
+    It is made of the model's own class, because rounds on a device drive those by `step` and `grow`, past `extend`.
+    """
+
+    noted: list[Step]
+    lengths: list[int]
+
+    def __init__(self, model: Any, steps: list[Step]) -> None:
+        self.__dict__ = model.__dict__
+        self.noted = steps
+
+    def _noted(self, tokens: int, call: Callable[[], Any]) -> Any:
+        # What watching takes is the model's time rather than the round's own: between steps it would show more.
+        started, depth, before = time.perf_counter(), self.lengths[0], len(self.noted)
+        logits = call()
+        if len(self.noted) == before:  # `extend` may call `step` or `grow`
+            self.noted.append(Step(depth, tokens, started, time.perf_counter() - started))
+        return logits
+
+    def step(self, ids: Tensor, *arguments: Any) -> Any:
+        """See `StaticTorchModel`."""
+        call = super().step  # type: ignore[misc]
+        return self._noted(ids.shape[1], lambda: call(ids, *arguments))
+
+    def grow(self, ids: Tensor, *arguments: Any) -> Any:
+        """See `StaticTorchModel`."""
+        call = super().grow  # type: ignore[misc]
+        return self._noted(len(ids), lambda: call(ids, *arguments))
+
+    def extend(
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
+    ) -> Any:
+        """See `Model`."""
+        call = super().extend  # type: ignore[misc]
+        return self._noted(len(tokens), lambda: call(tokens, counts, parents, want))
+
+
+class Watch:
+    """The steps of a target and a draft since they were last `taken`."""
+
+    def __init__(self) -> None:
+        self.target: list[Step] = []
+        self.draft: list[Step] = []
+
+    def models(self, target: Model, draft: Model) -> tuple[Model, Model]:
+        """Both models with their steps noted here; one that is both notes as the target."""
+        watched = _watched(target, self.target)
+        return watched, watched if draft is target else _watched(draft, self.draft)
+
+    def take(self) -> tuple[list[Step], list[Step]]:
+        """The steps of target and draft, but for those that read a prompt; they are forgotten here."""
+        taken = tuple([step for step in steps if step.depth] for steps in (self.target, self.draft))
+        self.target.clear()
+        self.draft.clear()
+        return taken[0], taken[1]
+
+
+def _watched(model: Any, steps: list[Step]) -> Any:
+    kind = type(model)
+    return type(f"Watched{kind.__name__}", (_Noting, kind), {"__slots__": ("noted",)})(model, steps)

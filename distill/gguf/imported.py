@@ -20,10 +20,8 @@ from distill.gguf.families import (
     Family,
     Sizes,
 )
-from distill.gguf.fields import DEFAULT_THETA, llama3_divisors, longrope_attention
-from distill.gguf.head import FileHead, shortest
-from distill.gguf.shape import yarn_attention
-from distill.gguf.tokens import (
+from distill.gguf.fields import DEFAULT_THETA, llama3_divisors, longrope_attention, yarn_attention
+from distill.gguf.head import (
     BYTE,
     CONTROL,
     FILL_ROLES,
@@ -33,6 +31,8 @@ from distill.gguf.tokens import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
+    FileHead,
+    shortest,
     stated_ends,
     token_key,
     types_and_ends,

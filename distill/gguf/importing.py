@@ -28,7 +28,6 @@ from distill.gguf.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, 
 from distill.gguf.head import FileHead, known_type, open_head, type_name
 from distill.gguf.imported import ImportedTokenizer, configuration, read_tokenizer, sizes_of
 from distill.gguf.library import require_loadable
-from distill.gguf.tensors import PART_VALUES
 from distill.progress import Progress, note
 
 # ── The tensors as model.safetensors: dequantised and put back into Hugging Face's order ──
@@ -37,6 +36,7 @@ from distill.progress import Progress, note
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
+PART_VALUES = 2**21  # values of a tensor converted at a time, when written by each thread
 ROTARY = (LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # GGUF's and safetensors' names

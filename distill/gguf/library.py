@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.errors import DataError, RecipeError
-from distill.gguf.head import FileHead, known_type, open_head, type_name
+from distill.gguf.head import NO_TOKEN, FileHead, known_type, open_head, type_name
 from distill.gguf.ik import ik_library, repacks
-from distill.gguf.tokens import NO_TOKEN
 from distill.machine import COMPILE_LLAMA, WITHOUT_AMX, install_extra, thread_count
 from distill.progress import is_verbose
 from distill.recipe import GgufOptions

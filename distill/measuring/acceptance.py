@@ -27,7 +27,6 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import LoadedPair, growing_decoder
 from distill.errors import DataError
 from distill.gguf.head import open_head
-from distill.intervals import paired_ratio_interval, ratio_interval
 from distill.measuring.evaluation_results import (
     ClassResult,
     ComparedPair,
@@ -52,6 +51,7 @@ from distill.measuring.slices import METRICS, SlicedValues
 from distill.progress import Progress
 from distill.recipe import Evaluate
 from distill.sampler import Sampler
+from distill.tables import paired_ratio_interval, ratio_interval
 
 # ── What the draft's own probabilities promise of the tokens it drafts, beside what is accepted ──
 # Length rules that stop at a probability (llama.cpp's p_min) or at a product of them take these numbers at their

@@ -26,14 +26,21 @@ from distill.decoding.calibration import (
     log_loss,
     predicted,
 )
-from distill.decoding.configured import Fitted, configured_sampler, lossy_reason, make_drafter, title_with_tree
+from distill.decoding.configured import (
+    Fitted,
+    configured_sampler,
+    guesses,
+    lossy_reason,
+    make_drafter,
+    names_of_fits,
+    title_with_tree,
+)
 from distill.decoding.costs import StepCosts
 from distill.decoding.decode import Decoded, decode, room_for
 from distill.decoding.drafters import NONE, Drafter
 from distill.decoding.lengths import Proposal, best_tokens
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.rules import GREEDY, Rules
-from distill.decoding.table import guesses, names_of_fits
 from distill.decoding.trees import RankTally, Shape, ShapeTable, Tree, TreeDrafter, expected_accepted
 from distill.decoding.verify import walk_greedy
 from distill.engines.loaded import LoadedPair, load_pair

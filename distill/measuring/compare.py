@@ -23,8 +23,7 @@ from distill.decoding.drafters import Drafter
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.rules import Rules
 from distill.decoding.verify import refusal
-from distill.engines.model import Model
-from distill.intervals import speed_ratio
+from distill.engines.model import Model, Step, Watch
 from distill.measuring.identity import Identity, Rounding, judged
 from distill.measuring.speedup_results import (
     REPEATS,
@@ -35,11 +34,11 @@ from distill.measuring.speedup_results import (
     RoundFigures,
     StepFigures,
 )
-from distill.measuring.watch import Step, Watch
 from distill.progress import Progress
 from distill.recipe import Configuration, Gguf, PyTorch, SamplerSettings, Speedup, Target
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, TREES, DrafterName
 from distill.sampler import Sampler
+from distill.tables import speed_ratio
 
 # ── A configuration made ready for one pair: the rules it decodes under, and its drafter ──
 

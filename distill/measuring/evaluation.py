@@ -25,6 +25,7 @@ from distill.devices import pick_device
 from distill.engines.loaded import LoadedPair, load_pair, pair_of_models
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
+from distill.engines.torch.described import read_kept
 from distill.engines.torch.hugging_face import (
     encode_text,
     load_model,
@@ -32,15 +33,12 @@ from distill.engines.torch.hugging_face import (
     load_tokenizer,
     local_folder,
 )
-from distill.engines.torch.kept import read_kept
 from distill.errors import DataError, RecipeError
 from distill.files import write_atomically, write_result, write_text
 from distill.gguf.importing import file_type, is_gguf, one_engine
 from distill.gguf.writer import export_files
-from distill.intervals import ratio_interval
 from distill.measuring.acceptance import LONGEST, EvaluationOptions, TargetWithDrafts, as_report, evaluate_pairs
-from distill.measuring.evaluation_results import Bounds, EvaluationReport, StoredMeasures
-from distill.measuring.evaluation_tables import evaluation_blocks
+from distill.measuring.evaluation_results import Bounds, EvaluationReport, StoredMeasures, evaluation_blocks
 from distill.measuring.measure import Measured, sum_by_document
 from distill.measuring.slices import METRICS, Values
 from distill.recipe import Chat, Corpus, Evaluate, Gguf, GgufOptions, PyTorch, Recipe, Target, is_path
@@ -48,7 +46,7 @@ from distill.recipe.measuring import UNQUANTISED
 from distill.recipe.recipe import REASON
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.tables import document
+from distill.tables import document, ratio_interval
 from distill.teacher.distributions import TeacherChunk, head_logits
 from distill.teacher.store import TeacherStore, held_out, redo
 from distill.vocabulary.files import opening_of

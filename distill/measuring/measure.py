@@ -31,12 +31,12 @@ from distill.devices import doubled
 from distill.engines.loaded import with_rows
 from distill.engines.model import Model
 from distill.engines.torch.model import model_name
-from distill.intervals import Interval, ratio_interval
 from distill.measuring.evaluation_results import Divergences, PositionAcceptance
 from distill.measuring.slices import METRICS, Values, all_metrics
 from distill.progress import Progress
 from distill.recipe import Evaluate
 from distill.sampler import Sampler, place_of, require_finite
+from distill.tables import Interval, ratio_interval
 from distill.teacher.distributions import head_logits
 
 CHUNK = 64  # positions that models that read single texts take at once

@@ -23,9 +23,9 @@ from distill.data.packing import Packed, scored_documents
 from distill.decoding.costs import range_start
 from distill.devices import doubled
 from distill.engines.server_commands import DRAWN_AMONG
-from distill.intervals import ratio_interval
 from distill.measuring.evaluation_results import MEASURES, SLICES, SliceResult
 from distill.sampler import Sampler
+from distill.tables import ratio_interval
 
 # ── Every measure of single positions, from the logits of both models ──
 # Legend: N positions, V vocabulary, M measures.

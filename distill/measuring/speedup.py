@@ -21,7 +21,6 @@ from distill.errors import RecipeError
 from distill.files import read_result, write_result, write_text
 from distill.gguf.importing import file_type
 from distill.gguf.writer import export_gguf, own_file
-from distill.intervals import speed_ratio
 from distill.machine import machine
 from distill.measuring.calibrate import Calibrated, calibrate_pair, calibrate_run, need_calibration, validation_prompts
 from distill.measuring.compare import PairSettings, TimedText, totals
@@ -33,7 +32,7 @@ from distill.recipe import Chat, Configuration, Corpus, Gguf, Recipe, Target
 from distill.recipe.measuring import fixed_length
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.tables import document
+from distill.tables import document, speed_ratio
 from distill.teacher.table import open_table
 
 # ── Stage `speedup`: plain against speculative decoding of the run's target and draft, by each backend ──

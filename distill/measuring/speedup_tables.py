@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from distill.intervals import Interval
 from distill.measuring.speedup_results import (
     REPEATS,
     BatchFigures,
@@ -20,7 +19,7 @@ from distill.measuring.speedup_results import (
 )
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
 from distill.recipe.measuring import engine_name
-from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, listed, shown, table_of
+from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, bullets, listed, shown, table_of
 
 INTERLEAVED = (
     "distinct prompts, interleaved, cold caches; times include the prompt. Speedup over this decoder's own plain run "

@@ -12,13 +12,12 @@ from typing import Any
 
 from distill.decoding.calibration import Calibration
 from distill.decoding.configured import NO_COSTS, Fitted, make_drafter, require_trees
-from distill.decoding.constrained import Constrained, Forced
 from distill.decoding.decode import Decoded, decode, plain_steps
 from distill.decoding.drafters import Drafter
 from distill.decoding.grammar import Constraint, Tokens, constraint, llama_constraint
 from distill.decoding.other_vocabulary import DraftReader, read_with
 from distill.decoding.round_costs import pair_costs
-from distill.decoding.rules import BytesOf, Rules, characters, require_lossless, stop_before
+from distill.decoding.rules import BytesOf, Constrained, Forced, Rules, characters, require_lossless, stop_before
 from distill.decoding.verify import refusal
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import GROWING, LoadedPair, context_of, encode_prompt, load_pair

@@ -27,7 +27,7 @@ from distill.decoding.rules import Rules, characters
 from distill.decoding.verify import CHAINS, Random
 from distill.devices import memory_explained
 from distill.engines.loaded import LoadedPair, with_rows
-from distill.engines.model import Model
+from distill.engines.model import Model, Watch
 from distill.engines.torch.model import TorchModel, mask_refusal, model_name, state_refusal
 from distill.errors import DataError, RecipeError
 from distill.measuring.calibrate import Calibrated, choose_trees, explain_tree, read_calibrations, read_ranks
@@ -59,7 +59,6 @@ from distill.measuring.speedup_results import (
     SpeedupPart,
 )
 from distill.measuring.speedup_tables import explain
-from distill.measuring.watch import Watch
 from distill.progress import Progress
 from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN

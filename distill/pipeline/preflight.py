@@ -24,24 +24,22 @@ from transformers import AutoModelForCausalLM
 from distill.data.corpus import check_chat, check_corpus
 from distill.data.traffic import check_traffic, first_lines
 from distill.decoding.configured import check_configurations, check_trees
-from distill.devices import pick_device, take_peaks
-from distill.engines.heads import shipped_heads
+from distill.devices import pick_device, process_count, take_peaks
 from distill.engines.loaded import context_of
 from distill.engines.pairs import compare_pair
+from distill.engines.server_commands import shipped_heads
 from distill.engines.torch.hugging_face import check_placement, check_weights, load_config, local_snapshot, text_folder
-from distill.engines.torch.model import state_refusal
-from distill.engines.torch.recurrent import growing_cache
+from distill.engines.torch.model import growing_cache, state_refusal
 from distill.engines.torch.static import require_static
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import read_result, write_atomically, write_result, write_text
+from distill.gguf.fields import read_shape
 from distill.gguf.library import describe_build, require_build, require_cache_types
-from distill.gguf.shape import read_shape
 from distill.gguf.tokenizer import read_tokenizer
 from distill.machine import faster_type, install_extra
 from distill.pipeline.running import forget_begun, run_pipeline
 from distill.pipeline.stages import NAMES, find_stage, require_part
 from distill.planning.hours import Rehearsed, StageEstimate, estimate_table, rehearsed_hours
-from distill.processes import process_count
 from distill.progress import Caution, Progress, watched
 from distill.recipe import Recipe, dump_recipe, is_path
 from distill.recipe.recipe import HELD_OUT, REASON, not_run

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distill.data.traffic import PIN, begins_with, parts_of, pin_of, read_lines
-from distill.devices import memory_explained
+from distill.devices import agree, help_with, memory_explained, process_count
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import digest, read_json, write_json
 from distill.pipeline.stages import (
@@ -34,7 +34,6 @@ from distill.pipeline.stages import (
     recorded_parts,
     require_part,
 )
-from distill.processes import agree, help_with, process_count
 from distill.progress import duration
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import left_out, not_run

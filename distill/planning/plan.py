@@ -18,9 +18,8 @@ from typing import Any
 
 from distill.decoding.costs import DraftSteps, PaidCosts, tokens_per_round
 from distill.errors import DataError
-from distill.intervals import Interval
 from distill.planning.hours import StageEstimate, estimate_table
-from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, shown, table_of
+from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, bullets, shown, table_of
 
 RATES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 ALL = "all accepted"

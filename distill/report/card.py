@@ -14,8 +14,7 @@ from distill.export import ExportReport
 from distill.files import from_json, read_json, read_result, write_text
 from distill.folders import ModelSizes
 from distill.machine import machine
-from distill.measuring.evaluation_results import EvaluationReport
-from distill.measuring.evaluation_tables import divergence_tables, reliability_table
+from distill.measuring.evaluation_results import EvaluationReport, divergence_tables, reliability_table
 from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import measurement_table
 from distill.progress import command_line

@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
-from distill.intervals import Interval, ratio_interval
 from distill.machine import install_extra
 from distill.measuring.evaluation_results import (
     MEASURES,
@@ -25,7 +24,7 @@ from distill.measuring.evaluation_results import (
 )
 from distill.measuring.speedup_results import Measurement, SpeedupPart
 from distill.report.tables import TRAINED
-from distill.tables import clean, known
+from distill.tables import Interval, clean, known, ratio_interval
 from distill.training.saved import STORED, Evaluation, TrainingStep
 
 if TYPE_CHECKING:

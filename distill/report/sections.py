@@ -11,8 +11,13 @@ from itertools import starmap
 from distill.data.texts import QuestionTexts
 from distill.errors import DataError
 from distill.export import ExportReport
-from distill.measuring.evaluation_results import EvaluationReport
-from distill.measuring.evaluation_tables import bin_table, divergence_tables, position_tables, reliability_table
+from distill.measuring.evaluation_results import (
+    EvaluationReport,
+    bin_table,
+    divergence_tables,
+    position_tables,
+    reliability_table,
+)
 from distill.measuring.speedup_results import Sample, SpeedupPart, SpeedupReport
 from distill.measuring.speedup_tables import measurement_table, step_table
 from distill.recipe.recipe import REASON

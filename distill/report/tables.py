@@ -9,8 +9,7 @@ from typing import Any
 from distill.data.texts import AnswerTexts, AskedQuestions, CorpusTexts, QuestionTexts, SplitTexts, TextCount
 from distill.export import ExportedFile, ExportReport, Parity
 from distill.folders import ModelSizes
-from distill.measuring.evaluation_results import MEASURES, EvaluationReport
-from distill.measuring.evaluation_tables import form_of
+from distill.measuring.evaluation_results import MEASURES, EvaluationReport, form_of
 from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import speedup_of
 from distill.surgery.results import Change, Comparison, SparsityReport

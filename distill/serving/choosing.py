@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-from distill.intervals import Interval, speed_ratio
 from distill.progress import Progress
 from distill.serving.clients import Client, Reply, warm
 from distill.serving.results import ChosenSettings, DraftSettings, SettingsSpeed
 from distill.serving.server import LlamaServer, without_options
+from distill.tables import Interval, speed_ratio
 
 N_MAX = range(1, 9)
 P_MIN = (0.0, 0.5, 0.75)

@@ -30,12 +30,12 @@ from distill.engines.loaded import load_pair
 from distill.engines.pairs import compare_pair
 from distill.engines.server_commands import DRAWN_AMONG
 from distill.errors import ServingError
-from distill.intervals import UNKNOWN, Interval, Numbers, speed_ratio
 from distill.progress import Progress
 from distill.recipe import SamplerSettings, Target, parse_section
 from distill.sampler import Sampler
 from distill.serving.results import Counts, ServedClass, Text, acceptance, totals_of, totals_of_reply
 from distill.serving.server import Http, LlamaServer, Running, Timing, started
+from distill.tables import UNKNOWN, Interval, Numbers, speed_ratio
 
 # Whatever else could shape a distribution is switched off: a server has defaults of its own, vLLM's from the model's
 # generation_config.json. llama-server's samplers come in the order of this list, which is the order of ours.

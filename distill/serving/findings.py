@@ -12,7 +12,6 @@ from pathlib import Path
 from distill.engines.pairs import compare_pair
 from distill.engines.server_commands import vllm_lengths
 from distill.gguf.head import open_head
-from distill.intervals import Interval
 from distill.serving.results import (
     Counts,
     Difference,
@@ -23,7 +22,7 @@ from distill.serving.results import (
     SettingsSpeed,
 )
 from distill.serving.server import LlamaServer
-from distill.tables import Block, Cell, Columns, Row, Table, bullets, known, listed, shown, table_of
+from distill.tables import Block, Cell, Columns, Interval, Row, Table, bullets, known, listed, shown, table_of
 
 # ── options: one of llama-server is undone by appending the server's own default, because the last one counts ──
 

@@ -22,12 +22,12 @@ import numpy
 from distill.decoding.costs import CostCurve
 from distill.errors import DataError, ServingError
 from distill.files import read_numbers
-from distill.intervals import UNKNOWN, Numbers, speed_ratio
 from distill.machine import machine
 from distill.progress import Progress
 from distill.serving.clients import PLAIN, Client, LlamaClient, Replayed, Reply, sums_of
 from distill.serving.results import ServedSpeed
 from distill.serving.server import CONNECTIONS
+from distill.tables import UNKNOWN, Numbers, speed_ratio
 
 PASSES = 2  # requests for each that is sent at once, and to each prompt where they arrive, at least
 MAX_RATE = 1000.0  # requests a second

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 
 from distill.files import Figure
-from distill.intervals import UNKNOWN, Interval, paired_ratio_interval, ratio_interval
+from distill.tables import UNKNOWN, Interval, paired_ratio_interval, ratio_interval
 
 
 @dataclass(frozen=True)

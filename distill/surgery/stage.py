@@ -23,6 +23,7 @@ from distill.devices import doubled, pick_device
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import growing_decoder, target_file
 from distill.engines.model import Model
+from distill.engines.torch.described import trimmed_head, write_kept
 from distill.engines.torch.hugging_face import (
     describe_model,
     load_config,
@@ -33,7 +34,6 @@ from distill.engines.torch.hugging_face import (
     real_tokens,
     text_folder,
 )
-from distill.engines.torch.kept import trimmed_head, write_kept
 from distill.errors import DataError
 from distill.files import copy_file, file_digest, read_json, read_result, write_folder, write_json, write_result
 from distill.folders import ModelSizes, copy_tokenizer

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distill import processes
 from distill.data.chat_template import ChatTemplate, messages_after, next_prompt
 from distill.data.texts import (
     Answer,
@@ -36,6 +35,7 @@ from distill.data.texts import (
     write_lines,
 )
 from distill.data.traffic import write_traffic
+from distill.devices import any_process, barrier, process_count, process_index, shards, share_of
 from distill.engines.torch.hugging_face import end_ids, load_config, load_tokenizer
 from distill.errors import DataError, EndpointError, faults_explained
 from distill.files import has_form, parse_object, write_json, write_result
@@ -222,7 +222,7 @@ def write_answers(
         )
     groups = groups_of(prompts, recipe.answers.group_size, run.path(stage), name)
     index, count = share
-    mine = groups[index::count] if idle else processes.share_of(groups, share, "groups of prompts", "answers.group")
+    mine = groups[index::count] if idle else share_of(groups, share, "groups of prompts", "answers.group")
     missing = [group for group in mine if not group.path.exists()]
     for group in mine:
         if group.path.exists():
@@ -231,8 +231,8 @@ def write_answers(
     if len(missing) < len(mine):
         run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} groups{whose} exist")
     # Each forward pass of a target in parts needs all processes, also one whose groups exist.
-    together = processes.shards() and recipe.answers.writer is None
-    if processes.any_process(bool(missing)) if together else missing:
+    together = shards() and recipe.answers.writer is None
+    if any_process(bool(missing)) if together else missing:
         _GroupWriter(recipe, run, rules, f"{what}{whose}", mine).write(missing)
     return len(groups)
 
@@ -350,7 +350,7 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     write every count-th group; the first process finishes the stage when all are done. None: the share of this process
     among those it was launched with. In conversations the target answers one turn of the user after the other.
     """
-    share = share or (processes.process_index(), processes.process_count())
+    share = share or (process_index(), process_count())
     tokenizer = load_tokenizer(recipe.target.model)
     if recipe.answers.traffic is not None and share[0] == 0:
         write_traffic(recipe, run, tokenizer)
@@ -360,7 +360,7 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
         turns = any(prompt.chat and prompt.chat["turns"] for prompt in prompts)
         rules = rules_of(recipe, tokenizer, ChatTemplate(tokenizer, recipe.chat) if turns else None)
         groups = write_answers(recipe, run, prompts, rules, share)
-    processes.barrier()
+    barrier()
     if share[0] == 0:
         _write_manifest(recipe, run, groups)
     return [run.path("answers")]

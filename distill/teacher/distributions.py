@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from distill.data.packing import Packed, hidden_states, packed_logits
-from distill.engines.torch.cpu_products import filled
 from distill.engines.torch.model import model_name
+from distill.engines.torch.products import filled
 from distill.errors import DataError
 from distill.sampler import require_finite
 

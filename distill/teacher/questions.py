@@ -19,7 +19,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from distill import processes
 from distill.data.chat_template import ChatTemplate, Message, PlainTexts, UserHeader
 from distill.data.prompts import ChatPrompts
 from distill.data.sources import question_files
@@ -34,6 +33,7 @@ from distill.data.texts import (
     read_answers,
     write_lines,
 )
+from distill.devices import barrier, process_count, process_index
 from distill.engines.torch.hugging_face import encode, end_ids, load_tokenizer
 from distill.errors import DataError, RecipeError, printable
 from distill.files import write_result
@@ -300,7 +300,7 @@ def questions(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) ->
 
     Texts are asked for as stage `answers` asks for answers, and resumed as those are; `share` as there.
     """
-    share = share or (processes.process_index(), processes.process_count())
+    share = share or (process_index(), process_count())
     summaries = []
     for number, (source, name) in enumerate(zip(recipe.corpus.asked, question_files(recipe.corpus), strict=True)):
         asking = _Questions(recipe, source, number, run, share)
@@ -311,7 +311,7 @@ def questions(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) ->
         summaries.append(summary)
     if share[0] == 0:
         write_result(run.path("questions", SUMMARY), QuestionTexts(writer_kind(recipe), summaries))
-    processes.barrier()
+    barrier()
     return [run.path("questions")]
 
 
@@ -386,7 +386,7 @@ class _Questions(Asking):
     def _written(self, recipe: Recipe, prompts: list[Prompt], rules: AnswerRules, name: str, what: str) -> list[Answer]:
         """What the target writes behind prompts, in their order; each process takes its share and reads all."""
         write_answers(recipe, self.run, prompts, rules, self.share, "questions", name, f"questions, {what}", idle=True)
-        processes.barrier()
+        barrier()
         answers = read_answers(self.run, name, "questions")
         if [one.id for one in answers] != [prompt.id for prompt in prompts]:
             raise DataError(

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill import processes
 from distill.data.packing import Packed, concatenate, fitted_order, hidden_states, pack
 from distill.data.texts import Answer, drop_reason, listed, read_answers
-from distill.devices import pick_device
-from distill.engines.torch.hugging_face import DTYPES, load_config, load_tokenizer, real_tokens
-from distill.engines.torch.sharded import load_shared
+from distill.devices import barrier, pick_device, process_count, process_index, share_of
+from distill.engines.torch.hugging_face import DTYPES, load_config, load_shared, load_tokenizer, real_tokens
 from distill.errors import DataError, RunError
 from distill.files import read_json, write_atomically, write_json
 from distill.progress import Progress
@@ -73,7 +71,7 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     With several processes, `share` = (index, count) makes this one write every count-th shard; the first process writes
     the manifest when all are done. None: the share of this process among those it was launched with.
     """
-    share = share or (processes.process_index(), processes.process_count())
+    share = share or (process_index(), process_count())
     blocks, dropped = training_blocks(recipe, run)
     if dropped and share[0] == 0:
         run.say(f"  {dropped}")
@@ -92,7 +90,7 @@ def write_store(
     vocabulary = real_tokens(config.get_text_config(), load_tokenizer(recipe.target.model))
     size = settings.shard_blocks
     parts = [(shard_path(folder, at // size), slice(at, at + size)) for at in range(0, len(blocks), size)]
-    mine = processes.share_of(parts, share, "teacher shards", "teacher.shard_blocks")
+    mine = share_of(parts, share, "teacher shards", "teacher.shard_blocks")
     # A server is sent a whole shard at once, so that it always has requests waiting.
     batch = settings.batch if settings.server is None else size
     with ExitStack() as opened:
@@ -111,7 +109,7 @@ def write_store(
                 save_shard(path, shard_tensors(blocks.take(part), distributions, batch))
             progress.step(note="(exists)" if exists else "")
         if share[1] > 1:
-            processes.barrier()
+            barrier()
         if main:
             lacking = next((path for path, _ in parts if not path.exists()), None)
             if lacking is not None:
@@ -219,7 +217,7 @@ def _entries(recipe: Recipe, run: Run, reader: Reader, blocks: Packed, cap: int,
             "positions" + ("" if enough else f", less than teacher.mass = {mass:g}: teacher.top_k is the cap")
         )
         write_json(path, {"k": k, "mass": float(masses[k - 1]), "positions": int(sample.mask.sum())})
-    processes.barrier()
+    barrier()
     return int(read_json(path, {"k": int})["k"])
 
 

@@ -16,19 +16,17 @@ from distill.data.records import CLOSING, OPENING, THOUGHT, normal
 from distill.data.texts import Reply, Request, decoded, listed
 from distill.decoding.batch import continue_prompts, refill
 from distill.decoding.rules import Stop, stop_before, token_bytes
-from distill.devices import pick_device
+from distill.devices import pick_device, shards
 from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.loaded import BatchedTorchModel
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata, compare_pair
-from distill.engines.torch.batched import BatchedTorchModel
-from distill.engines.torch.cpu_products import prepacked
-from distill.engines.torch.hugging_face import encode, end_ids, real_tokens, text_folder
-from distill.engines.torch.sharded import load_shared
+from distill.engines.torch.hugging_face import encode, end_ids, load_shared, real_tokens, text_folder
+from distill.engines.torch.products import prepacked
 from distill.errors import DataError, EndpointError, PairError
 from distill.files import has_form
 from distill.gguf.head import open_head
 from distill.gguf.library import require_loadable
-from distill.processes import shards
 from distill.recipe import Recipe
 from distill.sampler import Sampler
 from distill.teacher.endpoint import Endpoint, Refused, Unanswered, delay_seconds

@@ -15,12 +15,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from distill.devices import memory_explained, peak_memory_bytes, synchronise
-from distill.engines.torch.kept import FILE as KEPT_FILE
+from distill.devices import any_process, barrier, is_main, meet, memory_explained, peak_memory_bytes, synchronise
+from distill.engines.torch.described import FILE as KEPT_FILE
 from distill.errors import DataError
 from distill.files import copy_file, from_json, write_folder, write_json, write_result
 from distill.folders import copy_tokenizer
-from distill.processes import any_process, barrier, is_main, meet
 from distill.progress import duration, noting
 from distill.recipe import Recipe
 from distill.run import BEGIN, Run

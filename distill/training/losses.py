@@ -22,7 +22,7 @@ from torch import Tensor
 
 from distill.devices import doubled
 from distill.divergences import LEAST_ACCEPTANCE, LK_DECAY
-from distill.engines.torch.cpu_products import filled_count
+from distill.engines.torch.products import filled_count
 from distill.errors import DataError
 from distill.recipe.training import LossName
 from distill.teacher.distributions import EMPTY, LogitForm, Teacher, TeacherChunk

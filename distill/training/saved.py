@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from distill.devices import barrier, is_main
 from distill.errors import DataError, DistillError
 from distill.files import Figure, Result, file_digest, from_json, has_form, read_json, write_folder, write_json
-from distill.processes import barrier, is_main
 from distill.run import Run
 
 # ── The record: lines of metrics.jsonl and training.json as dataclasses ──

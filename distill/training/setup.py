@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 from distill.data.texts import AnswerTexts, lacking_classes, read_prompts
-from distill.devices import CPU, make_current, pick_device
-from distill.engines.torch.hugging_face import check_folder, load_config, load_model, load_weights
-from distill.engines.torch.kept import read_kept
-from distill.engines.torch.sharded import load_shared, shard
+from distill.devices import CPU, is_main, make_current, pick_device, process_count, shards
+from distill.engines.torch.described import read_kept
+from distill.engines.torch.hugging_face import check_folder, load_config, load_model, load_shared, load_weights, shard
 from distill.errors import RecipeError, RunError
 from distill.files import read_result
-from distill.processes import is_main, process_count, shards
 from distill.recipe import Adapter, Recipe, Train
 from distill.run import Run
 from distill.surgery.cutter import kept_share

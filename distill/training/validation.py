@@ -24,13 +24,11 @@ from distill.data.texts import Prompt, prompt_seed, read_prompts
 from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded
 from distill.decoding.rules import Rules
-from distill.devices import doubled, memory_explained
-from distill.engines.loaded import growing_decoder
-from distill.engines.torch.batched import BatchedTorchModel
+from distill.devices import agree, doubled, is_main, memory_explained, shards
+from distill.engines.loaded import BatchedTorchModel, growing_decoder
+from distill.engines.torch.described import trimmed_head
 from distill.engines.torch.hugging_face import end_ids, load_tokenizer
-from distill.engines.torch.kept import trimmed_head
 from distill.files import from_json
-from distill.processes import agree, is_main, shards
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.sampler import Sampler

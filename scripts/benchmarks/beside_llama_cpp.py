@@ -36,12 +36,12 @@ from distill.engines.model import Model
 from distill.errors import DataError, DistillError
 from distill.files import parse_object
 from distill.gguf.library import GgufFile
-from distill.intervals import speed_ratio
 from distill.machine import machine, thread_count
 from distill.recipe import Chat, Corpus, Target, parse_section
 from distill.serving.clients import LlamaClient, ServerDrafter, our_text
 from distill.serving.results import Counts, acceptance
 from distill.serving.server import Http, LlamaServer, require_binary, started
+from distill.tables import speed_ratio
 
 START_SECONDS, REPLY_SECONDS = 300.0, 600.0
 DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")

@@ -268,8 +268,7 @@ def table(
     ways: Sequence[dict[str, Any]], rounds: list[dict[str, Any]], kl: dict[str, float], command: str, note: str
 ) -> str:
     """Markdown, the fastest whole requests first."""
-    from distill.intervals import speed_ratio
-    from distill.tables import Cell, Row, Table, document
+    from distill.tables import Cell, Row, Table, document, speed_ratio
 
     def columns(name: str) -> tuple[list[int], list[float], list[float]]:
         """Of each prompt: tokens, median seconds behind the first token, median seconds in all."""

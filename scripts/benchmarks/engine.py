@@ -58,13 +58,12 @@ from distill.decoding.round_costs import RoundCostMeter, measure_paid
 from distill.decoding.rules import GREEDY, Rules
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import torch_decoder
-from distill.engines.model import Model
+from distill.engines.model import Model, Step, Watch
 from distill.engines.torch.hugging_face import load_model, load_tokenizer
 from distill.files import read_json, write_json
 from distill.gguf.writer import export_gguf
 from distill.machine import machine
 from distill.measuring.calibrate import load_calibrations, validation_prompts
-from distill.measuring.watch import Step, Watch
 from distill.recipe import load_recipe
 from distill.recipe.configuration import CALIBRATION
 from distill.run import Run

@@ -43,12 +43,12 @@ from distill.data.texts import Prompt, prompt_seed, read_prompts
 from distill.engines.torch.hugging_face import end_ids, load_model, load_tokenizer
 from distill.errors import DistillError
 from distill.files import write_json
-from distill.intervals import paired_ratio_interval
 from distill.measuring.acceptance import continue_all
 from distill.progress import Progress
 from distill.recipe import Recipe, load_recipe
 from distill.run import Run
 from distill.sampler import Sampler
+from distill.tables import paired_ratio_interval
 from distill.training.saved import TrainingStep, training_steps
 
 # What every configuration starts from, whatever the run's recipe says: AdamW, a cosine, the last weights.

@@ -19,11 +19,10 @@ import torch
 from distill.cli.shared import numbers
 from distill.data.texts import drop_reason, read_answers
 from distill.decoding.calibration import TABLE_TERMS, fit_calibration
-from distill.decoding.configured import LOOKED_UP
+from distill.decoding.configured import LOOKED_UP, TableCalibration, TableDrafter, guesses
 from distill.decoding.costs import StepCosts
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, LookupPrice
 from distill.decoding.ngrams import ORDER, NGramTable, count_ngrams
-from distill.decoding.table import TableCalibration, TableDrafter, guesses
 from distill.measuring.calibrate import follow
 from distill.recipe import load_recipe
 from distill.recipe.configuration import LENGTH, NODES

@@ -337,7 +337,7 @@ def _ids(found: Sequence[Any]) -> None:
 
 
 def _special_readers(run: Run, name: str, path: Path) -> Readers:
-    from distill.engines.torch.kept import read_kept
+    from distill.engines.torch.described import read_kept
     from distill.files import read_json
     from distill.measuring.calibrate import load_calibrations, load_texts, read_ranks
 
@@ -360,8 +360,7 @@ class _Kept:
 def _results(run: Run, name: str) -> Readers:
     """The tables that commands print from results."""
     from distill.files import read_result
-    from distill.measuring.evaluation_results import EvaluationReport
-    from distill.measuring.evaluation_tables import evaluation_blocks
+    from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
     from distill.measuring.speedup_results import SpeedupReport
     from distill.measuring.speedup_tables import speedup_blocks
     from distill.tables import document, records
@@ -426,8 +425,8 @@ def weight_files(world: World) -> Strategy:
 
 def read_weights(world: World, found: tuple[str, bytes]) -> Readers:
     from distill.folders import stored_tensors
-    from distill.gguf.shape import read_shape
-    from distill.gguf.tensors import read_tensors
+    from distill.gguf.fields import read_shape
+    from distill.gguf.writer import read_tensors
 
     name, data = found
     world.restore_model("model.safetensors")
@@ -454,8 +453,8 @@ def tables(world: World) -> Strategy:
 
 
 def read_tables(world: World, data: bytes) -> Readers:
+    from distill.decoding.configured import TableDrafter
     from distill.decoding.ngrams import NGramTable
-    from distill.decoding.table import TableDrafter
 
     def draft() -> None:
         drafter = TableDrafter(NGramTable.open(world.put("ngrams.safetensors", data), "ours"), 8, 4)
@@ -511,9 +510,8 @@ def read_configuration(world: World, found: bytes) -> Readers:
     from distill.engines.loaded import context_of
     from distill.engines.pairs import VocabularyMetadata
     from distill.engines.torch.hugging_face import load_config
-    from distill.gguf.fields import add_model_fields, rope_tensors
+    from distill.gguf.fields import add_model_fields, read_shape, rope_tensors
     from distill.gguf.head import write_head
-    from distill.gguf.shape import read_shape
     from distill.surgery.subtokens import check_transplant
 
     def export() -> None:

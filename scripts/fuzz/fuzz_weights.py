@@ -137,8 +137,8 @@ class Model:
 def readers_of(folder: Path, target: Path) -> list[Callable[[], Any]]:
     """What the commands call on a folder, and at last the comparison of what they got."""
     from distill.engines.torch.hugging_face import check_weights, load_model
-    from distill.gguf.shape import read_shape
-    from distill.gguf.tensors import read_tensors
+    from distill.gguf.fields import read_shape
+    from distill.gguf.writer import read_tensors
     from distill.progress import warn_once
     from distill.surgery.subtokens import check_transplant
 

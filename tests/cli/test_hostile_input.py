@@ -21,11 +21,11 @@ from distill.data.texts import read_prompts
 from distill.data.traffic import parse_line
 from distill.errors import DataError, DistillError, RecipeError
 from distill.files import parse_object
-from distill.intervals import CONFIDENCE, RESAMPLES, paired_ratio_interval, ratio_interval
 from distill.recipe import Corpus, Recipe, Section, Source, load_recipe, parse_recipe
 from distill.recipe.target import WORDS
 from distill.run import Run
 from distill.sampler import Sampler
+from distill.tables import CONFIDENCE, RESAMPLES, paired_ratio_interval, ratio_interval
 
 SMALLEST = "name: a\ntarget: {model: ./target}\ncorpus: {sources: [{kind: tree, path: ./code}]}\n"
 FOREIGN = ("Input should", "Extra inputs", "pydantic", "validation error", "unicode string", "Traceback")

@@ -19,7 +19,7 @@ from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Features, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.rules import Rules, Stopped
-from distill.engines.torch.batched import BatchedTorchModel
+from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError

@@ -20,11 +20,11 @@ from test_device_trees import GREEDY, V, outline
 from toys import EXPERTS, FAMILIES, SHORT, random_prompts, toy
 
 from distill.decoding.batch import decode_batch
+from distill.decoding.configured import TableDrafter
 from distill.decoding.decode import Decoded, decode, decode_text, plain_steps
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor, Proposal
 from distill.decoding.rules import Rules
-from distill.decoding.table import TableDrafter
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.engines.loaded import torch_decoder, with_rows
 from distill.engines.torch.model import TorchModel

@@ -33,7 +33,7 @@ from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, M
 from distill.decoding.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.on_device import DeviceDraft, Drafted, RowRound, rounds_on_device
 from distill.decoding.rules import Rules
-from distill.engines.torch.batched import BatchedTorchModel
+from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.model import TorchModel, count
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError

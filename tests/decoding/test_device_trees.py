@@ -22,11 +22,11 @@ from toys import blurred, random_prompts, toy
 
 from distill.decoding import device_trees, verify
 from distill.decoding.calibration import FEATURE_TERMS, Calibration
+from distill.decoding.configured import TableDrafter
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter
 from distill.decoding.lengths import Features
 from distill.decoding.rules import Rules
-from distill.decoding.table import TableDrafter
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.engines.torch.model import TorchModel, count
 from distill.engines.torch.static import StaticTorchModel

@@ -26,13 +26,12 @@ from distill.decoding import batch as batch_module
 from distill.decoding import decode as decode_module
 from distill.decoding.batch import decode_batch
 from distill.decoding.calibration import Calibration
-from distill.decoding.configured import make_drafter
+from distill.decoding.configured import TableDrafter, make_drafter
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import ROOT, Fixed, LengthRule, Proposal
 from distill.decoding.ngrams import NGramTable, count_ngrams
 from distill.decoding.rules import Rules
-from distill.decoding.table import TableDrafter
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import TREES, NodeVerdict, Random, _remainder, node_token, refusal
 from distill.recipe import Configuration

@@ -20,12 +20,11 @@ from test_export import needs_llama
 from toys import random_prompts
 
 from distill.decoding.batch import plain_batch
-from distill.decoding.constrained import Constrained, Forced
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.grammar import Constraint, State, Tokens, constraint, lark, llama_constraint
 from distill.decoding.lengths import ROOT, AcceptedRatio, Fixed, Proposal
-from distill.decoding.rules import Rules
+from distill.decoding.rules import Constrained, Forced, Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import Random
 from distill.engines.llama_cpp.model import GgufModel

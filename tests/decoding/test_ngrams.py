@@ -18,11 +18,11 @@ import pytest
 
 from distill.decoding import ngrams
 from distill.decoding.calibration import TABLE_TERMS, Calibration, fit_calibration
+from distill.decoding.configured import TableCalibration, TableDrafter, guesses
 from distill.decoding.costs import StepCosts
 from distill.decoding.drafters import LookupPrice
 from distill.decoding.lengths import ROOT
 from distill.decoding.ngrams import ORDER, OWN_WEIGHT, Expected, Mixture, NGramTable, count_ngrams, write_table
-from distill.decoding.table import TableCalibration, TableDrafter, guesses
 from distill.errors import DataError
 
 V = 6

@@ -21,11 +21,10 @@ from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed, LengthRule
 from distill.decoding.round_costs import RoundCostMeter, measure_paid, prompts_as_long
 from distill.decoding.rules import GREEDY, Rules
-from distill.engines.model import AroundModel
+from distill.engines.model import AroundModel, Watch
 from distill.errors import DataError
 from distill.measuring.compare import TimedConfiguration, TimedText, time_texts, totals
 from distill.measuring.timing import Predictions
-from distill.measuring.watch import Watch
 from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN
 

@@ -18,15 +18,13 @@ from toys import blurred, random_prompts, toy
 
 from distill.decoding.batch import decode_batch, plain_batch
 from distill.decoding.configured import Fitted, make_drafter
-from distill.decoding.constrained import Constrained, Forced
 from distill.decoding.decode import Decoded, decode_text, plain_steps
 from distill.decoding.grammar import Constraint, constraint
 from distill.decoding.lengths import AcceptedRatio
 from distill.decoding.ngrams import NGramTable, count_ngrams, write_table
-from distill.decoding.rules import Rules
+from distill.decoding.rules import Constrained, Forced, Rules
 from distill.decoding.trees import Shape, Tree
-from distill.engines.loaded import growing_decoder
-from distill.engines.torch.batched import BatchedTorchModel
+from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.torch.hugging_face import load_weights
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel

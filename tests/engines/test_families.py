@@ -23,8 +23,7 @@ from distill.decoding.drafters import Drafter, ModelDrafter
 from distill.decoding.lengths import Fixed, Proposal
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
-from distill.engines.loaded import growing_decoder
-from distill.engines.torch.batched import BatchedTorchModel
+from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError

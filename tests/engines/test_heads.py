@@ -12,7 +12,7 @@ import pytest
 import tiny
 from safetensors.torch import load_file, save_file
 
-from distill.engines.heads import shipped_heads
+from distill.engines.server_commands import shipped_heads
 
 HEADS = {  # a key of config.json and a tensor, of DeepSeek-V3, Qwen3.5 and MiMo
     "num_nextn_predict_layers": "model.layers.3.eh_proj.weight",

@@ -10,8 +10,8 @@ import torch
 from toys import toy
 
 from distill.engines.loaded import torch_decoder
-from distill.engines.torch.layers import Layer, Norm, in_few_operators
 from distill.engines.torch.model import TorchModel
+from distill.engines.torch.products import Layer, Norm, in_few_operators
 from distill.recipe import PyTorch
 
 torch.set_num_threads(1)

@@ -16,8 +16,8 @@ from test_export import edit
 
 from distill.engines.torch.hugging_face import check_weights, load_model
 from distill.errors import DataError
-from distill.gguf.shape import read_shape
-from distill.gguf.tensors import read_tensors
+from distill.gguf.fields import read_shape
+from distill.gguf.writer import read_tensors
 from distill.surgery.subtokens import check_transplant
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, models, processors
 from toys import save_toy, toy, toy_tokenizer
 
 from distill.engines.pairs import PairReport, VocabularyMetadata, compare_pair, require_pair
-from distill.engines.torch.kept import write_kept
+from distill.engines.torch.described import write_kept
 from distill.errors import DataError, PairError
-from distill.gguf.tokens import DEFAULTS, PRE_ADDS_BOS, PRE_WITHOUT_BOS
+from distill.gguf.head import DEFAULTS, PRE_ADDS_BOS, PRE_WITHOUT_BOS
 from distill.gguf.writer import export_gguf
 
 needs_shared = pytest.mark.skipif(not (SHARED / "tokenizers").is_dir(), reason="no real tokenizers are here")

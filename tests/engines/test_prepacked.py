@@ -11,13 +11,11 @@ from toys import speculative, toy
 
 from distill.decoding.batch import continue_prompts
 from distill.decoding.decode import plain
-from distill.engines.loaded import torch_decoder
-from distill.engines.torch import cpu_products as module
-from distill.engines.torch.batched import BatchedTorchModel
-from distill.engines.torch.cpu_products import GROUP, Bits, PrepackedLinear, RoundedLinear, prepacked, works
-from distill.engines.torch.kept import KeptHead
-from distill.engines.torch.layers import Layer
+from distill.engines.loaded import BatchedTorchModel, torch_decoder
+from distill.engines.torch import products as module
+from distill.engines.torch.described import KeptHead
 from distill.engines.torch.model import TorchModel
+from distill.engines.torch.products import GROUP, Bits, Layer, PrepackedLinear, RoundedLinear, prepacked, works
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError, RecipeError
 from distill.recipe import PyTorch

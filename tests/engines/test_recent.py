@@ -12,8 +12,7 @@ from toys import toy
 from distill.decoding.configured import make_drafter
 from distill.decoding.decode import Decoded, decode, plain
 from distill.decoding.rules import Rules
-from distill.engines.model import Model
-from distill.engines.recent import RecentContext
+from distill.engines.model import Model, RecentContext
 from distill.engines.torch.model import TorchModel
 from distill.recipe import Configuration
 from distill.sampler import Sampler

@@ -19,18 +19,16 @@ from test_tree_cache import Mirror, close, gguf_prefill, prefill, within
 from toys import blurred, toy
 
 from distill.data.packing import hidden_states, pack, packed_logits
+from distill.decoding.configured import TableDrafter
 from distill.decoding.costs import NO_STEPS, PaidCosts, StepCosts
 from distill.decoding.decode import MOST_RESENT, decode_text, plain
 from distill.decoding.drafters import FallbackDrafter, LookupDrafter, LookupPrice, ModelDrafter
 from distill.decoding.lengths import Fixed, Proposal
 from distill.decoding.rules import GREEDY, Rules
-from distill.decoding.table import TableDrafter
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.loaded import LoadedPair, growing_decoder, torch_decoder
+from distill.engines.loaded import BatchedTorchModel, LoadedPair, growing_decoder, torch_decoder
 from distill.engines.model import SNAPSHOTS, resent
-from distill.engines.torch.batched import BatchedTorchModel
-from distill.engines.torch.model import TorchModel
-from distill.engines.torch.recurrent import RecurrentTorchModel
+from distill.engines.torch.model import RecurrentTorchModel, TorchModel
 from distill.errors import DataError, RecipeError
 from distill.measuring.timing import require_rows
 from distill.recipe import PyTorch

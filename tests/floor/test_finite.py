@@ -30,7 +30,7 @@ from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import CHAINS, TREES, draw, draw_chain, draw_token, walk
 from distill.engines.llama_cpp.context import GgufLogits
-from distill.engines.torch.batched import BatchedTorchModel
+from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.errors import DataError
 from distill.sampler import Sampler

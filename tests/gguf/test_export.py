@@ -32,9 +32,8 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.errors import DataError
 from distill.export import Source, compare
 from distill.gguf import tokenizer as export_tokenizer
-from distill.gguf.shape import read_shape
-from distill.gguf.tensors import permute_for_llama, read_tensors
-from distill.gguf.writer import export_files, export_gguf
+from distill.gguf.fields import read_shape
+from distill.gguf.writer import export_files, export_gguf, permute_for_llama, read_tensors
 from distill.recipe.measuring import OUTTYPES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from distill.errors import DataError
 from distill.export import Source, compare, faults_of, importance_of
+from distill.gguf.fields import read_shape
 from distill.gguf.head import open_head
 from distill.gguf.library import GgufFile
-from distill.gguf.shape import read_shape
 from distill.gguf.writer import export_files, export_gguf
 from distill.recipe.measuring import OUTTYPES
 

@@ -16,9 +16,8 @@ from tokenizers import Tokenizer
 
 from distill.errors import DataError
 from distill.export import as_llama_reads, check_texts
-from distill.gguf.fields import GgufTokenizer, add_tokenizer, write_vocabulary
 from distill.gguf.library import GgufFile
-from distill.gguf.tokenizer import NAMES, read_pieces, read_tokenizer
+from distill.gguf.tokenizer import NAMES, GgufTokenizer, add_tokenizer, read_pieces, read_tokenizer, write_vocabulary
 
 LEGACY: dict[str, Any] = {
     "pre_tokenizer": None,

@@ -25,12 +25,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from distill.engines.llama_cpp.model import GgufModel
 from distill.errors import DataError
 from distill.files import reference_digest, split_parts
-from distill.gguf.fields import GgufTokenizer
-from distill.gguf.head import open_head
+from distill.gguf.head import END_NAMES, FILL_NAMES, NO_END, SHOWN_NAMES, open_head
 from distill.gguf.imported import read_tokenizer
 from distill.gguf.importing import file_type, folder_of, read_import, write_import
 from distill.gguf.library import GgufFile
-from distill.gguf.tokens import END_NAMES, FILL_NAMES, NO_END, SHOWN_NAMES
+from distill.gguf.tokenizer import GgufTokenizer
 from distill.gguf.writer import export_gguf
 from distill.planning.hardware import work_of
 

@@ -36,11 +36,11 @@ from distill.engines.loaded import load_pair
 from distill.engines.torch import hugging_face
 from distill.errors import DataError
 from distill.export import Source, compare
-from distill.gguf.fields import PROBE, GgufTokenizer, add_tokenizer, write_vocabulary
 from distill.gguf.head import open_head
 from distill.gguf.imported import read_tokenizer
 from distill.gguf.importing import folder_of, read_import, write_import
 from distill.gguf.library import GgufFile
+from distill.gguf.tokenizer import PROBE, GgufTokenizer, add_tokenizer, write_vocabulary
 from distill.gguf.tokenizer import read_tokenizer as read_exported
 from distill.gguf.writer import export_gguf
 from distill.recipe import Target, load_recipe

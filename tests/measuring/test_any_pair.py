@@ -20,7 +20,7 @@ from toys import speculative, toy
 from distill.data.prompts import read_user_prompts, sources_of
 from distill.decoding.decode import Decoded, Round
 from distill.decoding.rules import Rules
-from distill.engines.model import ROOT
+from distill.engines.model import ROOT, Step, Watch
 from distill.engines.torch.hugging_face import load_tokenizer
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
@@ -38,7 +38,6 @@ from distill.measuring.speedup_results import (
     StepFigures,
 )
 from distill.measuring.speedup_tables import explain, verdict
-from distill.measuring.watch import Step, Watch
 from distill.recipe import Chat, Configuration, Corpus, load_recipe
 from distill.recipe.configuration import PLAIN
 from distill.run import Run

@@ -24,7 +24,6 @@ from distill.decoding.configured import Fitted
 from distill.decoding.decode import Decoded, Round, plain
 from distill.decoding.rules import Rules
 from distill.engines.torch.model import TorchLogits, TorchModel
-from distill.intervals import speed_ratio
 from distill.measuring import speedup
 from distill.measuring.compare import (
     TimedConfiguration,
@@ -50,6 +49,7 @@ from distill.measuring.speedup_results import ChosenTree, PairMeasured
 from distill.measuring.timing import _others_drafted
 from distill.recipe import Configuration, Target
 from distill.recipe.measuring import fixed_length
+from distill.tables import speed_ratio
 
 PAIR = PairMeasured("a pair", "pytorch")
 PLAIN, TWO, THREE, FIVE = (TimedConfiguration(fixed_length(n), Rules(), None, None, n) for n in (0, 2, 3, 5))

@@ -16,13 +16,13 @@ from toys import random_prompts, toy
 
 from distill.data.packing import Packed, pack, packed_inputs
 from distill.decoding.decode import Round
-from distill.engines.torch.kept import trim_head
+from distill.engines.torch.described import trim_head
 from distill.engines.torch.model import TorchModel
 from distill.errors import DataError
-from distill.intervals import Interval, ratio_interval
 from distill.measuring import measure
 from distill.measuring.slices import METRICS, all_metrics, position_metrics
 from distill.sampler import Sampler
+from distill.tables import Interval, ratio_interval
 
 torch.set_num_threads(1)
 

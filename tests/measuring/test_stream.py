@@ -29,8 +29,7 @@ from distill.decoding.costs import StepCosts
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
-from distill.engines.loaded import LoadedPair, load_pair
-from distill.engines.torch.batched import BatchedTorchModel
+from distill.engines.loaded import BatchedTorchModel, LoadedPair, load_pair
 from distill.engines.torch.hugging_face import encode
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.errors import DataError, RecipeError

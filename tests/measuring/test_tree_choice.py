@@ -23,8 +23,10 @@ from distill.decoding.calibration import Recorder, predicted
 from distill.decoding.configured import (
     Fitted,
     check_configurations,
+    guesses,
     lossy_reason,
     make_drafter,
+    names_of_fits,
     table_calibration,
     title_with_tree,
 )
@@ -34,7 +36,6 @@ from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import ROOT, Proposal
 from distill.decoding.ngrams import NGramTable, count_ngrams
 from distill.decoding.rules import GREEDY, Rules
-from distill.decoding.table import guesses, names_of_fits
 from distill.decoding.trees import RankTally, Shape, TreeDrafter, best_first, expected_accepted
 from distill.engines.loaded import LoadedPair, with_rows
 from distill.engines.torch.model import TorchModel

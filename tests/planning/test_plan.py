@@ -28,14 +28,13 @@ from distill.decoding.costs import CostCurve, DraftSteps, load_cost_curve, save_
 from distill.engines.torch.hugging_face import load_config
 from distill.errors import DataError, RecipeError
 from distill.files import write_result
-from distill.intervals import Interval
 from distill.measuring.evaluation_results import EvaluationReport, PositionAcceptance
 from distill.planning.cases import PlanRequest, planned_config
 from distill.planning.hardware import Hardware, StepWork, read_hardware, work_of, work_of_config
 from distill.planning.hours import StageEstimate, estimated_hours
 from distill.planning.plan import ALL, RATES, Case, SpeedupPlan, by_position, forecast, plan_blocks, step_costs
 from distill.recipe import Recipe, load_recipe
-from distill.tables import document
+from distill.tables import Interval, document
 
 LENGTHS = (1, 2, 4, 8)
 

@@ -22,7 +22,6 @@ from distill.errors import DataError
 from distill.export import ExportedFile, Parity
 from distill.files import from_json, write_result
 from distill.folders import ModelSizes
-from distill.intervals import Interval
 from distill.measuring import speedup_results
 from distill.measuring.evaluation_results import (
     MEASURES,
@@ -38,7 +37,7 @@ from distill.report import page as pages
 from distill.report import plots
 from distill.report.tables import RunResults
 from distill.run import Run
-from distill.tables import counted, placeless
+from distill.tables import Interval, counted, placeless
 from distill.tables import shown as in_words
 from distill.training.saved import EvaluatedWeights, TrainingStep, TrainingSummary, training_steps
 

@@ -8,8 +8,8 @@ import pytest
 from test_scripts import run, script
 
 from distill.decoding.decode import Decoded, Round
+from distill.engines.model import Step
 from distill.files import read_json, write_json
-from distill.measuring.watch import Step
 
 
 def test_shares_of_the_bound_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,6 @@ from distill.decoding.decode import Decoded, Round
 from distill.engines.server_commands import SAMPLING
 from distill.errors import EndpointError, RecipeError, ServingError
 from distill.files import read_result
-from distill.intervals import Interval
 from distill.progress import Interrupted
 from distill.recipe import SamplerSettings
 from distill.serving import check, load
@@ -59,7 +58,7 @@ from distill.serving.results import (
     totals_of,
 )
 from distill.serving.server import Http, LlamaServer, Running, _options, free_port, require_binary, started
-from distill.tables import document, records
+from distill.tables import Interval, document, records
 
 PROMPTS = [[place + 10, 3, 4, 20 * (place % 3)] for place in range(6)]
 LIMIT = 24

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from distill import divergences
 from distill.data.texts import Answer
 from distill.decoding.decode import plain
+from distill.engines.torch.described import read_kept, trim_head, trimmed_head, write_kept
 from distill.engines.torch.hugging_face import load_model
-from distill.engines.torch.kept import read_kept, trim_head, trimmed_head, write_kept
 from distill.engines.torch.model import TorchModel
 from distill.errors import RecipeError
 from distill.measuring.slices import METRICS, position_metrics

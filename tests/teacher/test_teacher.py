@@ -18,8 +18,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from distill import processes
 from distill.data.packing import Packed, attention_mask, document_masks, pack
+from distill.devices import barrier, is_main, process_count, process_index, share_of
 from distill.engines.torch.hugging_face import load_model, quantisation
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_json, write_json, write_text
@@ -357,11 +357,11 @@ def test_processes_share_the_answers(folders: dict[str, Path], tmp_path: Path) -
 
 def test_shares_cover_the_work_once() -> None:
     for count in range(1, 6):
-        parts = [processes.share_of(range(11), (index, count), "items", "nothing") for index in range(count)]
+        parts = [share_of(range(11), (index, count), "items", "nothing") for index in range(count)]
         assert sorted(item for part in parts for item in part) == list(range(11))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert (processes.process_index(), processes.process_count(), processes.is_main()) == (0, 1, True)
-    processes.barrier()
+    assert (process_index(), process_count(), is_main()) == (0, 1, True)
+    barrier()
 
 
 def test_what_does_not_fit_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:

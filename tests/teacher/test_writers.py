@@ -18,7 +18,7 @@ from writing_worlds import Interrupted, answer_lines, begin, interrupt_after
 from distill.data.texts import Answer, Prompt, Reply, Request, drop_reason, read_answers
 from distill.decoding.batch import continue_prompts, refill
 from distill.decoding.rules import stop_before
-from distill.engines.torch.batched import BatchedTorchModel
+from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.model import TorchModel
 from distill.errors import DataError, RecipeError
 from distill.files import read_json
