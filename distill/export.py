@@ -374,7 +374,7 @@ def record_extra(run: Run, files: Sequence[ExportedFile]) -> Path:
 # ── Importance matrices ──
 
 AGAIN = "make one for this model with llama.cpp's llama-imatrix, or give a text to measure it on"
-MAX_TOKENS, WINDOW = 16_384, 512  # of the text that a matrix is measured on
+MAX_TOKENS, READ_AT_ONCE = 16_384, 512  # of the text that a matrix is measured on
 
 
 def importance_of(path: Path, folder: Path) -> dict[str, Floats]:
@@ -472,7 +472,7 @@ def _measured(folder: Path, text: str, path: Path) -> dict[str, Floats]:
         return add
 
     hooks = [module.register_forward_pre_hook(watch(name)) for name, module in modules.items()]
-    window = min(WINDOW, shape.context)
+    window = min(READ_AT_ONCE, shape.context)
     with torch.inference_mode():
         for start in range(0, len(ids), window):
             model(torch.tensor([ids[start : start + window]]))
