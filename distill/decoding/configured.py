@@ -285,7 +285,7 @@ def make_drafter(
     `max_leaves`, chains where it takes none. ValueError for a tree under a repetition penalty.
     """
     tree = fitted.trees.get(configuration.title) if tree is None else tree
-    price = LookupPrice(fitted.costs) if configuration.rule == "expected-value" else None
+    price = LookupPrice(fitted.costs.without_draft()) if configuration.rule == "expected-value" else None
     if configuration.other_vocabulary:
         assert isinstance(draft, DraftReader)
         return other_vocabulary_drafter(configuration, draft, sampler, random)

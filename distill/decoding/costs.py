@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +87,25 @@ def doubt(medians: Sequence[float], fastest: Sequence[float]) -> str:
 class StepCosts:
     """Seconds at one depth: the target's T(1..), the draft's D(1) and D(2), and the overhead of a round.
 
-    `resent` tells how many tokens the target's next step computes again; None where it never does.
+    `alone` are the target's T(1..) in rounds whose tokens no model drafts; empty where they are the same. `resent` says
+    how many tokens the target's next step computes again; None where it never does. In rounds with a draft that is part
+    of their time.
     """
 
     target: tuple[float, ...]
     draft: float
     draft_two: float
     overhead: float = 0.0
+    alone: tuple[float, ...] = ()
     resent: Callable[[], int] | None = field(default=None, compare=False)
 
-    def of_target(self, alone: Model) -> StepCosts:
-        """These costs of a target that was timed without rounds, with what its next step computes again."""
-        return replace(self, resent=partial(resent, alone)) if getattr(alone, "resends", False) else self
+    def of_target(self, target: Model) -> StepCosts:
+        """These costs with what the target's next step computes again."""
+        return replace(self, resent=partial(resent, target)) if getattr(target, "resends", False) else self
+
+    def without_draft(self) -> StepCosts:
+        """The costs of rounds whose tokens come from text or counts."""
+        return replace(self, target=self.alone, alone=()) if self.alone else self
 
     def again(self, drafted: int, expected: float, whole: float) -> float:
         """Seconds beyond T(n + 1) for tokens that are computed again, now and because of this round.
@@ -107,7 +114,7 @@ class StepCosts:
         its tokens are computed again: E + r − (n + 1 + r)·S in the mean, where r are computed again now. Each costs as
         much as a token more in a step.
         """
-        if self.resent is None:
+        if self.resent is None or self.alone:
             return 0.0
         now = self.resent()
         later = expected + now - (drafted + 1 + now) * whole
@@ -292,6 +299,8 @@ class PaidCosts:
     token of the prompt. `settled[n]`: of whole rounds of n tokens drafted by argmax after two rounds of as many, the
     last of which was not accepted whole, or was: steps of a size that a model has just taken are cheaper (llama.cpp has
     their graph still), so that a fixed length costs other than its parts. Without n where no such round was timed.
+    `alone[n]`: of verifying n tokens that no model drafted, timed with the target alone: behind a draft's steps and the
+    reading of its distributions the target's step takes longer, in ik_llama.cpp by half.
     """
 
     token: float
@@ -301,23 +310,23 @@ class PaidCosts:
     target_prompt: float
     draft_prompt: float
     settled: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    alone: Mapping[int, float] = field(default_factory=dict)
 
-    def step_costs(self, alone: Model | None = None) -> StepCosts:
+    def step_costs(self) -> StepCosts:
         """The costs that length rules and trees use, up to the first length that was not timed.
-
-        `alone`: the target where it was timed without rounds (`measure_paid`), so that no step had anything to compute
-        again; in rounds of a pair that is part of their time.
 
         What the first draft step costs beyond the others is the round's overhead. Rounds of more tokens are taken to
         cost no less (a shorter one could always be padded), which few repeats show only up to noise: see `rising`.
         """
         steps = self.by_distribution
-        verified: list[float] = []
-        while len(verified) + 1 in self.verify:
-            verified.append(self.verify[len(verified) + 1])
         two = steps.later + max(steps.first_two - steps.first, 0.0)
-        costs = StepCosts((self.token, *rising(verified)), steps.later, two, max(steps.first - steps.later, 0.0))
-        return costs if alone is None else costs.of_target(alone)
+        overhead, own = max(steps.first - steps.later, 0.0), self._curve(self.alone) if self.alone else ()
+        return StepCosts(self._curve(self.verify), steps.later, two, overhead, own)
+
+    def _curve(self, verify: Mapping[int, float]) -> tuple[float, ...]:
+        """T(1..) from the seconds of rounds of 1, 2, … tokens."""
+        timed = takewhile(verify.__contains__, count(1))
+        return self.token, *rising([verify[drafted] for drafted in timed])
 
     def round_seconds(self, length: int, whole: float) -> float:
         """Seconds of a round of fixed `length` > 0; a share `whole` of rounds follow one that was accepted whole."""

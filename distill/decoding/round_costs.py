@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -234,20 +234,24 @@ def measure_paid(
     tokens: int = TOKENS,
 ) -> PaidCosts:
     """The costs of rounds whose draft's distributions are read, once each length, and 1, 2 and 3, were timed `repeats`
-    times or are steady; raises as RoundCostMeter.
+    times or are steady, and of the steps that verify what no model drafted; raises as RoundCostMeter.
 
-    Of a target alone (`draft` is the target), the steps that verify what a lookup found; no cache holds two texts.
+    Of a target alone (`draft` is the target) those steps are all there is, because no cache holds two texts.
     """
-    if draft is target:
-        reached = [length for length in lengths if length + 2 <= target.capacity]
-        depth = max(1, min(len(prompts[0]) + tokens // 2, target.capacity - max(reached, default=0) - 1))
-        counts = [1, *(length + 1 for length in reached)]
-        steps = measure_steps(target, counts, depth, repeats, target.vocabulary_size, until_steady=True)
-        verified = {length: steps[length + 1][0] for length in reached}
+    paid = None
+    if draft is not target:
+        meter = RoundCostMeter(target, draft, prompts, sorted({1, 2, *lengths}), True, min(tokens, TOKENS))
+        meter.until(repeats, until_steady=True)
+        paid = meter.costs()
+    reached = [length for length in lengths if length + 2 <= target.capacity]
+    depth = len(prompts[len(prompts) // 2]) + tokens // 2
+    depth = max(1, min(depth, target.capacity - max(reached, default=0) - 1))
+    counts = [1, *(length + 1 for length in reached)]
+    steps = measure_steps(target, counts, depth, repeats, target.vocabulary_size, until_steady=True)
+    verified = {length: steps[length + 1][0] for length in reached}
+    if paid is None:
         return PaidCosts(steps[1][0], verified, NO_STEPS, NO_STEPS, 0.0, 0.0)
-    meter = RoundCostMeter(target, draft, prompts, sorted({1, 2, *lengths}), True, min(tokens, TOKENS))
-    meter.until(repeats, until_steady=True)
-    return meter.costs()
+    return replace(paid, alone=verified)
 
 
 def _steps(taken: Mapping[str, Sequence[float]]) -> DraftSteps:
@@ -264,7 +268,7 @@ def _steps(taken: Mapping[str, Sequence[float]]) -> DraftSteps:
 
 # ── Costs kept: in the loaded pair, and in a file beside the imported GGUF files ──
 
-FORMAT = 1  # of the files
+FORMAT = 2  # of the files
 SHALLOW = 16  # tokens behind which a plain step is timed, to see whether the machine is as fast as it was
 CHECKS = 5  # times
 OFF = 1.2  # a step that takes this many times longer or less asks for new costs
@@ -293,7 +297,7 @@ def pair_costs(pair: LoadedPair, prompt: Sequence[int], longest: int) -> StepCos
         paid = measure_paid(pair.target, pair.draft, [prompt], range(1, longest + 1), REPEATS)
         found = paid.step_costs()
         keep_costs(pair, len(prompt), found)
-    return found.of_target(pair.target) if pair.draft is pair.target else found
+    return found.of_target(pair.target)
 
 
 def keep_costs(pair: LoadedPair, depth: int, costs: StepCosts) -> None:

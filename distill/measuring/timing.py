@@ -189,7 +189,7 @@ def _fitted(
     """What configurations read, from the costs and trees that were measured; calibrations where one is read."""
     costs, calibrations, calibrated = NO_COSTS, dict[str, Calibration](), given.calibrated
     if paid is not None:
-        costs = paid.step_costs(pair.target if pair.draft is pair.target else None)
+        costs = paid.step_costs().of_target(pair.target)
     if calibrated is not None and any(one.needs_calibration for one in settings.configurations):
         calibrations = read_calibrations(calibrated.table, calibrated.source)
     chosen = {one.configuration: one.tree for one in trees}

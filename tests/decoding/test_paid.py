@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,10 @@ from table_model import TableModel
 from toys import speculative
 
 from distill.decoding.calibration import ExpectedValue
+from distill.decoding.configured import Fitted, make_drafter
 from distill.decoding.costs import accepted_by_position, measure_steps, rising, shorter_rounds
 from distill.decoding.decode import decode_text, plain
-from distill.decoding.drafters import ModelDrafter
+from distill.decoding.drafters import LookupDrafter, ModelDrafter
 from distill.decoding.lengths import Fixed, LengthRule
 from distill.decoding.round_costs import RoundCostMeter, measure_paid, prompts_as_long
 from distill.decoding.rules import GREEDY, Rules
@@ -138,9 +140,9 @@ def accepted_of(texts: Sequence[TimedText], one: TimedConfiguration) -> list[flo
 
 def test_texts_take_what_is_predicted_between_them(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no chain of the sweep of lengths is not predicted."""
-    for module in ("compare", "watch"):
+    for module in ("measuring.compare", "engines.model"):
         clock = SimpleNamespace(perf_counter=lambda: pair[0]._clock[0])
-        monkeypatch.setattr(f"distill.measuring.{module}.time", clock)
+        monkeypatch.setattr(f"distill.{module}.time", clock)
     draws, watch = random.Random(1).random, Watch()
     target, draft = watch.models(*pair)
     others = [Configuration(rule="p_min", length=3, p_min=0.5), Configuration(drafter="lookup", length=3)]
@@ -177,9 +179,9 @@ def test_prompts_as_long() -> None:
 
 def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where attention makes a step twice as dear, costs of short prompts would predict something else."""
-    for module in ("compare", "watch"):
+    for module in ("measuring.compare", "engines.model"):
         clock = SimpleNamespace(perf_counter=lambda: pair[0]._clock[0])
-        monkeypatch.setattr(f"distill.measuring.{module}.time", clock)
+        monkeypatch.setattr(f"distill.{module}.time", clock)
     pair[0].deeper, pair[1].deeper = 0.01, 0.02
     draws = random.Random(2)
     others, prompts = [[1, 2, 3]], [[draws.randrange(7) for _ in range(length)] for length in (120, 200)]
@@ -261,6 +263,34 @@ def test_a_target_alone_has_the_costs_of_its_steps(pair: tuple[Any, Any]) -> Non
     assert paid.step_costs().draft == 0
     near = measure_paid(target, target, [[1] * 399], [2, 5, 500], repeats=1)  # a context of 400: as deep as it allows
     assert [*near.verify] == [2, 5]
+
+
+class Crowded(Clocked):
+    """A target whose step takes 6 seconds more where a draft has taken one since its last."""
+
+    draft: Clocked
+    seen = 0
+
+    def extend(self, tokens: Sequence[int], *rest: Any, **named: Any) -> Any:
+        self._clock[0] += 6.0 * (len(self.draft.steps) > self.seen)
+        self.seen = len(self.draft.steps)
+        return super().extend(tokens, *rest, **named)
+
+
+def test_what_no_model_drafts_is_priced_without_the_draft(pair: tuple[Any, Any]) -> None:
+    """A draft's steps make the target's step behind them slower: a lookup and a table must not pay for that."""
+    plainly, draft = pair
+    target = Crowded(plainly.model, plainly._clock, 10.0, 1.5)
+    target.draft = draft
+    paid = measure_paid(target, draft, [[1, 2, 3]], range(1, 4), repeats=3)
+    costs = paid.step_costs()
+    assert costs.target == pytest.approx((10, 17.5, 19, 20.5)) and costs.alone == pytest.approx((10, 11.5, 13, 14.5))
+    for drafter in ("lookup", "table"):
+        asked = make_drafter(Configuration(drafter=drafter, rule="expected-value"), draft, GREEDY, float, Fitted(costs))
+        price = asked.price if isinstance(asked, LookupDrafter) else asked.first.price
+        assert price is not None and price.costs.target == costs.alone
+    again = replace(costs, resent=lambda: 2)
+    assert again.again(1, 1.5, 0.5) == 0 and again.without_draft().again(1, 1.5, 0.5) > 0
 
 
 def test_a_draft_that_is_not_asked_reads_nothing(pair: tuple[Any, Any]) -> None:

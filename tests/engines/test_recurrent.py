@@ -303,7 +303,7 @@ def test_gguf(write: Any, tmp_path: Path) -> None:
         assert any(accepted < drafted for drafted, accepted in rounds)
         assert sent == 0 if write is qwen35 else sent > 0
         paid = PaidCosts(1.0, {1: 1.5}, NO_STEPS, NO_STEPS, 0.0, 0.0)
-        assert (paid.step_costs(model).resent is None) == (write is qwen35)
+        assert (paid.step_costs().of_target(model).resent is None) == (write is qwen35)
         assert model.max_leaves == 0
         with pytest.raises(ValueError, match="trees need layers of keys and values"):
             model.extend([1], parents=[-1])
