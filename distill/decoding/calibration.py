@@ -23,6 +23,7 @@ from distill.errors import DataError
 
 Array = NDArray[numpy.float64]
 LEAST = 1e-6  # no probability is closer than this to 0 or 1: a single surprise must not cost infinite log loss
+STEPS = 50  # of Newton's method, at most
 MOST_MARGIN = 20.0  # of the logit margin: the second best may have probability 0 after top-k or at temperature 0
 
 
@@ -124,9 +125,7 @@ class Calibration:
         return total.sigmoid().clamp(LEAST, 1 - LEAST)
 
 
-def fit_calibration(
-    rounds: Sequence[Recorded], terms: Sequence[str], ridge: float = 1e-3, steps: int = 50
-) -> Calibration:
+def fit_calibration(rounds: Sequence[Recorded], terms: Sequence[str], ridge: float = 1e-3) -> Calibration:
     """Weights of greatest likelihood by Newton's method; raises DataError without both outcomes.
 
     `ridge` times half the squared weights (the bias is free) is subtracted, so that separable rows have an optimum.
@@ -134,9 +133,7 @@ def fit_calibration(
     judged = _judged(rounds)
     outcomes = {accepted for _, _, accepted in judged}
     if len(outcomes) < 2:
-        what = (
-            "no judged position" if not judged else f"only {'accepted' if True in outcomes else 'rejected'} positions"
-        )
+        what = f"only {'accepted' if True in outcomes else 'rejected'} positions" if judged else "no judged position"
         raise DataError(f"calibration: {what} in {len(rounds)} rounds", "record more rounds on the validation split")
     x = numpy.array([[1.0, *(TERMS[name](j, f) for name in terms)] for j, f, _ in judged])  # [N, 1 + F]
     y = numpy.array([float(hit) for _, _, hit in judged])  # [N]
@@ -146,7 +143,7 @@ def fit_calibration(
     def loss(w: Array) -> float:
         return float(numpy.logaddexp(0, x @ w).sum() - y @ (x @ w) + w @ penalty @ w / 2)
 
-    for _ in range(steps):
+    for _ in range(STEPS):
         p = 1 / (1 + numpy.exp(-numpy.clip(x @ weights, -500, 500)))
         slope = x.T @ (y - p) - penalty @ weights
         step = numpy.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + penalty, slope)

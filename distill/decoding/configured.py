@@ -206,7 +206,7 @@ def guesses(
 
 # ── From words to parts ──
 
-LOOKED_UP = 2  # tokens of a match in the text that is followed before a table is asked
+LOOKED_UP = 2  # tokens of a match in the text that is followed before another drafter is asked
 NO_COSTS = StepCosts((1.0, 1.0), 0.0, 0.0)
 CHAINS_ONLY = "draft chains: another drafter than tree"
 
@@ -305,7 +305,7 @@ def make_drafter(
         chain = configuration.model_copy(update={"drafter": "draft"})
         second = configuration.tree_alone if configuration.branches else chain
         own = make_drafter(second, draft, sampler, random, fitted, tree)
-        return FallbackDrafter(LookupDrafter(configuration.max_length, 2, price), own)
+        return FallbackDrafter(LookupDrafter(configuration.max_length, LOOKED_UP, price), own)
     assert not isinstance(draft, DraftReader), f"`{configuration.title}` needs a draft of the target's vocabulary"
     if configuration.widths is not None:
         shape = Shape.of_widths(configuration.widths)

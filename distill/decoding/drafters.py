@@ -342,9 +342,8 @@ class Worth:
 
     def __init__(self, price: LookupPrice | None, most: int, rival: float = float("-inf")) -> None:
         self._expected, self.count = 1.0, 0
-        self._best = rival
-        self._costs: list[float] | None = None  # λ·T(n + 1)
-        self._price = price
+        self._price, self._best = price, rival
+        self._costs: list[float] = []  # λ·T(n + 1)
         if price is not None:
             rate = price.pace.rate
             self._costs = [rate * seconds for seconds in price.costs.target[: most + 1]]
@@ -352,7 +351,7 @@ class Worth:
 
     def may_rise(self, nodes: int, chance: float) -> bool:
         """Whether more than `nodes` nodes could be worth more, if each had the chance of the next one."""
-        if self._costs is None:
+        if self._price is None:
             return True
         expected = self._expected
         for cost in self._costs[nodes + 1 :]:
@@ -364,7 +363,7 @@ class Worth:
     def add(self, nodes: int, chance: float) -> None:
         """Another node is there, `nodes` in all."""
         self._expected += chance
-        if self._costs is None or self._price is None:
+        if self._price is None:
             self.count = nodes
             return
         # Only chains are computed again, and the chance of a chain's last node is that of the whole.
@@ -409,11 +408,6 @@ class LookupDrafter:
         if self.price is not None:
             self.price.observe(self._index.match, len(proposal.tokens), count, seconds)
 
-    def passed(self, count: int, seconds: float) -> None:
-        """Learn what a round gave whose tokens another drafter proposed."""
-        if self.price is not None:
-            self.price.passed(count, seconds)
-
 
 class FallbackDrafter:
     """A lookup's proposal, or the second drafter's where that is empty."""
@@ -450,5 +444,5 @@ class FallbackDrafter:
         """The drafter that proposed learns; the other reads the new tokens with its next proposal, and a lookup learns
         what the second one's rounds give."""
         self._last.accepted(proposal, count, length, seconds)
-        if self._last is self.second:
-            self.first.passed(count, seconds)
+        if self._last is self.second and self.first.price is not None:
+            self.first.price.passed(count, seconds)

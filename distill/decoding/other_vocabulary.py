@@ -21,12 +21,12 @@ from distill.decoding.drafters import NOTHING, Drafter, ModelDrafter, distributi
 from distill.decoding.lengths import Fixed, LengthRule, Proposal
 from distill.decoding.verify import Random, draw_token
 from distill.devices import pick_device
-from distill.engines.loaded import GROWING, torch_decoder
+from distill.engines.loaded import LoadedPair, torch_decoder
 from distill.engines.model import AroundModel, Ints, Logits, Model, check_lengths
 from distill.engines.torch.hugging_face import load_model, text_folder
 from distill.engines.torch.model import TorchLogits
 from distill.errors import PairError
-from distill.recipe import Configuration, PyTorch, Target
+from distill.recipe import Configuration, Target
 from distill.sampler import Sampler
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import Vocabulary, role_counterparts, stand_ins
@@ -288,18 +288,18 @@ class IntersectionDrafter(ModelDrafter):
     def __init__(
         self, reader: DraftReader, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False
     ) -> None:
-        self.reader, self.shared_model = reader, SharedModel(reader)
-        super().__init__(self.shared_model, rule, sampler, random, argmax)
+        super().__init__(SharedModel(reader), rule, sampler, random, argmax)
+        self.reader = reader
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt's text, if it fits."""
-        self.shared_model.rollback([0])
+        self.model.rollback([0])
         self.index.begin()
         self.reader.begin(prompt)
 
     def room(self, length: int) -> int:
         """An upper bound, the draft's context; `propose` counts the text in the draft's tokens."""
-        return self.shared_model.capacity
+        return self.model.capacity
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """As ModelDrafter; nothing where the draft cannot write the context, or has no room after it."""
@@ -402,14 +402,12 @@ class StringMatchDrafter:
         """Nothing: the cache goes back when the next text is read."""
 
 
-def read_with(target: Target, draft: str, device: str, rows: int, pytorch: PyTorch = GROWING) -> DraftReader:
-    """Load a draft, in the target's type, to read the target's ids; `rows` are those of the target's logits.
-
-    `pytorch` says how it decodes.
-    """
-    both, own = (Vocabulary.read(text_folder(reference)) for reference in (target.model, draft))
-    model = torch_decoder(load_model(draft, target.dtype, pick_device(device)), own.size, pytorch, is_draft=True)
-    return DraftReader(model, both, own, rows)
+def read_with(pair: LoadedPair, target: Target, draft: str, device: str) -> DraftReader:
+    """Load a draft, in the target's type, to read the ids of the pair's target; on a device of its own where the pair's
+    settings of PyTorch, by which it decodes, name one."""
+    place, own = pick_device(pair.pytorch.draft_device or device), Vocabulary.read(text_folder(draft))
+    model = torch_decoder(load_model(draft, target.dtype, place), own.size, pair.pytorch, is_draft=True)
+    return DraftReader(model, pair.vocabulary, own, pair.target.vocabulary_size)
 
 
 def other_vocabulary_drafter(

@@ -181,7 +181,8 @@ def evaluate_pairs(
         if options.divergences:
             if one.writer not in texts:
                 texts[one.writer] = _continued(first, one, options, size)
-            own = pack_answers(ids, texts[one.writer], one.block)
+            answers = zip(ids, texts[one.writer], strict=True)  # each prompt with its text behind it, which is scored
+            own = pack((([*prompt, *text], len(prompt)) for prompt, text in answers), one.block, False)
             if one.writer not in sliced:
                 sliced[one.writer] = SlicedValues.of(own, first.token_bytes, first.ends)
             domains = {"answers": own, **({"files": one.given} if one.given is not None and len(one.given) else {})}
@@ -257,9 +258,17 @@ def _continued(pair: LoadedPair, opened: TargetWithDrafts, options: EvaluationOp
     ids = [prompt.ids for prompt in opened.prompts]
     seeds = [prompt_seed(options.seed, prompt.id) for prompt in opened.prompts]
     limit = min(options.settings.new_tokens, opened.block - max(map(len, ids)))  # served prompts may be long
+    texts: list[list[int]] = []
     if pair.hugging_face is not None:
-        return continue_all(pair.hugging_face[0], ids, options.sampler, limit, seeds, pair.ends, options.batch, size)
-    progress, texts = Progress("the target continues prompts", len(ids)), []
+        target = pair.hugging_face[0]
+        limit = min(limit, target.config.max_position_embeddings - max(map(len, ids)))
+        if limit < 1:
+            raise DataError("the prompts fill the target's context", "lower answers.prompt_tokens")
+        for start in range(0, len(ids), options.batch):
+            rows = slice(start, start + options.batch)
+            texts += continue_prompts(target, ids[rows], options.sampler, limit, seeds[rows], pair.ends, size)
+        return texts
+    progress = Progress("the target continues prompts", len(ids))
     for prompt, seed in zip(ids, seeds, strict=True):
         verifier = "token" if options.sampler.temperature else "greedy"
         rules = Rules(options.sampler, verifier, pair.ends, random.Random(seed).random)
@@ -268,32 +277,6 @@ def _continued(pair: LoadedPair, opened: TargetWithDrafts, options: EvaluationOp
         )
         progress.step()
     return texts
-
-
-def continue_all(
-    target: Any,
-    prompts: Sequence[Sequence[int]],
-    sampler: Sampler,
-    limit: int,
-    seeds: Sequence[int],
-    ends: Sequence[int],
-    batch: int,
-    vocabulary: int,
-) -> list[list[int]]:
-    """A model of transformers continues prompts, in batches."""
-    limit = min(limit, target.config.max_position_embeddings - max(len(prompt) for prompt in prompts))
-    if limit < 1:
-        raise DataError("the prompts fill the target's context", "lower answers.prompt_tokens")
-    texts: list[list[int]] = []
-    for start in range(0, len(prompts), batch):
-        rows = slice(start, start + batch)
-        texts += continue_prompts(target, prompts[rows], sampler, limit, seeds[rows], ends, vocabulary)
-    return texts
-
-
-def pack_answers(prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], block: int) -> Packed:
-    """Prompts in blocks, each with the target's text behind it, which alone is scored."""
-    return pack((([*prompt, *text], len(prompt)) for prompt, text in zip(prompts, texts, strict=True)), block, False)
 
 
 # ── Pairs compared with the first ──

@@ -46,7 +46,9 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     counted = any(one.counts_ngrams for one in settings.configurations)
     table = open_table(run.folder, recipe.target.model) if counted else None
     calibrated = calibrate_run(recipe, run, _settings(recipe, run, "pytorch"), table)
-    own = _own_backend(recipe)
+    own = (
+        "pytorch" if own_file(recipe) is None else "gguf"
+    )  # which decodes the target in the form that the user gave it
     reference: OwnDistributions | None = None
     parts = {}
     for backend in sorted(settings.backends, key=lambda backend: backend != own):  # the target's own comes first
@@ -142,11 +144,6 @@ def _in_turns(
 
 def _prompts(recipe: Recipe, run: Run) -> list[list[int]]:
     return [prompt.ids for prompt in read_prompts(run, "test")][: recipe.speedup.prompts]
-
-
-def _own_backend(recipe: Recipe) -> str:
-    """The backend that decodes the target in the form that the user gave it: a GGUF file in llama.cpp, or a folder."""
-    return "pytorch" if own_file(recipe) is None else "gguf"
 
 
 def _read_own(recipe: Recipe, run: Run, backend: str) -> OwnDistributions:
@@ -282,8 +279,7 @@ def measure_any_pair(
         reader = None
         if other_vocabulary:
             assert settings.draft is not None
-            place = pair.pytorch.draft_device or settings.device
-            reader = read_with(settings.target, settings.draft, place, pair.target.vocabulary_size, pair.pytorch)
+            reader = read_with(pair, settings.target, settings.draft, settings.device)
         calibrated = None
         if need_calibration(configurations):
             calibrated = calibrate_pair(pair, spare, settings, command, "prompts of the same files", counted)

@@ -89,8 +89,7 @@ def stream(
             print(f"the draft {loaded} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
         reader = None
         if configuration.other_vocabulary and draft is not None:
-            place = pair.pytorch.draft_device or device
-            reader = read_with(target, draft, place, pair.target.vocabulary_size, pair.pytorch)
+            reader = read_with(pair, target, draft, device)
         _continue(pair, reader, request, text if message is None else "", ids, room)
 
 

@@ -40,10 +40,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from distill.data.texts import Prompt, prompt_seed, read_prompts
+from distill.decoding.batch import continue_prompts
 from distill.engines.torch.hugging_face import end_ids, load_model, load_tokenizer
 from distill.errors import DistillError
 from distill.files import write_json
-from distill.measuring.acceptance import continue_all
 from distill.progress import Progress
 from distill.recipe import Recipe, load_recipe
 from distill.run import Run
@@ -84,7 +84,11 @@ class Texts:
         ends = end_ids(recipe.target.model, load_tokenizer(recipe.target.model))
         seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in prompts]
         ids = [prompt.ids for prompt in prompts]
-        answers = continue_all(target, ids, sampler, options.new_tokens, seeds, ends, recipe.answers.batch, vocabulary)
+        limit = min(options.new_tokens, target.config.max_position_embeddings - max(map(len, ids)))
+        answers: list[list[int]] = []
+        for start in range(0, len(ids), recipe.answers.batch):
+            some = slice(start, start + recipe.answers.batch)
+            answers += continue_prompts(target, ids[some], sampler, limit, seeds[some], ends, vocabulary)
         self.rows = [(p, a) for p, a in zip(ids, answers, strict=True) if len(a) > 1]
         self.sampler, self.vocabulary = sampler, vocabulary
         self.distributions = [self._logits(target, row) for row in self.rows]

@@ -595,7 +595,7 @@ def test_pairs_that_cannot_be(tmp_path: Path) -> None:
     drafter = drafter_for("intersection", TableModel(2), (ours, ours), 2, Sampler(0))
     for arguments in ({"parents": [-1]}, {"want": [5]}, {}):
         with pytest.raises(AssertionError, match="chains"):
-            drafter.shared_model.extend([0], **arguments)
+            drafter.model.extend([0], **arguments)
     (ours.folder / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="cannot be loaded"):
         Encoder(ours)
