@@ -105,10 +105,12 @@ def decode_batch(
     rows = _rows([target, draft], prompts, rules, randoms, new_rule)
     _prefill(rows, rules, target, draft)
     rounds = rounds_on_device(target, rules, draft, drafter.argmax, [row.rule for row in rows])
+    capacity = min(target.capacity, draft.capacity)
     while live := _unfinished(rows, target, limit):
         round_started = time.perf_counter()
         depths = target.lengths
-        limits = _draft_limits(target, draft, live, limit)
+        # No more than can still be used: the round emits one token beyond those accepted.
+        limits = {row.number: min(limit - len(row.result.tokens), capacity - depths[row.number]) - 1 for row in live}
         if rounds is not None:
             verdicts = _play(rounds, live, limits, rules, drafter.argmax)
         else:
@@ -210,12 +212,6 @@ def _next_tokens(logits: Logits, live: Sequence[_Row], rules: Rules) -> list[int
         return logits.argmax()
     distributions = rules.sampler.distributions(logits, [row.context for row in live])
     return [draw_token(distribution, row.random) for distribution, row in zip(distributions, live, strict=True)]
-
-
-def _draft_limits(target: Model, draft: Model, live: Sequence[_Row], limit: int) -> dict[int, int]:
-    """How many drafted tokens each row can still use: the round emits one token beyond those accepted."""
-    capacity, depths = min(target.capacity, draft.capacity), target.lengths
-    return {row.number: min(limit - len(row.result.tokens), capacity - depths[row.number]) - 1 for row in live}
 
 
 def _play(

@@ -302,11 +302,8 @@ def rounds_on_device(
     `drawn` its sampler where that is not the served one; with `argmax` its best tokens are taken, else they are drawn.
     """
     models: list[Any] = [target] if draft is None else [target, draft]
-    if not driven(models, rules):
-        return None
-    if any(rule.n_min > 1 for rule in lengths):
-        return None  # drafts are counted on the host before they are verified
-    if models[-1].rows != target.rows:
+    counted = any(rule.n_min > 1 for rule in lengths)  # on the host, before drafts are verified
+    if counted or not driven(models, rules) or models[-1].rows != target.rows:
         return None
     if draft is None:
         return DeviceRounds(models[0], rules, None)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # By gguf.GGUFValueType.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+COPY_AGAIN = "export or copy the file again"
+MAX_ROWS = 2**22  # tokens; the rows of many lists
 EXPORT_AGAIN = "convert the model again, or give its Hugging Face folder"
 
 
@@ -378,6 +380,29 @@ def stated_ends(head: FileHead) -> Defaults:
         defaults = defaults._replace(bos=None)
     add_bos = head.flag("tokenizer.ggml.add_bos_token", defaults.add_bos) or ALWAYS_ADDS_BOS in (model, pre)
     return defaults._replace(add_bos=add_bos, add_eos=head.flag("tokenizer.ggml.add_eos_token", defaults.add_eos))
+
+
+def check_vocabulary(head: FileHead) -> None:
+    """Raise DataError for a list of tokens, an id or the shape of a tensor that no model has."""
+    tokens = head.values.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, list) else None
+    wrong = None
+    if count is not None and (not 0 < count <= MAX_ROWS or not all(isinstance(token, bytes) for token in tokens or ())):
+        wrong = "tokenizer.ggml.tokens"
+    for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
+        listed = head.values.get(key)
+        if count is not None and listed is not None and (not isinstance(listed, list) or len(listed) != count):
+            wrong = key
+    for key, value in head.values.items():
+        if key.startswith("tokenizer.ggml.") and key.endswith("token_id"):
+            absent = not isinstance(value, int) or isinstance(value, bool)
+            if absent or (count is not None and not 0 <= value < count and value != NO_TOKEN):
+                wrong = key
+    for name, shape in head.shapes.items():
+        if not 1 <= len(shape) <= 4 or not all(0 < length < 2**40 for length in shape):
+            wrong = f"the shape of {name}"
+    if wrong is not None:
+        head.refuse(f"{wrong} is not one that a model can have", COPY_AGAIN)
 
 
 # Tokens that end a text, and are control tokens, whatever types a file gives them.

@@ -10,20 +10,83 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from distill.errors import DataError, RecipeError
-from distill.gguf.head import NO_TOKEN, FileHead, known_type, open_head, type_name
-from distill.gguf.ik import ik_library, repacks
+from distill.gguf.head import COPY_AGAIN, FileHead, check_vocabulary, known_type, open_head, type_name
 from distill.machine import COMPILE_LLAMA, WITHOUT_AMX, install_extra, thread_count
 from distill.progress import is_verbose
 from distill.recipe import GgufOptions
 from distill.recipe.measuring import NO_DEVICE, ON_CPU
 from distill.vocabulary.files import ids_around
+
+# ── ik_llama.cpp, a fork of llama.cpp with faster kernels for CPUs, under the names of llama.cpp's functions ──
+# Its library computes; a file's tokenizer, and grammars over it, stay llama.cpp's. The structures come from the package
+# `ik-llama-cpp-python`, which declares those of the library that it carries; the functions that it leaves out are
+# declared here, from its llama.h.
+
+REPACKED = {0, 8}  # ggml's numbers of f32 and q8_0
+_Handle, _Int = ctypes.c_void_p, ctypes.c_int32
+# Same name in both libraries, and what the package does not declare.
+_DECLARED = (
+    *("llama_backend_init", "llama_model_default_params", "llama_context_default_params", "llama_model_load_from_file"),
+    *("llama_init_from_model", "llama_free", "llama_n_ubatch", "llama_batch_init", "llama_batch_free", "llama_decode"),
+)
+_UNDECLARED: dict[str, tuple[list[Any], Any]] = {
+    "llama_n_ctx": ([_Handle], ctypes.c_uint32),
+    "llama_n_batch": ([_Handle], ctypes.c_uint32),
+    "llama_get_logits": ([_Handle], ctypes.POINTER(ctypes.c_float)),
+    "llama_kv_cache_seq_rm": ([_Handle, _Int, _Int, _Int], ctypes.c_bool),
+    "llama_kv_cache_seq_cp": ([_Handle, _Int, _Int, _Int, _Int], None),
+    "llama_kv_cache_defrag": ([_Handle], None),
+    "llama_model_is_recurrent": ([_Handle], ctypes.c_bool),
+    "llama_model_is_hybrid": ([_Handle], ctypes.c_bool),
+}
+_LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+
+
+@cache
+def ik_library(remember: Callable[[int, bytes, Any], None]) -> Any:
+    """The library, initialised, its log given to `remember(level, text, user data)`; DataError without the package.
+
+    Cached for good, because the log callback must outlive every call into the library.
+    """
+    try:
+        declared: Any = importlib.import_module("ik_llama_cpp._ctypes_api")
+    except ImportError as error:
+        raise DataError(f"library ik needs ik-llama-cpp-python ({error})", install_extra("ik")) from None
+    raw = declared._lib
+    functions = {name: getattr(declared, name) for name in _DECLARED}
+    for name, (arguments, result) in _UNDECLARED.items():
+        functions[name] = raw[name]
+        functions[name].argtypes, functions[name].restype = arguments, result
+    raw.llama_log_set.argtypes, raw.llama_log_set.restype = [_LOG, ctypes.c_void_p], None
+    callback = _LOG(remember)
+    raw.llama_log_set(callback, None)
+    library = SimpleNamespace(
+        **functions,
+        callback=callback,
+        llama_model_free=declared.llama_free_model,
+        llama_get_memory=lambda context: context,  # the cache is reached through its context
+        llama_memory_seq_rm=functions["llama_kv_cache_seq_rm"],
+        llama_memory_seq_cp=functions["llama_kv_cache_seq_cp"],
+    )
+    library.llama_backend_init()
+    return library
+
+
+def repacks(head: FileHead) -> bool:
+    """Whether a file's weights are laid out anew for steps of several tokens.
+
+    Types of four bits and K types then differ between one token and two (KL 0.0005 to 0.05 on SmolLM2); q8_0 does not.
+    """
+    return set(head.kinds.values()) <= REPACKED
+
 
 # ── llama-cpp-python's low-level API: loaded once, its log silenced, its last errors kept ──
 
@@ -244,12 +307,10 @@ def cache_type(name: str) -> Any:
 # first: the assertions of llama-model.cpp and of the graphs of the architectures that this project exports.
 
 MAX_LAYERS, MAX_EXPERTS = 512, 512  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS
-MAX_ROWS = 2**22  # tokens; the rows of many lists
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # Every dimension of a head is rotated, and keys are as wide as values.
 ROTATES_ALL = ("llama", "qwen2", "qwen3", "olmo2", "exaone4", "seed_oss", "mistral3", "cohere2")
 MIXES_WINDOWS = ("gemma2", "gemma3", "cohere2", "exaone4")
-AGAIN = "export or copy the file again"
 
 
 class GgufFile:
@@ -398,7 +459,7 @@ def require_loadable(head: FileHead) -> None:
                 head.refuse_value(key, f"be {size}, the size of a head")
         if heads and groups:
             _check_widths(head, heads * size, groups * size)
-    _check_vocabulary(head)
+    check_vocabulary(head)
 
 
 def _require_types(head: FileHead) -> None:
@@ -426,26 +487,4 @@ def _check_widths(head: FileHead, queries: int, keys: int) -> None:
         part = name.split(".")[-2] if name.endswith(".weight") and name.startswith("blk.") else ""
         wide = {"attn_q": queries, "attn_k": keys, "attn_v": keys}.get(part)
         if wide is not None and shape[1:] != [wide]:
-            head.refuse(f"{name} is {shape}, by its heads {wide} wide", AGAIN)
-
-
-def _check_vocabulary(head: FileHead) -> None:
-    tokens = head.values.get("tokenizer.ggml.tokens")
-    count = len(tokens) if isinstance(tokens, list) else None
-    wrong = None
-    if count is not None and (not 0 < count <= MAX_ROWS or not all(isinstance(token, bytes) for token in tokens or ())):
-        wrong = "tokenizer.ggml.tokens"
-    for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
-        listed = head.values.get(key)
-        if count is not None and listed is not None and (not isinstance(listed, list) or len(listed) != count):
-            wrong = key
-    for key, value in head.values.items():
-        if key.startswith("tokenizer.ggml.") and key.endswith("token_id"):
-            absent = not isinstance(value, int) or isinstance(value, bool)
-            if absent or (count is not None and not 0 <= value < count and value != NO_TOKEN):
-                wrong = key
-    for name, shape in head.shapes.items():
-        if not 1 <= len(shape) <= 4 or not all(0 < length < 2**40 for length in shape):
-            wrong = f"the shape of {name}"
-    if wrong is not None:
-        head.refuse(f"{wrong} is not one that a model can have", AGAIN)
+            head.refuse(f"{name} is {shape}, by its heads {wide} wide", COPY_AGAIN)

@@ -38,7 +38,7 @@ from distill.gguf.fields import (
 from distill.gguf.head import open_head, tensor_bytes, write_head
 from distill.gguf.importing import PART_VALUES, is_gguf
 from distill.gguf.library import ERRORS, last_errors, library
-from distill.gguf.tokenizer import GgufTokenizer, add_tokenizer, read_tokenizer
+from distill.gguf.tokenizer import add_tokenizer, read_tokenizer
 from distill.machine import usable_cores
 from distill.progress import Progress
 from distill.recipe import Recipe
@@ -291,19 +291,33 @@ def export_files(
     when the model cannot be exported, RunError when a file cannot be written; a file that stood in its place is then
     intact.
     """
+    import gguf
+
     for outtype in outputs.values():
         if outtype not in OUTTYPES:
             raise DataError(f"outtype {outtype!r} is unknown", hint=f"use one of {', '.join(OUTTYPES)}")
     shape = read_shape(folder)
     tokenizer = read_tokenizer(folder, shape.vocabulary, shape.architecture)
-    model = _Model(folder, origin, shape, tokenizer, read_tensors(folder, shape))
+    tensors = read_tensors(folder, shape)
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+
+    def fields(outtype: str) -> Any:
+        writer = gguf.GGUFWriter(path=None, arch=shape.architecture)
+        add_general_fields(writer, folder, origin, outtype, parameters)
+        add_model_fields(writer, shape)
+        add_tokenizer(writer, tokenizer)
+        return writer
+
+    def write(paths: list[Path]) -> None:
+        _write(tensors, fields, dict(zip(paths, written.values(), strict=True)))
+
     adjusted = bool(tensor_types) or importance is not None
     left = {path: kind for path, kind in outputs.items() if adjusted or kind not in DIRECT}
     direct = {path: kind for path, kind in outputs.items() if path not in left}
     if left:
         library()  # fails without llama-cpp-python before anything is written
     counts: dict[Path, int] = {}
-    exact_type = _lossless(model.tensors)
+    exact_type = _lossless(tensors)
     exact = next((path for path, kind in direct.items() if kind == exact_type), None)
     with contextlib.ExitStack() as stack:
         written = dict(direct)
@@ -313,31 +327,22 @@ def export_files(
             exact = first.with_name(f".{first.name}.{os.getpid()}.exact.gguf")
             stack.callback(exact.unlink, missing_ok=True)
             written[exact] = exact_type
-        _write_together(list(written), [], lambda paths: _write(model, dict(zip(paths, written.values(), strict=True))))
+        _write_together(list(written), [], write)
         for path, kind in direct.items():
-            matrices = [tensor for tensor in model.tensors if len(tensor.shape) > 1]
+            matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
             counts[path] = sum(_tensor_type(tensor, kind).name != kind.upper() for tensor in matrices)
         for path, kind in left.items():
             assert exact is not None
             counts[path] = quantise_file(exact, path, kind, tensor_types, importance)
-    size, notes = len(model.tensors), model.shape.notes
-    return [WrittenFile(path, kind, path.stat().st_size, size, counts[path], notes) for path, kind in outputs.items()]
+    return [
+        WrittenFile(path, kind, path.stat().st_size, len(tensors), counts[path], shape.notes)
+        for path, kind in outputs.items()
+    ]
 
 
 def own_file(recipe: Recipe) -> Path | None:
     """The GGUF file that the recipe's target is; None for a folder or a hub name."""
     return Path(recipe.target.model) if is_gguf(recipe.target.model) else None
-
-
-@dataclass(frozen=True)
-class _Model:
-    """All that is written of a folder, read but for the tensors' data."""
-
-    folder: Path
-    origin: Origin
-    shape: Shape
-    tokenizer: GgufTokenizer
-    tensors: list[GgufTensor]
 
 
 def _write_together(paths: list[Path], open_ones: list[Path], write: Callable[[list[Path]], object]) -> None:
@@ -365,25 +370,18 @@ def _tensor_type(tensor: GgufTensor, outtype: str) -> GGMLQuantizationType:
     return gguf.GGMLQuantizationType.F16 if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
 
 
-def _write(model: _Model, types: Mapping[Path, str]) -> None:
-    """Write a file of each type: the heads first, then every tensor to all of them."""
-    import gguf
-
-    parameters = sum(math.prod(tensor.shape) for tensor in model.tensors)
+def _write(tensors: list[GgufTensor], fields: Callable[[str], Any], types: Mapping[Path, str]) -> None:
+    """Write a file of each type: the heads first, with the gguf.GGUFWriter's `fields` of a type, then every tensor to
+    all of them."""
     with contextlib.ExitStack() as stack:
         outputs = []
         for path, outtype in types.items():
-            kinds = [_tensor_type(tensor, outtype) for tensor in model.tensors]
+            kinds = [_tensor_type(tensor, outtype) for tensor in tensors]
             rows = [
-                (t.name, t.shape, kind, tensor_bytes(t.shape, kind))
-                for t, kind in zip(model.tensors, kinds, strict=True)
+                (t.name, t.shape, kind, tensor_bytes(t.shape, kind)) for t, kind in zip(tensors, kinds, strict=True)
             ]
-            writer = gguf.GGUFWriter(path=None, arch=model.shape.architecture)
-            add_general_fields(writer, model.folder, model.origin, outtype, parameters)
-            add_model_fields(writer, model.shape)
-            add_tokenizer(writer, model.tokenizer)
-            write_head(path, writer, rows)
+            write_head(path, fields(outtype), rows)
             file = stack.enter_context(path.open("r+b"))
             file.seek(0, os.SEEK_END)
             outputs.append(Output(file, kinds))
-        write_tensors(model.tensors, outputs)
+        write_tensors(tensors, outputs)

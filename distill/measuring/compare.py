@@ -24,6 +24,7 @@ from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.rules import Rules
 from distill.decoding.verify import refusal
 from distill.engines.model import Model, Step, Watch
+from distill.errors import RecipeError
 from distill.measuring.identity import Identity, Rounding, judged
 from distill.measuring.speedup_results import (
     REPEATS,
@@ -139,14 +140,22 @@ def prepare(
 def prepare_all(
     settings: PairSettings, draft: Model | DraftReader, ends: Collection[int], fitted: Fitted
 ) -> list[TimedConfiguration]:
-    """Plain greedy decoding, the sweep (a configuration a length), and all others.
+    """Plain greedy decoding, the sweep (a configuration a length), and all others, under titles that name chosen trees.
 
-    Where some of these are sampled, plain sampling stands before them, as their base.
+    Where some of these are sampled, plain sampling stands before them, as their base. RecipeError for one that would
+    change the target's distribution, unless the settings allow that.
     """
     ready = partial(prepare, settings, draft=draft, ends=ends, fitted=fitted)
     lengths = [replace(ready(PLAIN), length=0), *(replace(ready(one), length=one.max_length) for one in settings.sweep)]
     sampled = Sampler.of(settings.sampler).temperature > 0 and any(one.sampler == "recipe" for one in settings.others)
-    return [*lengths, *map(ready, [*([PLAIN_SAMPLED] if sampled else []), *settings.others])]
+    prepared = [*lengths, *map(ready, [*([PLAIN_SAMPLED] if sampled else []), *settings.others])]
+    refused = next((one for one in prepared if one.lossy is not None and not settings.speedup.allow_lossy), None)
+    if refused is not None:
+        title = refused.configuration.title
+        raise RecipeError(
+            f"`{title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
+        )
+    return prepared
 
 
 # ── Plain against speculative decoding of one pair by one backend: interleaved, cold caches, distinct prompts ──

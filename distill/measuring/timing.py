@@ -23,7 +23,7 @@ from distill.decoding.decode import Decoded
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.round_costs import PROMPTS, RoundCostMeter, keep_costs, measure_paid, prompts_as_long
-from distill.decoding.rules import Rules, characters
+from distill.decoding.rules import characters
 from distill.decoding.verify import CHAINS, Random
 from distill.devices import memory_explained
 from distill.engines.loaded import LoadedPair, with_rows
@@ -113,7 +113,7 @@ def measure_pair(
     if reader is not None:
         drafting = copy.copy(reader)
         drafting.model = draft
-    prepared = _prepared(settings, pair.ends, drafting, fitted)
+    prepared = prepare_all(settings, drafting, pair.ends, fitted)
     predictions = Predictions(pair.target, pair.draft, prompts, spare, new_tokens, prepared)
     texts = time_texts(
         target,
@@ -178,7 +178,7 @@ def time_again(
 ) -> list[TimedText]:
     """Decode prompts by the configurations of these titles once more, with the costs and trees that `part` measured."""
     fitted = _fitted(settings, pair, given, part.costs, part.trees)
-    prepared = [one for one in _prepared(settings, pair.ends, pair.draft, fitted) if one.title in titles]
+    prepared = [one for one in prepare_all(settings, pair.draft, pair.ends, fitted) if one.title in titles]
     target, draft, title = pair.target, pair.draft, f"{part.backend}, prompts of a turn"
     return time_texts(target, draft, given.prompts, settings.speedup.new_tokens, prepared, title)
 
@@ -218,20 +218,6 @@ def _fit(
         found = choose_trees(settings, pair.target, pair.draft, calibrated.texts, pair.ends, fitted, rates)
     choices = {choice.configuration: choice for choice in found}
     return paid, replace(fitted, trees={title: choice.tree for title, choice in choices.items()}), choices
-
-
-def _prepared(
-    settings: PairSettings, ends: Sequence[int], draft: Model | DraftReader, fitted: Fitted
-) -> list[TimedConfiguration]:
-    """Plain decoding, the sweep and all other configurations, under titles that name chosen trees."""
-    prepared = prepare_all(settings, draft, ends, fitted)
-    refused = next((one for one in prepared if one.lossy is not None and not settings.speedup.allow_lossy), None)
-    if refused is not None:
-        title = refused.configuration.title
-        raise RecipeError(
-            f"`{title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
-        )
-    return prepared
 
 
 def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, ChosenTree]) -> list[int]:
@@ -420,11 +406,9 @@ def measure_batches(
             groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
             target, draft = (with_rows(model, size, settings.pytorch.compile) for model in (pair.target, pair.draft))
             assert target is not None and draft is not None  # see `require_rows`
-            runs: dict[str, BatchRun] = {}
-            for one in able:
-                verifier = "token" if one.sampled else "greedy"
-                rules = Rules(one.rules.sampler, verifier, one.rules.ends)
-                runs.setdefault(one.base, partial(plain_batch, target, rules=rules))
+            bases = {one.base for one in able}
+            plain = [one for one in prepared if one.make is None and one.title in bases]
+            runs: dict[str, BatchRun] = {one.title: partial(plain_batch, target, rules=one.rules) for one in plain}
             for one in able:
                 rule = partial(make_rule, one.configuration, fitted)
                 argmax = one.rules.verifier == "match"

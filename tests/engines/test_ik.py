@@ -102,16 +102,16 @@ def test_what_it_cannot_do_is_refused(files: dict[str, Path], monkeypatch: pytes
         GgufModel(files["f32"], options=GgufOptions(library="ik", n_gpu_layers=4))
     with pytest.raises(ValueError, match="library ik caches keys in f16 or q8_0, and values in f16"):
         GgufOptions(library="ik", cache_type_v="f32", flash_attn="on")
-    from distill.gguf import ik
+    from distill.gguf import library
 
-    monkeypatch.setattr(ik.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
-    ik.ik_library.cache_clear()
+    monkeypatch.setattr(library.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
+    library.ik_library.cache_clear()
     try:
         with pytest.raises(DataError, match="library ik needs ik-llama-cpp-python") as raised:
             GgufModel(files["f32"], options=IK)
         assert "ik" in str(raised.value.hint)
     finally:
-        ik.ik_library.cache_clear()
+        library.ik_library.cache_clear()
 
 
 # ── Batches against single tokens ──
