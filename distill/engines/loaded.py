@@ -107,7 +107,7 @@ class LoadedPair:
         """The bytes of a token; none for ids that stand for nothing."""
         if isinstance(self.target, GgufModel):
             return self.target.detokenize([token])
-        return (self.vocabulary.bytes_of[token] or b"") if token < self.vocabulary.size else b""
+        return self.vocabulary.text_bytes([token])
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without those that end it; bytes that are no UTF-8 become U+FFFD."""

@@ -110,11 +110,8 @@ def _tokenizer(place: str) -> Any:
 
 def _padded_tokens(ids: Mapping[str, int], rows: int) -> list[str]:
     """The token of each row; [PAD<id>], as converters name it, where there is none."""
-    tokens = [f"[PAD{index}]" for index in range(rows)]
-    for token, index in ids.items():
-        if index < rows:
-            tokens[index] = token
-    return tokens
+    tokens = {index: token for token, index in ids.items()}
+    return [tokens.get(index, f"[PAD{index}]") for index in range(rows)]
 
 
 def _gguf_model(place: str, tokenizer: Any, architecture: str) -> str:

@@ -414,15 +414,12 @@ def _add_rope_scaling(writer: Any, shape: Shape) -> None:
                 writer.add_float32(f"{shape.architecture}.rope.scaling.yarn_{key}", float(rope[name]))
         if rope.get("mscale_all_dim"):
             writer.add_rope_scaling_yarn_log_mul(float(rope["mscale_all_dim"]))
-    if kind == "yarn" or rope.get("llama_4_scaling_beta"):
+    if kind == "yarn" or rope.get("llama_4_scaling_beta") or shape.architecture == "phi3":
         writer.add_rope_scaling_orig_ctx_len(_original_context(shape))
     if rope.get("llama_4_scaling_beta"):
         writer.add_attn_temperature_scale(float(rope["llama_4_scaling_beta"]))
-    if shape.architecture == "phi3":
-        original = _original_context(shape)
-        writer.add_rope_scaling_orig_ctx_len(original)
-        if kind == "longrope":
-            writer.add_rope_scaling_attn_factors(longrope_attention(shape.context, original))
+    if kind == "longrope":
+        writer.add_rope_scaling_attn_factors(longrope_attention(shape.context, _original_context(shape)))
 
 
 def longrope_attention(context: int, original: int) -> float:
