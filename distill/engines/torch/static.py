@@ -389,11 +389,10 @@ class StaticTorchModel(TorchModel):
         width = _rounded(len(tree))
         rows = [[*seen, token] for token, seen in zip(tokens, tree.seen(old, width), strict=True)]
         sent = send([[*tree.depths, *[1] * (width + 1 - len(tree))], *rows], self.device)
-        self._reserve(length + len(tree))
-        logits = self._steps.tree(sent[1:, -1], sent[0, :-1], sent[1:, :-1].bool(), length, length + old)
+        logits = self.grow(sent[1:, -1], sent[0, :-1], sent[1:, :-1].bool(), old)
         self._tree = tree
         read = depths if want is None else [depths[index] for index in want]
-        picked = _picked(logits[0, :, : self.vocabulary_size], range(len(tokens)) if want is None else want)
+        picked = _picked(logits, range(len(tokens)) if want is None else want)
         return TorchLogits(picked, self._places([0] * len(read), read))
 
     def _places(self, rows: Sequence[int], lengths: Sequence[int]) -> Place:
