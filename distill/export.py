@@ -6,6 +6,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from distill.recipe.configuration import P_MIN
 from distill.recipe.recipe import REASON, is_path
 from distill.run import Run
 from distill.sampler import place_of, require_finite
+from distill.surgery.layers import watching
 from distill.vocabulary.files import tokenizer_content, with_opening
 
 # ── What was written and compared: gguf/export.json as dataclasses ──
@@ -464,18 +466,12 @@ def _measured(folder: Path, text: str, path: Path) -> dict[str, Floats]:
                 modules[f"blk.{number}.{name}.weight"] = layer.get_submodule(part)
     sums: dict[str, Any] = {}
 
-    def watch(name: str) -> Any:
-        def add(_: Any, inputs: tuple[Any, ...]) -> None:
-            squares = inputs[0].detach().double().square().flatten(0, -2).sum(0)
-            sums[name] = sums[name] + squares if name in sums else squares
+    def add(name: str, inputs: Tensor) -> None:
+        squares = inputs.detach().double().square().flatten(0, -2).sum(0)
+        sums[name] = sums[name] + squares if name in sums else squares
 
-        return add
-
-    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in modules.items()]
     window = min(READ_AT_ONCE, shape.context)
-    with torch.inference_mode():
+    with torch.inference_mode(), watching([(module, partial(add, name)) for name, module in modules.items()]):
         for start in range(0, len(ids), window):
             model(torch.tensor([ids[start : start + window]]))
-    for hook in hooks:
-        hook.remove()
     return {name: (total / len(ids)).float().numpy() for name, total in sums.items()}

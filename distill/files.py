@@ -439,11 +439,9 @@ def from_json(
     if kind not in _ADAPTERS:
         _ADAPTERS[kind] = TypeAdapter(kind)
     try:
-        found: Result = _ADAPTERS[kind].validate_python(value)
-        return found
+        return _ADAPTERS[kind].validate_python(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise DataError(
             f"{source} does not hold what this version writes: {where or 'it'} is missing or of another kind", hint
         ) from error

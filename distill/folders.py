@@ -176,8 +176,7 @@ def torch_type(name: str) -> torch.dtype:
 
     special = {"BF16": torch.bfloat16, "BOOL": torch.bool, "U8": torch.uint8}
     kinds = {"F": "float", "I": "int"}
-    dtype: torch.dtype = special.get(name) or getattr(torch, f"{kinds[name[0]]}{name[1:]}")
-    return dtype
+    return special.get(name) or getattr(torch, f"{kinds[name[0]]}{name[1:]}")
 
 
 @dataclass(frozen=True)

@@ -204,8 +204,7 @@ class Run:
         if not path.exists():
             return []
         latest: dict[Any, dict[str, Any]] = {}
-        lines = path.read_bytes().splitlines()
-        for number, line in enumerate(lines):
+        for number, line in enumerate(path.read_bytes().splitlines()):
             value = parse_object(line)
             if isinstance(value, dict) and value.get("stage") == BEGIN:
                 latest.clear()  # what follows is another training, after --redo train

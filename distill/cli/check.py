@@ -20,16 +20,7 @@ import typer
 
 import distill
 from distill import __version__, machine
-from distill.cli.shared import (
-    DEFAULT_RUNS,
-    FormatOption,
-    RunsOption,
-    local_reference,
-    print_blocks,
-    read_recipe,
-    refuse_idle,
-    require_place,
-)
+from distill.cli import shared
 from distill.devices import accelerators, device_name, llama_option, torch_build
 from distill.errors import DataError, DistillError, PairError, RecipeError, RunError
 from distill.files import require_path, write_text
@@ -67,7 +58,7 @@ def _check_standalone(target: str, draft: str, offline: bool) -> None:
     from distill.gguf.head import open_head
     from distill.gguf.library import describe_build, require_loadable
 
-    names = local_reference(target), local_reference(draft)
+    names = shared.local_reference(target), shared.local_reference(draft)
     with without_network() if offline else contextlib.nullcontext():
         absent = [name for name in names if offline and not is_path(name) and local_snapshot(name) is None]
         for name in absent:
@@ -90,7 +81,7 @@ def _check_standalone(target: str, draft: str, offline: bool) -> None:
 def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
     from distill.pipeline.preflight import preflight
 
-    recipe = read_recipe(path, overrides)
+    recipe = shared.read_recipe(path, overrides)
     print(f"recipe {recipe.name}: keys and values are valid")
     from distill.engines.torch.hugging_face import offline as without_network
 
@@ -176,23 +167,23 @@ def recipes(
     to: Annotated[
         Path | None, typer.Argument(metavar="[TO]", help="File or folder of the copy; by default here.")
     ] = None,
-    output: FormatOption = "md",
+    output: shared.FormatOption = "md",
 ) -> None:
     """List the recipes that come with distill, or copy one to run or change.
 
     Paths in a copy are absolute; an existing file is never overwritten.
     """
     if name is None:
-        print_blocks([Table(["recipe", "purpose"], [*shipped_recipes().items()])], None, output)
+        shared.print_blocks([Table(["recipe", "purpose"], [*shipped_recipes().items()])], None, output)
         note("copy one into this folder: distill recipes NAME")
         return
-    refuse_idle(context, (True, "output", "is for the list: a copy is YAML"))
+    shared.refuse_idle(context, (True, "output", "is for the list: a copy is YAML"))
     names = shipped_recipes()
     if name not in names:
         raise RecipeError(f"there is no recipe `{name}`", f"the recipes are {', '.join(names)}")
     place = Path() if to is None else to
     path = place / f"{name}.yaml" if place.is_dir() else place
-    require_place(path, "TO")
+    shared.require_place(path, "TO")
     if path.exists() or path.is_symlink():
         raise RecipeError(f"{path} exists; nothing was written", f"name another file: distill recipes {name} TO.yaml")
     write_text(path, recipe_text(name, path.name))
@@ -228,7 +219,7 @@ def judged(what: str, found: str, fault: bool, remedy: str, state: State = "warn
     return Finding(what, found, state, remedy) if fault else Finding(what, found)
 
 
-def doctor(runs: RunsOption = DEFAULT_RUNS, output: FormatOption = "md") -> None:
+def doctor(runs: shared.RunsOption = shared.DEFAULT_RUNS, output: shared.FormatOption = "md") -> None:
     """Check the installation and this machine: each line is fine or says what to do.
 
     Exit status 2 if something that distill needs is missing or too old.
@@ -241,7 +232,7 @@ def doctor(runs: RunsOption = DEFAULT_RUNS, output: FormatOption = "md") -> None
         "state": lambda row: row.state,
         "remedy": lambda row: row.remedy,
     }
-    print_blocks([table_of(found, columns)], None, output)
+    shared.print_blocks([table_of(found, columns)], None, output)
     needed = [row.what for row in found if row.state == "needed"]
     if needed:
         raise RunError(f"not in order: {', '.join(needed)}", "the table says what to do about each")

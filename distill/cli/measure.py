@@ -318,8 +318,6 @@ def _of_run(
     gguf: Gguf | None,
     output: str,
 ) -> None:
-    from distill.measuring.speedup_results import SpeedupReport
-
     recipe, found = shared.find_run(name, runs)
     if gguf is not None and not recipe.speedup.files:
         raise RecipeError("this run measures no GGUF files (speedup.backends)", "leave llama.cpp's options out")
@@ -331,7 +329,8 @@ def _of_run(
     recipe = recipe.model_copy(update=changes)
     found = Run(found.folder, recipe)
     shared.run_until(recipe, found, "speedup")
-    report = read_result(found.path("speedup.json"), SpeedupReport)
+    from distill.measuring.speedup_results import SpeedupReport
     from distill.measuring.speedup_tables import speedup_blocks
 
+    report = read_result(found.path("speedup.json"), SpeedupReport)
     shared.print_blocks(speedup_blocks(report), report, output)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from distill.cli import shared
-from distill.cli.shared import local_reference, read_texts, refuse_idle, section_options, takes
 from distill.errors import DataError, RecipeError
 from distill.files import read_utf8, require_new_folder
 from distill.progress import announce, is_verbose, note, warn
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 # ── `distill cut` and `distill transplant` ──
 
 
-@takes("cuts", section_options(Cut, "layers layer_rule drop_layers mlp_width layer_repair"))
+@shared.takes("cuts", shared.section_options(Cut, "layers layer_rule drop_layers mlp_width layer_repair"))
 def cut(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub name.")],
@@ -44,7 +43,7 @@ def cut(
     """
     if not cuts.keys() & {"layers", "drop_layers", "mlp_width"}:
         raise RecipeError("nothing to cut", "give --layers, --drop-layers or --mlp-width")
-    refuse_idle(
+    shared.refuse_idle(
         context,
         ("layers" not in cuts, "layer_rule", "says which layers go where --layers says how many"),
         (
@@ -55,7 +54,7 @@ def cut(
     )
     if not text:
         raise RecipeError("cuts are scored on text", "give --text FILE or --text FOLDER")
-    texts = read_texts(text)
+    texts = shared.read_texts(text)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -81,8 +80,8 @@ def transplant(
     from distill.surgery.vocabulary import transplant as write
 
     require_new_folder(out)
-    texts = read_texts(text) if text else []
-    folders = folders_of(local_reference(donor), local_reference(target))
+    texts = shared.read_texts(text) if text else []
+    folders = folders_of(shared.local_reference(donor), shared.local_reference(target))
     announce(out)
     change = write(*folders, out, dtype=dtype)
     print(change.sentence())
@@ -234,8 +233,7 @@ def _slower(run: Run) -> bool:
     from distill.files import read_result
     from distill.measuring.speedup_results import SLOWER, SpeedupReport
 
-    report = read_result(run.path("speedup.json"), SpeedupReport)
-    fastest = report.fastest_of_backends.get("gguf")
+    fastest = read_result(run.path("speedup.json"), SpeedupReport).fastest_of_backends.get("gguf")
     return fastest is not None and fastest.verdict == SLOWER
 
 

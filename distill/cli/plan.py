@@ -122,8 +122,7 @@ def measured_curve(
 
         if not Path(model).is_file():
             raise DataError(f"there is no file {model}", "give a GGUF file or a Hugging Face folder")
-        options = (gguf or Gguf()).target
-        with GgufModel(model, context=room, threads=threads, options=options) as quantised:
+        with GgufModel(model, context=room, threads=threads, options=(gguf or Gguf()).target) as quantised:
             return measure_curve(quantised, model, "gguf", depths, max_tokens, repeats)
     require_used(gguf, model, None)
     import torch

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Annotated
 import typer
 
 from distill.cli import shared
-from distill.cli.shared import DEFAULT_RUNS, RunsOption, number_option, prepare, read_recipe, refuse_idle
 from distill.devices import is_main
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import read_result, read_utf8, require_path
@@ -31,7 +31,7 @@ def train(
     context: typer.Context,
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
-    runs: RunsOption = DEFAULT_RUNS,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     redo: Annotated[list[str] | None, typer.Option(help="Run this stage again, and those that depend on it.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; an old run of this name is moved aside.")] = False,
@@ -45,7 +45,9 @@ def train(
     ] = False,
     must_pay: Annotated[
         float | None,
-        number_option(min=0, max=1, help="Refuse to train where this acceptance would not make decoding faster."),
+        shared.number_option(
+            min=0, max=1, help="Refuse to train where this acceptance would not make decoding faster."
+        ),
     ] = None,
 ) -> None:
     """Run every stage of a recipe, from corpus to report.
@@ -63,7 +65,7 @@ def train(
     )
     from distill.pipeline.stages import NAMES, find_stage
 
-    refuse_idle(
+    shared.refuse_idle(
         context,
         (rehearsal, "until redo fresh refresh dry_run must_pay", "cannot be combined with --rehearse, which runs all"),
         (refresh, "redo fresh dry_run must_pay", "cannot be combined with --refresh, which starts a new run"),
@@ -71,7 +73,7 @@ def train(
         (fresh, "redo", "does nothing with --fresh: every stage runs"),
     )
     begun = None if fresh else runs / load_recipe(recipe, overrides or []).name / "config.yaml"
-    found = whole = read_recipe(recipe, overrides or [], begun)
+    found = whole = shared.read_recipe(recipe, overrides or [], begun)
     if rehearsal:
         from distill.pipeline.preflight import shortened
 
@@ -83,7 +85,7 @@ def train(
     folder = runs / found.name
     if not is_main():  # one of several that `accelerate launch` started
         if not dry_run:
-            prepare(found.threads)
+            shared.prepare(found.threads)
             follow_main(found, Run(folder, found, silent=True))
         return
     if rehearsal:
@@ -110,14 +112,12 @@ def train(
         _require_pay(found, run, must_pay)
     if parent is not None:
         print(f"the old run is now {start_refresh(run, parent)}", file=sys.stderr)
-    try:
+    with closing(run):
         run.open(read_utf8(recipe))
-        prepare(found.threads)
+        shared.prepare(found.threads)
         run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
         say_outcome(run)
         require_passed(run, until)
-    finally:
-        run.close()
 
 
 def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:
@@ -125,11 +125,9 @@ def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:
     from distill.pipeline.preflight import rehearse
 
     _check(whole, run, None)
-    prepare(short.threads)
-    try:
+    shared.prepare(short.threads)
+    with closing(run):
         table = rehearse(whole, short, run)
-    finally:
-        run.close()
     print(table)
     print(f"{run.folder} holds the rehearsal; `distill runs --delete {run.folder.name}` removes it", file=sys.stderr)
 
@@ -165,7 +163,7 @@ def _require_pay(recipe: Recipe, run: Run, acceptance: float) -> None:
     from distill.planning.cases import PlanRequest, measured_cases
     from distill.planning.plan import forecast
 
-    prepare(recipe.threads)
+    shared.prepare(recipe.threads)
     found = [forecast(case, {"--must-pay": [acceptance]}) for case in measured_cases(PlanRequest.of(recipe))]
     for one in found:
         print(f"plan, {one.title}:", *one.sentences, sep="\n  ", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -126,11 +127,9 @@ def run_until(recipe: Recipe, run: Run, stage: str, threads: int | None = None) 
         run = Run(run.folder, recipe)
     prepare(threads or recipe.threads)
     text, before = run.path("recipe.yaml").read_text(encoding="utf-8"), run.done(stage)
-    try:
+    with contextlib.closing(run):
         run.open(text)
         run_pipeline(recipe, run, until=stage)
-    finally:
-        run.close()
     if threads is not None and before is not None and run.done(stage) == before:
         note(f"--threads: stage {stage} was done before, and this is what it found")
 

@@ -110,13 +110,12 @@ class ChatTemplate:
             raise ValueError(f"the target's chat template refuses it ({' '.join(str(error).split())[:200]})") from error
 
     def _applied(self, messages: list[dict[str, Any]], thinking: bool | None, generate: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(
+        return self.tokenizer.apply_chat_template(
             messages,
             tokenize=False,
             add_generation_prompt=generate,
             **{"tools": list(self.settings.tools) or None, **self.arguments(thinking)},
         )
-        return text
 
     def prompt(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
         """Token ids of the messages and of the beginning of an answer."""

@@ -251,10 +251,8 @@ def _over(model: Any, blocks: Packed, module: Any, name: str) -> Tensor:
 
     A recurrent state runs on from one document into the next: models with such layers read each document alone.
     """
-    output: Tensor
     if not RECURRENT & set(getattr(model.config.get_text_config(), "layer_types", None) or []):
-        output = getattr(module(**packed_inputs(model, blocks)), name)
-        return output
+        return getattr(module(**packed_inputs(model, blocks)), name)
     device, lines = model.get_input_embeddings().weight.device, []
     for line in range(len(blocks)):
         lengths = blocks.documents[line].unique_consecutive(return_counts=True)[1].tolist()

@@ -284,8 +284,6 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
     Does nothing where they exist. Raises DataError when the file no longer begins with the pinned part, or when no line
     of it can be learnt from; the pin is then deleted, so that the next command reads the file as it is then.
     """
-    settings = recipe.answers.traffic
-    assert settings is not None
     folder = run.path("answers")
     path = folder / "traffic.json"
     if path.exists() and all((folder / name).exists() for name in read_json(path, {"files": [str]})["files"]):
@@ -295,14 +293,13 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
     if not has_form(pin.get("parts", []), [PINNED]):
         raise DataError(f"{begun} is damaged: {PIN} is of another kind", "delete it and run `distill train` again")
     if not all(Path(part["path"]).exists() and begins_with(Path(part["path"]), part) for part in parts_of(pin)):
-        again = _unpin(run)
         raise DataError(
             f"{pin['path']} no longer begins with the {pin['lines']} lines that this run pinned; was it rotated?",
-            f"{again} reads it as it is then",
+            f"{_unpin(run)} reads it as it is then",
         )
     found = sort_lines(recipe, read_lines(pin), tokenizer)
     if not found.train:  # only then is the pin deleted
-        require_answers(found, pin, _unpin(run))
+        raise no_answers(found, pin, _unpin(run))
     files: dict[str, Sequence[Answer | Prompt]] = {
         f"prompts-{split}.jsonl": [prompt for prompt, _ in own.values()] for split, own in found.held_out.items()
     }
@@ -330,15 +327,13 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
         run.say(f"  traffic: {unfinished}")
 
 
-def require_answers(found: Sorted, pin: dict[str, Any], again: str) -> None:
-    """Raise DataError where none of the pinned lines can be learnt from; the command `again` reads the file again."""
-    if found.train:
-        return
+def no_answers(found: Sorted, pin: dict[str, Any], again: str) -> DataError:
+    """Why none of the pinned lines can be learnt from; the command `again` reads the file again."""
     unfinished = "; the last line has no newline at its end and was not read" if unfinished_line(pin) else ""
     if pin["lines"] == 0 and not unfinished:
         empty = "its *.jsonl files are" if Path(pin["path"]).is_dir() else "the file is"
-        raise DataError(f"{pin['path']}: {empty} empty", f"correct answers.traffic.path; then {again} reads it again")
-    raise DataError(
+        return DataError(f"{pin['path']}: {empty} empty", f"correct answers.traffic.path; then {again} reads it again")
+    return DataError(
         f"{pin['path']} has no answer in lines {pin['start_line'] + 1} to {pin['lines']}: {len(found.bad)} bad "
         f"lines{found.first_fault}; {found.too_long} too long for corpus.block; "
         f"{sum(map(len, found.held_out.values()))} prompts of other splits{unfinished}",
@@ -363,8 +358,8 @@ def check_traffic(recipe: Recipe) -> list[str]:
         return []
     pin = pin_of(Path(settings.path))
     found = sort_lines(recipe, islice(read_lines(pin), MOST_LINES), load_tokenizer(recipe.target.model))
-    if pin["lines"] <= MOST_LINES:
-        require_answers(found, pin, "the same command")
+    if not found.train and pin["lines"] <= MOST_LINES:
+        raise no_answers(found, pin, "the same command")
     return [
         f"traffic {settings.path}: {pin['lines']} lines; of the first {min(MOST_LINES, pin['lines'])}, "
         f"{len(found.train)} answers to learn from, {len(found.bad)} bad lines{found.first_fault}, "

@@ -346,8 +346,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     values["cut.heal_steps"] = min(STEPS, cut.heal_steps)
     if cut.compare:  # the largest one takes the most memory; null leaves all layers
         values["cut.compare"] = (max(cut.compare, key=lambda one: (one.layers or math.inf, one.mlp_width or math.inf)),)
-    short: Recipe = _with(recipe, values)
-    return short
+    return _with(recipe, values)
 
 
 def _shortened_corpus(recipe: Recipe) -> Any:

@@ -414,7 +414,7 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
     read = (run.done("answers") or {"inputs": {}})["inputs"].get(PIN)
     if read is not None and not is_read(read):
         raise DataError(f"{run.done_path('answers')} is damaged: {PIN} is of another kind", "copy the run again")
-    require_growth(recipe, Path(settings.path), read)
+    require_growth(Path(settings.path), read)
     before = run.parent()
     number = 1
     while run.folder.with_name(f"{run.folder.name}.{number}").exists():
@@ -432,10 +432,8 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
     }
 
 
-def require_growth(recipe: Recipe, path: Path, read: dict[str, Any] | None) -> None:
+def require_growth(path: Path, read: dict[str, Any] | None) -> None:
     """Raise RunError when a file was rotated since it was read, or has no usable line after those that were read."""
-    settings = recipe.answers.traffic
-    assert settings is not None
     now = pin_of(path, read)
     known = {part["path"]: part for part in parts_of(read)} if read else {}
     for part in parts_of(now):  # a file of a folder that is gone has been read; another file than before is new

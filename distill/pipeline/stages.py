@@ -57,8 +57,7 @@ class Stage:
     def load(self) -> Callable[[Recipe, Run], list[Path]]:
         """The stage function `stage(recipe, run)`, which returns its artifacts."""
         module, _, name = self.function.partition(":")
-        found: Callable[[Recipe, Run], list[Path]] = getattr(importlib.import_module(module), name)
-        return found
+        return getattr(importlib.import_module(module), name)
 
 
 def _stage(

@@ -265,8 +265,8 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
     tokens = [costs.token for costs in timings]
     note = (
         f"A plain step took {max(tokens) / min(tokens):.1f} times as long in one timing as in another: other programs "
+        "were using this machine, so plan again when it is quiet."
     )
-    note += "were using this machine, so plan again when it is quiet."
     return Case(title, timings, lengths, prompt, new, note=note if max(tokens) > UNSTEADY * min(tokens) else "")
 
 

@@ -363,8 +363,7 @@ def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
         near = difflib.get_close_matches(path.stem, beside, n=1)
         hint = f"did you mean {beside[near[0]]}?" if near else "`distill recipes` lists examples"
         raise RecipeError(f"no recipe at {path}", hint)
-    text = read_utf8(path)
-    raw = read_yaml(text, str(path))
+    raw = read_yaml(read_utf8(path), str(path))
     if raw is None:
         raise RecipeError(f"{path} is empty", "`distill recipes` lists examples")
     if isinstance(raw, dict):

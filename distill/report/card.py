@@ -126,11 +126,10 @@ def _speedup(report: SpeedupReport) -> str:
 
 def _usage(results: RunResults) -> str:
     """One command for each server or library, with the draft length that was fastest, and whether it pays."""
-    parts = [
-        [f"**{one.name}.** {words(one.verdict)}", block(one.language, one.text), *map(words, one.notes)]
-        for one in uses(results)
-    ]
-    return "\n\n".join([*(line for part in parts for line in part), PLACES])
+    lines = []
+    for one in uses(results):
+        lines += [f"**{one.name}.** {words(one.verdict)}", block(one.language, one.text), *map(words, one.notes)]
+    return "\n\n".join([*lines, PLACES])
 
 
 # ── Markdown that foreign text cannot break out of ──

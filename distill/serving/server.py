@@ -365,16 +365,12 @@ def _spawn(settings: LlamaServer, port: int, log: Path) -> subprocess.Popen[byte
         ) from None
 
 
-def _tie_to_parent() -> Callable[[], None] | None:
+def _tie_to_parent() -> Callable[[], object] | None:
     """What makes Linux kill the server when this process dies in any manner; nothing elsewhere."""
     if not sys.platform.startswith("linux"):
         return None
-    prctl = ctypes.CDLL(None).prctl  # found here: the forked child must not load anything
-
-    def tie() -> None:
-        prctl(PARENT_DEATH, signal.SIGKILL)
-
-    return tie
+    # Found here: the forked child must not load anything.
+    return functools.partial(ctypes.CDLL(None).prctl, PARENT_DEATH, signal.SIGKILL)
 
 
 def _wait_healthy(running: Running, seconds: float, last: bool) -> bool:

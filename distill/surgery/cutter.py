@@ -198,8 +198,7 @@ class TargetDistributions:
         parts, batches = [], blocks.batches(BATCH)
         progress = Progress("the target's distributions, batches", len(batches), brief=True)
         for batch in batches:
-            logits = scored_logits(target, batch)
-            parts.append(compress(logits, min(STORED, vocabulary - 1), vocabulary))
+            parts.append(compress(scored_logits(target, batch), min(STORED, vocabulary - 1), vocabulary))
             progress.step()
         columns = (torch.cat([getattr(p, name).cpu() for p in parts]) for name in TeacherChunk.__dataclass_fields__)
         return cls(blocks, TeacherChunk(*columns), vocabulary)

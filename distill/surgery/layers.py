@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -168,12 +168,10 @@ def watching(watches: Sequence[Watch]) -> Iterator[None]:
     def hook(see: Callable[[Tensor], None], _module: Any, arguments: tuple[Tensor, ...]) -> None:
         see(arguments[0])
 
-    handles = [module.register_forward_pre_hook(partial(hook, see)) for module, see in watches]
-    try:
+    with ExitStack() as hooks:
+        for module, see in watches:
+            hooks.enter_context(module.register_forward_pre_hook(partial(hook, see)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def parts_of(model: Any, blocks: Packed) -> list[Packed]:
@@ -231,12 +229,10 @@ def layer_calls(model: Any, part: Packed) -> list[tuple[Tensor, dict[str, Any]]]
     def see(_module: Any, arguments: tuple[Tensor, ...], others: dict[str, Any]) -> None:
         calls.append((arguments[0], others))
 
-    handles = [layer.register_forward_pre_hook(see, with_kwargs=True) for layer in layers_of(model)]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers_of(model):
+            hooks.enter_context(layer.register_forward_pre_hook(see, with_kwargs=True))
         hidden_states(model, part)
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls
 
 

@@ -305,8 +305,7 @@ def rank_tokens(counts: Mapping[str, Counts], forced: Sequence[int], expected: S
         shares = shares + expected
     shares[list(forced)] = numpy.inf
     # Stable: of equal shares the smaller id, an earlier merge of byte pairs, comes first.
-    order: list[int] = numpy.argsort(-shares, kind="stable").tolist()
-    return order
+    return numpy.argsort(-shares, kind="stable").tolist()
 
 
 def keep(counts: Mapping[str, Counts], order: Sequence[int], size: int) -> tuple[list[int], dict[str, float]]:

@@ -95,8 +95,7 @@ class AnswerRules:
 
 def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = None) -> AnswerRules:
     """The rules of requests and answers."""
-    config = load_config(recipe.target.model)
-    context: int = config.get_text_config().max_position_embeddings
+    context: int = load_config(recipe.target.model).get_text_config().max_position_embeddings
     ends = set(end_ids(recipe.target.model, tokenizer))
 
     def text_of(ids: Sequence[int]) -> str:

@@ -208,8 +208,7 @@ class ServerReader:
     def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
         """As of ModelReader; temperature 1 alone."""
         assert temperatures == (1.0,), "a server gives distributions at temperature 1"
-        documents = listed_documents(blocks)
-        parts = self.endpoint.each(lambda document: self._read(document, k), documents)
+        parts = self.endpoint.each(lambda document: self._read(document, k), listed_documents(blocks))
         return Entries.join(parts, k, 1)
 
     def announcement(self, blocks: Packed) -> str:
@@ -253,8 +252,7 @@ class ServerReader:
             "add_special_tokens": False,
             "return_token_ids": True,
         }
-        reply = self._reply(body)
-        places = self._places(reply, ids)
+        places = self._places(self._reply(body), ids)
         rows = [self._entries(places[position + 1], position + 1, k) for position in document.scored]
         tokens = torch.tensor([tokens for tokens, _ in rows], dtype=torch.int32)
         logs = torch.tensor([logs for _, logs in rows], dtype=torch.float64)

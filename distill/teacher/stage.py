@@ -34,7 +34,7 @@ from distill.teacher.likeliest import (
     mean_masses,
     require_teacher_file,
 )
-from distill.teacher.store import FORMAT, block_tensors, bytes_per_position, head_path, shard_path, target_metadata
+from distill.teacher.store import FORMAT, bytes_per_position, head_path, shard_path, target_metadata
 
 Distributions = Callable[[Packed], dict[str, Tensor]]
 
@@ -184,7 +184,10 @@ def _open_reader(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, open
 def shard_tensors(blocks: Packed, distributions: Distributions, batch: int) -> dict[str, Tensor]:
     """The tensors of one shard: its blocks and the target's distributions on them, made `batch` blocks at a time."""
     parts = [distributions(part) for part in blocks.batches(batch)]
-    return block_tensors(blocks) | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    tensors = blocks.tensors() | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    if blocks.documents.shape[1] <= torch.iinfo(torch.int16).max:
+        tensors["documents"] = blocks.documents.to(torch.int16)
+    return {name: value.contiguous() for name, value in tensors.items()}
 
 
 @torch.no_grad()

@@ -121,16 +121,7 @@ def read_manifest(run: Run, stage: str = "teacher") -> dict[str, Any]:
     """manifest.json of a teacher store; raises DataError when it is missing, or not as its stage wrote it."""
     path = run.path(stage, "manifest.json")
     verify_artifact(run, stage, path)
-    found: dict[str, Any] = read_json(path)
-    return found
-
-
-def block_tensors(blocks: Packed) -> dict[str, Tensor]:
-    """Packed blocks as a shard holds them."""
-    tensors = blocks.tensors()
-    if blocks.documents.shape[1] <= torch.iinfo(torch.int16).max:
-        tensors["documents"] = blocks.documents.to(torch.int16)
-    return {name: value.contiguous() for name, value in tensors.items()}
+    return read_json(path)
 
 
 class TeacherStore:
@@ -318,13 +309,17 @@ def open_teacher(run: Run, recipe: Recipe, device: torch.device, model: Any = No
     return OnlineTarget(target, store.packed, store.manifest, recipe.teacher.batch)
 
 
+def tokenizer_digest(target: str) -> str:
+    """Of the vocabulary that a target's texts are written in."""
+    return digest(load_tokenizer(target).get_vocab())
+
+
 def target_metadata(recipe: Recipe) -> dict[str, Any]:
     """The identity of a target: its content, its tokenizer's vocabulary, and how it runs."""
-    tokenizer = load_tokenizer(recipe.target.model)
     return {
         "target": recipe.target.model,
         "target_digest": reference_digest(recipe.target.model),
-        "tokenizer_digest": digest(tokenizer.get_vocab()),
+        "tokenizer_digest": tokenizer_digest(recipe.target.model),
         "dtype": recipe.target.dtype,
         "quantise": recipe.target.quantise,
     }
@@ -333,7 +328,7 @@ def target_metadata(recipe: Recipe) -> dict[str, Any]:
 def require_fit(manifest: dict[str, Any], recipe: Recipe) -> None:
     """Raise DataError where a teacher's tokenizer is not the target's as it is now: of a hub name, another revision may
     have come since. All else that a teacher was made with is part of its stage's key."""
-    if manifest["tokenizer_digest"] != target_metadata(recipe)["tokenizer_digest"]:
+    if manifest["tokenizer_digest"] != tokenizer_digest(recipe.target.model):
         raise DataError(
             f"the teacher was made with another tokenizer of {manifest['target']} than the recipe has now",
             redo("teacher"),

@@ -24,11 +24,11 @@ from distill.devices import doubled, pick_device
 from distill.engines.server_commands import IK_INSERTED, suffix_depth
 from distill.engines.torch.hugging_face import load_tokenizer
 from distill.errors import DataError, RunError
-from distill.files import digest, write_atomically
+from distill.files import write_atomically
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.teacher.stage import packed_order
-from distill.teacher.store import TeacherStore, read_manifest, redo
+from distill.teacher.store import TeacherStore, read_manifest, redo, tokenizer_digest
 
 # ── Stage `table` ──
 
@@ -91,11 +91,6 @@ def expected_tokens(store: TeacherStore, answers: Sequence[Answer], device: torc
     lengths = [len(one) for one in scored]
     parts = (torch.cat(some)[: len(written)].split(lengths) for some in (ids, chances))
     return [Expected(tokens.numpy(), probabilities.numpy()) for tokens, probabilities in zip(*parts, strict=True)]
-
-
-def tokenizer_digest(target: str) -> str:
-    """Of the vocabulary that a target's texts are counted in."""
-    return digest(load_tokenizer(target).get_vocab())
 
 
 def open_table(path: Path, target: str) -> NGramTable:

@@ -133,8 +133,7 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
         blocks, distributions = scored_blocks(work.source, index, accelerator.device)
         meet()  # before the draft's own passes over parts
         # Processes exchange gradients once, with the last micro-batch.
-        without_exchange = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner)
-        with without_exchange:
+        with contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner):
             with accelerator.autocast():
                 total, own = learner(blocks, distributions, work.loss, on_states)
             accelerator.backward(total)

@@ -159,8 +159,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def plain(learner: torch.nn.Module) -> torch.nn.Module:
     """The learner without the wrapper of several processes, so that its parameters have their plain names."""
-    inner: Any = learner.module if isinstance(learner, torch.nn.parallel.DistributedDataParallel) else learner
-    return inner
+    return learner.module if isinstance(learner, torch.nn.parallel.DistributedDataParallel) else learner
 
 
 def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -264,8 +263,7 @@ def save_checkpoint(
 
 
 def _load(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-    return content
+    return torch.load(path, weights_only=True, map_location="cpu")
 
 
 def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -275,8 +273,7 @@ def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dic
         weights, moments = _load(path / "model.pt"), _load(path / "optimizer.pt")
         set_weights(learner, weights)
         _set_moments(learner, optimizer, moments)
-    state: dict[str, Any] = read_json(path / "state.json", {"step": int})
-    return state
+    return read_json(path / "state.json", {"step": int})
 
 
 @contextlib.contextmanager

@@ -384,8 +384,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
 
     Raises DataError for a teacher of another target or recipe, RecipeError for settings that exclude each other.
     """
-    config = load_config(str(run.path("cut")))
-    settings = with_rate(recipe.train, kept_share(recipe, config))
+    settings = with_rate(recipe.train, kept_share(recipe, load_config(str(run.path("cut")))))
     recipe = recipe.model_copy(update={"train": settings})
     accelerator = make_accelerator(recipe, run)
     device = accelerator.device

@@ -397,8 +397,7 @@ def heal(model: Any, source: TeacherSource, settings: Train, loss: LossSettings,
     model.train()
     for step in range(steps):
         index = batch_blocks(step, settings.batch, source.blocks, seed)
-        blocks = source.packed.take(index).to(device)
-        total, sums = learner(blocks, source.teacher(index, device), loss)
+        total, sums = learner(source.packed.take(index).to(device), source.teacher(index, device), loss)
         mean = total / sums["positions"].clamp(min=1)
         mean.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)

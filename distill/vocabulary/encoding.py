@@ -98,8 +98,7 @@ class Encoder:
 
     def _encode(self, text: str, *, specials: bool = False) -> list[int]:
         self._tokenizer.encode_special_tokens = not specials
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _plain_text(self, text: str) -> list[int]:
         """The tokenizer's own ids, unless it normalises the text; then its model's."""

@@ -43,8 +43,7 @@ def tokenizer_content(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged: it has no vocabulary of tokens and their ids", AGAIN)
     if not isinstance(merges, list) or not all(isinstance(merge, str) or _is_pair(merge) for merge in merges):
         raise DataError(f"{path} is damaged: a merge is a pair of tokens", AGAIN)
-    ids = [*words.values(), *(token["id"] for token in content["added_tokens"])]
-    require_dense(path, ids)
+    require_dense(path, [*words.values(), *(token["id"] for token in content["added_tokens"])])
     refuse_tables(path, content)
     return content
 

@@ -208,8 +208,7 @@ class Vocabulary:
         special = {token["content"] for token in added.values() if token.get("special")}
         for token in tokens_without_row(folder, ids, special, model_rows(folder)):
             del by_id[ids.pop(token)]
-        unknown = content_of(model.get("unk_token"))
-        roles = roles_in(ids, settings, unknown)
+        roles = roles_in(ids, settings, content_of(model.get("unk_token")))
         tokens = tuple(by_id.get(number) for number in range(max(by_id) + 1))
         # Tokens that the settings name are special even without the flag; but an ordinary token may serve as padding.
         serving = {roles[role] for role in NAMED_ROLES if role in roles}
@@ -362,8 +361,7 @@ def _normaliser(
     part = content.get("normalizer")
     if part is None or "ByteLevel" in _steps(part) or not any(token.get("normalized") for token in added.values()):
         return None
-    normalise: Callable[[str], str] = open_tokenizer(path).normalizer.normalize_str
-    return normalise
+    return open_tokenizer(path).normalizer.normalize_str
 
 
 def _bytes(

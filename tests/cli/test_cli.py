@@ -442,7 +442,7 @@ def test_verbose_adds_what_the_libraries_log(copied: Path, capsys: Capture) -> N
 
 
 def test_verbose_shows_the_traceback_of_a_bug(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.cli.check.read_recipe", lambda *_: 1 / 0)
+    monkeypatch.setattr("distill.cli.shared.read_recipe", lambda *_: 1 / 0)
     for options, shown in (([], False), (["-v"], True)):
         assert tiny.call(*options, "check", "x.yaml") == 1
         said = capsys.readouterr().err

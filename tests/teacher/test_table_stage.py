@@ -16,7 +16,8 @@ from test_ngrams import place_in
 
 from distill.decoding.ngrams import LEAST, ORDER, NGramTable
 from distill.engines.torch.hugging_face import load_model
-from distill.teacher.table import FILE, LIKELIEST, tokenizer_digest
+from distill.teacher.store import tokenizer_digest
+from distill.teacher.table import FILE, LIKELIEST
 
 PRICED = "{drafter: table, rule: expected-value, nodes: 4, length: 4}"
 

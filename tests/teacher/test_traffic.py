@@ -28,10 +28,10 @@ from distill.data.traffic import (
     encode_line,
     first_lines,
     measure,
+    no_answers,
     parse_line,
     pin_of,
     read_lines,
-    require_answers,
     sort_lines,
     unfinished_line,
     write_traffic,
@@ -341,7 +341,7 @@ def test_a_folder_without_files_and_with_bad_lines(tmp_path: Path) -> None:
         pin_of(tmp_path)
     (tmp_path / "a.jsonl").touch()
     with pytest.raises(DataError, match=r"its \*.jsonl files are empty\n.* then `again` reads"):
-        require_answers(Sorted(), pin_of(tmp_path), "`again`")
+        raise no_answers(Sorted(), pin_of(tmp_path), "`again`")
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": "b"}\n')
     (tmp_path / "b.jsonl").write_text('{}\n{"prompt": "a", "answer": "b"}\n{"pro')
     (tmp_path / "c.txt").write_text("other")
