@@ -290,11 +290,7 @@ def copy_file(source: Path, destination: Path) -> None:
     """Copy a file's content into a folder that is being written; a fault names the side that it is on."""
     content = open(source, "rb")  # noqa: SIM115 - closed below; only its own faults are the source's
     with content, faults_explained(destination), open(destination, "wb") as copy:
-        while True:
-            piece = content.read(2**20)
-            if not piece:
-                return
-            copy.write(piece)
+        shutil.copyfileobj(content, copy, 2**20)
 
 
 def _read(path: Path, missing: tuple[str, str], unreadable: str, damaged: str, largest: int | None = None) -> Any:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM
 
 from distill.data.corpus import check_chat, check_corpus
@@ -28,6 +27,7 @@ from distill.devices import pick_device, process_count, take_peaks
 from distill.engines.loaded import context_of
 from distill.engines.pairs import compare_pair
 from distill.engines.server_commands import shipped_heads
+from distill.engines.torch.described import empty_model
 from distill.engines.torch.hugging_face import check_placement, check_weights, load_config, local_snapshot, text_folder
 from distill.engines.torch.model import growing_cache, state_refusal
 from distill.engines.torch.static import require_static
@@ -48,8 +48,8 @@ from distill.surgery.cutter import check_cut, check_smaller, planned_layers
 from distill.surgery.sparsity import LEAST_RAMP
 from distill.tables import bullets, document, size
 from distill.teacher.answers import check_writer
+from distill.teacher.likeliest import check_teacher
 from distill.teacher.questions import check_questions
-from distill.teacher.stage import check_teacher
 from distill.teacher.store import planned_bytes
 from distill.training.setup import require_processes, require_quantisation, require_trackers
 from distill.training.step import check_training
@@ -203,9 +203,7 @@ def check_static(recipe: Recipe) -> list[str]:
     """Target and donor can decode with a static cache where the recipe asks for one."""
     if recipe.pytorch.static and "pytorch" in recipe.speedup.backends:
         for reference in dict.fromkeys([recipe.target.model, recipe.donor_model]):
-            with torch.device("meta"):  # layers and attention without weights
-                model = AutoModelForCausalLM.from_config(load_config(reference))
-            require_static(model, reference)
+            require_static(empty_model(load_config(reference)), reference)
     return []
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from distill.engines.torch.described import empty_model
 from distill.engines.torch.hugging_face import load_config
 from distill.errors import DataError, RecipeError
 from distill.files import read_utf8
@@ -151,17 +152,12 @@ def work_of_config(config: Any, weight_bytes: float) -> StepWork:
 
 
 def _work_of_attention(config: Any, weight_bytes: float) -> StepWork:
-    import torch
-    from transformers import AutoModelForCausalLM
-
     stored = getattr(config, "quantization_config", None) or {}
     config = config.get_text_config()
-    with torch.device("meta"):  # names and shapes alone
-        model = AutoModelForCausalLM.from_config(config)
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     packed, fewer = PUBLISHED.get(str(method), (None, weight_bytes))
     sizes = []
-    for name, one in model.named_parameters():
+    for name, one in empty_model(config).named_parameters():
         small = packed is not None and one.ndim > 1 and not name.endswith("bias") and packed.search(name)
         sizes.append((name, one.numel(), one.numel() * (min(weight_bytes, fewer) if small else weight_bytes)))
     heads = config.num_attention_heads

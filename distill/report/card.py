@@ -221,14 +221,10 @@ def _target_sizes(recipe: Recipe, cut: CutReport) -> ModelSizes:
     """Sizes of the target, read from its configuration on an empty model, so that no weights are loaded."""
     if cut.donor.path == recipe.target.model:
         return cut.donor
-    import torch
-    from transformers import AutoModelForCausalLM
-
+    from distill.engines.torch.described import empty_model
     from distill.engines.torch.hugging_face import describe_model, load_config
 
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(load_config(recipe.target.model))
-        return describe_model(recipe.target.model, empty)
+    return describe_model(recipe.target.model, empty_model(load_config(recipe.target.model)))
 
 
 def report(recipe: Recipe, run: Run) -> list[Path]:

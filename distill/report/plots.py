@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
 from distill.machine import install_extra
-from distill.measuring.evaluation_results import (
-    MEASURES,
-    RELIABILITIES,
-    PositionAcceptance,
-    Reliability,
-)
+from distill.measuring.evaluation_results import MEASURES, RELIABILITIES, PositionAcceptance, Reliability
 from distill.measuring.speedup_results import Measurement, SpeedupPart
 from distill.report.tables import TRAINED
 from distill.tables import Interval, clean, known, ratio_interval

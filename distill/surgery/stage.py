@@ -23,7 +23,7 @@ from distill.devices import doubled, pick_device
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import growing_decoder, target_file
 from distill.engines.model import Model
-from distill.engines.torch.described import trimmed_head, write_kept
+from distill.engines.torch.described import empty_model, trimmed_head, write_kept
 from distill.engines.torch.hugging_face import (
     describe_model,
     load_config,
@@ -260,8 +260,6 @@ def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:
 
     Raises DataError when the parent's draft is missing or has changed since the refresh began.
     """
-    from transformers import AutoModelForCausalLM
-
     name = f"{parent['run']}/draft"
     source = run.folder.parent / parent["run"] / "draft"
     for file, expected in parent["files"].items():
@@ -271,8 +269,7 @@ def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:
                 f"put the folder {source.parent} back as it was",
             )
     config = load_config(str(source))
-    with torch.device("meta"):  # sizes alone
-        sizes = describe_model(name, AutoModelForCausalLM.from_config(config))
+    sizes = describe_model(name, empty_model(config))
 
     def save(place: Path) -> None:
         for file in parent["files"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from torch import Tensor
 
 from distill.data.packing import Packed, packed_logits, scored_documents
 from distill.data.texts import decoded
+from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.torch.hugging_face import encode, load_config, load_tokenizer, real_tokens
+from distill.engines.torch.hugging_face import encode, load_config, load_shared, load_tokenizer, real_tokens
 from distill.errors import DataError, EndpointError
 from distill.files import has_form, reference_digest
 from distill.recipe import GgufOptions, Recipe
 from distill.recipe.measuring import CHANGES_LOGITS
+from distill.run import Run
 from distill.teacher.endpoint import Endpoint, Refused, Unanswered
 from distill.teacher.store import compress, log_tail_at
 from distill.teacher.writers import require_gguf
@@ -332,6 +335,46 @@ class ServerReader:
 
 
 Reader = ModelReader | GgufReader | ServerReader
+
+
+def open_reader(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, opened: ExitStack) -> tuple[Reader, Packed]:
+    """The target as the recipe's teacher reads it, and the blocks that it can score."""
+    settings = recipe.teacher
+    if settings.gguf is not None:
+        run.say(f"  distributions from {settings.gguf}")
+        options = recipe.gguf_options("target")
+        return GgufReader(settings.gguf, recipe.target.model, blocks.ids.shape[1], vocabulary, options), blocks
+    if settings.server is None:
+        return ModelReader(load_shared(recipe.target, pick_device(recipe.device)), vocabulary), blocks
+    reader = ServerReader(recipe)
+    opened.callback(lambda: run.say(f"  server: {reader.endpoint.summary()}"))
+    blocks, left_out = reader.scorable(blocks)
+    if left_out:
+        run.say(f"  {left_out} documents are not scored: sent as text, they would be read as other tokens")
+    if not int(blocks.mask.sum()):
+        raise DataError(
+            "no document gives its own tokens when it is sent as text",
+            "set teacher.server.prompts: ids, or serve the target with the tokenizer of target.model",
+        )
+    run.say(f"  {reader.announcement(blocks)}")
+    return reader, blocks
+
+
+def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
+    """The teacher's GGUF file has the target's tokens, or its servers answer with log-probabilities of prompts."""
+    settings = recipe.teacher
+    if settings.gguf is not None:
+        return [require_teacher_file(settings.gguf, recipe.target.model, recipe.corpus.block)]
+    if settings.server is None:
+        return []
+    at_one = "its distributions hold at temperature 1, whatever sampler it serves with"
+    if offline:
+        return [f"teacher: {settings.server.model} on {len(settings.server.urls)} server(s), not asked; {at_one}"]
+    with closing(ServerReader(recipe)) as reader:
+        return [
+            f"teacher: {settings.server.model} answers on {len(settings.server.urls)} server(s), with "
+            f"{reader.largest_request} log-probabilities a token; {at_one}"
+        ]
 
 
 def compact_distributions(reader: Reader, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> dict[str, Tensor]:

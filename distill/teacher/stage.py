@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,7 @@ from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.teacher.distributions import Head, require_head
-from distill.teacher.likeliest import (
-    GgufReader,
-    ModelReader,
-    Reader,
-    ServerReader,
-    compact_distributions,
-    mean_masses,
-    require_teacher_file,
-)
+from distill.teacher.likeliest import Reader, compact_distributions, mean_masses, open_reader
 from distill.teacher.store import FORMAT, bytes_per_position, head_path, shard_path, target_metadata
 
 Distributions = Callable[[Packed], dict[str, Tensor]]
@@ -148,7 +140,7 @@ def _maker(
         dtype = settings.dtype or recipe.target.dtype
         metadata: dict[str, Any] = {"hidden_dtype": dtype, "logit_form": asdict(head.form)}
         return blocks, metadata, lambda part: exact_distributions(model, part, DTYPES[dtype])
-    reader, blocks = _open_reader(recipe, run, blocks, vocabulary, opened)
+    reader, blocks = open_reader(recipe, run, blocks, vocabulary, opened)
     opened.callback(reader.close)
     k, temperatures = min(settings.top_k, vocabulary - 1), settings.temperatures
     mass = None if all_entries else settings.mass
@@ -156,29 +148,6 @@ def _maker(
         k = _entries(recipe, run, reader, blocks, k, mass, main)
     metadata = {"k": k, "mass": mass, "temperatures": list(temperatures), "origin": reader.origin}
     return blocks, metadata, lambda part: compact_distributions(reader, part, k, temperatures)
-
-
-def _open_reader(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, opened: ExitStack) -> tuple[Reader, Packed]:
-    """The target as the recipe's teacher reads it, and the blocks that it can score."""
-    settings = recipe.teacher
-    if settings.gguf is not None:
-        run.say(f"  distributions from {settings.gguf}")
-        options = recipe.gguf_options("target")
-        return GgufReader(settings.gguf, recipe.target.model, blocks.ids.shape[1], vocabulary, options), blocks
-    if settings.server is None:
-        return ModelReader(load_shared(recipe.target, pick_device(recipe.device)), vocabulary), blocks
-    reader = ServerReader(recipe)
-    opened.callback(lambda: run.say(f"  server: {reader.endpoint.summary()}"))
-    blocks, left_out = reader.scorable(blocks)
-    if left_out:
-        run.say(f"  {left_out} documents are not scored: sent as text, they would be read as other tokens")
-    if not int(blocks.mask.sum()):
-        raise DataError(
-            "no document gives its own tokens when it is sent as text",
-            "set teacher.server.prompts: ids, or serve the target with the tokenizer of target.model",
-        )
-    run.say(f"  {reader.announcement(blocks)}")
-    return reader, blocks
 
 
 def shard_tensors(blocks: Packed, distributions: Distributions, batch: int) -> dict[str, Tensor]:
@@ -229,20 +198,3 @@ def save_shard(path: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     write_atomically(path, lambda temporary: save_file(tensors, str(temporary)))
-
-
-def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
-    """The teacher's GGUF file has the target's tokens, or its servers answer with log-probabilities of prompts."""
-    settings = recipe.teacher
-    if settings.gguf is not None:
-        return [require_teacher_file(settings.gguf, recipe.target.model, recipe.corpus.block)]
-    if settings.server is None:
-        return []
-    at_one = "its distributions hold at temperature 1, whatever sampler it serves with"
-    if offline:
-        return [f"teacher: {settings.server.model} on {len(settings.server.urls)} server(s), not asked; {at_one}"]
-    with closing(ServerReader(recipe)) as reader:
-        return [
-            f"teacher: {settings.server.model} answers on {len(settings.server.urls)} server(s), with "
-            f"{reader.largest_request} log-probabilities a token; {at_one}"
-        ]

@@ -33,15 +33,7 @@ from distill.training.saved import (
 )
 from distill.training.setup import Training, merge, set_up, tracked, warn_missing_classes
 from distill.training.step import CLIP, STATES, body_share, rate_share, scored_blocks, set_rates, states_weight
-from distill.training.validation import (
-    ended,
-    evaluate_weights,
-    evaluation_due,
-    loading,
-    stepping,
-    take_best,
-    writing,
-)
+from distill.training.validation import ended, evaluate_weights, evaluation_due, loading, stepping, take_best, writing
 
 STOPPING = "interrupted: the training stops after this step and is saved; a second signal ends it at once"
 

@@ -27,6 +27,14 @@ SHOWN = 3  # tensors named in a message
 AGAIN = "copy or download the folder again; config.json and weights must be of one model"
 
 
+def empty_model(config: Any) -> Any:
+    """The model of a configuration without weights: its layers, names and shapes."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
 def require_own_type(reference: str, config: Any) -> None:
     """Raise DataError for a config.json whose model_type and `architectures` are of different models."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
