@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+from branches import Branches
 from table_model import TableModel
 from torch import Tensor
 
+from distill.decoding import verify
 from distill.engines.model import Ints, PendingTree
 from distill.engines.torch.model import TorchLogits
 from distill.engines.torch.static import StaticTorchModel
@@ -75,3 +78,25 @@ class StaticTable(StaticTorchModel):
     def rollback(self, lengths: Sequence[int]) -> None:
         assert all(0 <= new <= old for new, old in zip(lengths, self._lengths, strict=True))
         self._lengths = list(lengths)
+
+
+def every_draw(branches: Branches, rows: int = 1) -> Any:
+    """Both ways in which rounds on the device draw, taken in every way for the first of the rows; the others' numbers
+    are what they are."""
+    true_below, true_draw = verify.below, verify.unchecked_transform
+
+    def below(uniforms: Tensor, chances: Tensor) -> Tensor:
+        own = chances.flatten()[: chances.numel() // rows].tolist()
+        turns = torch.tensor([branches.choose([chance, 1 - chance]) == 0 for chance in own], dtype=torch.bool)
+        others = true_below(uniforms.flatten()[len(own) :], chances.flatten()[len(own) :])
+        return torch.cat([turns, others]).view(chances.shape)
+
+    def drawn(distributions: Tensor, uniforms: Tensor) -> Tensor:
+        assert distributions.shape[:-1] == uniforms.shape
+        flat = distributions.reshape(-1, distributions.shape[-1]).double()
+        own = flat[: len(flat) // rows]
+        turns = [branches.choose((row / row.sum()).tolist()) if row.sum() > 0 else 0 for row in own]
+        others = true_draw(flat[len(own) :], uniforms.flatten()[len(own) :])
+        return torch.cat([torch.tensor(turns), others]).view(uniforms.shape)
+
+    return mock.patch.multiple(verify, below=below, unchecked_transform=drawn)

@@ -1,5 +1,5 @@
 """What decoding asks of an accelerator, counted exactly on the pretend one: waits and bytes of rounds, launches of
-steps. docs/decoding.md has the tables that these counts make. The texts are the CPU's.
+steps. docs/decoding.md has the tables that these counts make. The texts are the CPU's: test_pretend_rounds.py.
 
 Legend: V vocabulary.
 """
@@ -15,19 +15,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_device_rounds import DRAFTS, MODELS
-from test_device_trees import GREEDY, V, outline
+from test_device_rounds import V
 from toys import EXPERTS, FAMILIES, SHORT, random_prompts, toy
 
 from distill.decoding.batch import decode_batch
 from distill.decoding.configured import TableDrafter
-from distill.decoding.decode import Decoded, decode, decode_text, plain_steps
+from distill.decoding.decode import Decoded, decode, plain_steps
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor, Proposal
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.engines.loaded import torch_decoder, with_rows
-from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
 from distill.recipe import PyTorch
@@ -161,7 +159,8 @@ WAYS = {"ours": PyTorch(static=True), "growing": PyTorch(), "transformers'": PyT
 
 
 def launches(kind: str, pretend: Any, ways: Mapping[str, PyTorch] = WAYS) -> dict[str, list[tuple[int, int]]]:
-    """Launches in bfloat16 of a step of one token and of five: of a layer, and besides all layers."""
+    """Launches in bfloat16 of a step of one token and of five, which wait for nothing: of a layer, and besides all
+    layers."""
     counted: dict[str, list[list[int]]] = {name: [] for name in ways}
     for layers in (2, 4):
         own = FAMILIES[SHORT.get(kind, kind)]
@@ -173,6 +172,7 @@ def launches(kind: str, pretend: Any, ways: Mapping[str, PyTorch] = WAYS) -> dic
             for tokens in (1, 5):
                 with pretend.counting() as counts:
                     decoder.extend(list(range(tokens)))
+                assert not counts.waits, counts.operations
                 found.append(counts.launches)
             counted[name].append(found)
     return {
@@ -208,30 +208,3 @@ def test_families_whose_layers_launch_more(pretend: Any) -> None:
     gemmas = {kind: most for kind, most in more.items() if kind.startswith("gemma")}
     assert set(gemmas) == {"gemma2", "gemma4_text"} and max(gemmas.values()) == 48
     assert all(EXPERTS.keys() <= FAMILIES[kind].keys() for kind in more.keys() - gemmas.keys())
-
-
-# Texts.
-
-
-@pytest.mark.parametrize("kind", ["qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_texts_are_those_of_the_cpu(kind: str, pretend: Any) -> None:
-    """Greedy ones of either cache, those of the growing one; sampled ones of either cache, those of the static one."""
-    there = {}
-    for role, model in (("target", MODELS[kind]), ("draft", DRAFTS[kind])):
-        moved = copy.deepcopy(model).to("pretend")
-        there[role] = [torch_decoder(moved, V, PyTorch(static=static), tokens=60) for static in (False, True)]
-    prompt = [5, 6, 7, 8] * 3
-    greedy = {"p_min": chain(lambda: ProbabilityFloor(4, 0.1)), **GREEDY}
-    for name in ("p_min", "best-first, calibrated", "shape", "table"):
-        rules, texts = Rules(ends=(7,)), []
-        for target, draft in ((TorchModel(MODELS[kind]), TorchModel(DRAFTS[kind])), *zip(*there.values(), strict=True)):
-            texts.append(outline(decode_text(target, greedy[name](draft, rules), prompt, 10, rules)))
-        assert texts[0] == texts[1] == texts[2], name
-    for case in (CASES["`fixed`, `ratio`: 4 tokens"], CASES["drawn tree of 10 nodes"]):
-        texts = []
-        here = StaticTorchModel(MODELS[kind]), StaticTorchModel(DRAFTS[kind])
-        for target, draft in (here, *zip(*there.values(), strict=True)):
-            rules = Rules(Sampler(0.9, 20, 0.95), case.verifier, random=random.Random(5).random)
-            assert case.make is not None
-            texts.append(outline(decode_text(target, case.make(draft, rules), prompt, 10, rules)))
-        assert texts[0] == texts[1] == texts[2]

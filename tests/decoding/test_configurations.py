@@ -14,7 +14,7 @@ from toys import random_prompts
 
 from distill.decoding.calibration import FITTED, Recorded, fit_calibration
 from distill.decoding.configured import Fitted, check_configurations, lossy_reason
-from distill.decoding.costs import NO_STEPS, PaidCosts, StepCosts
+from distill.decoding.costs import StepCosts
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.lengths import Features, NGramIndex
 from distill.decoding.rules import GREEDY, Rules
@@ -23,28 +23,13 @@ from distill.files import write_json
 from distill.measuring.calibrate import calibrate, load_calibrations, record_rounds, write_texts
 from distill.measuring.compare import PairSettings, judge_identity, measurements, prepare_all, time_texts
 from distill.measuring.identity import Identity, Rounding
-from distill.measuring.speedup_results import (
-    ChosenLength,
-    PairMeasured,
-    SpeedupPart,
-    SpeedupReport,
-    StepFigures,
-)
-from distill.measuring.speedup_tables import measurement_table, speedup_blocks
-from distill.recipe import (
-    Configuration,
-    Recipe,
-    SamplerSettings,
-    Speedup,
-    Target,
-    dump_recipe,
-    load_recipe,
-    parse_recipe,
-)
+from distill.measuring.speedup_results import PairMeasured
+from distill.measuring.speedup_tables import measurement_table
+from distill.recipe import Configuration, SamplerSettings, Speedup, Target, dump_recipe, load_recipe
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, RULES
 from distill.recipe.measuring import fixed_length
 from distill.sampler import Sampler
-from distill.tables import document, records
+from distill.tables import records
 
 COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
 CONFIGURATIONS = [
@@ -64,22 +49,6 @@ CONFIGURATIONS = [
     Configuration(verifier="match"),
     Configuration(verifier="block", draft_context=64),
 ]
-FEATURES = Features(0.5, 0.25, 1.0)
-
-
-def recipe_with(**speedup: Any) -> Recipe:
-    return parse_recipe(
-        {
-            "name": "configurations",
-            "target": {"model": "./target"},
-            "corpus": {"sources": [{"kind": "text", "path": "./text", "split": "test"}]},
-            "sampler": {"temperature": 0.8, "top_k": 4},
-            "speedup": speedup,
-        },
-        "here",
-    )
-
-
 HOT = SamplerSettings(temperature=0.8, top_k=4)
 
 
@@ -114,14 +83,8 @@ def test_configurations_that_are_refused(raw: dict[str, Any], words: str) -> Non
 
 def test_titles_differ_and_doubles_are_refused() -> None:
     assert len({one.title for one in CONFIGURATIONS}) == len(CONFIGURATIONS)
-    with pytest.raises(RecipeError, match="listed twice"):
-        recipe_with(configurations=[{"length": 4}, {"length": 4}])
-
-
-def test_a_recipe_survives_its_own_dump(tmp_path: Path) -> None:
-    recipe = recipe_with(configurations=[{"rule": "beta", "floor": 0.2}, {"drafter": "tree"}])
-    (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
-    assert load_recipe(tmp_path / "config.yaml").speedup == recipe.speedup
+    with pytest.raises(ValidationError, match="listed twice"):
+        Speedup(configurations=(Configuration(length=4), Configuration(length=4)))
 
 
 def test_lossy_pairs_have_reasons_and_are_refused_unless_asked_for() -> None:
@@ -185,22 +148,11 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     assert [one.title for one in others] == [PLAIN_SAMPLED.title, *(one.title for one in asked)]
     assert [one.lossy is not None for one in others] == [False, False, True]
     texts = time_texts(target, draft, random_prompts(4, 12, 3), 16, prepared, "prompts")
-    label = PairMeasured("a pair", "pytorch")
-    rows = measurements(texts, prepared, {}, label)
+    rows = measurements(texts, prepared, {}, PairMeasured("a pair", "pytorch"))
     *_, plain_row, lossless, lossy = rows
     assert plain_row.speedup == 1 and plain_row.tokens_per_round is None
     assert lossless.plain_tokens_per_second == plain_row.tokens_per_second and lossless.identical is None
     assert lossless.lossy is None and lossy.lossy is not None
-    part = SpeedupPart(
-        *label.key,
-        rows,
-        ChosenLength(2, 1.0, 0.9, 1.1, 5.0),
-        0.0,
-        PaidCosts(1.0, {1: 1.2}, NO_STEPS, NO_STEPS, 0.5, 0.1),
-        StepFigures(8, {1: 1.0, 2: 1.1}, {1: 0.1}),
-    )
-    report = SpeedupReport("distill speedup", {}, 4, 16, {}, [part])
-    assert document(speedup_blocks(report)).count("| LOSSY: ") == 1
     shown = [row["distribution"] for row in records([measurement_table(rows, "")])]
     assert shown[:4] == ["the target's"] * 4 and shown[4].startswith("LOSSY: ")
     # A lossy configuration that is not marked as one is refused by the decoder itself.
@@ -251,51 +203,18 @@ def test_n_grams_by_hand() -> None:
     assert index.match([1, 2], 3) == 0
 
 
-def test_the_stage_measures_configurations_and_refuses_lossy_ones(
-    copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = ("--runs", copied.parent)
-    assert tiny.call("speedup", "tiny", *runs, "-o", "csv") == 0
-    assert "draft, expected value context, ≤ 8" in capsys.readouterr().out
-    assert (copied / "speedup" / "calibration.json").exists()
-    again = (
-        "speedup.configurations=[{rule: p_min, n_min: 2, sampler: recipe}]",
-        "speedup.prompts=2",
-        *runs,
-        "--until",
-        "speedup",
-    )
-    config = copied / "config.yaml"
-    assert config.exists()
-    assert tiny.call("train", config, *again) == 2
-    assert "would change the target's distribution" in capsys.readouterr().err
-    text = config.read_text()
-    config.write_text(dump_recipe(load_recipe(config, again[:2])))
-    assert tiny.call("speedup", "tiny", *runs) == 2
-    assert "--allow-lossy" in capsys.readouterr().err
+def test_lossy_configurations_are_refused_or_labelled(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs, config = ("--runs", copied.parent), copied / "config.yaml"
+    lossy = ("speedup.configurations=[{rule: p_min, n_min: 2, sampler: recipe}]", "speedup.prompts=2")
+    said = tiny.refused(capsys, "train", config, *lossy, *runs, "--until", "speedup")
+    assert "would change the target's distribution" in said
+    config.write_text(dump_recipe(load_recipe(config, lossy)))
+    assert "--allow-lossy" in tiny.refused(capsys, "speedup", "tiny", *runs)
     assert tiny.call("speedup", "tiny", *runs, "--allow-lossy") == 0
-    said = capsys.readouterr()
-    assert "| LOSSY: " in said.out and "LOSSY configuration" in said.err
-    assert "LOSSY" in (copied / "report.html").read_text() or tiny.call("report", "tiny", *runs) == 0
-    assert "LOSSY" in (copied / "report.html").read_text() and "LOSSY" in (copied / "draft" / "README.md").read_text()
-    config.write_text(text)
+    out, err = capsys.readouterr()
+    assert "| LOSSY: " in out and "LOSSY configuration" in err
+    assert all("LOSSY" in (copied / name).read_text() for name in ("report.html", "draft/README.md"))
     generate = ("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 8)
-    hot = ("--temperature", 0.9, "--verifier", "greedy")
-    assert tiny.call(*generate, *hot) == 2
-    assert "would change the target's distribution" in capsys.readouterr().err
-    assert tiny.call(*generate, *hot, "--allow-lossy") == 0
-    assert "LOSSY: this text does not follow" in capsys.readouterr().err
-    texts = set()
-    for rule in RULES:
-        assert tiny.call(*generate, "--rule", rule, "--length", 3, "--allow-lossy") == 0
-        said = capsys.readouterr()
-        assert "LOSSY" not in said.err  # greedy: nothing is
-        texts.add(said.out)
-    assert len(texts) == 1
-    for options, words in (
-        (("--rule", "x"), "there is no rule 'x'; known: fixed, p_min"),
-        (("--p-min", 0.1), "p_min is not read by drafter draft with rule fixed"),
-        (("--rule", "beta", "--drafter", "tree"), "drafter tree has none"),
-    ):
-        assert tiny.call(*generate, *options) == 2
-        assert words in capsys.readouterr().err
+    hot = ("--temperature", 0.9, "--verifier", "greedy", "--allow-lossy")
+    assert "LOSSY: this text does not follow" in tiny.told(capsys, *generate, *hot)
+    assert "LOSSY" not in tiny.told(capsys, *generate, "--rule", "p_min", "--allow-lossy")  # greedy: nothing is

@@ -1,4 +1,4 @@
-"""What a lookup proposes, and pairs of drafter and verifier that the decoder refuses.
+"""What a lookup proposes.
 
 That sampled texts follow the target's distribution: test_exact_decoding.py, and by sampling test_samples.py."""
 
@@ -10,33 +10,12 @@ import random
 
 import pytest
 import torch
-from table_model import TableModel
 
 from distill.decoding.costs import StepCosts
-from distill.decoding.decode import decode_text
-from distill.decoding.drafters import FallbackDrafter, LookupDrafter, LookupPrice, ModelDrafter, SuffixIndex
-from distill.decoding.lengths import Fixed
-from distill.decoding.rules import Rules
-from distill.errors import DataError
-from distill.sampler import Sampler
+from distill.decoding.drafters import FallbackDrafter, LookupDrafter, LookupPrice, SuffixIndex
 
 torch.set_num_threads(1)
 V = 4
-
-
-@pytest.mark.parametrize(
-    ("n_min", "verifier", "words"),
-    [(2, "token", "dropped after the draw"), (0, "greedy", "greedy emits"), (0, "distinct", "no verifier")],
-)
-def test_pairs_that_are_refused(n_min: int, verifier: str, words: str) -> None:
-    """What dropped tokens would do to the distribution: test_samples.py and test_exact_decoding.py."""
-    served, target = Sampler(1.0), TableModel(V, 11)
-    drafter = ModelDrafter(TableModel(V, 12), Fixed(3, n_min=n_min), served, random.random)
-    rules = Rules(served, verifier, random=random.random)
-    with pytest.raises((DataError, ValueError), match=words):
-        decode_text(target, drafter, [1, 2], 3, rules)
-    if n_min:
-        assert len(decode_text(target, drafter, [1, 2], 3, rules, lossy=True).tokens) == 3
 
 
 def copied(text: list[int], place: int, count: int) -> list[int]:

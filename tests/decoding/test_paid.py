@@ -30,22 +30,20 @@ from distill.measuring.timing import Predictions
 from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN
 
-MODULES = ("round_costs", "costs", "decode", "drafters")
+CLOCKED = [f"decoding.{name}" for name in ("round_costs", "costs", "decode", "drafters")]
+CLOCKED += ["measuring.compare", "engines.model"]
 
 
 class Clocked(AroundModel):
     """A model whose step of m tokens takes `first` + `more`·(m − 1) seconds of the clock, and `deeper` for each token
     that is cached."""
 
-    max_leaves = 0
-    capacity = 0
     deeper = 0.0
 
     def __init__(self, model: TableModel, clock: list[float], first: float, more: float) -> None:
         super().__init__(model)
         self._clock, self._first, self._more = clock, first, more
         self.steps: list[int] = []
-        self.capacity = model.capacity
 
     @property
     def lengths(self) -> list[int]:
@@ -63,8 +61,8 @@ class Clocked(AroundModel):
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Clocked, Clocked]:
     clock = [0.0]
-    for module in MODULES:
-        monkeypatch.setattr(f"distill.decoding.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    for module in CLOCKED:
+        monkeypatch.setattr(f"distill.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     target = TableModel(7, seed=3, capacity=400)
     return Clocked(target, clock, 10.0, 1.5), Clocked(target.near(0.4, seed=5), clock, 2.0, 0.25)
 
@@ -138,11 +136,8 @@ def accepted_of(texts: Sequence[TimedText], one: TimedConfiguration) -> list[flo
     )
 
 
-def test_texts_take_what_is_predicted_between_them(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_take_what_is_predicted_between_them(pair: tuple[Any, Any]) -> None:
     """What is no chain of the sweep of lengths is not predicted."""
-    for module in ("measuring.compare", "engines.model"):
-        clock = SimpleNamespace(perf_counter=lambda: pair[0]._clock[0])
-        monkeypatch.setattr(f"distill.{module}.time", clock)
     draws, watch = random.Random(1).random, Watch()
     target, draft = watch.models(*pair)
     others = [Configuration(rule="p_min", length=3, p_min=0.5), Configuration(drafter="lookup", length=3)]
@@ -177,11 +172,8 @@ def test_prompts_as_long() -> None:
     assert found == [[3], [5, 6, 1, 2, 3, 4][-5:], [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6][-9:]]
 
 
-def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any]) -> None:
     """Where attention makes a step twice as dear, costs of short prompts would predict something else."""
-    for module in ("measuring.compare", "engines.model"):
-        clock = SimpleNamespace(perf_counter=lambda: pair[0]._clock[0])
-        monkeypatch.setattr(f"distill.{module}.time", clock)
     pair[0].deeper, pair[1].deeper = 0.01, 0.02
     draws = random.Random(2)
     others, prompts = [[1, 2, 3]], [[draws.randrange(7) for _ in range(length)] for length in (120, 200)]
@@ -328,16 +320,14 @@ def test_a_draft_that_is_not_asked_reads_nothing(pair: tuple[Any, Any]) -> None:
     assert result.tokens == plain(target, [1, 2, 3], 12).tokens
 
 
-def test_small_contexts_and_drafts_without_tokens_end(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_contexts_and_drafts_without_tokens_end(pair: tuple[Any, Any]) -> None:
     """A context with room for one long round a text; a draft whose logits are empty has none."""
-    clock = [0.0]
-    for module in MODULES:
-        monkeypatch.setattr(f"distill.decoding.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    small = TableModel(7, seed=3, capacity=12)
-    target, draft = Clocked(small, clock, 10.0, 1.5), Clocked(small.near(0.4, seed=5), clock, 2.0, 0.25)
-    paid = measure_paid(target, draft, [[1, 2, 3]], range(1, 9), repeats=2)
-    assert dict(paid.verify) == pytest.approx({n: 10 + 1.5 * n for n in range(1, 9)})
-    empty = TableModel(7, seed=3, capacity=400)
-    empty.table[:] = -torch.inf
+    pair[1].model.table[:] = -torch.inf
     with pytest.raises(DataError, match="proposes fewer tokens than it is asked for"):
-        measure_paid(pair[0], Clocked(empty, clock, 2.0, 0.25), [[1, 2, 3]], [2], repeats=1)
+        measure_paid(*pair, [[1, 2, 3]], [2], repeats=1)
+    small = TableModel(7, seed=3, capacity=12)
+    pair[0].model, pair[1].model = small, small.near(0.4, seed=5)
+    for model in pair:
+        model.capacity = 12
+    paid = measure_paid(*pair, [[1, 2, 3]], range(1, 9), repeats=2)
+    assert dict(paid.verify) == pytest.approx({n: 10 + 1.5 * n for n in range(1, 9)})

@@ -194,13 +194,18 @@ def test_two_devices(pretend: Any, table: NGramTable, places: tuple[str, str], s
         assert summary(found) == summary(expected), configuration.title
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss", "qwen3_next", "falcon_h1", "lfm2"])
-def test_other_layers(pretend: Any, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        *((kind, growing_decoder) for kind in ("gemma3", "gpt_oss", "qwen3_next", "falcon_h1", "lfm2")),
+        ("gemma3", StaticTorchModel),
+    ],
+)
+def test_other_layers(pretend: Any, kind: str, make: Callable[..., Any]) -> None:
     """Windows, experts and recurrent states, whose snapshots lie on the device."""
-    model = toy(kind, seed=3)
-    texts = []
+    model, texts = toy(kind, seed=3), []
     for device in ("cpu", "pretend"):
-        target, draft = (growing_decoder(copy.deepcopy(one).to(device), V) for one in (model, blurred(model, 6, 0.02)))
+        target, draft = (make(copy.deepcopy(one).to(device)) for one in (model, blurred(model, 6, 0.02)))
         texts.append(summary(text(Configuration(length=3), (target, draft), PROMPTS[1], GREEDY)))
     assert texts[0] == texts[1]
 

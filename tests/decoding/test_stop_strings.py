@@ -151,22 +151,6 @@ def test_what_begins_a_stop_string_waits() -> None:
         stop_before(lambda token: b"", ["a", ""])
 
 
-def test_the_texts_above_end_where_rounds_meet() -> None:
-    """Of the stop strings above, some begin in one round and end in a later one, and some inside a token."""
-    across = inside = 0
-    for pieces, seed in itertools.product(PIECES, range(5)):
-        draws = random.Random(seed)
-        table, prompt = TableModel(6, 10 * seed), [draws.randrange(6)]
-        free = plain(table, prompt, LIMIT).tokens
-        stops = stops_of(draws, text_of(free, pieces).decode("utf-8", "ignore"))
-        rules = Rules(stop=stop_before(pieces.__getitem__, stops))
-        result = decode_text(table, ModelDrafter(table.near(0.7, seed), Fixed(3), GREEDY, zero), prompt, LIMIT, rules)
-        before_the_last = 1 + sum(r.accepted + 1 for r in result.rounds[:-1])
-        across += len(result.tokens) < before_the_last
-        inside += bool(result.rest)
-    assert across and inside
-
-
 def test_a_call_looks_at_the_end_alone() -> None:
     asked: list[int] = []
 
