@@ -213,6 +213,7 @@ def test_lossy_configurations_are_refused_or_labelled(copied: Path, capsys: pyte
     assert tiny.call("speedup", "tiny", *runs, "--allow-lossy") == 0
     out, err = capsys.readouterr()
     assert "| LOSSY: " in out and "LOSSY configuration" in err
+    assert tiny.call("report", "tiny", *runs) == 0
     assert all("LOSSY" in (copied / name).read_text() for name in ("report.html", "draft/README.md"))
     generate = ("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 8)
     hot = ("--temperature", 0.9, "--verifier", "greedy", "--allow-lossy")
