@@ -239,11 +239,7 @@ FORKS: dict[str, tuple[int, Make]] = {
         ("table", "match", Sampler(0.9, top_p=0.95)),
         ("table", "token", Sampler()),
         ("best-first", "greedy", Sampler()),
-        *[
-            pytest.param(name, verifier, Sampler(0.0), marks=[pytest.mark.slow] * bool((a + b) % 3))
-            for a, name in enumerate(BEST)
-            for b, verifier in enumerate(TREES)
-        ],
+        *((name, verifier, Sampler(0.0)) for name in BEST for verifier in TREES),
     ],
     ids=str,
 )

@@ -9,13 +9,9 @@ import math
 import random
 
 import pytest
-import torch
 
 from distill.decoding.costs import StepCosts
 from distill.decoding.drafters import FallbackDrafter, LookupDrafter, LookupPrice, SuffixIndex
-
-torch.set_num_threads(1)
-V = 4
 
 
 def copied(text: list[int], place: int, count: int) -> list[int]:
