@@ -156,7 +156,7 @@ def export_gguf(
     shared.require_known("--outtype", kinds, OUTTYPES)
     overrides = tuple(_override(value) for value in tensor_type or ())
     unweighed = [] if imatrix is None or overrides else [kind for kind in kinds if kind in UNWEIGHED]
-    from distill.export import Source, check_texts, compared, importance_of
+    from distill.export import Source, check_texts, compared, importance_of, record_extra
     from distill.gguf.writer import export_files
 
     idle = f"changes nothing in {' and '.join(unweighed)}"
@@ -191,8 +191,6 @@ def export_gguf(
                 faults += _served(target, report.path, origin.advice, slower)
             files.append(file)
     if run is not None:
-        from distill.export import record_extra
-
         note(f"recorded in {record_extra(run, files)}")
     if faults:
         raise DataError("; ".join(faults), "the file was written; do not use it for what it does not pass")
@@ -286,8 +284,8 @@ def export_lookup(
     shared.require_place(to)
     recipe, run = shared.find_run(name, runs)
     from distill.engines.server_commands import drafting_from_texts
-    from distill.teacher.table import FORMS
-    from distill.teacher.table import export_lookup as export
+    from distill.teacher.stage import FORMS
+    from distill.teacher.stage import export_lookup as export
 
     path = to or run.path("lookup", FORMS[server][0])
     if path.exists() and not overwrite:

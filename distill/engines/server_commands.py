@@ -131,7 +131,7 @@ def suffix_depth(tokens: int) -> int:
 
 
 def drafting_from_texts(server: str, target: str, file: str, texts: int, tokens: int) -> str:
-    """The command of a server that drafts from a file of so many texts and tokens (teacher/table.py), without a draft
+    """The command of a server that drafts from a file of so many texts and tokens (teacher/stage.py), without a draft
     model."""
     model = shlex.quote(target)
     if server == "llama.cpp":

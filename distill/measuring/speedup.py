@@ -33,7 +33,7 @@ from distill.recipe.measuring import fixed_length
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import document, speed_ratio
-from distill.teacher.table import open_table
+from distill.teacher.stage import open_table
 
 # ── Stage `speedup`: plain against speculative decoding of the run's target and draft, by each backend ──
 

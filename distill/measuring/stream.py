@@ -27,7 +27,7 @@ from distill.gguf.importing import is_gguf
 from distill.progress import note
 from distill.recipe import Configuration, Gguf, PyTorch, Target
 from distill.sampler import Sampler
-from distill.teacher.table import open_table
+from distill.teacher.stage import open_table
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 

@@ -147,7 +147,7 @@ STAGES = (
         together=True,
     ),
     _stage(
-        "table", "teacher.table:table", "corpus.block", "answers:answers/train-* teacher:teacher/*", "table", "target"
+        "table", "teacher.stage:table", "corpus.block", "answers:answers/train-* teacher:teacher/*", "table", "target"
     ),
     _held_out("validation", "train.acceptance.prompts train.acceptance.new_tokens cut.score_blocks"),
     _held_out("test", "eval.prompts eval.new_tokens eval.file_blocks"),

@@ -45,11 +45,10 @@ class Sourced(Section):
     source: str = Field(min_length=3)
 
 
-class Share(Section):
+class Share(Sourced):
     """A share and where it comes from."""
 
     value: float = Field(ge=0, le=1)
-    source: str = Field(min_length=3)
 
 
 class Hardware(Section):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from html import escape
@@ -230,19 +230,15 @@ def _figure(name: str, title: str) -> Iterator[tuple[Axes, list[str]]]:
         figure = Figure(figsize=(5.0, 3.3), layout="constrained")
         axes = figure.add_subplot()
         yield axes, done
-        _legend(figure.legend, axes)
+        handles, labels = axes.get_legend_handles_labels()
+        if labels:
+            longest = max(map(len, labels))
+            columns = 1 if longest > 30 else 2 if longest > 17 else 3
+            figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
         drawn = io.StringIO()
         unsaid: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(drawn, format="svg", transparent=True, metadata=unsaid)
     done.append(_inline(drawn.getvalue(), name, title))
-
-
-def _legend(place: Callable[..., Any], axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        longest = max(map(len, labels))
-        columns = 1 if longest > 30 else 2 if longest > 17 else 3
-        place(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
 
 
 def _inline(drawn: str, name: str, title: str) -> str:

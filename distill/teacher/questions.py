@@ -294,13 +294,13 @@ EXAMPLES, SHOWN_CHARACTERS = 3, 500  # of each
 SUMMARY = "summary.json"
 
 
-def questions(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
+def questions(recipe: Recipe, run: Run) -> list[Path]:
     """Write the conversations of each source of kind target to questions/target.jsonl (target-2.jsonl, …), and
     summary.json.
 
-    Texts are asked for as stage `answers` asks for answers, and resumed as those are; `share` as there.
+    Texts are asked for as stage `answers` asks for answers, shared among processes and resumed as those are.
     """
-    share = share or (process_index(), process_count())
+    share = process_index(), process_count()
     summaries = []
     for number, (source, name) in enumerate(zip(recipe.corpus.asked, question_files(recipe.corpus), strict=True)):
         asking = _Questions(recipe, source, number, run, share)

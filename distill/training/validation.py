@@ -276,9 +276,7 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
 def evaluation_due(work: Training) -> bool:
     """Whether the weights are evaluated after this step: at intervals and at the end."""
     settings, step = work.settings.acceptance, work.state["step"]
-    if settings is None:
-        return False
-    return step == work.settings.steps or step % settings.every == 0
+    return settings is not None and (step == work.settings.steps or step % settings.every == 0)
 
 
 def evaluate_weights(work: Training) -> None:

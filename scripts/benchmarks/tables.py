@@ -28,9 +28,8 @@ from distill.recipe import load_recipe
 from distill.recipe.configuration import LENGTH, NODES
 from distill.run import Run
 from distill.tables import Cell, Row, Table, document
-from distill.teacher.stage import packed_order
+from distill.teacher.stage import expected_tokens, packed_order
 from distill.teacher.store import TeacherStore
-from distill.teacher.table import expected_tokens
 
 Text = tuple[list[int], list[int]]
 

@@ -16,8 +16,8 @@ from test_ngrams import place_in
 
 from distill.decoding.ngrams import LEAST, ORDER, NGramTable
 from distill.engines.torch.hugging_face import load_model
+from distill.teacher.stage import LIKELIEST, TABLE_FILE
 from distill.teacher.store import tokenizer_digest
-from distill.teacher.table import FILE, LIKELIEST
 
 PRICED = "{drafter: table, rule: expected-value, nodes: 4, length: 4}"
 
@@ -40,7 +40,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_run_counts_its_train_answers_and_nothing_else(counted: Path, world: Path) -> None:
     """Every n-gram of the table, against the answers' files and the target asked anew: none of a held-out text."""
-    table = NGramTable.open(counted.joinpath(*FILE), tokenizer_digest(str(world / "target")))
+    table = NGramTable.open(counted.joinpath(*TABLE_FILE), tokenizer_digest(str(world / "target")))
     answers = [one for one in lines(counted / "answers" / "train-*.jsonl") if not one["looping"] and not one["dropped"]]
     assert len(answers) >= 4 and table.about["texts"] == str(len(answers))
     model = load_model(str(world / "target"), "float32", torch.device("cpu"))
@@ -108,7 +108,7 @@ def test_commands_draft_from_a_runs_table(
     refusal = tiny.refused(capsys, "speedup", "--target", tmp_path / "other", *pair[3:], *read, counted)
     assert "another vocabulary" in refusal and str(world / "target") in refusal
     broken = tmp_path / "ngrams.safetensors"
-    broken.write_bytes(counted.joinpath(*FILE).read_bytes()[:-3])
+    broken.write_bytes(counted.joinpath(*TABLE_FILE).read_bytes()[:-3])
     assert "cut short" in tiny.refused(capsys, *pair, *read, broken)
     assert "is for configurations of drafter table" in tiny.refused(
         capsys, *pair, "--configuration", "{drafter: lookup}", "--table", counted
