@@ -289,6 +289,11 @@ class DraftSteps:
 NO_STEPS = DraftSteps(0.0, 0.0, 0.0)
 
 
+def _curve(seconds: Mapping[int, float], first: int) -> tuple[float, ...]:
+    """The seconds of `first`, `first` + 1, … drafted tokens, up to one that was not timed; they never fall."""
+    return tuple(rising([seconds[drafted] for drafted in takewhile(seconds.__contains__, count(first))]))
+
+
 @dataclass(frozen=True)
 class PaidCosts:
     """Seconds of a pair's requests: of parts of rounds the medians, else means (see `typical`).
@@ -299,8 +304,8 @@ class PaidCosts:
     token of the prompt. `settled[n]`: of whole rounds of n tokens drafted by argmax after two rounds of as many, the
     last of which was not accepted whole, or was: steps of a size that a model has just taken are cheaper (llama.cpp has
     their graph still), so that a fixed length costs other than its parts. Without n where no such round was timed.
-    `alone[n]`: of verifying n tokens that no model drafted, timed with the target alone: behind a draft's steps and the
-    reading of its distributions the target's step takes longer, in ik_llama.cpp by half.
+    `alone[n]`, n = 0, 1, …: of the target's steps of n + 1 tokens, timed without a draft, the fastest repeats: behind a
+    draft's steps and the reading of its distributions they take longer, in ik_llama.cpp by half.
     """
 
     token: float
@@ -320,13 +325,8 @@ class PaidCosts:
         """
         steps = self.by_distribution
         two = steps.later + max(steps.first_two - steps.first, 0.0)
-        overhead, own = max(steps.first - steps.later, 0.0), self._curve(self.alone) if self.alone else ()
-        return StepCosts(self._curve(self.verify), steps.later, two, overhead, own)
-
-    def _curve(self, verify: Mapping[int, float]) -> tuple[float, ...]:
-        """T(1..) from the seconds of rounds of 1, 2, … tokens."""
-        timed = takewhile(verify.__contains__, count(1))
-        return self.token, *rising([verify[drafted] for drafted in timed])
+        overhead = max(steps.first - steps.later, 0.0)
+        return StepCosts((self.token, *_curve(self.verify, 1)), steps.later, two, overhead, _curve(self.alone, 0))
 
     def round_seconds(self, length: int, whole: float) -> float:
         """Seconds of a round of fixed `length` > 0; a share `whole` of rounds follow one that was accepted whole."""

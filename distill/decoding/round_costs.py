@@ -236,7 +236,9 @@ def measure_paid(
     """The costs of rounds whose draft's distributions are read, once each length, and 1, 2 and 3, were timed `repeats`
     times or are steady, and of the steps that verify what no model drafted; raises as RoundCostMeter.
 
-    Of a target alone (`draft` is the target) those steps are all there is, because no cache holds two texts.
+    Of a target alone (`draft` is the target) those steps are all there is, because no cache holds two texts. Of steps
+    the fastest repeats count: what disturbs some of them must not decide which lengths look cheap. A plain step follows
+    one of its own size, as most do; steps of another size than the last one cost more in llama.cpp.
     """
     paid = None
     if draft is not target:
@@ -246,12 +248,12 @@ def measure_paid(
     reached = [length for length in lengths if length + 2 <= target.capacity]
     depth = len(prompts[len(prompts) // 2]) + tokens // 2
     depth = max(1, min(depth, target.capacity - max(reached, default=0) - 1))
-    counts = [1, *(length + 1 for length in reached)]
+    counts = [1, 1, *(length + 1 for length in reached)]
     steps = measure_steps(target, counts, depth, repeats, target.vocabulary_size, until_steady=True)
-    verified = {length: steps[length + 1][0] for length in reached}
+    plain_step, verified = steps[1][1], {length: steps[length + 1][1] for length in reached}
     if paid is None:
-        return PaidCosts(steps[1][0], verified, NO_STEPS, NO_STEPS, 0.0, 0.0)
-    return replace(paid, alone=verified)
+        return PaidCosts(plain_step, verified, NO_STEPS, NO_STEPS, 0.0, 0.0)
+    return replace(paid, alone={0: plain_step, **verified})
 
 
 def _steps(taken: Mapping[str, Sequence[float]]) -> DraftSteps:
