@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -225,7 +225,7 @@ def doctor(runs: shared.RunsOption = shared.DEFAULT_RUNS, output: shared.FormatO
     Exit status 2 if something that distill needs is missing or too old.
     """
     require_path(runs, "--runs")
-    found = [*_packages(), _torch(), _bfloat16(), _llama(), *_cores(), _memory(), _disk(runs), _smollm2()]
+    found = [*_packages(), _torch(), _bfloat16(), _llama(), *_ik(), *_cores(), _memory(), _disk(runs), _smollm2()]
     columns: Columns[Finding] = {
         "what": lambda row: row.what,
         "found": lambda row: row.found,
@@ -303,11 +303,30 @@ def _llama() -> Finding:
         return Finding(what, f"{version} cannot be loaded: {words}", "warning", machine.COMPILE_LLAMA)
     if (option := llama_option()) is not None and not where.startswith("GPUs"):
         return Finding(what, f"{version}, {where}", "warning", f'CMAKE_ARGS="{option}" {machine.COMPILE_LLAMA}')
-    unused = [
-        name for name, own in COMPILED.items() if name in (machine.cpu_features() or ()) and built and own not in built
-    ]
-    remedy = f"built without {', '.join(unused)} of this processor: {machine.COMPILE_LLAMA}"
-    return judged(what, f"{version}, {where}; {' '.join(built)}", bool(unused), remedy)
+    return _of_processor(what, f"{version}, {where}", built, machine.COMPILE_LLAMA)
+
+
+def _ik() -> Iterator[Finding]:
+    """Whether ik_llama.cpp, where it is installed, uses the instructions of this processor."""
+    version = machine.version_of("ik-llama-cpp-python")
+    if version is not None:
+        from distill.gguf.library import compiled_with, engine_of
+        from distill.recipe import GgufOptions
+
+        try:
+            built = compiled_with(engine_of(GgufOptions(library="ik")))
+        except (DistillError, OSError) as error:
+            yield Finding("ik_llama.cpp", f"{version} cannot be loaded: {_words(error)}", "warning")
+        else:
+            yield _of_processor("ik_llama.cpp", version, built, "bash scripts/build_ik_llama_cpp.sh in a checkout")
+
+
+def _of_processor(what: str, found: str, built: Sequence[str], remedy: str) -> Finding:
+    """A library's row: what it was compiled with, and what it was not of what this processor has."""
+    features = machine.cpu_features() or ()
+    unused = [name for name, own in COMPILED.items() if name in features and built and own not in built]
+    lacking = f"built without {', '.join(unused)} of this processor: {remedy}"
+    return judged(what, f"{found}; {' '.join(built)}", bool(unused), lacking)
 
 
 def _cores() -> Iterator[Finding]:

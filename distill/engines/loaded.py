@@ -90,8 +90,7 @@ class LoadedPair:
         options = dict(self.options)
         contents = [None if (one := options.pop(role)) is None else _content(one) for role in ("target", "draft")]
         if isinstance(self.target, GgufModel):
-            versions = [f"{name} {version_of(name)}" for name in ("llama-cpp-python", "ik-llama-cpp-python")]
-            engine = [*versions, self.target.library_and_vocabulary()[0].llama_print_system_info().decode()]
+            engine: list[Any] = [one.build for one in (self.target, self.draft) if isinstance(one, GgufModel)]
         else:
             options["threads"] = torch.get_num_threads()
             engine = [*(f"{name} {version_of(name)}" for name in ("torch", "transformers"))]

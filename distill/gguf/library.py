@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from distill.errors import DataError, RecipeError
 from distill.gguf.head import COPY_AGAIN, FileHead, check_vocabulary, known_type, open_head, type_name
-from distill.machine import COMPILE_LLAMA, WITHOUT_AMX, install_extra, thread_count
+from distill.machine import COMPILE_LLAMA, WITHOUT_AMX, install_extra, thread_count, version_of
 from distill.progress import is_verbose
 from distill.recipe import GgufOptions
 from distill.recipe.measuring import NO_DEVICE, ON_CPU
@@ -38,6 +38,7 @@ _DECLARED = (
     *("llama_init_from_model", "llama_free", "llama_n_ubatch", "llama_batch_init", "llama_batch_free", "llama_decode"),
 )
 _UNDECLARED: dict[str, tuple[list[Any], Any]] = {
+    "llama_print_system_info": ([], ctypes.c_char_p),
     "llama_n_ctx": ([_Handle], ctypes.c_uint32),
     "llama_n_batch": ([_Handle], ctypes.c_uint32),
     "llama_get_logits": ([_Handle], ctypes.POINTER(ctypes.c_float)),
@@ -350,6 +351,12 @@ class GgufFile:
         self.head_rows = int(self.library.llama_vocab_n_tokens(self.vocabulary))
         self.vocabulary_size = self.head_rows - self._padding_rows()
         self.context_length = head.size("context_length", 1, 2**31 - 1) or sys.maxsize
+
+    @property
+    def build(self) -> list[str]:
+        """What computes: its package with the version, and what it was compiled with."""
+        package = "llama-cpp-python" if self.engine is self.library else "ik-llama-cpp-python"
+        return [f"{package} {version_of(package)}", *compiled_with(self.engine)]
 
     def _load(self, llama: Any, parameters: Any) -> Any:
         ERRORS.clear()

@@ -188,6 +188,18 @@ def test_a_build_that_leaves_instructions_unused(monkeypatch: Patch) -> None:
         assert row.state == state and (state == "fine" or "without avx512f" in row.remedy)
 
 
+def test_the_wheel_of_ik_leaves_instructions_unused(monkeypatch: Patch) -> None:
+    """As it comes it knows no AVX-512; a script compiles it for the processor."""
+    pytest.importorskip("ik_llama_cpp")
+    monkeypatch.setattr(doctor_module.machine, "cpu_features", lambda: {"avx2", "fma", "avx512f"})
+    for built, state in ((["AVX2", "FMA"], "warning"), (["AVX2", "FMA", "AVX512"], "fine")):
+        monkeypatch.setattr("distill.gguf.library.compiled_with", lambda library, built=built: built)
+        (row,) = doctor_module._ik()
+        assert row.state == state and (state == "fine" or "scripts/build_ik_llama_cpp.sh" in row.remedy)
+    monkeypatch.setattr(doctor_module.machine, "version_of", lambda name: None)
+    assert not list(doctor_module._ik())
+
+
 def test_a_build_with_amx_is_refused(monkeypatch: Patch, capsys: Capture) -> None:
     """PyTorch releases AMX's tiles, and llama.cpp configures them once in a thread."""
     module = pytest.importorskip("llama_cpp")

@@ -20,7 +20,7 @@ from distill.errors import DataError
 from distill.files import digest, read_result, write_result
 from distill.gguf.importing import cache_folder, file_name
 from distill.gguf.library import GgufFile
-from distill.machine import machine, version_of
+from distill.machine import machine
 from distill.recipe import GgufOptions
 from distill.recipe.measuring import MOST_KL
 
@@ -31,7 +31,6 @@ TEXT = (
     "that a rider moves with the feet. The first ones were heavy, made of wood and hard to steer; later ones had "
     "pedals, chains and tyres of rubber, and soon millions of people used them every day to go to work or to see more."
 )
-PACKAGES = {"llama.cpp": "llama-cpp-python", "ik_llama.cpp": "ik-llama-cpp-python"}
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ def checked_batches(file: GgufFile, options: GgufOptions) -> BatchCheck | None:
         return None
     library = "ik_llama.cpp" if options.library == "ik" else "llama.cpp"
     given = {name: value for name, value in options.given().items() if not name.startswith("threads")}
-    build = [library, version_of(PACKAGES[library]), machine()["cpu"], given, sizes]
-    place = cache_folder("batches") / f"{file_name(file.path)}-{digest(build)[:12]}.json"
+    conditions = [file.build, machine()["cpu"], given, sizes]
+    place = cache_folder("batches") / f"{file_name(file.path)}-{digest(conditions)[:12]}.json"
     try:
         check = read_result(place, BatchCheck)
     except DataError:

@@ -73,6 +73,7 @@ class GgufModel:
         self.pad_single = pad_single
         self._undoable = 0  # of the last tokens, by llama.cpp itself; −1 where it has just taken some back
         self.head_rows, self.vocabulary_size = self._file.head_rows, self._file.vocabulary_size
+        self.build = self._file.build  # of the library that computes
         try:
             options = options.model_copy(update={"threads": options.threads or threads})
             self.batches = checked_batches(self._file, options)
