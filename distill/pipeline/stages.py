@@ -14,10 +14,11 @@ from distill.data.traffic import PIN as TRAFFIC
 from distill.data.traffic import pin_traffic
 from distill.errors import RunError
 from distill.files import digests_of, file_digests, has_form, joint_digest, parse_object, read_json, write_json
-from distill.recipe import CONNECTION_KEYS, Recipe, Source
+from distill.recipe import Recipe, Source
 from distill.recipe.corpus import OF_TARGET
 from distill.recipe.measuring import CHANGES_LOGITS
 from distill.recipe.recipe import left_out
+from distill.recipe.target import CONNECTION_KEYS
 from distill.run import Run
 
 

@@ -2,31 +2,7 @@
 
 from distill.recipe.configuration import Configuration
 from distill.recipe.corpus import Chat, Corpus, Source
-from distill.recipe.measuring import Evaluate, Export, Gguf, GgufOptions, Speedup
+from distill.recipe.measuring import Evaluate, Gguf, GgufOptions, Speedup
 from distill.recipe.recipe import Recipe, dump_recipe, is_path, load_recipe, parse_recipe, resolve_model
-from distill.recipe.target import (
-    CONNECTION_KEYS,
-    Answers,
-    PyTorch,
-    SamplerSettings,
-    Section,
-    Servers,
-    Target,
-    TeacherServer,
-    TeacherStore,
-    Traffic,
-    Writer,
-    parse_section,
-)
-from distill.recipe.training import (
-    Acceptance,
-    Adapter,
-    ComparedCut,
-    Cut,
-    HiddenStates,
-    Loss,
-    Sparsity,
-    Train,
-    Transplant,
-    Trim,
-)
+from distill.recipe.target import PyTorch, SamplerSettings, Section, Target, Traffic, parse_section
+from distill.recipe.training import Adapter, Cut, Loss, Train

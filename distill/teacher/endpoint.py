@@ -23,7 +23,7 @@ import httpx2
 from distill.data.texts import listed
 from distill.errors import EndpointError, server_words
 from distill.files import parse_object
-from distill.recipe import Servers
+from distill.recipe.target import Servers
 
 CONNECT_SECONDS = 10.0
 FIRST_DELAY, LONGEST_DELAY, LONGEST_ASKED = 0.5, 60.0, 600.0  # seconds

@@ -31,8 +31,8 @@ from distill.engines.torch.hugging_face import load_config, load_target, load_to
 from distill.errors import DataError
 from distill.files import digest, read_json, reference_digest
 from distill.recipe import Recipe
-from distill.recipe import TeacherStore as Settings
 from distill.recipe.target import TYPE_BYTES
+from distill.recipe.target import TeacherStore as Settings
 from distill.run import Run, verify_artifact
 from distill.sampler import require_finite
 from distill.teacher.distributions import EMPTY, CompactTeacher, Head, LogitForm, Teacher, TeacherChunk, require_head
