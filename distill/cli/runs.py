@@ -54,15 +54,7 @@ def train(
 
     Finished stages are skipped. After an interruption the same command resumes.
     """
-    from distill.pipeline.running import (
-        finish_refresh,
-        follow_main,
-        plan_refresh,
-        plan_run,
-        require_allowed,
-        run_pipeline,
-        start_refresh,
-    )
+    from distill.pipeline import running
     from distill.pipeline.stages import NAMES, find_stage
 
     shared.refuse_idle(
@@ -86,36 +78,36 @@ def train(
     if not is_main():  # one of several that `accelerate launch` started
         if not dry_run:
             shared.prepare(found.threads)
-            follow_main(found, Run(folder, found, silent=True))
+            running.follow_main(found, Run(folder, found, silent=True))
         return
     if rehearsal:
         _rehearse(whole, found, Run(folder, found))
         return
     run = Run(folder, found)
-    finish_refresh(folder)  # one that was killed
-    parent = plan_refresh(found, run) if refresh else None
+    running.finish_refresh(folder)  # one that was killed
+    parent = running.plan_refresh(found, run) if refresh else None
     if dry_run:
         # --fresh begins in an empty folder.
         planned = Run(folder.with_name(f".{folder.name}.fresh"), found) if fresh else run
-        plan = plan_run(found, planned, until, redo or ())
+        plan = running.plan_run(found, planned, until, redo or ())
         for action in plan:
             run.say(action.line())
-        require_allowed(plan)
+        running.require_allowed(plan)
         return
     if fresh:
         _move_aside(run)
     if parent is None:
-        require_allowed(plan_run(found, run, until, redo or ()))
+        running.require_allowed(running.plan_run(found, run, until, redo or ()))
     # Before the run folder is touched: a cut that cannot be made must not cost the answers.
     _check(found, run, until)
     if must_pay is not None:
         _require_pay(found, run, must_pay)
     if parent is not None:
-        print(f"the old run is now {start_refresh(run, parent)}", file=sys.stderr)
+        print(f"the old run is now {running.start_refresh(run, parent)}", file=sys.stderr)
     with closing(run):
         run.open(read_utf8(recipe))
         shared.prepare(found.threads)
-        run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
+        running.run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
         say_outcome(run)
         require_passed(run, until)
 

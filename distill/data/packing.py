@@ -78,8 +78,7 @@ class Packed:
     @classmethod
     def load(cls, path: Path) -> Packed:
         """Read what `save` wrote."""
-        found = load_file(str(path))
-        return cls(found["ids"], found["documents"], found["positions"], found["mask"], found.get("first"))
+        return cls(**load_file(str(path)))
 
 
 def pack(
