@@ -60,6 +60,14 @@ def test_margin_is_the_distance_of_the_logits() -> None:
     assert margin(Features(1.0, 0.0, 0.0)) == MOST_MARGIN == margin(Features(1.0, 1e-30, 0.0))
 
 
+def test_logistic_is_recovered() -> None:
+    truth = Calibration(-0.7, (1.3, 0.4), ("margin", "log_position"))
+    fitted = fit_calibration(rounds_from(truth, 8000), truth.terms)
+    assert (fitted.bias, *fitted.weights) == pytest.approx((-0.7, 1.3, 0.4), abs=0.12)
+    steep = Calibration(-1.0, (2.0,), MARGIN)
+    assert fit_calibration(rounds_from(steep, 6000), MARGIN).weights == pytest.approx((2.0,), abs=0.15)
+
+
 def test_the_drafts_own_probability_is_the_default() -> None:
     assert Calibration().accept(3, Features(0.37, 0.2, 1.0)) == pytest.approx(0.37, rel=1e-12)
     assert 0 < Calibration().accept(0, Features(0.0, 0.0, 0.0)) < 1e-5 < 1 - 1e-5 < Calibration().accept(0, SURE) < 1
