@@ -218,4 +218,5 @@ def test_lossy_configurations_are_refused_or_labelled(copied: Path, capsys: pyte
     generate = ("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 8)
     hot = ("--temperature", 0.9, "--verifier", "greedy", "--allow-lossy")
     assert "LOSSY: this text does not follow" in tiny.told(capsys, *generate, *hot)
-    assert "LOSSY" not in tiny.told(capsys, *generate, "--rule", "expected-value", "--allow-lossy")  # greedy: nothing is
+    # Greedy, nothing is.
+    assert "LOSSY" not in tiny.told(capsys, *generate, "--rule", "expected-value", "--allow-lossy")
