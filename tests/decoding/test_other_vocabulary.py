@@ -399,11 +399,11 @@ def test_the_cache_holds_the_text(kind: str, pair: tuple[str, str], tmp_path: Pa
     drafter.reader.append = spied
     draws, unshared = random.Random(3), [i for i in range(both[0].size) if i not in shared_tokens(*both)]
     pieces = [*(Encoder(both[0]).text(c.encode()) for c in PROSE + "re ab" * 20), *([i] for i in unshared)]
-    for _ in range(2):
+    for _ in range(3):
         context = draws.choice(pieces) + draws.choice(pieces)
         drafter.begin(context)
         before: list[int] = []
-        for _ in range(10):
+        for _ in range(16):
             proposal = drafter.propose(context, 3, ())
             own = Translator(*both).ids(context)
             assert own is not None and drafter.reader._ids[: len(own)] == own
