@@ -15,6 +15,7 @@ from pathlib import Path
 from distill.export import ExportedFile, ExportReport
 from distill.files import read_result
 from distill.measuring.speedup_results import Measurement, SpeedupReport
+from distill.tables import Cell, Interval, Row, Table, markdown, shown
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "docs/benchmarks.md")
@@ -72,16 +73,9 @@ def _speedups(report: SpeedupReport) -> str:
         if kind is not None:
             rows.setdefault(kind, {}).setdefault(measurement.backend, measurement)
     backends = [name for name in BACKENDS if any(name in row for row in rows.values())]
-    lines = [
-        f"| speedup over plain decoding, greedy, {report.prompts} prompts | "
-        + " | ".join(BACKENDS[name] for name in backends)
-        + " |",
-        "|---|" + "---|" * len(backends),
-    ]
-    for kind, row in rows.items():
-        cells = [_interval(row[name]) if name in row else "" for name in backends]
-        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    heads = [f"speedup over plain decoding, greedy, {report.prompts} prompts", *(BACKENDS[name] for name in backends)]
+    cells = [[kind, *(_interval(row[name]) if name in row else "" for name in backends)] for kind, row in rows.items()]
+    return markdown(Table(heads, cells))
 
 
 WITH_TREES = {
@@ -107,23 +101,24 @@ def _kind(one: Measurement, fixed: int | None) -> str | None:
 
 
 def _interval(measurement: Measurement) -> str:
-    return f"{measurement.speedup:.2f} [{measurement.speedup_low:.2f}, {measurement.speedup_high:.2f}]"
+    return shown(Interval(measurement.speedup, measurement.speedup_low, measurement.speedup_high))
 
 
 def _parity(files: list[ExportedFile]) -> str:
     """Each GGUF file against Hugging Face fp32."""
-    rows = [
-        "| file | MB | top-1 agreement | mean abs. difference of log p | texts with other token ids |",
-        "|---|--:|--:|--:|--:|",
+    heads = ["file", "MB", "top-1 agreement", "mean abs. difference of log p", "texts with other token ids"]
+    rows: list[Row] = [
+        [
+            f"{file.model} {file.outtype}",
+            Cell(file.bytes / 1e6, ".1f"),
+            Cell(parity.top1_agreement, ".2%"),
+            Cell(parity.mean_abs_dlogprob, ".5f"),
+            f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts}",
+        ]
+        for file in files
+        if (parity := file.parity) is not None
     ]
-    for file in files:
-        parity = file.parity
-        if parity is not None:
-            rows.append(
-                f"| {file.model} {file.outtype} | {file.bytes / 1e6:.1f} | {parity.top1_agreement:.2%} "
-                f"| {parity.mean_abs_dlogprob:.5f} | {len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts} |"
-            )
-    return "\n".join(rows)
+    return markdown(Table(heads, rows))
 
 
 def filled(text: str, name: str, found: dict[str, str]) -> str:

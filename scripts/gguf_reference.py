@@ -24,7 +24,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -297,27 +296,11 @@ KINDS = (
 CODES = dict(zip(KINDS, "BbHhIif?  Qqd", strict=True))
 
 
-class GgufFile:
+class Reader:
     """A reader of its own: gguf.GGUFReader takes seconds for a real vocabulary, and ours would check itself."""
 
     def __init__(self, path: Path) -> None:
-        import gguf
-
         self.data, self.at = path.read_bytes(), 4
-        _, tensors, fields = self.numbers("IQQ")
-        self.fields = {self.text(): self.field() for _ in range(fields)}
-        rows = []
-        for _ in range(tensors):
-            name = self.text()
-            (dimensions,) = self.numbers("I")
-            shape = self.numbers(f"{dimensions}Q")
-            rows.append((name, list(shape), *self.numbers("IQ")))
-        start = self.at + -self.at % 32
-        self.tensors = {}
-        for name, shape, kind, offset in rows:
-            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
-            data = self.data[start + offset : start + offset + int(np.prod(shape)) // block * size]
-            self.tensors[name] = [gguf.GGMLQuantizationType(kind).name, shape, hashlib.sha256(data).hexdigest()[:32]]
 
     def numbers(self, codes: str) -> tuple[Any, ...]:
         found = struct.unpack_from(f"<{codes}", self.data, self.at)
@@ -340,16 +323,32 @@ class GgufFile:
             return [kind, inner, [self.text() for _ in range(count)]]
         return [kind, inner, list(self.numbers(f"{count}{CODES[inner]}"))]
 
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, lengths, type and offset of the next tensor in the list."""
+        name, (dimensions,) = self.text(), self.numbers("I")
+        return name, self.numbers(f"{dimensions}Q"), *self.numbers("IQ")
+
 
 def describe(path: Path) -> dict[str, Any]:
     """Every field and tensor of a GGUF file: type, and value or digest."""
-    file = GgufFile(path)
-    for found in file.fields.values():
+    import gguf
+
+    file = Reader(path)
+    _, count, keys = file.numbers("IQQ")
+    fields = {file.text(): file.field() for _ in range(keys)}
+    for found in fields.values():
         value = found[-1]
         if isinstance(value, list) and len(value) > 16:
             text = json.dumps(value, ensure_ascii=False)
             found[-1] = f"{len(value)} values, sha256 {hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    return {"fields": file.fields, "tensors": file.tensors}
+    listed = [file.tensor() for _ in range(count)]
+    start, tensors = file.at + -file.at % 32, {}
+    for name, shape, number, offset in listed:
+        kind = gguf.GGMLQuantizationType(number)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        data = file.data[start + offset : start + offset + int(np.prod(shape)) // block * size]
+        tensors[name] = [kind.name, list(shape), hashlib.sha256(data).hexdigest()[:32]]
+    return {"fields": fields, "tensors": tensors}
 
 
 def main() -> None:
@@ -358,34 +357,28 @@ def main() -> None:
     parser.add_argument("--converter", type=Path, required=True, help="convert_hf_to_gguf.py")
     parser.add_argument("--tokenizers", type=Path, required=True, help="folder of the tokenizers' folders")
     parser.add_argument("--python", default=sys.executable, help="interpreter that runs the converter")
-    parser.add_argument("--only", nargs="*", default=list(CASES), help="cases; others keep what the file holds")
     options = parser.parse_args()
-    found: dict[str, Any] = json.loads(REFERENCE.read_text()) if REFERENCE.exists() else {}
-    run: Callable[..., Any] = subprocess.run
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
-        for name in options.only:
+        for name in CASES:
             folder = Path(place) / name
             build(name, options.tokenizers, folder)
             found[name] = {}
             for outtype in OUTTYPES:
                 output = Path(place) / f"{name}-{outtype}.gguf"
                 command = [options.python, options.converter, folder, "--outtype", outtype, "--outfile", output]
-                done = run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+                done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
                 if done.returncode:
                     sys.exit(f"{name}: the converter failed\n{done.stderr[-3000:]}")
                 described = describe(output)
                 output.unlink()
-                # Fields that are those of f16 are not repeated.
-                first = found[name].get("f16", described)["fields"]
-                if outtype != "f16":
-                    described["fields"] = {
-                        key: value for key, value in described["fields"].items() if first.get(key) != value
-                    }
+                if outtype != "f16":  # fields that are those of f16 are not repeated
+                    first, own = found[name]["f16"]["fields"], described["fields"]
+                    described["fields"] = {key: value for key, value in own.items() if first.get(key) != value}
                 found[name][outtype] = described
             print(f"{name}: {len(found[name]['f16']['tensors'])} tensors", file=sys.stderr)
             shutil.rmtree(folder)
-    ordered = {name: found[name] for name in CASES if name in found}
-    REFERENCE.write_text(json.dumps(ordered, ensure_ascii=False, indent=None, separators=(",", ":")) + "\n")
+    REFERENCE.write_text(json.dumps(found, ensure_ascii=False, indent=None, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ try:
     from distill.files import write_json
     from distill.machine import machine
     from distill.surgery.layers import layer_settings, put_layers
+    from distill.tables import Block, Cell, Row, Table, document
 except ModuleNotFoundError as error:
     sys.exit(f"gpu_check needs the package {error.name}, which is not installed: carry its wheel, or pip install it")
 
@@ -319,56 +320,53 @@ def driver(device: torch.device) -> str | None:
 
 def tables(folder: Path) -> str:
     """What the folders of devices hold, as Markdown."""
-    lines = []
+    blocks: list[Block] = []
     for place in sorted({path.parent for path in folder.glob("*/*.json")}):
         found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(place.glob("*.json"))}
-        lines += device_table(found)
-    return "\n".join(lines)
+        blocks += device_blocks(found)
+    return document(blocks)
 
 
-def device_table(found: dict[str, Measured]) -> list[str]:
-    """The lines of one device."""
+def device_blocks(found: dict[str, Measured]) -> list[Block]:
+    """The tables of one device."""
     one = next(iter(found.values()))
     told = [f"{name} {one['machine'][name]}" for name in ("python", "torch", "transformers") if name in one["machine"]]
     made = f", driver {one['driver']}" if one["driver"] else ""
-    lines = [f"## {one['device']}", "", f"{one['date']}{made}, {', '.join(told)}, {one['machine']['cpu']}.", ""]
+    blocks: list[Block] = [f"## {one['device']}", f"{one['date']}{made}, {', '.join(told)}, {one['machine']['cpu']}."]
     for pair in dict.fromkeys(one["pair"] for one in found.values() if "pair" in one):
-        lines += pair_table([one for one in found.values() if one.get("pair") == pair])
+        blocks += pair_tables([one for one in found.values() if one.get("pair") == pair])
     if "training" in found and "printed" in found["training"]:
-        lines += [f"**training**: `{found['training']['command']}`", "", found["training"]["printed"].rstrip(), ""]
+        blocks += [f"**training**: `{found['training']['command']}`", found["training"]["printed"].rstrip()]
     left = [f"{name}: {what}" for name, one in found.items() for what in one["left_out"]]
-    lines += [f"Not measured: {'; '.join(left)}. Call again.", ""] if left else []
-    return lines
+    return [*blocks, f"Not measured: {'; '.join(left)}. Call again."] if left else blocks
 
 
-def pair_table(parts: list[Measured]) -> list[str]:
-    """The lines of a pair, from all its parts."""
+def pair_tables(parts: list[Measured]) -> list[Block]:
+    """The tables of a pair, from all its parts: its decoders, and the steps of both models."""
     one, rows = parts[0], sorted((row for part in parts for row in part["rows"]), key=lambda row: row["at_once"])
     sizes = {role: f"{count / 1e9:.2f}B" for role, count in one["parameters"].items()}
     trained = "trained" if one["trained_draft"] else "untrained"
-    lines = [f"**{one['pair']}**: target {sizes['target']}, {trained} draft {sizes['draft']}", ""]
-    lines += [
-        "| texts at once | engine | configuration | tokens/s | of the fastest plain | τ | acceptance rate | same text "
-        "| peak memory, GiB |",
-        "|--:|---|---|--:|--:|--:|--:|--:|--:|",
-    ]
     plains = [row for row in rows if row["configuration"] == "plain"]
+
+    decoders: list[Row] = []
     for row in (row for row in rows if "texts" in row):
         best = max((p["tokens_per_second"] for p in plains if p["at_once"] == row["at_once"]), default=float("nan"))
         same = sum(a == b for a, b in zip(row["texts"], itertools.cycle(plains[0]["texts"]), strict=False))
-        tau, acceptance, peak = row["tokens_per_round"], row["acceptance"], row["peak_bytes"]
-        lines.append(
-            f"| {row['at_once']} | {row['engine']} | {row['configuration']} | {row['tokens_per_second']:.1f} | "
-            f"{row['tokens_per_second'] / best:.2f} | {'' if tau is None else f'{tau:.2f}'} | "
-            f"{'' if acceptance is None else f'{acceptance:.3f}'} | {same} of {len(row['texts'])} | "
-            f"{'' if peak is None else f'{peak / 2**30:.2f}'} |"
-        )
-    heads = "".join(f" m = {m} |" for m in COUNTS)
-    lines += ["", f"| steps, ms | engine |{heads}", f"|---|---|{'--:|' * len(COUNTS)}"]
-    for row in (row for row in rows if "steps" in row):
-        cells = (f" {row['steps'][str(m)] * 1e3:.2f} |" if str(m) in row["steps"] else " |" for m in COUNTS)
-        lines.append(f"| {row['configuration']} | {row['engine']} |{''.join(cells)}")
-    return [*lines, ""]
+        speed, peak = row["tokens_per_second"], row["peak_bytes"] and row["peak_bytes"] / 2**30
+        decoded = [row["at_once"], row["engine"], row["configuration"], Cell(speed, ".1f"), speed / best]
+        drafted = [row["tokens_per_round"], Cell(row["acceptance"], ".3f")]
+        decoders.append([*decoded, *drafted, f"{same} of {len(row['texts'])}", peak])
+    heads = ["texts at once", "engine", "configuration", "tokens/s", "of the fastest plain", "τ", "acceptance rate"]
+    steps = [
+        [row["configuration"], row["engine"], *(1e3 * row["steps"].get(str(m), float("nan")) for m in COUNTS)]
+        for row in rows
+        if "steps" in row
+    ]
+    return [
+        f"**{one['pair']}**: target {sizes['target']}, {trained} draft {sizes['draft']}",
+        Table([*heads, "same text", "peak memory, GiB"], decoders),
+        Table(["steps, ms", "engine", *(f"m = {m}" for m in COUNTS)], steps),
+    ]
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ QWEN2_SPLIT = (
 EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "turtledemo", "__pycache__", "__phello__"}
 DATA_TABLES = {"encodings", "pydoc_data"}  # generated tables, not code
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-BLOCK = 512
+BLOCK, BATCH = 512, 8  # tokens of a block, blocks of a step
 SPLIT_FRACTIONS = {"validation": 0.04, "test": 0.04}
 
 
@@ -62,20 +62,20 @@ MODELS = {
 }
 
 
-def read_sources(extra: list[Path]) -> dict[str, dict[str, str]]:
+def read_sources() -> dict[str, dict[str, str]]:
     """Documents by split, then by module path."""
     documents: dict[str, dict[str, str]] = {"train": {}, "validation": {}, "test": {}}
-    for root in [Path(sysconfig.get_paths()["stdlib"]), *extra]:
-        for path in sorted(root.rglob("*.py")):
-            name = path.relative_to(root)
-            if (EXCLUDED_FOLDERS | DATA_TABLES) & set(name.parts):
-                continue
-            try:
-                text = path.read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                continue
-            if text.strip():
-                documents[split_of(name.as_posix(), **SPLIT_FRACTIONS)][name.as_posix()] = text
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if (EXCLUDED_FOLDERS | DATA_TABLES) & set(name.parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text.strip():
+            documents[split_of(name.as_posix(), **SPLIT_FRACTIONS)][name.as_posix()] = text
     return documents
 
 
@@ -149,18 +149,19 @@ def pack(tokenizer: PreTrainedTokenizerFast, texts: list[str], seed: int) -> tor
     return torch.stack([flat[i * BLOCK : i * BLOCK + BLOCK + 1] for i in range(count)])
 
 
-def nats_per_token(model: Qwen2ForCausalLM, blocks: torch.Tensor) -> float:
+def bits_per_byte(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str], most: int | None = None
+) -> float:
+    """Of `most` blocks of the texts, all by default."""
+    blocks, total = pack(tokenizer, texts, 0)[:most], 0.0
     model.eval()
-    total = 0.0
     with torch.no_grad():
-        for i in range(0, len(blocks), 8):
-            batch = blocks[i : i + 8]
-            logits = model(input_ids=batch[:, :-1]).logits.float()
-            total += float(
-                torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
-            )
+        for batch in blocks.split(8):
+            logits, labels = model(input_ids=batch[:, :-1]).logits.float(), batch[:, 1:].flatten()
+            total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"))
     model.train()
-    return total / (blocks.shape[0] * BLOCK)
+    tokens_per_byte = sum(len(tokenizer(text)["input_ids"]) for text in texts) / sum(len(t.encode()) for t in texts)
+    return total / (len(blocks) * BLOCK) / math.log(2) * tokens_per_byte
 
 
 def save_atomically(state: object, path: Path) -> None:
@@ -186,13 +187,9 @@ def train(name: str, made: DemoModel, documents: dict[str, dict[str, str]], argu
         torch.optim.Muon(matrices, lr=made.rate, momentum=0.95, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=made.rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    batch = arguments.batch
     validation_texts = list(documents["validation"].values())
-    validation = pack(tokenizer, validation_texts, 0)
-    validation_bytes = sum(len(t.encode()) for t in validation_texts)
-    bytes_per_token = validation_bytes / sum(len(tokenizer(t)["input_ids"]) for t in validation_texts)
     tokens = arguments.tokens or made.tokens
-    steps = tokens // (batch * BLOCK)
+    steps = tokens // (BATCH * BLOCK)
     step, epoch, position = 0, 0, 0
     checkpoint = work / "checkpoint.pt"
     if checkpoint.exists():
@@ -206,18 +203,18 @@ def train(name: str, made: DemoModel, documents: dict[str, dict[str, str]], argu
     order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(epoch))
     print(
         f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {len(blocks) * BLOCK / 1e6:.2f}M "
-        f"tokens an epoch, {steps} steps, {bytes_per_token:.2f} bytes/token",
+        f"tokens an epoch, {steps} steps",
         flush=True,
     )
     model.train()
     started, since = time.time(), step
     while step < steps:
-        if position + batch > len(blocks):
+        if position + BATCH > len(blocks):
             epoch, position = epoch + 1, 0
             blocks = pack(tokenizer, texts, epoch)
             order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(epoch))
-        rows = blocks[order[position : position + batch]]
-        position += batch
+        rows = blocks[order[position : position + BATCH]]
+        position += BATCH
         warm = min(1.0, (step + 1) / 50)
         # Constant, then linear to zero over the last 30 %, so that a run can be lengthened from its checkpoint.
         scale = warm * min(1.0, (steps - step) / (0.3 * steps))
@@ -233,11 +230,11 @@ def train(name: str, made: DemoModel, documents: dict[str, dict[str, str]], argu
             optimizer.zero_grad(set_to_none=True)
         step += 1
         if step % 10 == 0:
-            speed = (step - since) * batch * BLOCK / (time.time() - started)
-            eta = (steps - step) * batch * BLOCK / speed / 60
+            speed = (step - since) * BATCH * BLOCK / (time.time() - started)
+            eta = (steps - step) * BATCH * BLOCK / speed / 60
             print(f"{name} step {step}/{steps} loss {loss.item():.3f} {speed:.0f} tok/s eta {eta:.0f} min", flush=True)
         if step % 100 == 0 or step == steps:
-            bits = nats_per_token(model, validation[:32]) / math.log(2) / bytes_per_token
+            bits = bits_per_byte(model, tokenizer, validation_texts, 32)
             print(f"{name} step {step} validation {bits:.4f} bits/byte", flush=True)
             save_atomically(
                 {
@@ -249,7 +246,7 @@ def train(name: str, made: DemoModel, documents: dict[str, dict[str, str]], argu
                 },
                 checkpoint,
             )
-    finish(name, model, tokenizer, documents, step * batch * BLOCK)
+    finish(name, model, tokenizer, documents, step * BATCH * BLOCK)
 
 
 def finish(
@@ -260,13 +257,10 @@ def finish(
     tokens: int,
 ) -> None:
     model = model.to(torch.bfloat16).eval()
-    bits = {}
-    for split in ("validation", "test"):
-        texts = list(documents[split].values())
-        blocks = pack(tokenizer, texts, 0)
-        count = sum(len(tokenizer(t)["input_ids"]) for t in texts)
-        bytes_per_token = sum(len(t.encode()) for t in texts) / count
-        bits[split] = round(nats_per_token(model.float(), blocks) / math.log(2) / bytes_per_token, 4)
+    bits = {
+        split: round(bits_per_byte(model.float(), tokenizer, list(documents[split].values())), 4)
+        for split in ("validation", "test")
+    }
     folder = ROOT / "data" / f"demo-{name}"
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -286,13 +280,11 @@ def finish(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["target", "donor", "text"])
-    parser.add_argument("--source", type=Path, action="append", default=[], help="another folder of .py files")
     parser.add_argument("--tokens", type=int, help="tokens to train on (default: the model's own)")
-    parser.add_argument("--batch", type=int, default=8, help=f"blocks of {BLOCK} tokens a step")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    documents = read_sources(arguments.source)
+    documents = read_sources()
     sizes = {split: sum(len(t.encode()) for t in texts.values()) for split, texts in documents.items()}
     print(f"bytes: {sizes}", flush=True)
     if arguments.what == "text":

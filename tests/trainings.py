@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from distill.training import loop
 from distill.training.saved import newest_checkpoint
 
 Trainer = Callable[..., Path]
+TORCHRUN = ["torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
+TORCHRUN += ["--rdzv_endpoint", "localhost:0"]
 MIXED = "train.loss={lk_hybrid: 0.9, cross_entropy: 0.1}"
 
 
@@ -38,19 +41,24 @@ def trained(world: Path, ready: Path, folder: Path, *overrides: str, status: int
     return run
 
 
-def started(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """`python -m ARGUMENTS`, to its end."""
-    settings = {"cwd": tiny.ROOT, "timeout": 300, **settings}
-    return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, **settings)
-
-
 def two_processes(
-    world: Path, runs: Path, *overrides: str, program: Sequence[str] = ("-m", "distill"), **settings: Any
+    world: Path,
+    runs: Path,
+    *overrides: str,
+    launcher: Sequence[str] = TORCHRUN,
+    program: Sequence[str] = ("-m", "distill"),
 ) -> subprocess.CompletedProcess[str]:
-    """`distill train` up to the trained draft in two CPU processes."""
-    launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
-    rest = command(world, runs, *overrides)[1:]
-    return started(*launcher, "--rdzv_endpoint", "localhost:0", *program, *rest, **settings)
+    """`distill train` up to the trained draft in two CPU processes, to their end."""
+    environment = {**os.environ, "PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-m", *launcher, *program, *command(world, runs, *overrides)[1:]]
+    settings: dict[str, Any] = {"cwd": tiny.ROOT, "timeout": 300, "env": environment}
+    return subprocess.run(arguments, capture_output=True, text=True, **settings)
+
+
+def accelerate(config: str) -> list[str]:
+    """The launcher with one of the files of recipes/accelerate/."""
+    options = ["--config_file", f"recipes/accelerate/{config}.yaml", "--num_processes", "2", "--main_process_port", "0"]
+    return ["accelerate.commands.launch", *options]
 
 
 def trained_by_two(world: Path, ready: Path, folder: Path, *overrides: str) -> tuple[Path, str]:

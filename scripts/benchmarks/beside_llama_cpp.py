@@ -6,12 +6,12 @@
     python scripts/benchmarks/beside_llama_cpp.py --server PATH --target T --draft D --prompts FILE \\
         --types ngram-simple --types ngram-mod --types ngram-simple,draft-simple
 
---prompts are files of a run's corpus (prompts-test.jsonl: token ids), or any file that `distill speedup --prompts`
-takes. All programs draft up to --n-max tokens with p_min 0 and the same threads; every prompt goes to each of them in
-turn, --repeats times. Speeds are of the tokens behind the first: each program's own clock, so that neither a process's
-start nor the reading of the prompt counts. llama-speculative-simple takes text: prompts whose ids do not come back from
-their text are left out, and counted; it also drafts the first token behind the prompt, which the others do not.
---types are further values of llama-server's --spec-type, each a server of its own; options may follow a value.
+--prompts is any file that `distill speedup --prompts` takes. All programs draft up to --n-max tokens with p_min 0 and
+the same threads; every prompt goes to each of them in turn, --repeats times. Speeds are of the tokens behind the first:
+each program's own clock, so that neither a process's start nor the reading of the prompt counts.
+llama-speculative-simple takes text: prompts whose ids do not come back from their text are left out, and counted; it
+also drafts the first token behind the prompt, which the others do not. --types are further values of llama-server's
+--spec-type, each a server of its own; options may follow a value.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from distill.decoding.rules import GREEDY, Rules
 from distill.engines.loaded import LoadedPair, context_of, load_pair
 from distill.engines.model import Model
 from distill.errors import DataError, DistillError
-from distill.files import parse_object
 from distill.gguf.library import GgufFile
 from distill.machine import machine, thread_count
 from distill.recipe import Chat, Corpus, Target, parse_section
 from distill.serving.clients import LlamaClient, ServerDrafter, our_text
 from distill.serving.results import Counts, acceptance
 from distill.serving.server import Http, LlamaServer, require_binary, started
-from distill.tables import speed_ratio
+from distill.tables import Cell, Row, Table, document, speed_ratio
 
 START_SECONDS, REPLY_SECONDS = 300.0, 600.0
 DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
@@ -67,16 +66,6 @@ class Program:
             self.counts.append(counts)
         self.tokens[place] += tokens
         self.seconds[place] += seconds
-
-
-def read_prompts(path: Path, target: Path, count: int, size: int, room: int) -> list[list[int]]:
-    """Token ids: a run's own, or those of any file by the rules of `distill speedup`."""
-    lines = path.read_bytes().splitlines() if path.suffix == ".jsonl" else []
-    found = [line for line in map(parse_object, lines) if not isinstance(line, str)]
-    if found and all("ids" in line for line in found):
-        return [line["ids"] for line in found if len(line["ids"]) <= room][:count]
-    asked = read_user_prompts(str(target), Corpus(sources=sources_of([path])), Chat(), count, 0, size, room)
-    return [prompt.ids for prompt in asked.measured]
 
 
 def with_texts(target: Path, prompts: list[list[int]]) -> list[tuple[list[int], str]]:
@@ -111,6 +100,15 @@ def on_server(client: LlamaClient, prompt: list[int], limit: int) -> tuple[float
     return reply.counts.later, reply.later_seconds or 0.0, reply.counts
 
 
+def simple_command(
+    binary: Path, files: tuple[Path, Path], n_max: int, tokens: int, context: int, threads: int
+) -> list[str]:
+    """llama-speculative-simple on target and draft, greedy; `-n` counts the tokens behind the first."""
+    command = [str(binary), "-m", str(files[0]), "-md", str(files[1]), "--spec-type", "draft-simple"]
+    command += ["--spec-draft-n-max", str(n_max), "-n", str(tokens - 1), "--temp", "0", "--no-escape"]
+    return [*command, "--ctx-size", str(context), "--threads", str(threads)]
+
+
 def simple(command: list[str], text: str) -> tuple[float, float, Counts]:
     """One process; its `decoded` line is of all tokens, the first drafted like the others."""
     done = subprocess.run([*command, "-p", text], capture_output=True, text=True, errors="replace", check=False)
@@ -124,22 +122,14 @@ def simple(command: list[str], text: str) -> tuple[float, float, Counts]:
     return tokens, float(decoded[2]), Counts.of_text(tokens + 1, int(counted["drafted"]), accepted)
 
 
-def table(programs: list[Program], base: Program) -> str:
-    """Markdown: speed with its ratio to our decoder's, acceptance, tokens per round."""
-    lines = ["| program | tokens/s | ÷ distill's | accepted ÷ drafted | tokens per round |", "|---|---|---|---|---|"]
-    for one in programs:
-        ratio = speed_ratio(one.tokens, one.seconds, base.tokens, base.seconds)
-        interval = "" if one is base else f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-        cells = [one.name, f"{sum(one.tokens) / sum(one.seconds):,.0f}", interval]
-        if any(count.drafted for count in one.counts):
-            found = acceptance(one.name, one.counts)
-            rate, each = found.rate, found.tokens_per_round
-            cells.append(f"{found.accepted} ÷ {found.drafted} = {rate.mean:.1%} [{rate.low:.1%}, {rate.high:.1%}]")
-            cells.append(f"{each.mean:.2f} [{each.low:.2f}, {each.high:.2f}]")
-        else:
-            cells += ["", ""]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def row_of(one: Program, base: Program) -> Row:
+    """Speed with its ratio to our decoder's, acceptance, tokens per round."""
+    ratio = None if one is base else speed_ratio(one.tokens, one.seconds, base.tokens, base.seconds)
+    row: Row = [one.name, Cell(sum(one.tokens) / sum(one.seconds), ",.0f"), ratio]
+    if not any(count.drafted for count in one.counts):
+        return [*row, None, None, None]
+    found = acceptance(one.name, one.counts)
+    return [*row, f"{found.accepted} ÷ {found.drafted}", Cell(found.rate, "%"), found.tokens_per_round]
 
 
 def measure(arguments: argparse.Namespace) -> str:
@@ -149,13 +139,12 @@ def measure(arguments: argparse.Namespace) -> str:
     target, draft, tokens = arguments.target, arguments.draft, arguments.tokens
     context = min(one for one in (context_of(str(target)), context_of(str(draft)), arguments.context) if one)
     room = context - tokens - arguments.n_max - 2
-    asked = read_prompts(arguments.prompts, target, arguments.count, arguments.prompt_tokens, room)
+    corpus = Corpus(sources=sources_of([arguments.prompts]))
+    read = read_user_prompts(str(target), corpus, Chat(), arguments.count, 0, arguments.prompt_tokens, room)
+    asked = [prompt.ids for prompt in read.measured]
     prompts = with_texts(target, asked)
     if len(prompts) < 2:
         raise DataError(f"{arguments.prompts}: {len(prompts)} of {len(asked)} prompts can be used", "give others")
-    command = [str(speculative_simple), "-m", str(target), "-md", str(draft), "--spec-type", "draft-simple"]
-    command += ["--spec-draft-n-max", str(arguments.n_max), "-n", str(tokens - 1), "--temp", "0", "--no-escape"]
-    command += ["--ctx-size", str(context), "--threads", str(threads)]
     settings = LlamaServer(server, target, draft, arguments.n_max, threads=threads, context=context)
     # The server's last --spec-type counts.
     others = {types: replace(settings, further=("--spec-type", *shlex.split(types))) for types in arguments.types}
@@ -175,6 +164,7 @@ def measure(arguments: argparse.Namespace) -> str:
         drafts = Program("distill", lambda place: speculatively(pair, prompts[place][0], tokens, arguments.n_max))
         programs = [base, served("plain"), drafts, *(served(name) for name in clients if name != "plain")]
         if speculative_simple is not None:
+            command = simple_command(speculative_simple, (target, draft), arguments.n_max, tokens, context, threads)
             programs.append(Program("llama-speculative-simple", lambda place: simple(command, prompts[place][1])))
         for one in programs:
             one.run(0)  # a throw-away text each
@@ -183,13 +173,13 @@ def measure(arguments: argparse.Namespace) -> str:
                 turn = (repeat + number) % len(programs)
                 for one in programs[turn:] + programs[:turn]:
                     one.measure(number)
-    found = machine()
-    head = (
-        f"`python scripts/benchmarks/{Path(__file__).name} {shlex.join(sys.argv[1:])}`, {datetime.date.today()}; "
-        f"{found['cpu']}, {threads} threads; {len(prompts)} prompts × {tokens} tokens × {arguments.repeats} repeats, "
-        f"n_max {arguments.n_max}; {len(asked) - len(prompts)} prompts left out: their text gives other ids."
+    heads = ["program", "tokens/s", "÷ distill's", "accepted ÷ drafted", "acceptance rate", "tokens per round"]
+    note = (
+        f"{datetime.date.today()}; {machine()['cpu']}, {threads} threads; {len(prompts)} prompts × {tokens} tokens × "
+        f"{arguments.repeats} repeats; {len(asked) - len(prompts)} prompts left out: their text gives other ids."
     )
-    return f"{head}\n\n{table(programs, drafts)}"
+    called = f"python scripts/benchmarks/{Path(__file__).name} {shlex.join(sys.argv[1:])}"
+    return document([Table(heads, [row_of(one, drafts) for one in programs], command=called, note=note)])
 
 
 def main() -> None:

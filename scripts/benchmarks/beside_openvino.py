@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
 import os
 import shlex
@@ -32,6 +31,7 @@ import numpy
 PLAIN = "plain"
 CONTEXT = 1024
 Text = tuple[list[int], float, float]  # its ids, seconds to the first of them, seconds in all
+Continued = tuple[list[int], list[int]]  # a prompt, and its text
 
 
 # ── In a process of its own: OpenVINO's environment has no distill, so nothing above may need it. ──
@@ -64,37 +64,27 @@ def openvino_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
     return found[1:]
 
 
-def openvino_logits(one: dict[str, Any], given: dict[str, Any], prompt: list[int], text: list[int]) -> Iterable[Any]:
-    """Of every position of `text` behind `prompt`, as it is decoded: the prompt at once, then token by token."""
+def openvino_logits(one: dict[str, Any], given: dict[str, Any], texts: Sequence[Continued]) -> Iterable[Any]:
+    """Of every position of the texts behind their prompts, as they are decoded: prompts at once, then by token."""
     import openvino
 
-    request = _openvino_request(one["model"], given["threads"])
-    request.reset_state()
+    core = openvino.Core()
+    model = core.read_model(f"{one['model']}/openvino_model.xml")
+    request = core.compile_model(model, "CPU", {"INFERENCE_NUM_THREADS": given["threads"]}).create_infer_request()
     names = {name for port in request.model_inputs for name in port.names}
-    for start, step in [(0, prompt), *((len(prompt) + at, [token]) for at, token in enumerate(text[:-1]))]:
-        end = start + len(step)
-        values = {
-            "input_ids": [step],
-            "attention_mask": [[1] * end],
-            "position_ids": [list(range(start, end))],
-            "beam_idx": [0],
-        }
-        kinds = {name: numpy.int32 if name == "beam_idx" else numpy.int64 for name in values}
-        request.infer({n: openvino.Tensor(numpy.array(v, kinds[n])) for n, v in values.items() if n in names})
-        yield request.get_tensor("logits").data[0, -1]
-
-
-_requests: dict[str, Any] = {}
-
-
-def _openvino_request(folder: str, threads: int) -> Any:
-    import openvino
-
-    if folder not in _requests:
-        core = openvino.Core()
-        model = core.read_model(f"{folder}/openvino_model.xml")
-        _requests[folder] = core.compile_model(model, "CPU", {"INFERENCE_NUM_THREADS": threads}).create_infer_request()
-    return _requests[folder]
+    for prompt, text in texts:
+        request.reset_state()
+        for start, step in [(0, prompt), *((len(prompt) + at, [token]) for at, token in enumerate(text[:-1]))]:
+            end = start + len(step)
+            values = {
+                "input_ids": [step],
+                "attention_mask": [[1] * end],
+                "position_ids": [list(range(start, end))],
+                "beam_idx": [0],
+            }
+            kinds = {name: numpy.int32 if name == "beam_idx" else numpy.int64 for name in values}
+            request.infer({n: openvino.Tensor(numpy.array(v, kinds[n])) for n, v in values.items() if n in names})
+            yield request.get_tensor("logits").data[0, -1]
 
 
 def our_pair(one: dict[str, Any], given: dict[str, Any]) -> Any:
@@ -135,14 +125,13 @@ def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
     return found[1:]
 
 
-def our_logits(one: dict[str, Any], given: dict[str, Any], prompt: list[int], text: list[int]) -> Iterable[Any]:
-    if one["model"] not in _requests:
-        _requests[one["model"]] = our_pair(one, given)
-    target = _requests[one["model"]].target
-    target.rollback([0])
-    for step in [prompt, *([token] for token in text[:-1])]:
-        logits = target.extend(step, want=[len(step) - 1]).full()[-1].float().numpy()
-        yield logits
+def our_logits(one: dict[str, Any], given: dict[str, Any], texts: Sequence[Continued]) -> Iterable[Any]:
+    """As openvino_logits."""
+    with our_pair(one, given) as pair:
+        for prompt, text in texts:
+            pair.target.rollback([0])
+            for step in [prompt, *([token] for token in text[:-1])]:
+                yield pair.target.extend(step, want=[len(step) - 1]).full()[-1].float().numpy()
 
 
 def logprobs(logits: Any) -> Any:
@@ -156,9 +145,8 @@ def divergence(one: dict[str, Any], given: dict[str, Any]) -> float:
     texts = json.loads((folder / "texts.json").read_text())
     exact = numpy.load(folder / "logprobs.npy", mmap_mode="r")
     logits = openvino_logits if one["engine"] == "openvino" else our_logits
-    own = itertools.chain.from_iterable(logits(one, given, *text) for text in texts)
     found = []
-    for p, row in zip(exact, own, strict=True):
+    for p, row in zip(exact, logits(one, given, texts), strict=True):
         p = p.astype(numpy.float64)
         q = logprobs(row[: len(p)])
         found.append(float((numpy.exp(p) * (p - q)).sum()))
@@ -169,7 +157,7 @@ def write_exact(one: dict[str, Any], given: dict[str, Any]) -> None:
     """The greedy texts of float32, and its distributions at their positions."""
     folder = Path(given["folder"])
     texts = [(ids, new) for ids, (new, *_) in zip(given["prompts"], our_texts(one, given), strict=True)]
-    rows = [logprobs(row) for text in texts for row in our_logits(one, given, *text)]
+    rows = [logprobs(row) for row in our_logits(one, given, texts)]
     numpy.save(folder / "logprobs.npy", numpy.array(rows, numpy.float32))
     (folder / "texts.json").write_text(json.dumps(texts))
 
@@ -188,17 +176,16 @@ def ask(work: str, one: dict[str, Any], given: dict[str, Any], openvino: str) ->
     """What a fresh process finds."""
     python = openvino if one["engine"] == "openvino" else sys.executable
     environment = os.environ | {"OMP_NUM_THREADS": str(given["threads"])}
-    done = subprocess.run(
-        [python, __file__, "--worker", work],
-        input=json.dumps([one, given]),
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+    command, asked = [python, __file__, "--worker", work], json.dumps([one, given])
+    return json.loads(finished(command, f"{one['name']}: {work}", input=asked, env=environment).splitlines()[-1])
+
+
+def finished(command: list[str], what: str, **settings: Any) -> str:
+    """What a command prints; ends the script with its last words where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **settings)
     if done.returncode:
-        sys.exit(f"{one['name']}: {work} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+        sys.exit(f"{what} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+    return done.stdout
 
 
 def convert(python: str, model: Path, kind: str, place: Path) -> Path:
@@ -207,9 +194,7 @@ def convert(python: str, model: Path, kind: str, place: Path) -> Path:
         command = [str(Path(python).parent / "optimum-cli"), "export", "openvino", "--model", str(model)]
         command += ["--task", "text-generation-with-past", "--weight-format", kind, str(place)]
         print(shlex.join(command), file=sys.stderr)
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{shlex.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+        finished(command, shlex.join(command))
     return place
 
 
@@ -244,7 +229,7 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
         ways.append({"name": name + length, "engine": engine, "model": str(model), **settings})
 
     for engine, model in {"pytorch": source, **{name: files[name] for name in options.library}}.items():
-        for drafter in [PLAIN, *options.drafters]:
+        for drafter in (PLAIN, "lookup", "table"):
             configuration = {"drafter": drafter, "rule": "expected-value"} if drafter != PLAIN else {"drafter": "none"}
             dtype = "bfloat16" if engine == "pytorch" else "auto"
             add(engine, model, drafter=drafter, configuration=configuration, dtype=dtype, draft=draft)
@@ -259,8 +244,6 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
     ends = end_ids(str(source), load_tokenizer(str(source)))
     given = {"run": str(run.folder), "folder": str(folder), "prompts": prompts, "tokens": options.tokens}
     given |= {"threads": thread_count(options.threads), "ends": ends}
-    if options.only:
-        ways = [one for one in ways if one["drafter"] == PLAIN or any(word in one["name"] for word in options.only)]
     return ways, given
 
 
@@ -272,42 +255,30 @@ def table(
 
     def columns(name: str) -> tuple[list[int], list[float], list[float]]:
         """Of each prompt: tokens, median seconds behind the first token, median seconds in all."""
-        own = [one["texts"] for one in rounds if one["name"] == name]
-        prompts = list(zip(*own, strict=True))
-        seconds = [[statistics.median(part(text) for text in texts) for texts in prompts] for part in (later, whole)]
-        return [len(texts[0][0]) for texts in prompts], seconds[0], seconds[1]
-
-    def later(text: Text) -> float:
-        return text[2] - text[1]
-
-    def whole(text: Text) -> float:
-        return text[2]
-
-    def texts_of(name: str) -> list[list[int]]:
-        return [text[0] for text in next(one["texts"] for one in rounds if one["name"] == name)]
+        prompts = [*zip(*(one["texts"] for one in rounds if one["name"] == name), strict=True)]
+        behind = [statistics.median(whole - first for _, first, whole in texts) for texts in prompts]
+        seconds = [statistics.median(whole for *_, whole in texts) for texts in prompts]
+        return [len(texts[0][0]) for texts in prompts], behind, seconds
 
     rows: list[tuple[float, Row]] = []
     for one in ways:
         plain = next(two["name"] for two in ways if (two["model"], two["drafter"]) == (one["model"], PLAIN))
         tokens, behind, seconds = columns(one["name"])
         base_tokens, _, base = columns(plain)
-        gain = speed_ratio(tokens, seconds, base_tokens, base)
-        same = sum(left == right for left, right in zip(texts_of(one["name"]), texts_of(plain), strict=True))
         rate = sum(tokens) / sum(seconds)
-        first = statistics.median(all_ - rest for all_, rest in zip(seconds, behind, strict=True)) * 1e3
+        first = statistics.median(whole - rest for whole, rest in zip(seconds, behind, strict=True)) * 1e3
         cells: Row = [
             one["name"],
             Cell(kl[one["model"]], ".4f"),
             Cell(first, ".0f"),
             Cell((sum(tokens) - len(tokens)) / sum(behind), ".1f"),
             Cell(rate, ".1f"),
-            "" if one["drafter"] == PLAIN else f"{gain.mean:.2f} [{gain.low:.2f}, {gain.high:.2f}]",
-            "" if one["drafter"] == PLAIN else f"{same} of {len(tokens)}",
+            None if one["drafter"] == PLAIN else speed_ratio(tokens, seconds, base_tokens, base),
         ]
         rows.append((-rate, cells))
     heads = ["decoder", "KL", "first token, ms", "tokens/s after it", "tokens/s with the prompt", "÷ its plain"]
     ordered = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
-    return document([Table([*heads, "texts as plain"], ordered, command=command, note=note)])
+    return document([Table(heads, ordered, command=command, note=note)])
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
@@ -324,10 +295,6 @@ def main() -> None:
     parser.add_argument("--openvino", required=True, help="the Python of OpenVINO's environment")
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--library", action="append", choices=["llama.cpp", "ik"], default=[])
-    parser.add_argument("--drafters", type=lambda text: text.split(","), default=["lookup", "table"])
-    parser.add_argument(
-        "--only", action="append", default=[], help="drafting rows whose name has this; plain ones stay"
-    )
     parser.add_argument("--count", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int)

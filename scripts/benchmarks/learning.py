@@ -10,13 +10,12 @@ RUN is a run that has cut/ (`distill train recipes/demo.yaml --until cut`); its 
 used as they are, but a configuration that names a key of `cut` makes a cut of its own. A configuration is a name and
 overrides, in which @X is X times the rate of the training; what it does not name is AdamW, a cosine and no
 hidden states, and for the rest the run's recipe; with --of-recipe all else is as the recipe has it. Each is
-trained by stage `train` itself, for the same steps on the same blocks in the same order, in a process of its own,
-whose peak memory is recorded; nothing but the last weights is taken. A stopped training goes on from its last
-checkpoint.
+trained by stage `train` itself, for the same steps on the same blocks in the same order, in a process of its own;
+nothing but the last weights is taken. A stopped training goes on from its last checkpoint.
 
-The rate of each configuration is chosen on validation prompts, from the same grid, with the first seed; the other seeds
-take only that rate (--every-rate: all). Figures are on test prompts, averaged over seeds: acceptance on texts that the
-target writes, with the interval of the difference to --base, paired by prompt.
+The rate of each configuration is chosen on validation prompts, from the same grid, with the first seed, by acceptance
+under sampling; the other seeds take only that rate. Figures are on test prompts, averaged over seeds: acceptance on
+texts that the target writes, with the interval of the difference to --base, paired by prompt.
 
 Legend: U prompts.
 """
@@ -30,7 +29,6 @@ import multiprocessing
 import re
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +46,8 @@ from distill.progress import Progress
 from distill.recipe import Recipe, load_recipe
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.tables import paired_ratio_interval
-from distill.training.saved import TrainingStep, training_steps
+from distill.tables import Cell, Row, Table, document, paired_ratio_interval
+from distill.training.saved import training_steps
 
 # What every configuration starts from, whatever the run's recipe says: AdamW, a cosine, the last weights.
 PLAIN = (
@@ -60,16 +58,10 @@ PLAIN = (
     "train.hidden_states=null",
 )
 MUON = "train.optimizer=muon"
-STATES = "train.hidden_states={weight: 0.1, end: 0.8}"
 CONFIGURATIONS: dict[str, str] = {
     "adamw": "",
     "muon": MUON,
-    "muon, matrices 2x": f"{MUON} train.matrix_rate=@2",
-    "muon, matrices 0.5x": f"{MUON} train.matrix_rate=@0.5",
-    "adamw, hidden states": STATES,
-    "muon, hidden states": f"{MUON} {STATES}",
-    "adamw, wsd": "train.schedule=wsd train.final_rate_share=0",
-    "muon, wsd": f"{MUON} train.schedule=wsd train.final_rate_share=0",
+    "muon, hidden states": f"{MUON} train.hidden_states={{weight: 0.1, end: 0.8}}",
 }
 SHARED = ("corpus", "answers", "teacher", "cut", "stages")
 SPLITS = ("validation", "test")
@@ -114,6 +106,15 @@ class Texts:
             for name, value in values.items():
                 found[name].append((float(value), len(p)))
         return found
+
+
+def texts_of(options: Any) -> dict[str, Texts]:
+    """The texts of both splits on which drafts are measured."""
+    run = Run(options.run, load_recipe(options.run / "config.yaml"))
+    options.to.mkdir(parents=True, exist_ok=True)
+    target = load_model(run.recipe.target.model, "float32", torch.device("cpu"))
+    vocabulary = json.loads((options.run / "teacher" / "manifest.json").read_text())["vocabulary"]
+    return {split: Texts(target, run.recipe, read_prompts(run, split), options, vocabulary) for split in SPLITS}
 
 
 def overrides_of(text: str, rate: float) -> list[str]:
@@ -164,6 +165,17 @@ class Trainings:
     def __init__(self, options: Any, texts: dict[str, Texts]) -> None:
         self.options, self.texts = options, texts
 
+    def trained(self, folder: Path, text: str, rate: float, seed: int) -> tuple[Any, dict[str, Any]]:
+        """A draft that was trained in this folder, and the figures of its training."""
+        recipe = recipe_of(self.options, text, rate, seed)
+        train_apart(self.options.run, folder, recipe)
+        steps = training_steps(Run(folder, recipe).metrics())
+        tokens = sum(step.tokens for step in steps)
+        # Of the last command that trained: tokens_per_second counts from its start.
+        seconds = tokens / len(steps) / steps[-1].tokens_per_second
+        draft = load_model(str(folder / "draft"), "float32", torch.device("cpu"))
+        return draft, {"tokens": tokens, "seconds_per_step": seconds}
+
     def made(self, name: str, text: str, rate: float, seed: int) -> dict[str, Any]:
         """One training's figures; trains now if there are none."""
         options = self.options
@@ -182,52 +194,44 @@ class Trainings:
                 sys.exit(f"{path} holds {name} with {other}; give another --to, or delete it")
             return found
         folder = options.to / "work" / path.stem
-        started = time.time()
-        train_apart(options.run, folder, recipe_of(options, text, rate, seed))
-        lines = Run(folder, recipe_of(options, text, rate, seed)).metrics()
-        steps = training_steps(lines)
-        draft = load_model(str(folder / "draft"), "float32", torch.device("cpu"))
-        found = {
-            "method": name,
-            "rate": rate,
-            "seed": seed,
-            **same,
-            "seconds": time.time() - started,
-            "tokens": sum(step.tokens for step in steps),
-            "seconds_per_step": seconds_per_step(steps),
-            "memory_bytes": max(step.memory_bytes or 0 for step in steps),
-            **{split: texts.accepted(draft) for split, texts in self.texts.items()},
-        }
+        draft, figures = self.trained(folder, text, rate, seed)
+        accepted = {split: texts.accepted(draft) for split, texts in self.texts.items()}
+        found = {"method": name, "rate": rate, "seed": seed, **same, **figures, **accepted}
         write_json(path, found)
-        shutil.rmtree(folder)
-        figures = ", ".join(f"{split} {mean([found[split]['sampling']]):.4f}" for split in self.texts)
-        print(
-            f"  {name}, rate {rate:g}, seed {seed}: {figures} ({found['seconds']:.0f} s)", file=sys.stderr, flush=True
-        )
+        shutil.rmtree(folder, ignore_errors=True)
         return found
 
     def work_through(self, name: str, text: str, progress: Progress) -> None:
         """Every rate with the first seed, then the other seeds at the best of them."""
         first, *others = self.options.seeds
-        scores = {}
+        own = []
         for rate in self.options.rates:
-            scores[rate] = mean([self.made(name, text, rate, first)["validation"]["sampling"]])
-            progress.step()
-        best = [max(scores, key=lambda rate: scores[rate])]
+            own.append(self.made(name, text, rate, first))
+            progress.step(note=f"{name}, rate {rate:g}: {mean([own[-1]['validation']['sampling']]):.4f}")
+        rate = at_best_rate(own)[0]["rate"]
         for seed in others:
-            for rate in self.options.rates if self.options.every_rate else best:
-                self.made(name, text, rate, seed)
-                progress.step()
-
-
-def seconds_per_step(steps: list[TrainingStep]) -> float:
-    """The mean of the last command that trained: tokens_per_second counts from its start."""
-    return sum(step.tokens for step in steps) / len(steps) / steps[-1].tokens_per_second
+            self.made(name, text, rate, seed)
+            progress.step()
 
 
 def mean(rows: list[list[Any]]) -> float:
     """Mean acceptance over seeds and prompts."""
     return sum(v for row in rows for v, _ in row) / sum(n for row in rows for _, n in row)
+
+
+def at_best_rate(own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of one configuration's trainings those at the rate that is accepted most on validation prompts, by seed.
+
+    Rates are compared on the seeds that all of them have.
+    """
+    rates = {one["rate"] for one in own}
+    common = set.intersection(*({one["seed"] for one in own if one["rate"] == rate} for rate in rates))
+    scores = {
+        rate: mean([one["validation"]["sampling"] for one in own if one["rate"] == rate and one["seed"] in common])
+        for rate in rates
+    }
+    best = max(scores, key=lambda rate: scores[rate])
+    return sorted((one for one in own if one["rate"] == best), key=lambda one: one["seed"])
 
 
 def _totals(rows: list[list[Any]]) -> tuple[Any, Any]:
@@ -237,78 +241,30 @@ def _totals(rows: list[list[Any]]) -> tuple[Any, Any]:
 
 
 def table(folder: Path, base: str) -> str:
-    """Every configuration on every protocol, at its best rate on validation prompts, compared with `base`, the first.
-
-    Rates are compared on the seeds that all rates of a configuration have; the figures are of every seed at the rate
-    taken.
-    """
+    """Every configuration on every protocol, at its best rate, compared with `base`, which stands first."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     names = {one["method"] for one in found}
     if base not in names:
         sys.exit(f"{folder} has no training of {base}, with which the others are compared")
-    seeds = len({one["seed"] for one in found})
-    lines = [
-        f"{seeds} seeds; in brackets the difference to {base} and its 95 % interval, paired by prompt.",
-        "",
-        "| method | " + " | ".join(f"{p} (rate)" for p in PROTOCOLS) + " | rates tried (seeds) | s per training |",
-        "|---|" + "---|" * len(PROTOCOLS) + "---|--:|",
-    ]
-    compared: dict[str, Any] = {}
-    for method in [base, *sorted(names - {base})]:
-        cells = []
-        own = [one for one in found if one["method"] == method]
-        tried = {rate: {one["seed"] for one in own if one["rate"] == rate} for rate in sorted({o["rate"] for o in own})}
-        common = set.intersection(*tried.values())
-        rates = list(tried) if common else [max(tried, key=lambda rate: len(tried[rate]))]
-        common = common or tried[rates[0]]
+    order = [base, *sorted(names - {base})]
+    taken = {name: at_best_rate([one for one in found if one["method"] == name]) for name in order}
+    compared = {one["seed"]: one for one in taken[base]}
+    base_seconds = numpy.median([one["seconds_per_step"] for one in taken[base]])
+    rows: list[Row] = []
+    for name, own in taken.items():
+        seconds = float(numpy.median([one["seconds_per_step"] for one in own]))
+        cells: list[Any] = [name, f"{own[0]['rate']:g}", len(own), Cell(seconds, ".3f"), float(seconds / base_seconds)]
+        shared = [one for one in own if one["seed"] in compared]  # the same seeds on both sides
         for protocol in PROTOCOLS:
-            scores = {
-                rate: mean([o["validation"][protocol] for o in own if o["rate"] == rate and o["seed"] in common])
-                for rate in rates
-            }
-            rate = max(rates, key=lambda rate: scores[rate])
-            rows = {one["seed"]: one["test"][protocol] for one in own if one["rate"] == rate}
-            figure = f"{mean(list(rows.values())):.4f} ({rate:g})"
-            if method == base:
-                compared[protocol] = rows
-                cells.append(figure)
-                continue
-            shared = sorted(rows.keys() & compared[protocol].keys())  # the same seeds on both sides
-            old, new = (_totals([one[seed] for seed in shared]) for one in (compared[protocol], rows))
-            gap = paired_ratio_interval(*old, *new)
-            few = "" if len(rows) == seeds else f" ({len(rows)} of {seeds} seeds)"
-            cells.append(f"{figure} [{gap.mean:+.4f}: {gap.low:+.4f}, {gap.high:+.4f}]{few}")
-        seconds = numpy.median([one["seconds"] for one in own])
-        grid = ", ".join(f"{rate:g} ({len(have)})" for rate, have in tried.items())
-        lines.append(f"| {method} | " + " | ".join(cells) + f" | {grid} | {seconds:.0f} |")
-    return "\n".join(lines)
-
-
-def costs(folder: Path, base: str) -> str:
-    """Median seconds of a step and peak memory of every configuration, beside those of `base`."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    found = [one for one in found if "seconds_per_step" in one]
-    lines = [
-        "| configuration | s per step | of the base's | peak memory, MiB | of the base's |",
-        "|---|--:|--:|--:|--:|",
-    ]
-
-    def figures(name: str) -> tuple[float, float]:
-        own = [one for one in found if one["method"] == name]
-        return (
-            float(numpy.median([one["seconds_per_step"] for one in own])),
-            float(numpy.median([one["memory_bytes"] for one in own])),
-        )
-
-    names = list(dict.fromkeys(one["method"] for one in found))
-    reference = figures(base) if base in names else (float("nan"), float("nan"))
-    for name in sorted(names, key=lambda name: (name != base, name)):
-        seconds, memory = figures(name)
-        lines.append(
-            f"| {name} | {seconds:.3f} | {seconds / reference[0]:.2f} | {memory / 2**20:.0f} | "
-            f"{memory / reference[1]:.2f} |"
-        )
-    return "\n".join(lines)
+            old = _totals([compared[one["seed"]]["test"][protocol] for one in shared])
+            new = _totals([one["test"][protocol] for one in shared])
+            gap = None if name == base else Cell(paired_ratio_interval(*old, *new), "+.4f")
+            cells += [Cell(mean([one["test"][protocol] for one in own]), ".4f"), gap]
+        rows.append(cells)
+    heads = ["method", "rate", "seeds", "s per step", "of the base's"]
+    heads += [head for protocol in PROTOCOLS for head in (protocol, f"{protocol}, difference")]
+    note = f"The difference is to {base}, with its 95 % interval, paired by prompt."
+    return document([Table(heads, rows, note=note)])
 
 
 def chosen(options: Any) -> dict[str, str]:
@@ -329,7 +285,7 @@ def chosen(options: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    """Train what is missing, then print the tables."""
+    """Train what is missing, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--to", type=Path, default=Path("learning"))
@@ -341,32 +297,19 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--every-rate", action="store_true", help="all rates with all seeds")
     parser.add_argument("--new-tokens", type=int, default=96, help="of the texts on which acceptance is measured")
-    parser.add_argument("--share", default="0/1", help="i/n: this process takes every n-th configuration")
-    parser.add_argument("--table", action="store_true", help="only print the tables of the folder")
+    parser.add_argument("--table", action="store_true", help="only print the table of the folder")
     options = parser.parse_args()
     if not options.table:
         try:
             configurations = chosen(options)
         except DistillError as error:
             sys.exit(str(error))
-        recipe = load_recipe(options.run / "config.yaml")
-        run = Run(options.run, recipe)
-        options.to.mkdir(parents=True, exist_ok=True)
-        target = load_model(recipe.target.model, "float32", torch.device("cpu"))
-        vocabulary = json.loads((options.run / "teacher" / "manifest.json").read_text())["vocabulary"]
-        texts = {split: Texts(target, recipe, read_prompts(run, split), options, vocabulary) for split in SPLITS}
-        del target
-        part, parts = map(int, options.share.split("/"))
-        mine = [*configurations.items()][part::parts]
-        rates, others = len(options.rates), len(options.seeds) - 1
-        each = rates + others * (rates if options.every_rate else 1)
-        progress = Progress("trainings", each * len(mine))
-        for name, text in mine:
-            Trainings(options, texts).work_through(name, text, progress)
-    print(table(options.to, options.base), end="\n\n")
-    print(costs(options.to, options.base))
+        trainings = Trainings(options, texts_of(options))
+        progress = Progress("trainings", (len(options.rates) + len(options.seeds) - 1) * len(configurations))
+        for name, text in configurations.items():
+            trainings.work_through(name, text, progress)
+    print(table(options.to, options.base))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import time
 import torch
 
 from distill.machine import faster_type, machine
+from distill.tables import Table, document
 
 SIZES = ((1, 576, 1536), (64, 576, 1536), (4096, 576, 1536), (2048, 576, 8192))  # rows, inputs, outputs: of SmolLM2
 REPEATS, SECONDS = 5, 0.3
@@ -31,13 +32,16 @@ def gflop_per_s(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> flo
 
 def main() -> None:
     """Print a table, and what `dtype: auto` takes here."""
-    print(f"{machine()['cpu']}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
-    print("| rows | inputs | outputs | float32, GFLOP/s | bfloat16 | bfloat16 ÷ float32 |\n|--:|--:|--:|--:|--:|--:|")
+    rows = []
     for size in SIZES:
         single, half = (gflop_per_s(dtype, *size) for dtype in (torch.float32, torch.bfloat16))
-        print(f"| {' | '.join(map(str, size))} | {single:.1f} | {half:.1f} | {half / single:.2f} |")
-    slow = faster_type("bfloat16")
-    print(f"`dtype: auto` takes {slow or 'bfloat16'} here")
+        rows.append([*size, single, half, half / single])
+    heads = ["rows", "inputs", "outputs", "float32, GFLOP/s", "bfloat16", "bfloat16 ÷ float32"]
+    note = (
+        f"{machine()['cpu']}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}; "
+        f"`dtype: auto` takes {faster_type('bfloat16') or 'bfloat16'} here"
+    )
+    print(document([Table(heads, rows, note=note)]))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from distill.devices import CPU, device_name, peak_memory_bytes, pick_device, sy
 from distill.machine import machine
 from distill.teacher.distributions import CompactTeacher, Head, Teacher
 from distill.training.losses import LossSettings
-from distill.training.setup import recompute_activations
 from distill.training.step import Columns, Learner, parameter_groups
 
 
@@ -49,6 +48,7 @@ SHAPES = {  # draft, target
     "qwen": (Shape(896, 4864, 24, (14, 2), 151_936), Shape(3584, 18944, 28, (28, 4), 151_936, False)),
     "small": (Shape(128, 256, 2, (4, 2), 8192), Shape(256, 512, 4, (4, 2), 8192, False)),
 }
+CHUNK, ENTRIES = 1024, 64  # positions whose logits exist at once, entries of the compact store
 PEAKS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 
 
@@ -107,10 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--block", type=int, default=1024)
-    parser.add_argument("--chunk", type=int, default=1024)
-    parser.add_argument("--k", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--kinds", nargs="+", default=["compact", "exact", "online"])
     parser.add_argument("--peak-tflops", type=float, default=None)
     options = parser.parse_args(arguments)
@@ -127,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with torch.no_grad():
         states = torch.cat([hidden_states(target, blocks.take(slice(i, i + 1))) for i in range(len(blocks))])
         stored = states[blocks.mask]
-        top = [head.logits(part).log_softmax(-1).topk(options.k) for part in stored.split(512)]
+        top = [head.logits(part).log_softmax(-1).topk(ENTRIES) for part in stored.split(512)]
     ids, logs = torch.cat([part.indices for part in top]), torch.cat([part.values for part in top])
     tails = {1.0: torch.log1p(-logs.exp().sum(-1).clamp(max=1 - 1e-6))}
     losses = LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1})
@@ -148,9 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("| teacher | s per step | tokens/s | MFU | peak memory, GiB |\n|---|--:|--:|--:|--:|")
     for kind in options.kinds:
         draft = build(draft_shape, device, torch.float32).train()
-        if options.checkpointing:
-            recompute_activations(draft)
-        learner = Learner(draft, Columns(vocabulary, None, device), options.chunk)
+        learner = Learner(draft, Columns(vocabulary, None, device), CHUNK)
         optimizer = torch.optim.AdamW(parameter_groups(draft), lr=1e-5)
         take_peaks()
         seconds = []

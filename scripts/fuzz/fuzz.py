@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -52,6 +53,7 @@ from hypothesis.errors import StopTest  # noqa: E402
 from hypothesis.internal.conjecture.data import ConjectureData  # noqa: E402
 
 from distill.errors import DistillError  # noqa: E402
+from distill.tables import Cell, Table, document  # noqa: E402
 
 MOST_MEMORY = 2**30  # bytes that a small file may make a reader take
 TOO_LONG = "took too long"
@@ -147,13 +149,20 @@ def failure_of(kind: Kind, world: World, given: Any) -> tuple[bool, Failure | No
     return refused, None
 
 
-def alarm(kind: Kind, seconds: float | None = None) -> None:
-    """Raise Hang in this process after so many seconds; never with 0."""
-    signal.setitimer(signal.ITIMER_REAL, kind.most_seconds if seconds is None else seconds)
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise Hang in this process where the block takes longer."""
 
+    def hang(*_: Any) -> None:
+        raise Hang(TOO_LONG)
 
-def _hang(*_: Any) -> None:
-    raise Hang(TOO_LONG)
+    before = signal.signal(signal.SIGALRM, hang)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # ── a batch, in a child process ──
@@ -199,11 +208,7 @@ def feed_isolated(kind: Kind, world: World, given: Any) -> tuple[str, Failure | 
 
     def work() -> bytes:
         limit_memory()
-        signal.signal(signal.SIGALRM, _hang)
-        alarm(kind)
-        found = failure_of(kind, world, given)
-        alarm(kind, 0)
-        return pickle.dumps(found)
+        return pickle.dumps(timed(kind, world, given))
 
     limit = time.monotonic() + kind.most_seconds + 5
     data, status = forked(work, lambda: time.monotonic() > limit)
@@ -218,21 +223,23 @@ def feed_isolated(kind: Kind, world: World, given: Any) -> tuple[str, Failure | 
 def timed(kind: Kind, world: World, given: Any) -> tuple[bool, Failure | None]:
     """`failure_of` within the kind's seconds; one that takes longer is a failure."""
     try:
-        alarm(kind)
-        return failure_of(kind, world, given)
+        with limited(kind.most_seconds):
+            return failure_of(kind, world, given)
     except Hang as error:
         return False, Failure(place_of(error), TOO_LONG, repr(given))
-    finally:
-        alarm(kind, 0)
 
 
-def batches_of(kind: Kind, world: World, seed: int, batch: int, count: int) -> Outcome:
-    """Feed one batch; every failure's place once, with its smallest input."""
+def batches_of(kind: Kind, world: World, seed: int, batch: int, count: int, current: Path | None = None) -> Outcome:
+    """Feed one batch; every failure's place once, with its smallest input.
+
+    `current` is the file in which the parent finds the input that is being read if this process dies.
+    """
     outcome, places = Outcome(kind.name, batch), dict[str, Failure]()
     started = time.monotonic()
 
-    def one(given: Any, note: Callable[[Any], None]) -> Failure | None:
-        note(given)
+    def one(given: Any) -> None:
+        if current is not None:
+            current.write_bytes(pickle.dumps(given))
         if kind.isolated:
             verdict, failure = feed_isolated(kind, world, given)
         else:
@@ -242,16 +249,12 @@ def batches_of(kind: Kind, world: World, seed: int, batch: int, count: int) -> O
             verdict = "failed" if failure else "refused" if refused else "read"
         setattr(outcome, verdict, getattr(outcome, verdict) + 1)
         outcome.inputs += 1
-        return failure
-
-    def every(given: Any) -> None:
-        failure = one(given, remember)
         if failure is not None:
             kept = places.get(failure.place)
             if kept is None or len(failure.example) < len(kept.example):
                 places[failure.place] = failure
 
-    run_examples(every, kind.inputs(world), seed, batch, count)
+    run_examples(one, kind.inputs(world), seed, batch, count)
     outcome.failures = [vars(failure) for failure in places.values()]
     outcome.seconds = time.monotonic() - started
     return outcome
@@ -274,15 +277,6 @@ def run_examples(test: Callable[[Any], None], inputs: Any, seed: int, batch: int
             continue
         test(given)
         made += 1
-
-
-CURRENT: list[Path] = []  # where this process keeps the input that it is reading
-
-
-def remember(given: Any) -> None:
-    """Keep the input where the parent finds it if this process dies."""
-    if CURRENT:
-        CURRENT[0].write_bytes(pickle.dumps(given))
 
 
 # ── all kinds, in the parent ──
@@ -345,13 +339,11 @@ def feed(kind: Kind, number: int, count: int, world: World, seed: int, current: 
     for descriptor in (0, 1, 2):
         os.dup2(quiet, descriptor)
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, _hang)
     world.place.mkdir()
     warm_up(kind, world)
     if not kind.isolated:
         limit_memory()
-    CURRENT[:] = [current]
-    return batches_of(kind, world, seed, number, count)
+    return batches_of(kind, world, seed, number, count, current)
 
 
 def warm_up(kind: Kind, world: World) -> None:
@@ -363,13 +355,8 @@ def warm_up(kind: Kind, world: World) -> None:
         return
 
     def once(given: Any) -> None:
-        try:
-            alarm(kind, 60)
+        with contextlib.suppress(Hang), limited(60):
             failure_of(kind, world, given)
-        except Hang:
-            pass
-        finally:
-            alarm(kind, 0)
 
     run_examples(once, kind.inputs(world), 0, 0, 5)
 
@@ -398,29 +385,19 @@ def kept(outcome: Outcome, known: set[tuple[str, str]], file: Path) -> Outcome:
     return outcome
 
 
-def table(kinds: Sequence[Kind], outcomes: Sequence[Outcome]) -> str:
+COUNTED = ("inputs", "read", "refused", "aborted", "failed", "seconds")
+
+
+def table(kinds: Sequence[Kind], outcomes: Sequence[Outcome]) -> Table:
     """The figures by kind."""
-    lines = ["| kind | inputs | read | refused | aborts | failures | seconds |", "|---|--:|--:|--:|--:|--:|--:|"]
-    sums = Outcome("all", 0)
-    for kind in kinds:
-        row = Outcome(kind.name, 0)
-        for one in outcomes:
-            if one.kind == kind.name:
-                add(row, one)
-        add(sums, row)
-        lines.append(_line(row))
-    return "\n".join([*lines, _line(sums)])
-
-
-def add(total: Outcome, part: Outcome) -> None:
-    """Add the figures of one outcome to another."""
-    for name in ("inputs", "read", "refused", "aborted", "failed", "seconds"):
-        setattr(total, name, getattr(total, name) + getattr(part, name))
-
-
-def _line(one: Outcome) -> str:
-    figures = (one.inputs, one.read, one.refused, one.aborted, one.failed)
-    return f"| {one.kind} | {' | '.join(f'{figure:,}' for figure in figures)} | {one.seconds:.0f} |"
+    sums = {
+        kind.name: [sum(getattr(one, name) for one in outcomes if one.kind == kind.name) for name in COUNTED]
+        for kind in kinds
+    }
+    sums["all"] = [sum(column) for column in zip(*sums.values(), strict=True)]
+    return Table(
+        ["kind", *COUNTED], [[name, *counts, Cell(seconds, ".0f")] for name, (*counts, seconds) in sums.items()]
+    )
 
 
 def save_example(folder: Path, kind: str, failure: dict[str, str]) -> Path:
@@ -467,20 +444,12 @@ def replay(path: Path, base: Path) -> int:
     kind = next(kind for kind in KINDS if kind.name == name)
     given = ast.literal_eval(example)
     with tempfile.TemporaryDirectory() as place:
-        signal.signal(signal.SIGALRM, _hang)
         world = World(base, Path(place))
         kind.inputs(world)  # some make files that their readers need
         limit_memory()
-        alarm(kind)
-        refused, failure = failure_of(kind, world, given)
+        refused, failure = timed(kind, world, given)
     print("refused" if refused else "read" if failure is None else f"{failure.place}\n{failure.words}")
     return int(failure is not None)
-
-
-def examples(kind: Kind, world: World, seed: int, count: int) -> Iterator[Outcome]:
-    """A short run of one kind in this process, for the tests."""
-    signal.signal(signal.SIGALRM, _hang)
-    yield batches_of(kind, world, seed, 0, count)
 
 
 def main() -> None:
@@ -489,7 +458,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", help="kinds, separated by commas, by the beginnings of their names")
     parser.add_argument("--to", type=Path, default=Path("runs/fuzz"), help="folder for outcomes and failing inputs")
-    parser.add_argument("--fresh", action="store_true", help="do not go on from the outcomes of an interrupted run")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="feed one saved input again")
     arguments = parser.parse_args()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -499,8 +467,6 @@ def main() -> None:
     if arguments.replay is not None:
         sys.exit(replay(arguments.replay, base))
     kinds, file = chosen(arguments.kinds), arguments.to / f"outcomes-{arguments.inputs}-{arguments.seed}.jsonl"
-    if arguments.fresh:
-        file.unlink(missing_ok=True)
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     outcomes = [Outcome(**json.loads(line)) for line in lines]
     done = {(one.kind, one.batch) for one in outcomes}
@@ -510,7 +476,7 @@ def main() -> None:
             outcomes.append(kept(in_child(kind, number, count, base, arguments.seed), known, file))
             fed, failed = (sum(getattr(one, name) for one in outcomes) for name in ("inputs", "failed"))
             print(f"{fed} of {arguments.inputs} inputs, {failed} failures", file=sys.stderr)
-    print(table(kinds, outcomes))
+    print(document([table(kinds, outcomes)]))
     sys.exit(int(any(one.failed for one in outcomes)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any
 
 from fuzz_inputs import WORDS, fractions
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gguf_reference import Reader
 
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of each type of number
 STRING, ARRAY, ALIGNMENT = 8, 9, 32
@@ -67,49 +72,17 @@ def text(data: bytes) -> bytes:
 
 def take_apart(path: Path) -> tuple[Parts, int]:
     """The parts of a valid file of version 3, and the size of its head."""
-    raw = path.read_bytes()
-    _, tensors, keys = struct.unpack_from("<IQQ", raw, 4)
-    at = 24
-
-    def string() -> bytes:
-        nonlocal at
-        (size,) = struct.unpack_from("<Q", raw, at)
-        at += 8 + size
-        return raw[at - size : at]
-
-    def value(kind: int) -> None:
-        nonlocal at
-        if kind == STRING:
-            string()
-        elif kind == ARRAY:
-            inner, count = struct.unpack_from("<IQ", raw, at)
-            at += 12
-            if inner == STRING:
-                for _ in range(count):
-                    string()
-            else:
-                at += SIZES[inner] * count
-        else:
-            at += SIZES[kind]
-
+    file = Reader(path)
+    _, tensors, keys = file.numbers("IQQ")
     entries = []
     for _ in range(keys):
-        key = string()
-        (kind,) = struct.unpack_from("<I", raw, at)
-        at += 4
-        begin = at
-        value(kind)
-        entries.append(Entry(key, kind, raw[begin:at]))
-    listed = []
-    for _ in range(tensors):
-        name = string()
-        (count,) = struct.unpack_from("<I", raw, at)
-        shape = struct.unpack_from(f"<{count}Q", raw, at + 4)
-        kind, offset = struct.unpack_from("<IQ", raw, at + 4 + 8 * count)
-        at += 16 + 8 * count
-        listed.append(Tensor(name, shape, kind, offset))
-    at += -at % ALIGNMENT
-    return Parts(tuple(entries), tuple(listed), raw[at:]), at
+        key, begin = file.text(), file.at
+        file.field()
+        value = file.data[begin : file.at]
+        entries.append(Entry(key.encode(), int.from_bytes(value[:4], "little"), value[4:]))
+    listed = [Tensor(name.encode(), *rest) for name, *rest in (file.tensor() for _ in range(tensors))]
+    head = file.at + -file.at % ALIGNMENT
+    return Parts(tuple(entries), tuple(listed), file.data[head:]), head
 
 
 @st.composite

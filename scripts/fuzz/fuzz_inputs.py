@@ -69,19 +69,19 @@ class Tree:
         self.few = [path for path in self.paths if len(path) <= 2 or not isinstance(path[-1], int)]
         self.few = [path for path in self.few if not often or not path or path[0] in often] or self.paths
 
-    @st.composite
-    @staticmethod
-    def _edited(draw: Callable[..., Any], self: Tree) -> Any:
-        value = self.value
-        for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
-            paths = self.few if draw(st.integers(0, 2)) == 0 else self.paths
-            path = paths[draw(fractions) % len(paths)]
-            value = _edit(value, path, draw(st.sampled_from(EDITS)), draw(values), draw(fractions), self)
-        return value
-
     def edited(self) -> st.SearchStrategy[Any]:
         """Copies with one to three edits."""
-        return Tree._edited(self)
+
+        @st.composite
+        def copies(draw: Callable[..., Any]) -> Any:
+            value = self.value
+            for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
+                paths = self.few if draw(st.integers(0, 2)) == 0 else self.paths
+                path = paths[draw(fractions) % len(paths)]
+                value = _edit(value, path, draw(st.sampled_from(EDITS)), draw(values), draw(fractions), self)
+            return value
+
+        return copies()
 
     def files(self) -> st.SearchStrategy[bytes]:
         """JSON texts of edited copies, of the value as it is with bytes edited, and of other values."""

@@ -291,32 +291,43 @@ def read_record(world: World, found: tuple[str, bytes]) -> Readers:
 
 
 def _record_readers(world: World, name: str, path: Path) -> Readers:
-    """The readers of one file of a run."""
+    """The readers of one file of a run; of those without a reader of their own, the model card."""
+    import torch
+
     from distill.cli.shared import find_run
     from distill.data.texts import read_answers, read_documents_of, read_prompts
+    from distill.engines.torch.described import read_kept
+    from distill.files import read_json
+    from distill.measuring.calibrate import load_calibrations, load_texts, read_ranks
+    from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
+    from distill.measuring.speedup_results import SpeedupReport
+    from distill.measuring.speedup_tables import speedup_blocks
     from distill.pipeline.running import plan_refresh, plan_run
+    from distill.report.card import build_card, gather
     from distill.surgery.results import read_changes
 
-    run, recipe = world.run, world.recipe
-    readers: Readers
+    run, recipe, traffic = world.run, world.recipe, with_traffic(world)
+    card: Readers = [lambda: build_card(gather(recipe, run)).encode()]
+    refresh: Readers = [lambda: plan_refresh(traffic, run)]
     if name.startswith("stages/"):
-        readers = [partial(plan_run, recipe, run), lambda: run.verify("eval"), lambda: run.verify("corpus")]
-        return [*readers, lambda: plan_refresh(with_traffic(world), run)]
-    if name == "config.yaml":
-        return [lambda: find_run("tiny", run.folder.parent)]
+        return [partial(plan_run, recipe, run), *(partial(run.verify, stage) for stage in ("eval", "corpus")), *refresh]
     if name in ("corpus/prompts-test.jsonl", "corpus/documents-test.jsonl", "answers/train-00000.jsonl"):
-        readers = [lambda: _ids(read_prompts(run, "test")), lambda: _ids(read_answers(run, "train"))]
-        return [*readers, lambda: read_documents_of(run, "test")]
-    if name == "cut/surgery.json":
-        return [lambda: read_changes(path.parent)]
-    if name == "parent.json":
-        return [
-            *_report(world),
-            partial(plan_run, with_traffic(world), run),
-            lambda: plan_refresh(with_traffic(world), run),
-        ]
-    special = _special_readers(run, name, path)
-    return special or _report(world)
+        texts: Readers = [lambda: _ids(read_prompts(run, "test")), lambda: _ids(read_answers(run, "train"))]
+        return [*texts, lambda: read_documents_of(run, "test")]
+    own: dict[str, Readers] = {
+        "config.yaml": [lambda: find_run("tiny", run.folder.parent)],
+        "cut/surgery.json": [lambda: read_changes(path.parent)],
+        "cut/kept_tokens.json": [lambda: torch.tensor((read_kept(path.parent) or {"kept": []})["kept"])],
+        "parent.json": [*card, partial(plan_run, traffic, run), *refresh],
+        "eval.json": [lambda: _printed(path, EvaluationReport, evaluation_blocks)],
+        "speedup.json": [lambda: _printed(path, SpeedupReport, speedup_blocks)],
+        "speedup/validation.json": [lambda: load_texts(path)],
+        "speedup/calibration.json": [
+            lambda: load_calibrations(path),
+            lambda: read_ranks(read_json(path, {}), str(path)),
+        ],
+    }
+    return own.get(name, card)
 
 
 def with_traffic(world: World) -> Recipe:
@@ -336,48 +347,13 @@ def _ids(found: Sequence[Any]) -> None:
         torch.tensor([*getattr(one, "ids", ()), *getattr(one, "prompt", ()), *getattr(one, "answer", ())])
 
 
-def _special_readers(run: Run, name: str, path: Path) -> Readers:
-    from distill.engines.torch.described import read_kept
-    from distill.files import read_json
-    from distill.measuring.calibrate import load_calibrations, load_texts, read_ranks
-
-    found: dict[str, Readers] = {
-        "speedup/calibration.json": [
-            lambda: load_calibrations(path),
-            lambda: read_ranks(read_json(path, {}), str(path)),
-        ],
-        "speedup/validation.json": [lambda: load_texts(path)],
-        "cut/kept_tokens.json": [lambda: _ids([_Kept((read_kept(path.parent) or {"kept": []})["kept"])])],
-    }
-    return found.get(name, []) or _results(run, name)
-
-
-@dataclass
-class _Kept:
-    ids: list[int]
-
-
-def _results(run: Run, name: str) -> Readers:
+def _printed(path: Path, kind: Any, blocks_of: Callable[[Any], Any]) -> None:
     """The tables that commands print from results."""
     from distill.files import read_result
-    from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
-    from distill.measuring.speedup_results import SpeedupReport
-    from distill.measuring.speedup_tables import speedup_blocks
     from distill.tables import document, records
 
-    def printed(kind: Any, of: Any) -> None:
-        blocks = of(read_result(run.path(name), kind))
-        records(blocks), document(blocks).encode()
-
-    kinds = {"eval.json": (EvaluationReport, evaluation_blocks), "speedup.json": (SpeedupReport, speedup_blocks)}
-    return [partial(printed, *kinds[name])] if name in kinds else []
-
-
-def _report(world: World) -> Readers:
-    """The model card and the page."""
-    from distill.report.card import build_card, gather
-
-    return [lambda: build_card(gather(world.recipe, world.run)).encode()]
+    blocks = blocks_of(read_result(path, kind))
+    records(blocks), document(blocks).encode()
 
 
 # ── model folders ──

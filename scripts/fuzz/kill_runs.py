@@ -17,7 +17,6 @@ last file that the killed stage kept, or its begin, and the kill. Exit status 1 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import random
 import shutil
@@ -30,14 +29,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distill.files import file_digest
 from distill.pipeline.stages import NAMES, find_stage
 from distill.recipe import load_recipe
 from distill.run import Run
+from distill.tables import Cell, Row, Table, document
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME = ("corpus", "answers", "teacher", "cut", "draft", "gguf")
 VARYING = {"README.md", "export.json"}
 RESUMING = ("answers", "teacher", "train", "speedup")  # what they have saved is kept
+SIGNALS = {signal.SIGKILL: 0.7, signal.SIGTERM: 0.15, signal.SIGINT: 0.15}  # with their shares
 START = "start"  # before the first stage
 SAYS_HOW = ("the same command resumes", "the same command goes on", "start the same command again")
 
@@ -131,20 +133,15 @@ class Job:
     def digests(self) -> dict[str, str]:
         """SHA-256 of every file that must be equal, and of the figures of eval.json."""
         found = {
-            file.relative_to(self.run.folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+            file.relative_to(self.run.folder).as_posix(): file_digest(file)
             for name in SAME
             for file in sorted(self.run.path(name).rglob("*"))
             if file.is_file() and file.name not in VARYING
         }
         figures = json.loads(self.run.path("eval.json").read_text(encoding="utf-8"))
         del figures["command"]  # names the folder of the run
-        found["figures of eval.json"] = hashlib.sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()
+        found["figures of eval.json"] = json.dumps(figures, sort_keys=True)
         return found
-
-
-def whole_hash(digests: dict[str, str]) -> str:
-    """One hash for all files."""
-    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def places_of(kills: int) -> list[list[str]]:
@@ -154,20 +151,27 @@ def places_of(kills: int) -> list[list[str]]:
     return [flat[first : first + len(every)] for first in range(0, kills, len(every))]
 
 
-def table(kills: Sequence[tuple[Kill, bool]]) -> str:
+def table(kills: Sequence[tuple[Kill, bool]]) -> Table:
     """By place: kills by signal, those that ended in order, lost seconds, and those in runs with equal files."""
-    lines = ["| stage | kills | SIGKILL | SIGTERM | SIGINT | in order | lost, mean | lost, most | equal |"]
-    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    rows: list[Row] = []
     for place in [START, *NAMES, "all"]:
         own = [(kill, equal) for kill, equal in kills if place in (kill.place, "all")]
-        if not own:
-            continue
-        lost = [kill.lost_seconds for kill, _ in own if kill.place != START]
-        numbers = [sum(kill.number == n for kill, _ in own) for n in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)]
-        seconds = f"{sum(lost) / len(lost):.1f} s | {max(lost):.1f} s" if lost else "– | –"
-        counts = [len(own), *numbers, sum(kill.fault is None for kill, _ in own)]
-        lines.append(f"| {place} | {' | '.join(map(str, counts))} | {seconds} | {sum(equal for _, equal in own)} |")
-    return "\n".join(lines)
+        if own:
+            lost = [kill.lost_seconds for kill, _ in own if kill.place != START]
+            seconds = [sum(lost) / len(lost), max(lost)] if lost else [None, None]
+            numbers = [sum(kill.number == number for kill, _ in own) for number in SIGNALS]
+            in_order, equal = sum(kill.fault is None for kill, _ in own), sum(equal for _, equal in own)
+            rows.append([place, len(own), *numbers, in_order, *(Cell(one, ".1f") for one in seconds), equal])
+    heads = [
+        "stage",
+        "kills",
+        *(number.name for number in SIGNALS),
+        "in order",
+        "lost, mean s",
+        "lost, most s",
+        "equal",
+    ]
+    return Table(heads, rows)
 
 
 def kill_runs(recipe: Path, folder: Path, kills: int, seed: int) -> int:
@@ -177,14 +181,14 @@ def kill_runs(recipe: Path, folder: Path, kills: int, seed: int) -> int:
     startup = whole.finish()
     seconds = {name: (whole.run.done(name) or {})["seconds"] for name in NAMES} | {START: startup}
     expected = whole.digests()
-    print(f"without interruption: {sum(seconds.values()):.0f} s, hash {whole_hash(expected)} of {len(expected)} files")
+    print(f"without interruption: {sum(seconds.values()):.0f} s, {len(expected)} files")
     rows: list[tuple[Kill, bool]] = []
     wrong = False
     for index, places in enumerate(places_of(kills)):
         job = Job(recipe, folder / f"killed-{index}")
         own = []
         for place in places:
-            number = draw.choices([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], [0.7, 0.15, 0.15])[0]
+            number = draw.choices([*SIGNALS], [*SIGNALS.values()])[0]
             own.append(job.kill(place, draw.uniform(0, seconds[place]), number))
         job.finish()
         found = job.digests()
@@ -192,9 +196,9 @@ def kill_runs(recipe: Path, folder: Path, kills: int, seed: int) -> int:
         rows += [(kill, not different) for kill in own]
         faults = [f"{kill.place}: {kill.fault}" for kill in own if kill.fault is not None]
         wrong = wrong or bool(different or faults)
-        print(f"run {index}: {len(own)} kills, hash {whole_hash(found)}", *different, *faults, flush=True)
+        print(f"run {index}: {len(own)} kills; different files: {len(different)}", *different, *faults, flush=True)
         shutil.rmtree(folder / f"killed-{index}")
-    print(f"\n{table(rows)}")
+    print(document([table(rows)]))
     return int(wrong)
 
 

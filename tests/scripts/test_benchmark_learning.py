@@ -78,24 +78,19 @@ def test_each_training_is_that_of_the_stage_and_is_made_once(
         (name, rate) for name in ("adamw", "high muon") for rate in (0.001, 0.02)
     }
     for name in ("adamw", "high muon"):
-        scores = {
-            one["rate"]: script.mean([one["validation"]["sampling"]])
-            for one in found.values()
-            if one["method"] == name and one["seed"] == 0
-        }
-        (other,) = (one for one in found.values() if one["method"] == name and one["seed"] == 1)
-        assert other["rate"] == max(scores, key=lambda rate: scores[rate])
+        own = [one for one in found.values() if one["method"] == name]
+        assert [one["seed"] for one in script.at_best_rate(own)] == [0, 1], "the other seed takes the best rate alone"
     assert len({one["tokens"] for one in found.values() if one["seed"] == 0}) == 1  # at equal tokens
-    assert all(one["memory_bytes"] > 2**25 and one["seconds_per_step"] > 0 for one in found.values())
+    assert all(one["seconds_per_step"] > 0 for one in found.values())
     rows = [line.split(" | ")[0] for line in output.splitlines() if line.startswith("| ")]
-    assert rows.count("| adamw") == rows.count("| high muon") == 2
-    assert "the difference to adamw and its 95 % interval, paired by prompt" in output
+    assert rows.count("| adamw") == rows.count("| high muon") == 1
+    assert "The difference is to adamw, with its 95 % interval, paired by prompt" in output
 
     monkeypatch.setattr(script, "train_apart", None)  # nothing is trained again
     run(script, monkeypatch, ready, "--to", to, *SMALL, *asked, *grid)
     assert capsys.readouterr().out == output
     run(script, monkeypatch, ready, "--to", to, "--table", "--base", "high muon")
-    assert "the difference to high muon" in capsys.readouterr().out
+    assert "The difference is to high muon" in capsys.readouterr().out
     other = ("--only", "high muon", "--add", "high muon: train.optimizer=muon")
     with pytest.raises(SystemExit, match=r"holds high muon with .*matrix_rate"):
         run(script, monkeypatch, ready, "--to", to, *SMALL, *other, *grid)

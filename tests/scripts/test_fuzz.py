@@ -5,8 +5,8 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ from hypothesis import strategies
 
 from distill.errors import DataError, DistillError
 
+sys.path.insert(0, str(tiny.ROOT / "scripts" / "fuzz"))
+
+from fuzz_kinds import KINDS
+
 INPUTS = {"model folders": 4, "tokenizers in transformers": 4, "command lines": 12}  # of a slow kind; else 25
 
 
 @pytest.fixture(scope="module")
-def fuzz() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(tiny.ROOT / "scripts" / "fuzz"))
-        yield importlib.import_module("fuzz")
+def fuzz() -> Any:
+    return importlib.import_module("fuzz")
 
 
 @pytest.fixture
@@ -32,18 +34,11 @@ def place(finished: Path, tmp_path: Path, fuzz: Any) -> Any:
     return fuzz.World(finished.parent.parent, tmp_path / "place")
 
 
-def names() -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(tiny.ROOT / "scripts" / "fuzz"))
-        return [kind.name for kind in importlib.import_module("fuzz_kinds").KINDS if not kind.isolated]
-
-
-@pytest.mark.parametrize("name", names())
-def test_each_input_is_read_or_refused(fuzz: Any, place: Any, name: str) -> None:
-    kind = next(kind for kind in fuzz.KINDS if kind.name == name)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.isolated], ids=lambda kind: kind.name)
+def test_each_input_is_read_or_refused(fuzz: Any, place: Any, kind: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (outcome,) = fuzz.examples(kind, place, seed=1, count=INPUTS.get(name, 25))
+        outcome = fuzz.batches_of(kind, place, 1, 0, INPUTS.get(kind.name, 25))
     assert not outcome.failures, outcome.failures[0]
     assert outcome.inputs == outcome.read + outcome.refused > 0
 
@@ -85,7 +80,7 @@ def endless() -> None:
     ],
 )
 def test_all_but_a_clear_refusal_is_a_failure(fuzz: Any, reader: Any, place: str | None) -> None:
-    (outcome,) = fuzz.examples(kind_of(fuzz, reader), None, seed=0, count=1)
+    outcome = fuzz.batches_of(kind_of(fuzz, reader), None, 0, 0, 1)
     assert (outcome.refused, outcome.failed) == ((1, 0) if place is None else (0, 1))
     assert place is None or place in outcome.failures[0]["place"]
 

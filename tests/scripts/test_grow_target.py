@@ -30,9 +30,8 @@ def logits(model: Any) -> torch.Tensor:
     return model(IDS).logits
 
 
-@pytest.mark.parametrize("layers", [2, 3, 5, 8])
-@pytest.mark.parametrize("tile", [1, 2, 3, 4])
-def test_grown_models_say_the_same(tile: int, layers: int) -> None:
+@pytest.mark.parametrize(("tile", "layers"), [(1, 3), (2, 2), (3, 5), (4, 8)])
+def test_grown_models_say_the_same(tile: int, layers: int, tmp_path: Path) -> None:
     model = toy("qwen2", layers=2, seed=tile)
     disturb(model, 99, 0.3)
     before = copy.deepcopy(model.state_dict())
@@ -44,13 +43,10 @@ def test_grown_models_say_the_same(tile: int, layers: int) -> None:
     assert float((expected - found).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
     assert not larger.training and larger.lm_head.weight is larger.model.embed_tokens.weight
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_grown_models_reload(tmp_path: Path) -> None:
-    larger = grow(toy("qwen2", layers=3, seed=5), 3, 5)
     larger.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(logits(again), logits(larger), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval()), found, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_grown_sliding_windows() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,11 @@ from distill.surgery.stage import comparison_blocks, score_blocks
 
 
 @pytest.fixture(scope="module")
-def begun(world: Path) -> Iterator[Path]:
-    """A run of the world's recipe with everything that stands before the draft."""
-    with tiny.one_thread():
-        folder = world / "begun"
-        assert tiny.call("train", world / "recipe.yaml", "--runs", folder, "--until", "teacher") == 0
-        if not (world / "donor").exists():
-            tiny.build_model(world / "donor", layers=2, vocabulary=350, seeds=range(40, 60))
-        yield folder / "tiny"
+def begun(world: Path, ready: Path) -> Path:
+    """A run of the world's recipe that has everything before the training, and a donor with another vocabulary."""
+    if not (world / "donor").exists():
+        tiny.build_model(world / "donor", layers=2, vocabulary=350, seeds=range(40, 60))
+    return ready
 
 
 def run_with(begun: Path, world: Path, tmp_path: Path, until: str, status: int = 0, **changes: Any) -> Path:
@@ -49,6 +45,10 @@ def run_with(begun: Path, world: Path, tmp_path: Path, until: str, status: int =
     shutil.copytree(begun, tmp_path / "tiny")
     assert tiny.call("train", recipe, "--runs", tmp_path, "--until", until) == status
     return tmp_path / "tiny"
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()  # type: ignore[no-any-return]
 
 
 def read(path: Path) -> Any:
@@ -69,7 +69,7 @@ def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: 
         assert model.config.vocab_size == AutoModelForCausalLM.from_pretrained(world / "target").config.vocab_size
         assert model.config.eos_token_id == target.eos_token_id
     # In three of eight steps only embeddings and head moved, in the others all of it.
-    before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("cut", "draft"))
+    before, after = (state_of(run / name) for name in ("cut", "draft"))
     assert all(not torch.equal(before[name], after[name]) for name in before if name.endswith("proj.weight"))
     assert read(run / "eval.json")["domains"]["answers"]["after"]["acceptance_sampling"]["mean"] > 0
     assert not (run / "compared" / "transplant").exists()
@@ -77,19 +77,9 @@ def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: 
 
 def test_only_the_embeddings_move_at_first(begun: Path, world: Path, tmp_path: Path) -> None:
     run = run_with(begun, world, tmp_path, "train", train={"embedding_steps": 8, "acceptance": None})
-    before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("cut", "draft"))
+    before, after = (state_of(run / name) for name in ("cut", "draft"))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {"model.embed_tokens.weight", "lm_head.weight"}
-
-
-def test_another_vocabulary_needs_a_transplant(
-    begun: Path, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = tiny.contents(begun)
-    draft = {"donor": "./donor", "layers": None, "mlp_width": None}
-    run = run_with(begun, world, tmp_path, "cut", 2, cut=draft)
-    assert "cut.transplant" in capsys.readouterr().err
-    assert tiny.contents(run) == before
 
 
 def test_trimmed_draft(begun: Path, world: Path, tmp_path: Path) -> None:
@@ -97,12 +87,10 @@ def test_trimmed_draft(begun: Path, world: Path, tmp_path: Path) -> None:
     kept = read(run / "draft" / "kept_tokens.json")
     assert kept == read(run / "cut" / "kept_tokens.json")
     assert len(kept["kept"]) in (256, 400 // 256 * 256, kept["vocabulary"]) and min(kept["mass"].values()) >= 0.5
-    before, after = (AutoModelForCausalLM.from_pretrained(run / name).state_dict() for name in ("cut", "draft"))
     domains = read(run / "eval.json")["domains"]["answers"]
     assert set(domains) == {"before", "after", "after, full head"}
     assert domains["after"]["acceptance_ceiling"]["mean"] <= 1 + 1e-6  # a sum of probabilities in fp32
     assert domains["after, full head"]["acceptance_ceiling"]["mean"] == pytest.approx(1, abs=1e-5)
-    assert before.keys() == after.keys()
 
 
 def test_listed_cuts_are_compared_and_the_named_one_is_made(
@@ -168,12 +156,9 @@ def test_unstructured_sparsity_is_in_the_report(begun: Path, world: Path, tmp_pa
     run = run_with(begun, world, tmp_path, "report", train=train, speedup={"prompts": 2, "lengths": [2]})
     report = read(run / "draft" / "sparsity.json")["details"]
     assert report["zero_share"] == pytest.approx(0.4, abs=0.01) and len(report["by_layer"]) == 2
-    state = AutoModelForCausalLM.from_pretrained(run / "draft").state_dict()
+    state = state_of(run / "draft")
     zeros = float((state["model.layers.0.mlp.up_proj.weight"] == 0).float().mean())
     assert report["by_tensor"]["layers.0.mlp.up_proj"] == pytest.approx(zeros)
-    for layer, share in enumerate(report["by_layer"]):
-        own = [value for name, value in state.items() if f"layers.{layer}." in name and name.endswith("proj.weight")]
-        assert share == pytest.approx(sum(int((v == 0).sum()) for v in own) / sum(v.numel() for v in own))
     page = (run / "report.html").read_text()
     assert "Sparsity" in page and "layers.0.mlp.up_proj" in page and "From donor to draft" in page
 
@@ -209,6 +194,7 @@ def test_without_validation_text_cuts_are_compared_on_other_answers(begun: Path,
     ("changes", "said"),
     [
         ({"cut": {"layers": 9}}, "3"),
+        ({"cut": {"donor": "./donor", "layers": None, "mlp_width": None}}, "cut.transplant"),
         ({"cut": {"mlp_width": 100}}, "multiple of 32"),
         ({"cut": {"layers": None, "drop_layers": "1-7"}}, "layers are 0 to 2"),
         ({"cut": {"trim": {"size": 300}}}, "cut.trim.size"),

@@ -32,13 +32,15 @@ IDS = torch.tensor([[5, 9, 200, 31]])
 )
 def test_only_padding_changes(donor: int, rows: int, tied: bool, tmp_path: Path) -> None:
     model = toy("qwen2", vocabulary=donor, tie_word_embeddings=tied)
+    assert match_rows(model, donor, REAL) == []
+    with pytest.raises(AssertionError):
+        match_rows(model, REAL - 1, REAL)  # a token never loses its row
     with torch.no_grad():
         before, old = model(IDS).logits, model.get_output_embeddings().weight.clone()
     (change,) = match_rows(model, rows, REAL)
     assert change.details == {"rows": rows, "donor_rows": donor, "tokens": REAL}
     assert (change.before.vocabulary, change.after.vocabulary) == (donor, rows)
     assert change.after == size_of(model) and change.after.tied is tied
-    assert f"vocabulary {donor} -> {rows}" in change.sentence()
     with torch.no_grad():
         after = model(IDS).logits
     assert after.shape[-1] == rows == model.config.vocab_size
@@ -53,17 +55,6 @@ def test_only_padding_changes(donor: int, rows: int, tied: bool, tmp_path: Path)
     assert (again.get_input_embeddings().weight is again.lm_head.weight) is tied
     model(IDS).logits.sum().backward()
     assert model.get_input_embeddings().weight.grad.shape[0] == rows
-
-
-def test_equal_rows_are_left_alone() -> None:
-    model = toy("qwen2", vocabulary=REAL + 2)
-    weight = model.lm_head.weight
-    assert match_rows(model, REAL + 2, REAL) == [] and model.lm_head.weight is weight
-
-
-def test_a_token_never_loses_its_row() -> None:
-    with pytest.raises(AssertionError):
-        match_rows(toy("qwen2", vocabulary=REAL + 2), REAL - 1, REAL)
 
 
 def test_vllm_takes_the_pair(tmp_path: Path) -> None:
@@ -104,14 +95,11 @@ def test_types_that_a_processor_computes_slowly(processor: str, monkeypatch: pyt
         "corpus": {"sources": [{"kind": "text", "path": "/t"}]},
     }
     lines = [line for line in check_device(parse_recipe(values, "test")) if "warning" in line]
-    wanted = [
+    assert lines == [
         f"warning: this CPU has no instructions for {dtype} and computes it slowly: {key}={expected[dtype]} is faster"
         for key, dtype in (("target.dtype", "float16"), ("train.dtype", "bfloat16"))
         if expected[dtype]
     ]
-    assert lines == wanted
-    fast = parse_recipe(values | {"target": {"model": "m"}, "train": {}}, "test")
-    assert check_device(fast) == ["device: cpu; the target in float32, training in float32"]
 
 
 @pytest.mark.parametrize("processor", FLAGS)

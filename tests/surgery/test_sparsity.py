@@ -162,15 +162,6 @@ def test_the_lasso_from_the_ramp_to_the_cut(kind: str) -> None:
     json.dumps(details)
 
 
-@pytest.mark.parametrize("rate", [1e-5, 1e-2])
-def test_no_learning_rate_is_too_small_or_too_large(rate: float) -> None:
-    run = Training("qwen2", rate).steps(round(STEPS * RAMP))
-    details = run.penalty.cut(run.model)
-    assert min(details["removed_zero_share"]) >= 0.95
-    assert run.model.config.intermediate_size == WIDTH
-    assert all(math.isfinite(figures["lambda"]) for figures in run.log)
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_proximal_step_by_hand(bias: bool) -> None:
     model = toy("llama", layers=1, intermediate_size=WIDE, mlp_bias=bias)
@@ -270,8 +261,7 @@ def test_a_ramp_without_rate_is_cut_and_said() -> None:
     for step in range(3):
         assert lasso.after_step(step, 0.0)["lambda"] == 0
     details = lasso.cut(model)
-    assert details["removed_zero_share"] == [0.0]
-    assert details["frozen_at_step"] == 3
+    assert details["removed_zero_share"] == [0.0] and details["frozen_at_step"] == 3
     assert torch.equal(model.model.layers[0].mlp.gate_proj.weight, gates[largest])
 
 
@@ -291,7 +281,6 @@ def test_single_weights_reach_the_share() -> None:
             assert short not in shares and weight.all()  # embeddings, norms and biases are left alone
     assert len(shares) == 2 * 7 + 2
     assert zero / total == pytest.approx(0.6, abs=1e-3)
-    assert (shares["layers.0"] + shares["layers.1"]) / 2 == pytest.approx(zero / total)
     details = run.penalty.details()
     assert details["zero_share"] == run.log[-1]["zero_share"] == zero / total
     assert details["by_layer"] == [shares["layers.0"], shares["layers.1"]]
@@ -312,19 +301,6 @@ def test_single_weights_by_hand() -> None:
         shrunk = before[name].sign() * (before[name].abs() - 0.1 * strength).clamp(min=0)
         expected = torch.where(before[name].abs() <= distance, shrunk, before[name])
         torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-6, atol=1e-7)
-
-
-def test_reports() -> None:
-    model = toy("llama", layers=2, intermediate_size=32)
-    with torch.no_grad():
-        mlp = model.model.layers[1].mlp
-        for part in (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight.T):
-            part[:8] = 0
-        mlp.gate_proj.weight[9] = 0  # not the whole group
-    assert [int(zero_groups(layer).sum()) for layer in model.model.layers] == [0, 8]
-    shares = sparsity_by_tensor(block_matrices(model))
-    assert shares["layers.1.mlp.gate_proj"] == 9 / 32 and shares["layers.1.mlp.down_proj"] == 0.25
-    assert shares["layers.0"] == shares["layers.1.self_attn.q_proj"] == 0
 
 
 def test_refusals() -> None:

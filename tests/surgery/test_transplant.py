@@ -36,7 +36,6 @@ from distill.surgery.subtokens import (
     map_subtokens,
 )
 from distill.surgery.vocabulary import transplant
-from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import NEVER_IN_UTF8, Vocabulary
 
 torch.set_num_threads(1)
@@ -237,13 +236,8 @@ def test_every_token_of_the_donor_says_the_bytes(tmp_path: Path) -> None:
     assert report["duplicates"] == 4 and report["zeros"] == 0  # space, a, b and c stand beside their byte tokens
     assert report["not_utf8_alone"] == 128
     assert report["copies"] + report["means"] + report["roles"] + report["special_as_text"] == target.size
-    assert {entry["token"]: entry["how"] for entry in report["special_tokens"]} == {
-        "<unk>": "text",
-        "<s>": "role",
-        "</s>": "role",
-        "<|im_end|>": "role",
-        "<odd>": "text",
-    }
+    specials = {entry["token"]: entry["how"] for entry in report["special_tokens"]}
+    assert specials == {token: how[token][0] for token in ("<unk>", "<s>", "</s>", "<|im_end|>", "<odd>")}
     assert report["worst"][0]["token"] in ("<unk>", "<odd>") and len(report["worst"][0]["subtokens"]) == 5
 
 
@@ -252,7 +246,6 @@ def test_fill_in_and_turn_markers_meet_by_role(tmp_path: Path) -> None:
         "falcon": [">>PREFIX<<", ">>SUFFIX<<", ">>MIDDLE<<", "[INST]", "[/INST]"],
         "granite": ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|user|>", "<|assistant|>", "<reponame>"],
         "qwen": ["<|fim_middle|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|repo_name|>"],
-        "codestral": ["[PREFIX]", "[SUFFIX]", "[MIDDLE]", "[INST]", "[/INST]"],
     }
     found = {}
     for name, markers in sides.items():
@@ -271,13 +264,10 @@ def test_fill_in_and_turn_markers_meet_by_role(tmp_path: Path) -> None:
 
     three = {">>PREFIX<<": "<fim_prefix>", ">>SUFFIX<<": "<fim_suffix>", ">>MIDDLE<<": "<fim_middle>"}
     assert twins("granite", "falcon") == three | {"[INST]": "<|user|>", "[/INST]": "<|assistant|>"}
-    assert twins("falcon", "qwen") == {
-        "<|fim_prefix|>": ">>PREFIX<<",
-        "<|fim_suffix|>": ">>SUFFIX<<",
-        "<|fim_middle|>": ">>MIDDLE<<",
+    assert twins("granite", "qwen") == {
+        **{f"<|fim_{part}|>": f"<fim_{part}>" for part in ("prefix", "suffix", "middle")},
+        "<|repo_name|>": "<reponame>",
     }
-    assert twins("granite", "qwen")["<|repo_name|>"] == "<reponame>" and len(twins("granite", "qwen")) == 4
-    assert twins("codestral", "falcon")[">>MIDDLE<<"] == "[MIDDLE]" and len(twins("codestral", "falcon")) == 5
 
 
 def test_messages_show_text_and_not_the_letters_of_bytes(tmp_path: Path) -> None:
@@ -311,9 +301,6 @@ def test_overrides(tmp_path: Path) -> None:
     back = map_subtokens(target, donor, {"<|im_start|>": "a<|im_end|>\nb<s>"})
     expected = [target.index[token] for token in ("a", "<|im_end|>", "<0x0A>", "b", "<s>")]
     assert back.of(donor.index["<|im_start|>"]) == expected
-    with pytest.raises(DataError, match="no token of the target") as raised:
-        check_overrides(target, {"<|im_ends|>": "ab"})
-    assert raised.value.hint == "did you mean '<|im_end|>'?"
     with pytest.raises(DataError, match="is empty"):
         check_overrides(target, {"<odd>": ""})
 
@@ -381,12 +368,6 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
     quantised = changed("quantised", quantization_config={})
     narrow = changed("narrow", hidden_size=64)
     headless = changed("headless", tie_word_embeddings=False)
-    pickled = changed("pickled")
-    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    short = changed("short")
-    (short / "model.safetensors").write_bytes((donor / "model.safetensors").read_bytes()[:-8])
-    noise = changed("noise")
-    (noise / "model.safetensors").write_bytes(b"\xff" * 64)
     byteless = changed("byteless")
     save(byte_level(without=frozenset({0x41})), byteless)
     larger = changed("larger")
@@ -396,9 +377,6 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
         (quantised, "quantised"),
         (narrow, "by config.json"),
         (headless, "missing in the weights"),
-        (pickled, "pytorch_model.bin"),
-        (short, "cut short"),
-        (noise, "no safetensors file"),
         (byteless, "no token for 1 of the 256 bytes"),
         (larger, r"no row in the model, which has 268 \(vocab_size\): .word11. \(268\)"),
         (tmp_path / "nowhere", "does not exist"),
@@ -415,16 +393,6 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="int4"):
         transplant(donor, target, tmp_path / "new", dtype="int4")
     assert not (tmp_path / "new").exists()
-
-
-def test_encoders_write_any_bytes(tmp_path: Path) -> None:
-    for make in (bytes_folder, spaces_folder):
-        donor = Vocabulary.read(make(tmp_path / make.__name__))
-        encoder = Encoder(donor)
-        for data in (b"\xff\xfe ab", "▁日 abc\x00".encode(), b"\xe6\x97", b"<0x41></s>", bytes(range(256))):
-            ids, exact = encoder.word(data)
-            assert exact and donor.text_bytes(ids) == data
-            assert all(donor.kinds[number] in ("normal", "byte") for number in ids)
 
 
 def test_the_demo_donor_splits_text_as_it_was_trained_to() -> None:

@@ -124,8 +124,7 @@ def whole(world: Path, exact: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-def test_it_is_learnt_and_logged(world: Path, exact: Path, whole: Path, tmp_path: Path) -> None:
-    """Its part of the loss is logged until its weight is 0, and its error falls faster than without it."""
+def test_it_is_logged_until_its_weight_is_zero(whole: Path) -> None:
     lines = trainings.metrics(whole)
     assert ["hidden_states" in line["losses"] for line in lines] == [True] * 6 + [False] * 2  # 0.7 of 8 steps
     first = lines[0]
@@ -134,12 +133,6 @@ def test_it_is_learnt_and_logged(world: Path, exact: Path, whole: Path, tmp_path
         + 0.1 * first["losses"]["cross_entropy"]
         + 0.5 * first["losses"]["hidden_states"]
     )
-    errors = {}
-    for weight in (1e-9, 0.5):
-        pull = f"train.hidden_states={{weight: {weight}, end: 1}}"
-        run = trainings.trained(world, exact, tmp_path / str(weight), EXACT, pull, "train.rate=0.01", "train.steps=16")
-        errors[weight] = [line["losses"]["hidden_states"] for line in trainings.metrics(run)]
-    assert errors[0.5][0] == errors[1e-9][0] and errors[0.5][-1] < 0.9 * errors[1e-9][-1]
 
 
 def test_resumed_is_uninterrupted_bit_for_bit(
