@@ -104,6 +104,10 @@ def test_with_compilers_everything_is_installed(clone: Clone) -> None:
     text, asked = clone.setup(TORCH_INDEX="https://torch.example")
     assert "making .venv" in text and "is compiled" in text
     assert "--index-url https://torch.example torch==" in asked[0] and asked[1].endswith("-e .[dev,llama]")
+    assert clone.setup() == ("", [])
+    with (clone.folder / "constraints.txt").open("a") as handle:
+        handle.write("another==1\n")
+    assert clone.setup()[1], "other versions are installed again"
 
 
 def test_other_cmake_arguments_compile_llama_again(clone: Clone) -> None:
@@ -128,13 +132,6 @@ def test_llama_is_compiled_without_amx(clone: Clone, tmp_path: Path) -> None:
     assert asked[1].endswith(f" CFLAGS={flags} CXXFLAGS={flags}")
     assert "--no-cache-dir --no-deps llama-cpp-" in asked[1]
     assert "CMAKE_ARGS=-DGGML_CUDA=on" in text and clone.setup() == ("", [])  # with the arguments of before
-
-
-def test_other_versions_are_installed_again(clone: Clone) -> None:
-    clone.setup()
-    with (clone.folder / "constraints.txt").open("a") as handle:
-        handle.write("another==1\n")
-    assert clone.setup()[1]
 
 
 def test_smollm2_is_fetched_once_by_its_hash(clone: Clone) -> None:

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from toys import save_toy, toy, toy_tokenizer
+from toys import toy, toy_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill import machine
 from distill.cli.shared import read_recipe
-from distill.engines.pairs import compare_pair
-from distill.engines.torch.hugging_face import real_tokens, settled_target
-from distill.errors import DataError
+from distill.engines.torch.hugging_face import settled_target
 from distill.machine import faster_type
 from distill.pipeline.preflight import check_device
 from distill.recipe import dump_recipe, parse_recipe
@@ -55,21 +53,6 @@ def test_only_padding_changes(donor: int, rows: int, tied: bool, tmp_path: Path)
     assert (again.get_input_embeddings().weight is again.lm_head.weight) is tied
     model(IDS).logits.sum().backward()
     assert model.get_input_embeddings().weight.grad.shape[0] == rows
-
-
-def test_vllm_takes_the_pair(tmp_path: Path) -> None:
-    target = save_toy(toy("qwen2", vocabulary=REAL + 12), TOKENIZER, tmp_path / "target")
-    donor = save_toy(toy("qwen2", vocabulary=REAL + 2), TOKENIZER, tmp_path / "donor")
-    assert compare_pair(str(target), str(donor)).vllm is not None
-    found = compare_pair(str(target), str(donor), same_rows=True)
-    assert (found.distill, found.llama_cpp, found.vllm) == (None, None, None)
-    model = AutoModelForCausalLM.from_pretrained(donor)
-    match_rows(model, REAL + 12, real_tokens(model.config, TOKENIZER))
-    save_toy(model, TOKENIZER, tmp_path / "draft")
-    assert [*compare_pair(str(target), str(tmp_path / "draft")).verdicts()] == [*found.verdicts()]
-    other = save_toy(toy("qwen2", vocabulary=REAL - 4), TOKENIZER, tmp_path / "short")  # lacks tokens, not padding
-    with pytest.raises(DataError, match="tokens of the tokenizer have no row in the model"):
-        compare_pair(str(target), str(other), same_rows=True)
 
 
 FLAGS = {

@@ -3,7 +3,6 @@ distribution."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,8 +66,10 @@ def logits(model: Any) -> Tensor:
 
 
 def trained(model: Any, settings: Adapter, steps: int = 3, seed: int = 0) -> Any:
-    """The model with adapters after a few steps on the product's own loss."""
+    """The model with adapters, which change no bit at first, after a few steps on the product's own loss."""
+    before = logits(model)
     attach(model, settings, seed)
+    assert torch.equal(logits(model), before)
     store = store_of(toy(seed=5), data())
     optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
     for _ in range(steps):
@@ -76,19 +77,6 @@ def trained(model: Any, settings: Adapter, steps: int = 3, seed: int = 0) -> Any
         optimizer.step()
         optimizer.zero_grad()
     return model
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_untrained_adapter_changes_no_bit(kind: str) -> None:
-    model = toy(kind)
-    before = logits(model)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    attach(model, Adapter(rank=4))
-    assert torch.equal(logits(model), before)
-    merge(model)
-    assert torch.equal(logits(model), before)
-    after = model.state_dict()
-    assert after.keys() == state.keys() and all(torch.equal(after[name], state[name]) for name in state)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,7 +100,6 @@ def test_merged_is_what_was_trained(kind: str, outer: bool, tmp_path: Path) -> N
 @pytest.mark.parametrize("outer", [False, True])
 def test_only_adapters_learn(outer: bool) -> None:
     model = toy("llama")
-    frozen = copy.deepcopy(model.state_dict())
     attach(model, Adapter(rank=2, train_outer=outer))
     store = store_of(toy(seed=5), data())
     index = torch.arange(2)
@@ -125,13 +112,6 @@ def test_only_adapters_learn(outer: bool) -> None:
         assert (parameter.grad is not None) == (name in own), name
         if name in own and ".lora_A." not in name:  # A learns only once B is no longer 0
             assert float(parameter.grad.abs().max()) > 0, name
-    optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
-    optimizer.step()
-    moved = {"model.embed_tokens.weight", "lm_head.weight"} if outer else set()
-    for name, value in model.state_dict().items():
-        plain = name.replace(".base_layer", "")
-        if plain in frozen:
-            assert torch.equal(value, frozen[plain]) == (plain not in moved), name
 
 
 def test_the_start_depends_on_the_seed_alone() -> None:
