@@ -318,7 +318,7 @@ def test_impossible_and_rare_bytes_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "share", "duplicates"),
     [
-        ("llama-3", 85.4, 0),
+        pytest.param("llama-3", 85.4, 0, marks=pytest.mark.slow),
         ("llama-2", 82.6, 96),
         pytest.param("deepseek-llm", 67.4, 0, marks=pytest.mark.slow),
         ("gpt-2", 84.0, 0),
