@@ -144,9 +144,9 @@ class Job:
         return found
 
 
-def places_of(kills: int) -> list[list[str]]:
+def places_of(kills: int, stages: Sequence[str]) -> list[list[str]]:
     """The kills of each run, in order: every place once, the last run the rest."""
-    every = [START, *NAMES]
+    every = [START, *stages]
     flat = [every[index % len(every)] for index in range(kills)]
     return [flat[first : first + len(every)] for first in range(0, kills, len(every))]
 
@@ -179,17 +179,18 @@ def kill_runs(recipe: Path, folder: Path, kills: int, seed: int) -> int:
     draw = random.Random(seed)
     whole = Job(recipe, folder / "whole")
     startup = whole.finish()
-    seconds = {name: (whole.run.done(name) or {})["seconds"] for name in NAMES} | {START: startup}
+    done = {name: whole.run.done(name) for name in NAMES}  # None for a stage that the recipe does not have
+    seconds = {name: record["seconds"] for name, record in done.items() if record is not None}
     expected = whole.digests()
-    print(f"without interruption: {sum(seconds.values()):.0f} s, {len(expected)} files")
+    print(f"without interruption: {startup + sum(seconds.values()):.0f} s, {len(expected)} files")
     rows: list[tuple[Kill, bool]] = []
     wrong = False
-    for index, places in enumerate(places_of(kills)):
+    for index, places in enumerate(places_of(kills, [*seconds])):
         job = Job(recipe, folder / f"killed-{index}")
         own = []
         for place in places:
             number = draw.choices([*SIGNALS], [*SIGNALS.values()])[0]
-            own.append(job.kill(place, draw.uniform(0, seconds[place]), number))
+            own.append(job.kill(place, draw.uniform(0, seconds.get(place, startup)), number))
         job.finish()
         found = job.digests()
         different = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))

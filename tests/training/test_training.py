@@ -352,7 +352,7 @@ def test_a_signal_is_never_forgotten(
     saved: int,
     number: int,
     monkeypatch: Patch,
-    capsys: Capture,
+    capfd: Capture,
 ) -> None:
     """While drafts are evaluated, and in the last step of all; it says how to go on."""
     function = getattr(loop, name)
@@ -365,7 +365,7 @@ def test_a_signal_is_never_forgotten(
     with monkeypatch.context() as patch:
         patch.setattr(loop, name, signalled)
         train(MIXED, status=(130 if number == signal.SIGINT else 143))
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert said.count("stops after this step and is saved") == 1 and "the same command goes on there" in said
     run = tmp_path / "tiny"
     assert (run / "checkpoints" / f"step-{saved:06d}").exists() and metrics(run)[-1]["step"] == saved
