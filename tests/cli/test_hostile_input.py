@@ -13,6 +13,7 @@ import pytest
 import tiny
 import yaml
 from pydantic import TypeAdapter
+from tiny import Capture, Patch
 
 from distill.cli import app as application
 from distill.cli.shared import find_run, local_reference, numbers, read_texts
@@ -20,8 +21,7 @@ from distill.data.sources import read_documents
 from distill.data.texts import read_prompts
 from distill.data.traffic import parse_line
 from distill.errors import DataError, DistillError, RecipeError
-from distill.files import parse_object
-from distill.recipe import Corpus, Recipe, Section, Source, load_recipe, parse_recipe
+from distill.recipe import Corpus, Recipe, Source, load_recipe, parse_recipe
 from distill.recipe.target import WORDS
 from distill.run import Run
 from distill.sampler import Sampler
@@ -55,20 +55,15 @@ def mistake(path: Path, *overrides: str) -> str:
     [
         ("seed: !!python/object/apply:os.system [ls]", ["line 4", "python/object/apply:os.system"]),
         ("seed: !mine 3", ["line 4", "!mine"]),
-        ("seed: !!timestamp 2026-13-45", ["line 4", "timestamp"]),
         ("seed: !!binary aGk=", ["line 4", "binary"]),
-        ("seed: !!set {a, b}", ["line 4", "set"]),
         ("seed: !!int many", ["line 4", "'many' cannot be read as int"]),
-        ("seed: !!bool perhaps", ["line 4", "'perhaps' cannot be read as bool"]),
         (f"seed: {'9' * 5000}", ["line 4", "cannot be read as int"]),
         ("<<: {seed: 1}", ["line 4", "merge"]),
         ("seed: 2026-13-45", ["seed: an integer is needed"]),
         (f"seed: {'[' * 3000}{']' * 3000}", ["nested too deeply"]),
-        (f"seed: {'{a: ' * 3000}1{'}' * 3000}", ["nested too deeply"]),
         (f"seed: {'[' * 70}{']' * 70}", ["nested too deeply"]),
         ("seed: &loop [*loop]", ["line 4", "recursive"]),
         ('seed: "\\ud800"', ["lone surrogate"]),
-        ("seed: [1, 2", ["is not YAML", "line 5"]),
         ("seed: a: b", ["is not YAML", "line 4, column 8"]),
         ("seed: \x07", ["is not YAML", "line 4", "\\x07"]),
         ("? [1, 2]\n: 3", ["line 4: a key must be text, got [1, 2]"]),
@@ -86,10 +81,6 @@ def test_repeated_parts_that_grow_without_bound(recipe: Path) -> None:
     assert "too large" in mistake(recipe)
 
 
-def test_a_date_is_text(recipe: Path) -> None:
-    assert load_recipe(recipe, ["name=2026-02-03"]).name == "2026-02-03"
-
-
 # ── overrides and paths ──
 
 
@@ -97,7 +88,6 @@ def test_a_date_is_text(recipe: Path) -> None:
     ("override", "expected"),
     [
         ("corpus.sources.٣.path=x", "is not an index"),
-        ("corpus.sources.².path=x", "is not an index"),
         (f"corpus.sources.{'9' * 300}.path=x", "is not an index"),
         ("a" * 5000 + "=1", "characters before the ="),
         (".".join("a" * 400) + "=1", "characters before the ="),
@@ -106,56 +96,11 @@ def test_a_date_is_text(recipe: Path) -> None:
         ("train.steps=!!python/name:os.system x", "line 1"),
         ("train.steps=" + "[" * 3000, "nested too deeply"),
         ("target.model=" + "a" * 5000, "too long"),
-        *(
-            (f"corpus.sources.0.pattern={pattern}", "corpus.sources.0.pattern: this is no pattern")
-            for pattern in ("''", "/etc/*", '"a\\0b"', '"' + "*" * 5000 + '"')
-        ),
-    ],
-)
-def test_overrides(recipe: Path, override: str, expected: str) -> None:
-    assert expected in mistake(recipe, override)
-
-
-@pytest.mark.parametrize("key", ["target.model", "cut.donor", "corpus.sources.0.path", "answers.traffic.path"])
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ('"./a\\0b"', "holds a NUL character"),
-        ("./" + "a" * 5000, "too long: 5002 characters"),
-        ("./" + "a/" * 2500, "too long"),
-        ("~nobody-has-this-name/model", "there is no user '~nobody-has-this-name'"),
-    ],
-)
-def test_paths(recipe: Path, key: str, path: str, expected: str) -> None:
-    found = mistake(recipe, f"{key}={path}")
-    assert expected in found and key in found
-
-
-@pytest.mark.parametrize(
-    "read", [local_reference, lambda p: find_run(p, Path("runs")), lambda p: find_run(None, Path(p))]
-)
-def test_paths_of_the_command_line(read: Any) -> None:
-    with pytest.raises(RecipeError, match="too long: 5000 characters"):
-        read("a" * 5000)
-
-
-def test_texts_of_the_command_line(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="too long"):
-        read_texts([Path("a" * 5000)])
-    (tmp_path / "a.txt").write_bytes(b"one\ntwo\xff\n")
-    with pytest.raises(DataError, match=r"a.txt is not UTF-8, in line 2"):
-        read_texts([tmp_path / "a.txt"])
-
-
-# ── numbers ──
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
+        ("corpus.sources.0.pattern=''", "corpus.sources.0.pattern: this is no pattern"),
+        ("corpus.sources.0.pattern=/etc/*", "corpus.sources.0.pattern: this is no pattern"),
+        (f"corpus.sources.0.pattern='{'*' * 5000}'", "corpus.sources.0.pattern: this is no pattern"),
         ("train.rate=1.0e+300", "train.rate: must be at most 10"),
         ("train.rate=.inf", "train.rate: must be a finite number"),
-        ("train.rate=.nan", "train.rate: must be a finite number"),
         ("train.loss={jsd: 1.0e+300}", "must lie between 0 and 1e6"),
         ("teacher.temperatures=[1, .inf]", "teacher.temperatures.1: must be a finite number"),
         ("threads=100000", "threads: must be at most 1024"),
@@ -174,13 +119,35 @@ def test_texts_of_the_command_line(tmp_path: Path) -> None:
         ("name=" + "a" * 101, "name: must have at most 100 characters"),
     ],
 )
-def test_numbers_and_kinds(recipe: Path, override: str, expected: str) -> None:
+def test_overrides(recipe: Path, override: str, expected: str) -> None:
     assert expected in mistake(recipe, override)
 
 
-def test_true_and_false_still_switch(recipe: Path) -> None:
-    found = load_recipe(recipe, ["train.compile=true", "speedup.allow_lossy=true"])
-    assert found.train.compile and found.speedup.allow_lossy
+@pytest.mark.parametrize("key", ["target.model", "corpus.sources.0.path", "answers.traffic.path"])
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ('"./a\\0b"', "holds a NUL character"),
+        ("./" + "a" * 5000, "too long: 5002 characters"),
+        ("./" + "a/" * 2500, "too long"),
+        ("~nobody-has-this-name/model", "there is no user '~nobody-has-this-name'"),
+    ],
+)
+def test_paths(recipe: Path, key: str, path: str, expected: str) -> None:
+    found = mistake(recipe, f"{key}={path}")
+    assert expected in found and key in found
+
+
+def test_paths_of_the_command_line(tmp_path: Path) -> None:
+    long = "a" * 5000
+    for read in (local_reference, lambda p: find_run(p, tmp_path), lambda p: find_run(None, Path(p))):
+        with pytest.raises(RecipeError, match="too long: 5000 characters"):
+            read(long)
+    with pytest.raises(RecipeError, match="too long"):
+        read_texts([Path(long)])
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\xff\n")
+    with pytest.raises(DataError, match=r"a.txt is not UTF-8, in line 2"):
+        read_texts([tmp_path / "a.txt"])
 
 
 def error_types(schema: Any) -> set[str]:
@@ -193,29 +160,14 @@ def error_types(schema: Any) -> set[str]:
         kinds |= {"bool": ("bool_type", "bool_parsing"), "str": ("string_type",), "tuple": ("tuple_type",)}
         kinds |= {"dict": ("dict_type",), "model": ("model_type",)}
         found |= set(kinds.get(str(schema.get("type")), ()))
-        for part in schema.values():
-            found |= error_types(part)
-    elif isinstance(schema, (list, tuple)):
-        for part in schema:
-            found |= error_types(part)
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, (list, tuple)) else ():
+        found |= error_types(part)
     return found
 
 
 def test_every_type_of_error_has_words_of_ours() -> None:
     types = error_types(TypeAdapter(Recipe).core_schema)
     assert len(types) > 10 and not types - set(WORDS)
-
-
-def test_an_unknown_type_of_error_shows_no_foreign_words() -> None:
-    from pydantic import UUID4
-
-    from distill.recipe import parse_section
-
-    class Odd(Section):
-        key: UUID4
-
-    with pytest.raises(RecipeError, match="key: cannot be used here"):
-        parse_section(Odd, {"key": "x"})
 
 
 @pytest.mark.parametrize(
@@ -244,11 +196,9 @@ def test_lists_of_numbers(text: str) -> None:
     "options",
     [
         ("generate", "x", "--temperature", "inf"),
-        ("generate", "x", "--temperature", "nan"),
         ("generate", "x", "--top-p", "nan"),
         ("generate", "x", "--seed", str(2**64)),
         ("generate", "x", "--repetition-penalty", "inf"),
-        ("eval", "--temperature", "inf"),
         ("plan", "x", "--draft-cost", "nan"),
         ("profile", "x", "--threads", "100000"),
         ("eval", "a" * 5000),
@@ -256,9 +206,8 @@ def test_lists_of_numbers(text: str) -> None:
         ("check", "\udcff.yaml"),
     ],
 )
-def test_options(capsys: pytest.CaptureFixture[str], options: tuple[str, ...]) -> None:
-    found = tiny.refused(capsys, *options)
-    assert "Traceback" not in found and "bug in distill" not in found and found.strip()
+def test_options(capsys: Capture, options: tuple[str, ...]) -> None:
+    tiny.refused(capsys, *options)
 
 
 def test_many_resamples_take_little_memory() -> None:
@@ -266,11 +215,10 @@ def test_many_resamples_take_little_memory() -> None:
     draw = numpy.random.default_rng(3)
     sums, counts, more = draw.random(3000), draw.integers(1, 9, 3000).astype(float), draw.random(3000)
     drawn = numpy.random.default_rng(0).integers(0, 3000, size=(RESAMPLES, 3000))
-    means = sums[drawn].sum(1) / counts[drawn].sum(1)
-    rises = (more[drawn].sum(1) - sums[drawn].sum(1)) / counts[drawn].sum(1)
     edges = [(1 - CONFIDENCE) / 2, 1 - (1 - CONFIDENCE) / 2]
     single = ratio_interval(sums, counts)
-    assert (single.low, single.high) == tuple(numpy.quantile(means, edges))
+    assert (single.low, single.high) == tuple(numpy.quantile(sums[drawn].sum(1) / counts[drawn].sum(1), edges))
+    rises = (more[drawn].sum(1) - sums[drawn].sum(1)) / counts[drawn].sum(1)
     paired = paired_ratio_interval(list(sums), list(counts), list(more), list(counts))
     assert paired.high == pytest.approx(float(numpy.quantile(rises, edges[1])), rel=1e-12)
 
@@ -291,25 +239,14 @@ LINES = [
 
 
 @pytest.mark.parametrize(("line", "expected"), LINES)
-def test_lines_of_a_corpus(tmp_path: Path, line: bytes, expected: str) -> None:
+def test_lines_of_a_corpus_and_of_served_traffic(tmp_path: Path, line: bytes, expected: str) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_bytes(b'{"text": "a b c"}\n\n' + line + b"\n")
     with pytest.raises(DataError) as caught:
         read_documents(Corpus(sources=(Source(kind="jsonl", path=str(path), split="train"),)), ("train",))
-    assert "line 3" in str(caught.value) and expected in str(caught.value) and "texts.jsonl" in str(caught.value)
-
-
-@pytest.mark.parametrize(("line", "expected"), LINES)
-def test_lines_of_served_traffic(line: bytes, expected: str) -> None:
+    assert all(words in str(caught.value) for words in ("texts.jsonl", "line 3", expected))
     found = parse_line(line, 3)
     assert isinstance(found, str) and expected in found
-
-
-def test_a_line_without_the_field_names_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "texts.jsonl"
-    path.write_text('{"text": "a"}\n{"body": "b"}\n')
-    with pytest.raises(DataError, match=r"line 2 has no text in field `text` \(it has: body\)"):
-        read_documents(Corpus(sources=(Source(kind="jsonl", path=str(path)),)), ())
 
 
 @pytest.mark.parametrize(
@@ -344,16 +281,10 @@ def test_pairs_of_surrogates_and_a_byte_order_mark_are_text(tmp_path: Path) -> N
     assert dropped == {"field `other` of records, which is not read": 1}
 
 
-def test_parse_object_reads_what_json_reads() -> None:
-    value = {"a": [1, 2.5, None, True], "b": {"c": "ä\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")}}
-    assert parse_object(json.dumps(value).encode()) == value
-    assert parse_object(json.dumps(value, ensure_ascii=False).encode()) == value
-
-
 # ── standard input, records, and the net for bugs ──
 
 
-def test_standard_input_that_is_not_utf8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_standard_input_that_is_not_utf8(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo \xff"), encoding="utf-8"))
     assert "standard input is not UTF-8, in line 2" in tiny.refused(capsys, "generate", "-")
 
@@ -364,7 +295,7 @@ WRONG += ['{"key": "a", "inputs": {}, "artifacts": {"a": 1}}']
 
 @pytest.mark.parametrize("text", WRONG)
 @pytest.mark.parametrize("name", ["corpus.json", "train.json", "redo.json"])
-def test_wrong_records(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, name: str) -> None:
+def test_wrong_records(world: Path, tmp_path: Path, capsys: Capture, text: str, name: str) -> None:
     stages = tmp_path / "tiny" / "stages"
     stages.mkdir(parents=True)
     (stages / name).write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -386,9 +317,7 @@ def test_metrics_of_other_forms_are_left_out(recipe: Path, tmp_path: Path) -> No
     assert [line["stage"] for line in run.metrics()] == ["train"]
 
 
-def test_a_bug_is_one_line_and_its_traceback_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bug_is_one_line_and_its_traceback_a_file(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     """The place is a line of the package, also for a bug below a folder of its name: tests and .venv of a checkout."""
     outside: dict[str, Any] = {}
     program = 'def fail(**_): raise KeyError("an odd\\nkey \\ud800")'

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -58,15 +59,10 @@ app.main()
 """
 
 
-def begin(what: str) -> subprocess.Popen[str]:
+def begin(what: str, program: str = PROGRAM) -> subprocess.Popen[str]:
     """A command that is inside `what` when this returns."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, what],
-        cwd=tiny.ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", program, what], cwd=tiny.ROOT, **pipes)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     time.sleep(0.1)
     return process
@@ -101,16 +97,10 @@ def test_the_second_signal_ends_at_once() -> None:
 
 def test_an_ignored_signal_stays_ignored() -> None:
     """As under nohup, and in the background of a script."""
-    program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + PROGRAM.replace(
-        "time.sleep(30)", "time.sleep(0.5); os._exit(7)"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "in_a_library"], cwd=tiny.ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    ending = PROGRAM.replace("time.sleep(30)", "time.sleep(0.5); os._exit(7)")
+    process = begin("in_a_library", f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{ending}")
     process.send_signal(signal.SIGINT)
-    assert process.wait(120) == 7
-    process.stdout.close()
+    assert end_of(process)[0] == 7
 
 
 # ── the commands themselves ──

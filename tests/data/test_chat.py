@@ -1,4 +1,4 @@
-"""Conversations, rendered by the target's template, with the answer alone scored."""
+"""Conversations, rendered by the target's template, with the answer alone scored; thinking and calls in every form."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import chat_templates
 import pytest
 import tiny
 from question_worlds import build_instruct
+from tiny import Capture
 from transformers import AutoTokenizer
 
-from distill.data.chat_template import ChatTemplate, next_prompt
+from distill.data.chat_template import ChatTemplate, PlainTexts, next_prompt
 from distill.data.corpus import pack_given
 from distill.data.prompts import ChatPrompts, cut_prompts
+from distill.data.records import THINKING, normal
 from distill.data.sources import Document
 from distill.data.texts import read_answers, read_prompts
+from distill.data.traffic import encode_line, parse_line
 from distill.engines.torch.hugging_face import encode
 from distill.errors import DataError, RecipeError
 from distill.files import read_result
@@ -36,14 +39,19 @@ TALK = [
     {"role": "user", "content": "And 3 + 3?"},
     {"role": "assistant", "content": " Six, I think. \n"},
 ]
-QUESTION = {"role": "user", "content": "hello"}
 
 
+USER = {"role": "user", "content": "2 + 2?"}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def dressed(plain: Any, style: str, marked: bool = False) -> Any:
-    return chat_templates.dress(copy.deepcopy(plain), style, marked)
+    tokenizer = copy.deepcopy(plain)
+    if style in chat_templates.STYLES:
+        return chat_templates.dress(tokenizer, style, marked)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, "<|end_of_sentence|>"]})
+    tokenizer.chat_template = {"channels": CHANNELS, "joined": JOINED}[style]
+    return tokenizer
 
 
 def talk(style: str) -> list[dict[str, Any]]:
@@ -96,28 +104,10 @@ def test_the_end_of_an_answer(plain: Any, style: str) -> None:
 def test_thinking_is_part_of_its_own_answer_and_of_no_later_prompt(plain: Any) -> None:
     r1, qwen = (ChatTemplate(dressed(plain, style), Chat()) for style in ("r1", "qwen-3"))
     thought = {"role": "assistant", "content": "<think>\nsum\n</think>\n\nFour."}
-    apart = {"role": "assistant", "content": "Four.", "reasoning_content": "sum"}
-    more = {"role": "user", "content": "And 3?"}
-    for answer in (thought, apart):
-        prompt, text = answered(r1, [QUESTION, answer])
-        assert prompt.endswith("<|Assistant|><think>\n")
-        assert text == "sum\n</think>\n\nFour.<|end_of_sentence|>"
-    assert "sum" not in answered(r1, [QUESTION, thought, more, thought])[0]
-    assert answered(qwen, [QUESTION, apart], thinking=True)[1] == "<think>\nsum\n</think>\n\nFour.<|im_end|>"
-    prompt, text = answered(qwen, [QUESTION, {"role": "assistant", "content": "Four."}], thinking=False)
+    prompt, text = answered(r1, [USER, thought, USER, thought])
+    assert "sum" not in prompt and prompt.endswith("<|Assistant|><think>\n") and text.startswith("sum\n</think>")
+    prompt, text = answered(qwen, [USER, {"role": "assistant", "content": "Four."}], thinking=False)
     assert prompt.endswith("assistant\n<think>\n\n</think>\n\n") and text == "Four.<|im_end|>"
-
-
-def test_tools(plain: Any) -> None:
-    tools = ({"type": "function", "function": {"name": "add"}},)
-    template = ChatTemplate(dressed(plain, "qwen-3"), Chat(tools=tools))
-    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
-    prompt, written = answered(template, [QUESTION, call])
-    assert prompt.startswith("<|im_start|>system\nTools: ")
-    assert written.startswith("\n<tool_call>\n") and written.endswith("</tool_call><|im_end|>")
-    result = {"role": "tool", "content": "2"}
-    prompt, after = answered(template, [QUESTION, call, result, {"role": "assistant", "content": "Two."}])
-    assert after == "Two.<|im_end|>" and "<tool_call>" in prompt
 
 
 def test_a_template_that_cannot_do_it_is_refused(plain: Any) -> None:
@@ -146,9 +136,8 @@ def test_further_turns_are_asked_one_after_another(plain: Any) -> None:
     chat = prompts_of(plain, "qwen-3", Chat(system=("S one.", "S two."), thinking=0.5, turns=2))
     asked = [{"role": "user", "content": text} for text in ("first", "second", "third")]
     found = [chat.prompt(document(f"d{n}", asked)) for n in range(60)]
-    assert all(one is not None and one.chat is not None for one in found)
     described = [one.chat for one in found if one is not None and one.chat is not None]
-    assert Counter(one["messages"][0]["content"] for one in described).keys() == {"S one.", "S two."}
+    assert len(described) == 60 and {one["messages"][0]["content"] for one in described} == {"S one.", "S two."}
     assert 15 < sum(one["thinking"] for one in described) < 45
     assert all(one["turns"] == ["second"] for one in described), "two turns at most"
     one = next(one for one in described if not one["thinking"])
@@ -168,10 +157,10 @@ def test_a_tools_result_ends_what_can_be_asked(plain: Any) -> None:
 
 def test_prompts_are_mixed_by_weight_and_long_ones_left_out(plain: Any) -> None:
     chat = prompts_of(plain, "llama-3", Chat(), longest=40)
-    few = [document(f"a{n}", [QUESTION | {"content": f"question {n}"}]) for n in range(40)]
-    more = [document(f"b{n}", [QUESTION | {"content": f"other {n}"}], "b") for n in range(400)]
+    few = [document(f"a{n}", [USER | {"content": f"question {n}"}]) for n in range(40)]
+    more = [document(f"b{n}", [USER | {"content": f"other {n}"}], "b") for n in range(400)]
     text = [Document("t", "train", "word " * 500, "t")]
-    long = [document("long", [QUESTION | {"content": "word " * 100}])]
+    long = [document("long", [USER | {"content": "word " * 100}])]
     documents = few + more + text + long
     weights = {"a": 3.0, "b": 1.0, "t": 0.0}
     found = cut_prompts(documents, lambda text: [1] * len(text), 40, 8, 8, 0, chat, weights)
@@ -184,13 +173,10 @@ def test_prompts_are_mixed_by_weight_and_long_ones_left_out(plain: Any) -> None:
 def test_only_answers_are_scored(plain: Any) -> None:
     chat = prompts_of(plain, "llama-3", Chat())
     tokenizer = chat.template.tokenizer
-    documents = [
-        document("d", TALK),
-        Document("t", "train", "plain text", "t"),
-        document("long", TALK[1:2] + TALK[2:3]),
-    ]
+    documents = [document("d", TALK), Document("t", "train", "plain text", "t"), document("long", TALK[1:3])]
     dropped: Counter[str] = Counter()
-    packed, counts = pack_given(documents, 160, 10_000, lambda text: encode(tokenizer, text), ([], [0]), chat, dropped)
+    rest: Any = (160, 10_000, lambda text: encode(tokenizer, text), ([], [0]), chat, dropped)
+    packed, counts = pack_given(documents, *rest)
     scored = packed.labels()[packed.mask].tolist()
     text = [*encode(tokenizer, "plain text")[1:], 0]
     own = [str(one["content"]) for one in TALK if one["role"] == "assistant"]
@@ -198,24 +184,23 @@ def test_only_answers_are_scored(plain: Any) -> None:
     assert scored == text + answers[0] + answers[1] + answers[0]
     assert sum(sum(count.values()) for count in counts.values()) == int((packed.documents >= 0).sum())
     assert packed.first is not None and packed.first.tolist()[0] == 0
-    held_out, _ = pack_given(
-        [document("d", TALK, split="test")], 160, 10_000, lambda text: [], ([], [0]), chat, dropped
-    )
+    held_out, _ = pack_given([document("d", TALK, split="test")], *rest)
     assert held_out.labels()[held_out.mask].tolist() == answers[1], "one answer of a conversation is independent"
 
 
 # ── a whole stage ──
 
 
-def test_questions_from_the_file_to_the_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_questions_from_the_file_to_the_evaluation(tmp_path: Path, capsys: Capture) -> None:
     """Nonsense content, real path: questions, template, answers, store, training, evaluation by class and mode."""
-    recipe = chat_recipe(tmp_path)
+    build_instruct(tmp_path)
+    values = tiny.recipe_values(tmp_path) | {"chat": {"thinking": 0.5}}
+    sources = [{"kind": "jsonl", "path": str(QUESTIONS)}]
+    values["corpus"] |= {"sources": sources, "validation": 0.1, "test": 0.1, "block": 256}
+    recipe = tiny.write_recipe(tmp_path / "recipe.yaml", values)
     said = tiny.shown(capsys, "check", recipe)
-    assert (
-        f"{len(QUESTIONS.read_text().splitlines())} documents" in said
-        and "a prompt, as the target's template writes it" in said
-    ), said
-    assert "<|im_start|>user" in said
+    assert f"{len(QUESTIONS.read_text().splitlines())} documents" in said
+    assert "a prompt, as the target's template writes it" in said and "<|im_start|>user" in said
     assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "eval") == 0
     run = Run(tmp_path / "tiny", load_recipe(recipe))
     found = read_prompts(run, "train")
@@ -230,8 +215,7 @@ def test_questions_from_the_file_to_the_evaluation(tmp_path: Path, capsys: pytes
     manifest = json.loads(run.path("answers", "manifest.json").read_text())
     assert sum(one["texts"] for one in manifest["by_class"]) == len(written) - sum(manifest["dropped"].values())
     assert {one.mode for one in found} == {"thinking", "no thinking"}
-    summary = json.loads(run.path("corpus", "summary.json").read_text())
-    asked = summary["train"]["asked"]
+    asked = json.loads(run.path("corpus", "summary.json").read_text())["train"]["asked"]
     assert sum(one["texts"] for one in asked) == 12
     assert sum(one["tokens"] for one in asked) == sum(len(one.ids) for one in found)
     report = read_result(run.path("eval.json"), EvaluationReport)
@@ -244,15 +228,214 @@ def test_questions_from_the_file_to_the_evaluation(tmp_path: Path, capsys: pytes
     assert "by class of prompt" in run.path("eval.md").read_text()
 
 
-def chat_recipe(folder: Path) -> Path:
-    """A recipe on the repository's questions for a tiny target with a template."""
-    build_instruct(folder)
-    values = tiny.recipe_values(folder)
-    values["corpus"] |= {
-        "sources": [{"kind": "jsonl", "path": str(QUESTIONS)}],
-        "validation": 0.1,
-        "test": 0.1,
-        "block": 256,
-    }
-    values["chat"] = {"thinking": 0.5}
-    return tiny.write_recipe(folder / "recipe.yaml", values)
+# ── every form of thinking and of tool calls ──
+
+SUM = "Two and two."
+DETAILS = [{"type": "reasoning.text", "text": "Two and "}, {"type": "reasoning.text", "text": "two."}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "zwölf"}}}
+TEXT_CALL = CALL | {"function": {"name": "add", "arguments": json.dumps(CALL["function"]["arguments"])}}
+
+# As gpt-oss reads it: `thinking`, channels, and an end of its own behind a call. Written for this test.
+CHANNELS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant"
+    "{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
+    "{% if m.tool_calls %}<|channel|>commentary to={{ m.tool_calls[0].function.name }}<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% else %}<|channel|>final<|message|>{{ m.content }}<|return|>{% endif %}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+# As DeepSeek's joins it: arguments that are text; no line break around the closed thinking.
+JOINED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|Assistant|></think>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' + call.function.arguments }}"
+    "{% endfor %}"
+    "<|end_of_sentence|>{% else %}<|User|>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|>{{ '<think>' if thinking else '</think>' }}{% endif %}"
+)
+SPECIAL = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"]
+
+
+def answer(**fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "4", **fields}
+
+
+SPELLINGS = [
+    *(answer(**{name: SUM}) for name in THINKING[:3]),
+    answer(reasoning_details=DETAILS),
+    answer(reasoning=SUM, reasoning_content=SUM, reasoning_details=DETAILS),
+    answer(content=[{"type": "thinking", "thinking": SUM}, {"type": "text", "text": "4"}]),
+    answer(content=[{"type": "thinking", "thinking": [{"type": "text", "text": SUM}]}, {"type": "text", "text": "4"}]),
+    answer(content=f"<think>\n{SUM}\n</think>\n\n4", reasoning=SUM),
+]
+
+
+def by_every_way(template: ChatTemplate, messages: list[dict[str, Any]], **more: Any) -> str:
+    """The text of an answer, the same from a conversation and from a served line."""
+    ids = template.answered(messages)
+    line = parse_line(json.dumps({"messages": messages, **more}).encode(), 1)
+    assert not isinstance(line, str), line
+    assert encode_line(line, template.tokenizer, Chat()) == ids
+    return str(template.tokenizer.decode(ids[1]))
+
+
+@pytest.mark.parametrize("message", SPELLINGS)
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        ("r1", f"{SUM}\n</think>\n\n4<|end_of_sentence|>"),
+        ("qwen-3", f"<think>\n{SUM}\n</think>\n\n4<|im_end|>"),
+        (
+            "channels",
+            f"<|channel|>analysis<|message|>{SUM}<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>",
+        ),
+        ("llama-3", "the target's chat template does not write the thinking of an answer"),
+    ],
+)
+def test_thinking_is_one_thing(plain: Any, style: str, expected: str, message: dict[str, Any]) -> None:
+    template = ChatTemplate(dressed(plain, style), Chat())
+    if style == "llama-3":
+        with pytest.raises(ValueError, match=expected):
+            template.answered([USER, message])
+        return
+    assert by_every_way(template, [USER, message]) == expected
+    earlier = template.text([USER, message, USER])
+    assert earlier == template.text([USER, SPELLINGS[0], USER]) and (SUM in earlier) is (style == "channels")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("I add.\n</think>\n\n4", "I add.\n</think>\n\n4<|end_of_sentence|>"),
+        ("<think>\nI add.\n</think>\n\n4", "I add.\n</think>\n\n4<|end_of_sentence|>"),
+        ("4", None),
+        ("<think>\n4", None),
+    ],
+)
+@pytest.mark.parametrize("opening", ["<think>", "[THINK]", "<seed:think>"])
+def test_an_open_thinking_is_closed_by_the_answer(plain: Any, opening: str, content: str, expected: str | None) -> None:
+    tokenizer = dressed(plain, "r1")
+    closing = opening.replace("<", "</").replace("[", "[/")
+
+    def own(text: str) -> str:
+        return text.replace("</think>", closing).replace("<think>", opening)
+
+    tokenizer.chat_template = own(tokenizer.chat_template)
+    template, messages = ChatTemplate(tokenizer, Chat()), [USER, answer(content=own(content))]
+    if expected is not None:
+        assert by_every_way(template, messages) == own(expected)
+        return
+    with pytest.raises(ValueError, match=r"an answer that never closes the .* that its prompt ends with"):
+        template.answered(messages)
+
+
+def test_check_says_which_answers_are_left_out(tmp_path: Path, capsys: Capture) -> None:
+    build_instruct(tmp_path)
+    target = tmp_path / "target"
+    template = target / "chat_template.jinja"
+    opened = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    template.write_text(opened + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}")
+    rows = [{"messages": [USER | {"content": f"{n} + 2?"}, answer()]} for n in range(30)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = tiny.recipe_values(tmp_path)
+    values["corpus"] |= {"sources": [{"kind": "jsonl", "path": str(tmp_path / "talks.jsonl")}], "block": 256}
+    assert tiny.call("check", tiny.write_recipe(tmp_path / "recipe.yaml", values)) == 0
+    said = "".join(capsys.readouterr())
+    assert "30 given answers left out: an answer that never closes the <think>" in said, said
+
+
+def test_where_the_thinking_begins_and_ends(plain: Any) -> None:
+    joined, qwen = (ChatTemplate(dressed(plain, style), Chat()) for style in ("joined", "qwen-3"))
+    thought = [USER, answer(reasoning=SUM)]
+    on = joined.with_arguments({"thinking": True})
+    assert joined.tokenizer.decode(on.answered(thought)[1]).startswith(f"{SUM}</think>4")
+    with pytest.raises(ValueError, match=r"does not write the thinking|otherwise than it begins one"):
+        joined.answered(thought)  # whose prompt has closed the thinking
+    # Logs of a template that opens the thinking, for one that does not.
+    closed = [USER, answer(content=f"{SUM}\n</think>\n\n4")]
+    assert qwen.answered(closed) == qwen.answered(thought)
+    # Cut short: within the thinking, and behind it.
+    cut = [USER, answer(content="", reasoning=SUM)]
+    assert qwen.tokenizer.decode(qwen.answered(cut, ended=False)[1]) == f"<think>\n{SUM}"
+    r1 = ChatTemplate(dressed(plain, "r1"), Chat())
+    assert r1.tokenizer.decode(r1.answered(cut, ended=False)[1]) == SUM
+    assert r1.tokenizer.decode(r1.answered(thought, ended=False)[1]) == f"{SUM}\n</think>\n\n4"
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        ("qwen-3", f"I add.\n<tool_call>\n{json.dumps(CALL, ensure_ascii=False)}\n</tool_call><|im_end|>"),
+        ("channels", '<|channel|>commentary to=add<|message|>{"a": 2, "b": "zwölf"}<|call|>'),
+        ("joined", 'I add.<call>add {"a": 2, "b": "zwölf"}<|end_of_sentence|>'),
+    ],
+)
+def test_arguments_of_calls_are_parsed(plain: Any, style: str, expected: str) -> None:
+    """As servers do before they render; a template that joins texts gets text in both cases."""
+    template = ChatTemplate(dressed(plain, style), Chat())
+    content = "" if style == "channels" else "I add."
+    for call in (CALL, TEXT_CALL, json.dumps([TEXT_CALL])):
+        calls = call if isinstance(call, str) else [call]
+        messages = [USER, answer(content=content, tool_calls=calls)]
+        assert by_every_way(template, messages, finish_reason="tool_calls") == expected
+    both = [USER, answer(content=content, tool_calls=[TEXT_CALL], reasoning=SUM)]
+    if style == "qwen-3":
+        assert by_every_way(template, both) == f"<think>\n{SUM}\n</think>\n\n{expected}"
+    with pytest.raises(ValueError, match="cut short"):
+        template.answered(both, ended=False)
+    with pytest.raises(ValueError, match="does not write the tool calls"):
+        ChatTemplate(dressed(plain, "gemma"), Chat()).answered(messages)
+
+
+def test_tools_of_a_served_line_are_offered(plain: Any) -> None:
+    tokenizer = dressed(plain, "qwen-3")
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    messages = [USER, answer(content=None, tool_calls=[TEXT_CALL])]
+    line = parse_line(json.dumps({"messages": messages, "tools": tools}).encode(), 1)
+    assert not isinstance(line, str)
+    own = ChatTemplate(tokenizer, Chat(tools=tuple(tools)))
+    assert encode_line(line, tokenizer, Chat()) == own.answered(messages)
+    assert "Tools: " in tokenizer.decode(own.answered(messages)[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"reasoning": SUM, "thinking": "Three."}, "two fields and differs"),
+        ({"content": "<think>Three.</think>4", "reasoning": SUM}, "two fields and differs"),
+        ({"reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]}, "encrypted"),
+        ({"reasoning": SUM, "reasoning_details": [{"type": "reasoning.summary", "summary": "x"}]}, "summary"),
+        ({"thinking": True}, "is not text"),
+        ({"content": [{"type": "image_url"}]}, "content is not text"),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "several parts"),
+        ({"content": None}, "without content"),
+        ({"role": None}, "without a role"),
+        ({"tool_calls": {"name": "f"}}, "tool calls that are not a list"),
+        ({"tool_calls": "["}, "tool calls that are not JSON"),
+        ({"tool_calls": ["f"]}, "a tool call without a name"),
+        ({"tool_calls": [{"name": "f", "arguments": '{"a"'}]}, "arguments that are not JSON"),
+        ({"tool_calls": [{"name": "f", "arguments": "[1]"}]}, "arguments that are not a JSON object"),
+    ],
+)
+def test_what_is_no_message(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        normal(answer(**fields))
+
+
+def test_other_forms_of_calls() -> None:
+    found = normal(answer(tool_calls=[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "arguments": ""}]))
+    assert found["tool_calls"] == [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
+    assert normal(found) == found
+
+
+def test_tags_of_html_are_plain_text(plain: Any) -> None:
+    """Gemma's vocabulary holds them whole, as added tokens that are not special; other such tokens mark structure."""
+    tokenizer = copy.deepcopy(plain)
+    tokenizer.add_tokens(["<h1>", "</em>", "<think>", "<tool_call>", "\n\n"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    number = tokenizer.get_added_vocab()
+    special = PlainTexts(tokenizer, Chat()).special
+    assert {number["<tool_call>"], number["<image>"]} <= special
+    assert not special & {number[text] for text in ("<h1>", "</em>", "<think>", "\n\n")}
+    tokenizer.chat_template = JOINED  # which writes it
+    assert number["<think>"] in ChatTemplate(tokenizer, Chat()).special

@@ -1,4 +1,4 @@
-"""Packing, isolation of packed documents, the order of epochs, splits, prompts and reading documents."""
+"""Packing, documents that do not see each other, the order of epochs, splits, prompts and reading documents."""
 
 from __future__ import annotations
 
@@ -6,18 +6,36 @@ import hashlib
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import Patch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from toys import toy
 
-from distill.data.packing import PADDING, Packed, attention_mask, concatenate, epoch_order, fitted_order, pack
+from distill.data import packing
+from distill.data.packing import (
+    PADDING,
+    Packed,
+    attend_within,
+    attention_mask,
+    concatenate,
+    document_segments,
+    epoch_order,
+    fitted_order,
+    hidden_states,
+    pack,
+    separation,
+)
 from distill.data.prompts import cut_prompts
 from distill.data.sources import Document, read_documents, split_of
 from distill.errors import DataError
 from distill.recipe import Corpus, Source
+from distill.training.setup import recompute_activations
 
 torch.set_num_threads(1)
 
@@ -86,63 +104,19 @@ def test_whole_documents(shape: list[tuple[int, int]], block: int) -> None:
     packed = pack(sequences, block, split_long=False)
     rows = pieces(packed)
     assert [ids for row in rows for ids, _ in row] == [ids for ids, _ in sequences]
-    assert int(packed.mask.sum()) == sum(len(ids) - first for ids, first in sequences)
-    labels = packed.labels()
-    wanted = [t for ids, first in sequences for t in ids[first:]]
-    assert labels[packed.mask].tolist() == wanted
-
-
-def test_counts_of_split_pieces() -> None:
-    packed = pack([(list(range(100, 110)), 7), (list(range(200, 203)), 1)], 6, split_long=True)
-    assert packed.ids.tolist() == [[100, 101, 102, 103, 104, 105], [106, 107, 108, 109, 200, 201], [202, 0, 0, 0, 0, 0]]
-    assert packed.documents.tolist() == [[0] * 6, [0, 0, 0, 0, 1, 1], [0, -1, -1, -1, -1, -1]]
-    assert packed.first is not None and packed.first.tolist() == [0, 0, 1]
-    assert packed.positions.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 1], [0, 0, 0, 0, 0, 0]]
-    # 107 was asked for (index 7), and 106 opens a piece, so it has no context of its own
-    assert packed.mask.int().tolist() == [[0] * 6, [1, 1, 1, 0, 1, 0], [0] * 6]
-    assert packed.labels()[packed.mask].tolist() == [107, 108, 109, 201]
-
-
-def fewest_blocks(lengths: list[int], block: int) -> int:
-    """By trying every block for every sequence."""
-    best = len(lengths)
-
-    def place(index: int, rooms: list[int]) -> None:
-        nonlocal best
-        if len(rooms) >= best:
-            return
-        if index == len(lengths):
-            best = len(rooms)
-            return
-        for at, room in enumerate(rooms):
-            if room >= lengths[index]:
-                place(index + 1, [*rooms[:at], room - lengths[index], *rooms[at + 1 :]])
-        place(index + 1, [*rooms, block - lengths[index]])
-
-    place(0, [])
-    return best
+    assert packed.labels()[packed.mask].tolist() == [t for ids, first in sequences for t in ids[first:]]
+    with pytest.raises(AssertionError, match="longer than a block"):
+        pack([*sequences, (list(range(block + 1)), 1)], block, split_long=False)
 
 
 def test_an_order_that_fills_blocks() -> None:
-    """At most one block more than the fewest for a few sequences; nearly no padding for many; each sequence once."""
+    """Nearly no padding; each sequence once."""
     generator = random.Random(0)
-    for _ in range(60):
-        lengths = [generator.randint(2, 20) for _ in range(generator.randint(1, 8))]
-        order = fitted_order(lengths, 20)
-        assert sorted(order) == list(range(len(lengths)))
-        packed = pack([([index] * lengths[index], 1) for index in order], 20, split_long=False)
-        assert fewest_blocks(lengths, 20) <= len(packed) <= fewest_blocks(lengths, 20) + 1
     lengths = [generator.randint(40, 350) for _ in range(300)]
-    packed = pack([([1] * lengths[index], 1) for index in fitted_order(lengths, 512)], 512, split_long=False)
+    order = fitted_order(lengths, 512)
+    assert sorted(order) == list(range(300)) and fitted_order([], 512) == []
+    packed = pack([([1] * lengths[index], 1) for index in order], 512, split_long=False)
     assert len(packed) <= 1.02 * sum(lengths) / 512 + 1
-    assert len(packed) < len(pack([([1] * length, 1) for length in lengths], 512, split_long=False)) * 0.9
-    assert fitted_order([], 512) == []
-
-
-def test_too_long_for_a_block() -> None:
-    with pytest.raises(AssertionError, match="longer than a block"):
-        pack([(list(range(9)), 1)], 8, split_long=False)
-    assert len(pack([], 8, split_long=True)) == 0
 
 
 def test_saved_taken_and_joined(tmp_path: Path) -> None:
@@ -161,30 +135,15 @@ def test_saved_taken_and_joined(tmp_path: Path) -> None:
     assert torch.equal(taken.ids, both.ids[[3, 1]]) and taken.first is not None and taken.first.tolist() == [2, 0]
 
 
-def test_attention_mask_by_loops() -> None:
-    documents = torch.tensor([[0, 0, 1, 1, 1, -1], [0, 1, 2, 3, 4, 4]])
-    mask = attention_mask(documents)
-    assert mask.shape == (2, 1, 6, 6) and mask.dtype == torch.bool
-    for b in range(2):
-        for i in range(6):
-            for j in range(6):
-                assert bool(mask[b, 0, i, j]) == (j <= i and documents[b, i] == documents[b, j])
-
-
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral"])
 def test_packed_documents_do_not_see_each_other(kind: str) -> None:
     model = toy(kind)
     generator = torch.Generator().manual_seed(0)
     sequences = [(torch.randint(0, 61, (n,), generator=generator).tolist(), 1) for n in (7, 3, 12, 1, 5, 20, 2)]
     packed = pack(sequences, 24, split_long=False)
-    inputs = {
-        "position_ids": packed.positions.long(),
-        "attention_mask": attention_mask(packed.documents),
-        "use_cache": False,
-    }
     embedded = model.get_input_embeddings()(packed.ids.long()).detach().requires_grad_()
-    logits = model(inputs_embeds=embedded, **inputs).logits
-    torch.testing.assert_close(logits, model(input_ids=packed.ids.long(), **inputs).logits)
+    positions, mask = packed.positions.long(), attention_mask(packed.documents)
+    logits = model(inputs_embeds=embedded, position_ids=positions, attention_mask=mask, use_cache=False).logits
     number = 0
     for row, documents in enumerate(packed.documents):
         for document in range(int(documents.max()) + 1):
@@ -220,7 +179,6 @@ def test_splits_have_the_fractions_asked_for() -> None:
     # raising one share moves documents from train only
     assert all(b == a or a == "train" for a, b in zip(found, (split_of(n, 0.3, 0.2) for n in names), strict=True))
     assert {split_of(name, 0, 0) for name in names} == {"train"}
-    assert split_of("a.py", 0.04, 0.04) == split_of("a.py", 0.04, 0.04)
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -238,12 +196,10 @@ def test_a_document_keeps_its_split_when_others_come(tmp_path: Path) -> None:
     root = write(tmp_path / "a", {f"m{i}.py": f"x = {i}\n" for i in range(60)})
     corpus = Corpus(sources=(tree(root),), validation=0.2, test=0.2)
     before = {d.name: d.split for d in read_documents(corpus)[0]}
-    assert set(before.values()) == {"train", "validation", "test"} and len(before) == 60
     write(root, {f"new/m{i}.py": f"y = {i}\n" for i in range(60)} | {"m3.py": "changed\n"})
     after = {d.name: d.split for d in read_documents(corpus)[0]}
     assert len(after) == 120 and before == {name: after[name] for name in before}
-    for name, split in before.items():
-        assert split == split_of(name, 0.2, 0.2)
+    assert before == {f"m{i}.py": split_of(f"m{i}.py", 0.2, 0.2) for i in range(60)}
 
 
 def test_what_a_tree_drops(tmp_path: Path) -> None:
@@ -253,14 +209,10 @@ def test_what_a_tree_drops(tmp_path: Path) -> None:
     other = write(tmp_path / "b", {"b.py": "another text, a name seen before", "c.py": "c"})
     corpus = Corpus(sources=(tree(root, exclude=("tests",), split="train"), tree(other, split="test")))
     documents, dropped = read_documents(corpus, needed=())
-    assert [(d.name, d.split, d.text) for d in documents] == [
-        ("a.py", "train", "a"),
-        ("b.py", "train", "b"),
-        ("x/tests.py", "train", "kept"),
-        (documents[3].name, "test", "another text, a name seen before"),
-        ("c.py", "test", "c"),
-    ]
-    assert documents[3].name.startswith("b/b.py#") and [d.source for d in documents] == ["a", "a", "a", "b", "b"]
+    assert [d.text for d in documents] == ["a", "b", "kept", "another text, a name seen before", "c"]
+    names = [d.name.partition("#")[0] for d in documents]
+    assert names == ["a.py", "b.py", "x/tests.py", "b/b.py", "c.py"]
+    assert [(d.split, d.source) for d in documents] == [("train", "a")] * 3 + [("test", "b")] * 2
     assert dropped == {"duplicate": 1, "empty": 1, "not UTF-8": 1}
     with pytest.raises(DataError, match="no validation document"):
         read_documents(corpus)
@@ -277,17 +229,11 @@ def test_text_and_jsonl(tmp_path: Path) -> None:
     book = Source(kind="text", path=str(tmp_path / "book.txt"), split="validation")
     lines = Source(kind="jsonl", path=str(tmp_path / "r.jsonl"), field="body", split="train")
     documents, dropped = read_documents(Corpus(sources=(book, lines)), needed=())
-    assert [(d.split, d.text) for d in documents] == [
-        ("validation", "one\ntwo\n"),
-        ("train", "first"),
-        ("train", "second"),
-    ]
-    assert documents[0].name == "book.txt"
+    assert [(d.split, d.text) for d in documents[1:]] == [("train", "first"), ("train", "second")]
+    assert (documents[0].name, documents[0].split, documents[0].text) == ("book.txt", "validation", "one\ntwo\n")
     # A record is named by its content, so that it keeps its split when others come before it.
     assert documents[1].name.endswith(hashlib.sha256(b"first").hexdigest()[:16])
     assert dropped == {"duplicate": 1, "empty": 1}
-    with pytest.raises(DataError, match="no text in field `text`"):
-        read_documents(Corpus(sources=(lines.model_copy(update={"field": "text"}),)), needed=())
     for kind, path, message in (
         ("text", tmp_path, "is a folder"),
         ("tree", tmp_path / "book.txt", "is a file"),
@@ -295,9 +241,6 @@ def test_text_and_jsonl(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             read_documents(Corpus(sources=(Source(kind=kind, path=str(path)),)), needed=())
-    write(tmp_path, {"bad.jsonl": '{"text": "a"}\n{"text": \n'})
-    with pytest.raises(DataError, match="line 2"):
-        read_documents(Corpus(sources=(Source(kind="jsonl", path=str(tmp_path / "bad.jsonl")),)), needed=())
 
 
 def by_character(text: str) -> list[int]:
@@ -330,3 +273,126 @@ def test_prompts_are_exact_distinct_and_beginnings_first() -> None:
     firsts = {tuple(p.id for p in cut_prompts(documents, by_character, 8, 15, 50, seed)) for seed in range(4)}
     assert len(firsts) > 1  # the seed draws the order
     assert cut_prompts(list(reversed(documents)), by_character, 1000, 15, 50, 3) == prompts
+
+
+# ── attention document by document ──
+
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {"num_key_value_heads": 4},
+    "mistral": {"sliding_window": 5},
+    "gemma3": MIXED | {"query_pre_attn_scalar": 8},
+}
+
+
+def blocks(*lengths: int, width: int = 40) -> Packed:
+    generator = torch.Generator().manual_seed(0)
+    texts = [(torch.randint(0, 61, (n,), generator=generator).tolist(), 1) for n in lengths]
+    return pack(texts, width, split_long=False)
+
+
+def states(model: Any, packed: Packed, long: int, monkeypatch: Patch) -> tuple[Tensor, list[Tensor]]:
+    """Hidden states at all positions of documents, and the gradients of a function of them."""
+    monkeypatch.setattr(packing, "masked_below", lambda device: long)
+    given = separation(model, packed.documents, torch.device("cpu"))
+    first = next(iter(given.values())) if isinstance(given, dict) else given
+    assert (first.dtype == torch.int32) is (long == 1)
+    found = hidden_states(model, packed)[packed.documents >= 0]
+    model.zero_grad()
+    (found * torch.linspace(-1, 1, found.shape[-1])).sum().square().backward()
+    return found.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_as_with_a_mask(kind: str, checkpointing: bool, monkeypatch: Patch) -> None:
+    """Documents shorter and longer than a window, of one token, and padding between two blocks."""
+    model = toy(kind, **MODELS[kind])
+    if checkpointing:
+        recompute_activations(model)
+        model.train()
+    packed = blocks(7, 3, 12, 1, 5, 33, 2, 40, 21)
+    expected, gradients = states(model, packed, 10**6, monkeypatch)
+    found, own = states(model, packed, 1, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert len(own) == len(gradients) > 10
+    for one, other in zip(own, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+
+
+def test_segments() -> None:
+    documents = torch.tensor([[0, 0, 1, 1, 1, -1], [-1, -1, -1, -1, -1, -1], [0, 1, 2, 2, -1, -1]])
+    expected = [[2, 3], [3, 3], [1, -1], [6, -1], [1, 3], [1, 3], [2, 3], [2, -1]]
+    found = document_segments(documents, 3)
+    assert found.shape == (1, 1, 8, 2) and found[0, 0].tolist() == expected
+    assert document_segments(documents, None)[0, 0, :, 1].tolist() == [0, 0, -1, -1, 0, 0, 0, -1]
+    query = torch.randn(3, 2, 6, 4)
+    output = attend_within(query, query[:, :1], query[:, :1], found)
+    assert bool((output.abs().sum((-1, -2)) > 0).eq(documents >= 0).all()), "padding attends to nothing"
+
+
+def test_under_autocast_a_cpu_still_computes_in_fp32() -> None:
+    """As trainings in bf16 call it: inputs and output in bf16, all between in fp32, gradients in the inputs' type."""
+    torch.manual_seed(0)
+    documents = torch.tensor([[0] * 9 + [1] * 5 + [-1] * 2, [0] * 3 + [1] * 13])
+    segments = document_segments(documents, None)
+    inputs = [torch.randn(2, heads, 16, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attend_within(*inputs, segments)
+    assert found.dtype == torch.bfloat16
+    (found.float() * torch.linspace(-1, 1, 8)).sum().backward()
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    keys, values = (x.repeat_interleave(2, 1) for x in wide[1:])
+    mask = attention_mask(documents)
+    expected = scaled_dot_product_attention(wide[0], keys, values, attn_mask=mask).transpose(1, 2)
+    inside = (documents >= 0)[..., None, None]
+    (expected.to(torch.bfloat16).float() * inside * torch.linspace(-1, 1, 8)).sum().backward()
+    assert torch.equal(found, (expected * inside).to(torch.bfloat16))
+    for one, other in zip(inputs, wide, strict=True):
+        assert one.grad is not None and one.grad.dtype == torch.bfloat16 and other.grad is not None
+        torch.testing.assert_close(one.grad.float(), other.grad, rtol=1e-2, atol=1e-2 * float(other.grad.abs().max()))
+
+
+def test_masks_stay_where_they_are_cheap_or_needed() -> None:
+    short, long = blocks(7, width=64).documents, blocks(7, width=packing.LONG).documents
+    cpu = torch.device("cpu")
+    assert separation(toy("qwen2"), short, cpu).dtype == torch.int32
+    meta = torch.device("meta")
+    assert separation(toy("qwen2"), short, meta).dtype == torch.bool
+    assert separation(toy("qwen2"), long, meta).dtype == torch.int32
+    eager = toy("qwen2")
+    eager.config._attn_implementation = "eager"
+    assert separation(eager, long, cpu).is_floating_point()
+    compiled = toy("qwen2")
+    compiled.model._compiled_call_impl = hidden_states  # as Module.compile sets it
+    assert separation(compiled, long, cpu).dtype == torch.bool
+
+
+def saved_bytes(model: Any, packed: Packed) -> int:
+    """Bytes that a forward pass keeps for the backward pass, beside the weights; each storage once."""
+    kept: dict[int, int] = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack_hook(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
+        output = hidden_states(model, packed)
+        found = sum(kept.values())
+    assert output.requires_grad
+    return found
+
+
+def test_memory_grows_with_the_block(monkeypatch: Patch) -> None:
+    """Per token, eight times the block takes no more; with a mask it takes several times as much."""
+    model = toy("qwen2", max_position_embeddings=4096)
+    for long, least, most in ((1, 0.9, 1.02), (10**6, 1.5, 100)):
+        monkeypatch.setattr(packing, "masked_below", lambda device, long=long: long)
+        small, large = (blocks(width // 2, width // 4, width // 4, width=width) for width in (256, 2048))
+        assert least < saved_bytes(model, large) / saved_bytes(model, small) / 8 < most

@@ -58,8 +58,8 @@ def end(process: subprocess.Popen[str], number: int) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_command(tmp_path: Path, number: int) -> None:
+def test_the_command(tmp_path: Path) -> None:
+    """Ended as a service manager does; tests/serving/test_real_server.py presses Ctrl-C."""
     folder = tmp_path / "logs"
     with running(Handler, None) as port:
         upstream = f"http://127.0.0.1:{port}/v1"
@@ -74,7 +74,7 @@ def test_the_command(tmp_path: Path, number: int) -> None:
             assert whole.json()["choices"][0]["message"]["content"] == "You said: My PIN is 1234"
             with client.stream("POST", "/v1/chat/completions", json=asked | {"stream": True}) as streamed:
                 assert len(list(streamed.iter_lines())) == 2 * (len("You said: My PIN is 1234") + 1)
-        code, out, err = end(process, number)
+        code, out, err = end(process, signal.SIGTERM)
     assert (code, err) == (0, "")
     assert out.startswith("kept 2 answers, 0.0 MB in 1 files; left out 0")
     (path,) = folder.iterdir()
@@ -96,10 +96,7 @@ def test_what_is_said_of_a_share_and_of_an_open_address() -> None:
         (["--redact", "a", "--redact", "(b"], ["--redact (b: missing )", "correct the regular expression"]),
         (["--redact", "a*"], ["--redact a* matches the empty text"]),
         (["--upstream", "https://x"], ["https cannot be passed on", "http://HOST:PORT"]),
-        (
-            ["--upstream", "127.0.0.1:8000"],
-            ["--upstream 127.0.0.1:8000 is not the address of a server", "http://HOST:PORT"],
-        ),
+        (["--upstream", "127.0.0.1:8000"], ["127.0.0.1:8000 is not the address of a server", "http://HOST:PORT"]),
         (["--upstream", "http://x:99999"], ["is not the address of a server"]),
         (["--upstream", "http://x/api/v2"], ["is not the address of a server", "without a path"]),
         (["--upstream", "http://u:p@x"], ["is not the address of a server"]),

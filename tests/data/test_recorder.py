@@ -1,13 +1,18 @@
-"""The proxy and its watcher on raw connections: bytes as they were, at the time they were, and what is kept of them."""
+"""The recorder: bytes as they were, at the time they were, on raw connections; what is kept, and in which files."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
+import inspect
+import io
 import json
 import os
+import pickle
 import stat
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +20,9 @@ from typing import Any
 import pytest
 from tiny import Capture, Patch
 
-from distill.data.recorder import NOT_LEFT_OUT, Proxy, Recording, summary
+from distill.data import recorder as module
+from distill.data.exchanges import CHAT, TEXT
+from distill.data.recorder import NOT_LEFT_OUT, Proxy, Recording, Writer, read_exchanges, summary
 from distill.errors import RecipeError
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -54,11 +61,11 @@ async def read_request(reader: asyncio.StreamReader) -> bytes:
 
 
 def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A test that runs in a loop of its own."""
+    """A test that runs in a loop of its own, a minute at most."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **named: Any) -> None:
-        asyncio.run(test(*arguments, **named))  # type: ignore[arg-type]
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), 60))
 
     return run
 
@@ -68,24 +75,26 @@ class Served:
 
     def __init__(self, proxy: Proxy, upstream: int, folder: Path) -> None:
         self.proxy, self.upstream, self.port, self.folder = proxy, upstream, 0, folder
-        self.stop = asyncio.Event()
+        self.stop, self.writers = asyncio.Event(), list[asyncio.StreamWriter]()
+
+    async def connect(self, port: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection, which is closed at the end of `served`."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port or self.port, limit=2**16)
+        self.writers.append(writer)
+        return reader, writer
 
     async def ask(self, raw: bytes, port: int | None = None) -> bytes:
         """All bytes of the reply to one request, until the server closes."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", port or self.port)
+        reader, writer = await self.connect(port)
         writer.write(raw)
-        try:
-            return await asyncio.wait_for(reader.read(-1), 5)
-        finally:
-            writer.close()
+        return await reader.read(-1)
 
     async def ask_streams(self, count: int, body: bytes = BODY) -> None:
         """Several requests on one connection, each behind the end of a streamed reply to the last."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        reader, writer = await self.connect()
         for _ in range(count):
             writer.write(request("/v1/chat/completions", body))
-            await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 5)
-        writer.close()
+            await reader.readuntil(b"\r\n0\r\n\r\n")
 
     def lines(self) -> list[dict[str, Any]]:
         """What was recorded; whole only behind the end of `served`."""
@@ -98,7 +107,13 @@ class Served:
 @contextlib.asynccontextmanager
 async def served(folder: Path, handle: Handler | None, queue_bytes: int = 2**20, **more: Any) -> AsyncIterator[Served]:
     """The proxy, which has ended behind the block; without a handler, in front of nothing."""
-    server = await asyncio.start_server(handle, "127.0.0.1", 0) if handle else None
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await handle(reader, writer)  # type: ignore[misc]
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0) if handle else None
     port = server.sockets[0].getsockname()[1] if server else 1
     proxy = Proxy(Recording(("127.0.0.1", port), ("127.0.0.1", 0), folder, **more), queue_bytes)
     ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -109,6 +124,8 @@ async def served(folder: Path, handle: Handler | None, queue_bytes: int = 2**20,
         found.port = ready.result()
         yield found
     finally:
+        for writer in found.writers:
+            writer.close()
         found.stop.set()
         await asyncio.wait_for(running, 10)
         if server is not None:
@@ -117,21 +134,24 @@ async def served(folder: Path, handle: Handler | None, queue_bytes: int = 2**20,
 
 def replying(raw: bytes, seen: list[bytes]) -> Handler:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError):
-            seen.append(await read_request(reader))
-            writer.write(raw)
-        writer.close()
+        seen.append(await read_request(reader))
+        writer.write(raw)
 
     return handle
 
 
-async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A streamed answer to each request, until the client closes."""
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+def staying(next_reply: Callable[[], bytes]) -> Handler:
+    """A reply to each request, until the client closes."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             await read_request(reader)
-            writer.write(STREAMED + b"".join(chunk(event) for event in EVENTS) + chunk(b""))
-    writer.close()
+            writer.write(next_reply())
+
+    return handle
+
+
+stream = staying(lambda: STREAMED + b"".join(map(chunk, (*EVENTS, b""))))
 
 
 REQUESTS = [
@@ -194,32 +214,13 @@ async def test_the_last_exchange_of_a_connection_is_kept(
     tmp_path: Path, sent: bytes, raw: bytes, half_closed: bool
 ) -> None:
     """Of HTTP/1.0, as nginx speaks it to its upstream, and with `Connection: close`, which ends a reply."""
-    async with served(tmp_path, replying(raw, [])) as found, asyncio.timeout(5):
-        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+    async with served(tmp_path, replying(raw, [])) as found:
+        reader, writer = await found.connect()
         writer.write(sent)
         if half_closed:
             writer.write_eof()
         assert await reader.read() == raw
-        writer.close()
     assert [line["messages"] for line in found.lines()] == [HELLO] and found.left_out() == {}
-
-
-@in_a_loop
-async def test_connections_of_http_1_0_that_stay_open(tmp_path: Path) -> None:
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError):
-            while True:
-                await read_request(reader)
-                writer.write(as_1_0(reply(WHOLE, "200 OK", STAY)))
-        writer.close()
-
-    async with served(tmp_path, handle) as found, asyncio.timeout(5):
-        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-        for _ in range(3):
-            writer.write(as_1_0(request("/v1/chat/completions", BODY, STAY)))
-            await reader.readuntil(WHOLE)
-        writer.close()
-    assert [line["messages"] for line in found.lines()] == [HELLO] * 3 and found.left_out() == {}
 
 
 @in_a_loop
@@ -240,10 +241,9 @@ async def test_pieces_pass_when_they_come(tmp_path: Path) -> None:
             writer.write(chunk(event)[7:])
             await has.wait()
         writer.write(chunk(b""))
-        writer.close()
 
-    async with served(tmp_path, handle) as found, asyncio.timeout(60):
-        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+    async with served(tmp_path, handle) as found:
+        reader, writer = await found.connect()
         writer.write(request()[: -len(BODY) + 5])
         await server_has.wait()
         writer.write(BODY[5:])
@@ -253,7 +253,6 @@ async def test_pieces_pass_when_they_come(tmp_path: Path) -> None:
                 got += await reader.read(100)
             has.set()
         assert got + await reader.read(-1) == STREAMED + b"".join(map(chunk, (*EVENTS, b"")))
-        writer.close()
     assert found.lines() == [{"messages": HELLO, "finish_reason": "stop"}]
 
 
@@ -263,14 +262,7 @@ async def test_what_is_kept_and_what_is_counted(tmp_path: Path, capfd: Capture) 
     folder.mkdir()
     raws: list[bytes] = []
 
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError):
-            while True:
-                await read_request(reader)
-                writer.write(raws.pop(0))
-        writer.close()
-
-    async with served(folder, handle) as found:
+    async with served(folder, staying(lambda: raws.pop(0))) as found:
         tools = WHOLE.replace(b'"content":"Hello"', b'"content":null,"tool_calls":[{}]')
         asked_not = request("/v1/chat/completions", BODY, "x-distill-RECORD:  No")
         head = b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -285,9 +277,10 @@ async def test_what_is_kept_and_what_is_counted(tmp_path: Path, capfd: Capture) 
             (head, b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"),
             (request("/completion", b'{"prompt": "Hi"}'), reply(b'{"content": "Hello", "stop_type": "limit"}')),
             (request(), b"HTTP/1.1 100 Continue\r\n\r\n" + reply()),
+            *[(as_1_0(request("/v1/chat/completions", BODY, STAY)), as_1_0(reply(WHOLE, "200 OK", STAY)))] * 2,
         ]
         # all on one connection
-        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        reader, writer = await found.connect()
         for sent, raw in pairs:
             raws.append(raw)
             writer.write(sent)
@@ -298,10 +291,9 @@ async def test_what_is_kept_and_what_is_counted(tmp_path: Path, capfd: Capture) 
                 writer.write(head)  # answered by the rest of the reply: two requests at once
                 assert await reader.readexactly(len(rest)) == rest
                 writer.close()
-                reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-        writer.close()
+                reader, writer = await found.connect()
     hello = {"messages": HELLO, "finish_reason": "stop"}
-    assert found.lines() == [hello, {"prompt": "Hi", "answer": "Hello", "finish_reason": "length"}, hello]
+    assert found.lines() == [hello, {"prompt": "Hi", "answer": "Hello", "finish_reason": "length"}, *[hello] * 3]
     assert found.left_out() == {
         "requests before the reply": 1,
         "not to be recorded": 1,
@@ -312,34 +304,31 @@ async def test_what_is_kept_and_what_is_counted(tmp_path: Path, capfd: Capture) 
     }
     (path,) = folder.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and "secret" not in path.read_text()
-    assert summary(found.proxy.counts).startswith("kept 3 answers, 0.0 MB in 1 files; left out 7: ")
+    assert summary(found.proxy.counts).startswith("kept 5 answers, 0.0 MB in 1 files; left out 7: ")
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_client_that_goes_ends_the_request_of_the_server(tmp_path: Path) -> None:
-    async def run(abort: bool) -> None:
-        ended = asyncio.Event()
+@pytest.mark.parametrize("abort", [False, True])
+@in_a_loop
+async def test_a_client_that_goes_ends_the_request_of_the_server(tmp_path: Path, abort: bool) -> None:
+    ended = asyncio.Event()
 
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await read_request(reader)
-            writer.write(STREAMED + chunk(EVENTS[0]))
-            with contextlib.suppress(ConnectionError):
-                assert await reader.read() == b""
-            ended.set()
-            writer.close()
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(STREAMED + chunk(EVENTS[0]))
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        ended.set()
 
-        async with served(tmp_path, handle) as found, asyncio.timeout(60):
-            reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-            writer.write(request())
-            await reader.readuntil(EVENTS[0])
-            if abort:
-                writer.transport.abort()
-            writer.close()
-            await ended.wait()
-        assert found.lines() == [] and found.left_out() == {"broken off": 1}
-
-    asyncio.run(run(False))
-    asyncio.run(run(True))
+    async with served(tmp_path, handle) as found:
+        reader, writer = await found.connect()
+        writer.write(request())
+        await reader.readuntil(EVENTS[0])
+        if abort:
+            writer.transport.abort()
+        writer.close()
+        await ended.wait()
+    assert found.lines() == [] and found.left_out() == {"broken off": 1}
 
 
 @in_a_loop
@@ -374,17 +363,17 @@ async def test_a_full_queue_and_a_writer_that_has_ended_cost_no_reply(tmp_path: 
     assert capsys.readouterr().err.count("the process that writes has ended") == 1
 
 
-def test_the_sample_and_the_size(tmp_path: Path, monkeypatch: Patch) -> None:
-    async def run(sample: float, body: bytes) -> Proxy:
-        async with served(tmp_path, stream, sample=sample) as found:
-            await found.ask_streams(40, body)
-        return found.proxy
-
-    counts = asyncio.run(run(0.5, BODY)).counts
+@in_a_loop
+async def test_the_sample_and_the_size(tmp_path: Path, monkeypatch: Patch) -> None:
+    (sampled := tmp_path / "sampled").mkdir()
+    async with served(sampled, stream, sample=0.5) as found:
+        await found.ask_streams(40)
+    counts = found.proxy.counts
     assert counts["kept"] + counts["not sampled"] == 40 and 5 < counts["kept"] < 35  # fails once in 10^6
     monkeypatch.setattr("distill.data.exchanges.MAX_BYTES", len(BODY))
-    proxy = asyncio.run(run(1, BODY + b" "))
-    assert proxy.counts == {"too large": 40}
+    async with served(tmp_path / "large", stream) as found:
+        await found.ask_streams(40, BODY + b" ")
+    assert found.proxy.counts == {"too large": 40}
 
 
 @in_a_loop
@@ -397,16 +386,14 @@ async def test_another_protocol_passes(tmp_path: Path) -> None:
         writer.write(switched)
         while data := await reader.read(100):
             writer.write(data[::-1])
-        writer.close()
 
-    async with served(tmp_path, handle) as found, asyncio.timeout(60):
-        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+    async with served(tmp_path, handle) as found:
+        reader, writer = await found.connect()
         writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n")
         assert await reader.readexactly(len(switched)) == switched
         for data in (b"\x00abc", b"POST /v1/chat/completions HTTP/1.1\r\n\r\n"):
             writer.write(data)
             assert await reader.readexactly(len(data)) == data[::-1]
-        writer.close()
     assert found.left_out() == {"other requests": 1, "another protocol": 1}
 
 
@@ -420,21 +407,18 @@ async def test_replies_under_way_end_in_order(tmp_path: Path) -> None:
         await go_on.wait()
         writer.write(chunk(EVENTS[1]) + chunk(b""))
         assert await reader.read() == b""  # the connection stays open
-        writer.close()
 
-    async with served(tmp_path, handle) as found, asyncio.timeout(60):
-        idle, idle_writer = await asyncio.open_connection("127.0.0.1", found.port)
-        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+    async with served(tmp_path, handle) as found:
+        idle, _ = await found.connect()
+        reader, writer = await found.connect()
         writer.write(request())
         await reader.readuntil(EVENTS[0])
         found.stop.set()
         assert await idle.read() == b""
         with pytest.raises(ConnectionError):
-            await asyncio.open_connection("127.0.0.1", found.port)
+            await found.connect()
         go_on.set()
         assert (await reader.read()).endswith(chunk(EVENTS[1]) + chunk(b""))
-        idle_writer.close()
-        writer.close()
     assert len(found.lines()) == 1 and found.left_out() == {}
 
 
@@ -451,14 +435,13 @@ async def test_a_pattern_that_never_ends_costs_no_reply(tmp_path: Path, monkeypa
 @in_a_loop
 async def test_a_slow_client_gets_the_whole_reply_at_the_end(tmp_path: Path) -> None:
     raw = reply(b"x" * 20_000_000)
-    async with served(tmp_path, replying(raw, [])) as found, asyncio.timeout(60):
-        reader, writer = await asyncio.open_connection("127.0.0.1", found.port, limit=2**16)
+    async with served(tmp_path, replying(raw, [])) as found:
+        reader, writer = await found.connect()
         writer.write(request("/v1/embeddings"))
         await asyncio.sleep(0.1)
         found.stop.set()
         await asyncio.sleep(0.1)
         assert await reader.read() == raw
-        writer.close()
 
 
 @in_a_loop
@@ -472,7 +455,6 @@ async def test_many_at_once(tmp_path: Path) -> None:
             writer.write(chunk(f"data: {json.dumps(event)}\n\n".encode()))
             await asyncio.sleep(0)
         writer.write(chunk(b""))
-        writer.close()
 
     prompts = [f"{number} squared is {number**2}." for number in range(60)]
     async with served(tmp_path, handle) as found:
@@ -505,8 +487,116 @@ async def test_what_the_writer_had_not_read_is_written_at_the_end(tmp_path: Path
 @in_a_loop
 async def test_progress_is_not_taken_for_the_result(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr("distill.data.recorder.PROGRESS_SECONDS", 0.01)
-    async with served(tmp_path, None) as found, asyncio.timeout(60):
+    async with served(tmp_path, None) as found:
         await found.ask(request())
         while "so far: " not in (said := capsys.readouterr().err):
             await asyncio.sleep(0.01)
     assert "so far: kept 0 answers, " in said
+
+
+# ── files ──
+
+
+def take(writer: Writer, number: int) -> bytes:
+    """Write an exchange; its line."""
+    prompt, reply = f"question {number:04d}", {"content": f"answer of user{number}@example.org", "stop_type": "eos"}
+    writer.take(TEXT, json.dumps({"prompt": prompt}).encode(), json.dumps(reply).encode())
+    return json.dumps({"prompt": prompt, "answer": "answer of [redacted]", "finish_reason": "stop"}).encode() + b"\n"
+
+
+def files(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(folder.iterdir())]
+
+
+def made(folder: Path, rotate_bytes: int = 10**6, keep: int = 100) -> Writer:
+    return Writer(folder, rotate_bytes, keep, [r"\S+@\S+"])
+
+
+def test_files_are_rotated_and_the_oldest_deleted(tmp_path: Path) -> None:
+    other = tmp_path / "notes.jsonl"
+    other.write_text("mine")
+    length = len(take(made(tmp_path), 0))
+    for path in tmp_path.glob("traffic*"):
+        path.unlink()
+    writer = made(tmp_path, rotate_bytes=3 * length, keep=2)
+    lines = [take(writer, number) for number in range(10)]
+    assert files(tmp_path) == [b"mine", b"".join(lines[6:9]), lines[9]]
+    expected = {"exchanges": 10, "kept": 10, "bytes": sum(map(len, lines)), "files": 4, "deleted files": 2}
+    assert writer.counts == expected and all(len(line) == length for line in lines)
+    writer.close()
+    again = made(tmp_path, rotate_bytes=1)  # every line is longer than a file may be; and a file is never written on
+    take(again, 10)
+    take(again, 11)
+    assert len(files(tmp_path)) == 5 and {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("t*")} == {0o600}
+    again.close()
+
+
+@pytest.mark.parametrize("fault", ["nothing", "half", "half, and it stays"])
+def test_a_full_disk_is_said_once_and_leaves_whole_lines(
+    tmp_path: Path, fault: str, monkeypatch: Patch, capsys: Capture
+) -> None:
+    writer = made(tmp_path)
+    first = take(writer, 0)
+    write = os.write
+
+    def full(file: int, data: bytes) -> int:
+        if fault == "nothing":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data[: len(data) // 2])
+
+    def stuck(*arguments: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "write", full)
+        if fault == "half, and it stays":
+            patch.setattr(module.os, "ftruncate", stuck)
+        half = take(writer, 1)
+        half = half[: len(half) // 2]
+        take(writer, 2)
+    last = take(writer, 3)
+    writer.close()
+    if fault == "half, and it stays":  # each in a file of its own
+        assert files(tmp_path)[0] == first + half and files(tmp_path)[-1] == last and len(files(tmp_path)) == 3
+    else:
+        assert files(tmp_path) == [first + last]
+    assert (writer.counts["kept"], writer.counts["a failed write"]) == (2, 2)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "the disk is full: cannot write" in said and "replies go on" in said
+
+
+def test_a_folder_that_is_gone(tmp_path: Path, capsys: Capture) -> None:
+    folder = tmp_path / "gone"
+    writer = made(folder)
+    take(writer, 0)
+    assert writer.counts == {"exchanges": 1, "a failed write": 1} and "cannot write" in capsys.readouterr().err
+    folder.mkdir()
+    line = take(writer, 1)
+    assert files(folder) == [line]
+    writer.close()
+
+
+def test_a_body_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    writer = made(tmp_path)
+    deep: Any = "x"
+    for _ in range(400):
+        deep = [deep]
+    asked = {"messages": [{"role": "user", "content": "a", "name": deep}], "chat_template_kwargs": {"a": deep}}
+    reply = {"choices": [{"message": {"content": "b"}, "finish_reason": "stop"}]}
+    limit = sys.getrecursionlimit()
+    body = json.dumps(asked).encode()
+    # Enough to read the body, too little to walk through it; before Python 3.12 the reader, in C, counts too.
+    sys.setrecursionlimit(len(inspect.stack()) + (450 if sys.version_info < (3, 12) else 150))
+    try:
+        writer.take(CHAT, body, json.dumps(reply).encode())
+    finally:
+        sys.setrecursionlimit(limit)
+    assert writer.counts == {"exchanges": 1, "a fault in distill (RecursionError)": 1}
+
+
+def test_exchanges_are_read_up_to_the_last_whole_one() -> None:
+    exchanges = [("text", b"{}\n\x00", b""), ("chat", b"", b"1 2 3\n")]
+    first, second = map(pickle.dumps, exchanges)
+    for cut in range(len(first + second) + 1):
+        whole = (cut >= len(first)) + (cut == len(first + second))
+        assert list(read_exchanges(io.BytesIO((first + second)[:cut]))) == exchanges[:whole]
