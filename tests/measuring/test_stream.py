@@ -413,7 +413,7 @@ def test_sentencepiece_keeps_its_spaces(tmp_path: Path, capsys: Capture, monkeyp
         """The next token of the text, whatever the weights say."""
         before, values = model.lengths[0], extend(model, tokens).values.clone()
         for index in range(len(tokens)):
-            values[index, ids[min(before + index + 1, len(ids) - 1)]] = 1e9
+            values[index, ids[min(before + index, len(ids) - 1)]] = 1e9  # the prompt begins with <s>
         return TorchLogits(values if named.get("want") is None else values[list(named["want"])])
 
     monkeypatch.setattr(TorchModel, "extend", script)
