@@ -16,7 +16,7 @@ import distill
 from distill import api
 
 PAGE = tiny.ROOT / "docs" / "api.md"
-DRAFT, TEXTS = "made/draft", "distill/results"
+DRAFT, TEXTS = "made/draft", "data/test/email"
 
 
 def test_its_names_are_those_of_the_page() -> None:
@@ -37,10 +37,14 @@ def test_importing_it_loads_nothing_heavy() -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with the folders that the examples name."""
+    """A working directory with what the examples name: the models, and the beginnings of some texts."""
     folder = tmp_path_factory.mktemp("api")
-    for name in ("data", "distill"):
-        (folder / name).symlink_to(tiny.ROOT / name)
+    for name in ("validation/json", "test/email"):
+        (folder / "data" / name).mkdir(parents=True)
+        for path in sorted((tiny.ROOT / "data" / name).glob("*.py"))[:6]:
+            (folder / "data" / name / path.name).write_text(path.read_text()[:1500])
+    for name in ("demo-target", "demo-donor"):
+        (folder / "data" / name).symlink_to(tiny.ROOT / "data" / name)
     return folder
 
 
@@ -64,8 +68,8 @@ def test_the_examples(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert distill.decode(pair, ids, 8).tokens == distill.decode(pair, "def f(x):", 8).tokens
         drawn = [distill.decode(pair, ids, 16, sampler=distill.Sampler(0.9), seed=seed).tokens for seed in (1, 1, 2)]
         assert drawn[0] == drawn[1] != drawn[2]
-        line = distill.decode(pair, ids, 64, stop=["\n"])
-        whole = pair.text(distill.decode(pair, ids, 64).tokens)
+        line = distill.decode(pair, ids, 32, stop=["\n"])
+        whole = pair.text(distill.decode(pair, ids, 32).tokens)
         assert pair.text(line.tokens) + line.rest.decode() == whole.split("\n")[0]
         for settings, words in (
             ({"configuration": {"drafter": "tree"}}, "give its nodes"),

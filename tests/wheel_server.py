@@ -9,12 +9,56 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 INSTALLED = importlib.util.find_spec("xllamacpp") is not None
-Setter = Callable[[Any, str], None]
+# The attributes below CommonParams that an option sets, each with a value of its own type.
+OPTIONS = {
+    "-m": ["model.path"],
+    "-md": ["speculative.draft.mparams.path"],
+    "--host": ["hostnames"],
+    "--port": ["port"],
+    "--parallel": ["n_parallel"],
+    "--ctx-size": ["n_ctx"],
+    "--cache-ram": ["cache_ram_mib"],
+    # Of single tokens, and of batches, which have as many unless an option of theirs follows.
+    "--threads": ["cpuparams.n_threads", "cpuparams_batch.n_threads"],
+    "--threads-batch": ["cpuparams_batch.n_threads"],
+    "--ubatch-size": ["n_ubatch"],
+    "--n-gpu-layers": ["n_gpu_layers"],
+    "--flash-attn": ["flash_attn_type"],
+    "--cache-type-k": ["cache_type_k"],
+    "--cache-type-v": ["cache_type_v"],
+    "--load-mode": ["load_mode"],
+    "--chat-template": ["chat_template"],
+    "--spec-type": ["speculative.types"],
+    "--lookup-cache-static": ["speculative.ngram_cache.lookup_cache_static"],
+    "--spec-draft-sampling": ["speculative.draft.probabilistic"],
+    "--spec-draft-n-max": ["speculative.draft.n_max"],
+    "--spec-draft-n-min": ["speculative.draft.n_min"],
+    "--spec-draft-p-min": ["speculative.draft.p_min"],
+    "--spec-draft-ngl": ["speculative.draft.n_gpu_layers"],
+    "--spec-draft-threads": ["speculative.draft.cpuparams.n_threads", "speculative.draft.cpuparams_batch.n_threads"],
+    "--spec-draft-threads-batch": ["speculative.draft.cpuparams_batch.n_threads"],
+    "--spec-draft-type-k": ["speculative.draft.cache_type_k"],
+    "--spec-draft-type-v": ["speculative.draft.cache_type_v"],
+}
+ALIASES = {"-ctkd": "--spec-draft-type-k"}
+FLAGS = {
+    "--metrics": ("endpoint_metrics", True),
+    "--no-ui": ("ui", False),
+    "--kv-unified": ("kv_unified", True),
+    "--no-kv-unified": ("kv_unified", False),
+}
+WORDS: dict[str, Any] = {
+    "on": "ENABLED",
+    "off": "DISABLED",
+    "greedy": False,
+    "probabilistic": True,
+}  # as Python has them
 
 
 def program(folder: Path) -> Path:
@@ -26,92 +70,22 @@ def program(folder: Path) -> Path:
     return path
 
 
-def _set(path: str, convert: Callable[[str], Any]) -> Setter:
-    """Sets the attribute at a dotted path below CommonParams."""
+def like(before: Any, value: str) -> Any:
+    """A value of the type of the one before; KeyError or ValueError where there is none."""
+    if isinstance(before, list):
+        return [like(before[0], one) for one in value.split(",")]
+    if isinstance(before, Enum):
+        end = "_" + WORDS.get(value, value).upper().replace("-", "_").replace("+", "_")
+        return {name: member for name, member in type(before).__members__.items() if name.endswith(end)}.popitem()[1]
+    return WORDS[value] if isinstance(before, bool) else type(before)(value)
+
+
+def put(params: Any, path: str, value: str | bool) -> None:
+    """Set the attribute at a dotted path."""
     *parents, name = path.split(".")
-
-    def put(params: Any, value: str) -> None:
-        for parent in parents:
-            params = getattr(params, parent)
-        setattr(params, name, convert(value))
-
-    return put
-
-
-def _one_of(enumeration: str, prefix: str, names: dict[str, str] | None = None) -> Callable[[str], Any]:
-    """A value of one of the wheel's enumerations, by llama.cpp's word for it."""
-
-    def convert(value: str) -> Any:
-        import xllamacpp
-
-        member = (names or {}).get(value, value).upper().replace("-", "_").replace("+", "_")
-        found = getattr(getattr(xllamacpp, enumeration), prefix + member, None)
-        if found is None:
-            raise ValueError(value)
-        return found
-
-    return convert
-
-
-def _threads(path: str) -> Setter:
-    """Threads of single tokens, and of batches, which have as many unless an option of theirs follows."""
-    one, many = _set(f"{path}.n_threads", int), _set(f"{path}_batch.n_threads", int)
-    return lambda params, value: (one(params, value), many(params, value))[0]
-
-
-def _types(params: Any, value: str) -> None:
-    kind = _one_of("common_speculative_type", "COMMON_SPECULATIVE_TYPE_")
-    params.speculative.types = [kind(name) for name in value.split(",")]
-
-
-def _sampling(params: Any, value: str) -> None:
-    if value not in ("greedy", "probabilistic"):
-        raise ValueError(value)
-    params.speculative.draft.probabilistic = value == "probabilistic"
-
-
-_CACHE = _one_of("ggml_type", "GGML_TYPE_")
-_FLASH = {"on": "ENABLED", "off": "DISABLED", "auto": "AUTO"}
-OPTIONS: dict[str, Setter] = {
-    "-m": _set("model.path", str),
-    "-md": _set("speculative.draft.mparams.path", str),
-    "--host": lambda params, value: setattr(params, "hostnames", [value]),
-    "--port": _set("port", int),
-    "--parallel": _set("n_parallel", int),
-    "--ctx-size": _set("n_ctx", int),
-    "--cache-ram": _set("cache_ram_mib", int),
-    "--threads": _threads("cpuparams"),
-    "--threads-batch": _set("cpuparams_batch.n_threads", int),
-    "--ubatch-size": _set("n_ubatch", int),
-    "--batch-size": _set("n_batch", int),
-    "--n-gpu-layers": _set("n_gpu_layers", int),
-    "--flash-attn": _set("flash_attn_type", _one_of("llama_flash_attn_type", "LLAMA_FLASH_ATTN_TYPE_", names=_FLASH)),
-    "--cache-type-k": _set("cache_type_k", _CACHE),
-    "--cache-type-v": _set("cache_type_v", _CACHE),
-    "--load-mode": _set("load_mode", _one_of("llama_load_mode", "LLAMA_LOAD_MODE_")),
-    "--chat-template": _set("chat_template", str),
-    "--spec-type": _types,
-    "--lookup-cache-static": _set("speculative.ngram_cache.lookup_cache_static", str),
-    "--spec-draft-sampling": _sampling,
-    "--spec-draft-n-max": _set("speculative.draft.n_max", int),
-    "--spec-draft-n-min": _set("speculative.draft.n_min", int),
-    "--spec-draft-p-min": _set("speculative.draft.p_min", float),
-    "--spec-draft-ngl": _set("speculative.draft.n_gpu_layers", int),
-    "--spec-draft-threads": _threads("speculative.draft.cpuparams"),
-    "--spec-draft-threads-batch": _set("speculative.draft.cpuparams_batch.n_threads", int),
-    "--spec-draft-type-k": _set("speculative.draft.cache_type_k", _CACHE),
-    "--spec-draft-type-v": _set("speculative.draft.cache_type_v", _CACHE),
-}
-ALIASES = {"-ctkd": "--spec-draft-type-k", "-ctvd": "--spec-draft-type-v", "-ctk": "--cache-type-k"}
-ALIASES |= {"-ctv": "--cache-type-v", "-ub": "--ubatch-size", "-b": "--batch-size", "-t": "--threads"}
-ALIASES |= {"-kvu": "--kv-unified", "-no-kvu": "--no-kv-unified"}
-ALIASES |= {"--cache-type-k-draft": "--spec-draft-type-k", "--cache-type-v-draft": "--spec-draft-type-v"}
-FLAGS: dict[str, Callable[[Any], None]] = {
-    "--metrics": lambda params: setattr(params, "endpoint_metrics", True),
-    "--no-ui": lambda params: setattr(params, "ui", False),
-    "--kv-unified": lambda params: setattr(params, "kv_unified", True),
-    "--no-kv-unified": lambda params: setattr(params, "kv_unified", False),
-}
+    for parent in parents:
+        params = getattr(params, parent)
+    setattr(params, name, value if isinstance(value, bool) else like(getattr(params, name), value))
 
 
 def apply(params: Any, arguments: Sequence[str]) -> None:
@@ -120,18 +94,18 @@ def apply(params: Any, arguments: Sequence[str]) -> None:
     while rest:
         given = rest.pop(0)
         name = ALIASES.get(given, given)
-        option = OPTIONS.get(name)
         if name in FLAGS:
-            FLAGS[name](params)
-        elif option is None:
+            put(params, *FLAGS[name])
+        elif name not in OPTIONS:
             raise ValueError(f"invalid argument: {given}")
         elif not rest:
             raise ValueError(f"expected value for argument {given}")
         else:
             value = rest.pop(0)
             try:
-                option(params, value)
-            except (ValueError, OverflowError):
+                for path in OPTIONS[name]:
+                    put(params, path, value)
+            except (KeyError, ValueError, OverflowError):
                 raise ValueError(f"error while handling argument {given}: {value}") from None
 
 

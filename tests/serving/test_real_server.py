@@ -6,6 +6,8 @@ DISTILL_LLAMA_BIN=build/llama.cpp/bin pytest -m "" tests/serving/test_real_serve
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import signal
@@ -18,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import numpy
 import pytest
 import served_pairs
 import test_record
 import tiny
 import wheel_server
-from scipy.stats import chi2_contingency
+from scipy.stats import chisquare
 
 from distill.cli import serve
 from distill.data.chat_template import ChatTemplate
@@ -40,11 +41,16 @@ from distill.engines.server_commands import (
     pair_arguments,
 )
 from distill.errors import ServingError
+from distill.gguf.library import GgufFile
 from distill.recipe import Gguf, SamplerSettings, parse_section
+from distill.sampler import Sampler
 from distill.serving.check import CheckSettings, check_started
-from distill.serving.clients import LlamaClient, Reply, opened
+from distill.serving.clients import LlamaClient, Reply, ServerRules, opened
+from distill.serving.findings import serving_blocks
 from distill.serving.load import Load, served_curve
+from distill.serving.results import acceptance, counts_of
 from distill.serving.server import Http, LlamaServer, started
+from distill.tables import document
 
 FOLDER = os.environ.get("DISTILL_LLAMA_BIN", "")
 BUILD = Path(FOLDER) / "llama-server"
@@ -60,7 +66,7 @@ PROGRAMS = [
 ]
 LIMIT = 32
 SAMPLED = SamplerSettings(temperature=0.8)
-TEXTS = 400
+TEXTS, LEAST = 200, 5  # of one server, and those that a cell of a test expects
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +104,18 @@ def wanted(prompts: list[Prompt], **changes: Any) -> CheckSettings:
     return CheckSettings(prompts, LIMIT, **({"repeats": 1, "concurrency": (1,), "seconds": (60.0, 120.0)} | changes))
 
 
-def explained(found: Any) -> list[str]:
-    return [one.what for one in found.differences if one.explains]
-
-
-def test_the_server_accepts_what_our_decoder_accepts(settings: LlamaServer, prompts: list[Prompt]) -> None:
-    found = check_started(wanted(prompts, concurrency=(1, 4), arrivals=(Load(rate=20.0),)), settings)
+def test_the_server_accepts_what_our_decoder_accepts(
+    settings: LlamaServer, prompts: list[Prompt], template: ChatTemplate
+) -> None:
+    asked = wanted(prompts, concurrency=(1, 4), arrivals=(Load(rate=20.0),), template=template, predicted=0.5)
+    found = check_started(asked, settings)
     server, ours = found.acceptance
     assert server.drafted > 100 and abs(server.rate.mean - ours.rate.mean) < 0.02
     assert ours.rate.low <= server.rate.mean <= ours.rate.high
     assert server.by_position is not None and len(server.by_position) == 4
-    assert not found.differences and "as predicted" in found.sentences[0]
+    assert server.by_position == sorted(server.by_position, reverse=True)
+    assert not found.differences and "as predicted" in found.sentences[0] and "50.0 %" in found.sentences[0]
+    assert math.isnan(found.drawn.mean) and "Greedy" in document(serving_blocks(found))
     assert found.same_texts >= found.texts - 1
     assert [one.concurrency for one in found.speeds] == [1, 1, 4, 4, 0, 0]
     # Texts that end keep their places until others begin: several were in flight, and never more than four.
@@ -143,39 +150,36 @@ def test_slots_share_one_cache(settings: LlamaServer, further: tuple[str, ...], 
         assert re.search(rf"kv_unified\s*=\s*'?{shared}", running.text())
 
 
-def test_a_quantised_cache_of_the_draft_is_named(
-    settings: LlamaServer, pairs: dict[str, Path], prompts: list[Prompt]
+@pytest.mark.parametrize(
+    ("draft", "changes", "what"),
+    [
+        ("outliers", {"further": ("-ctkd", "q4_0")}, "the type of the draft's cached keys"),
+        ("draft", {"p_min": 0.75}, "p_min, the least probability of a drafted token"),
+        ("other", {}, "the draft's file"),
+        ("chat", {"further": ("--chat-template", served_pairs.OTHER_TEMPLATE)}, "the chat template"),
+    ],
+)
+def test_what_costs_acceptance_is_named(
+    settings: LlamaServer,
+    pairs: dict[str, Path],
+    prompts: list[Prompt],
+    template: ChatTemplate,
+    draft: str,
+    changes: dict[str, Any],
+    what: str,
 ) -> None:
-    outliers = replace(settings, draft=pairs["outliers"])
-    kept = check_started(wanted(prompts), outliers)
-    assert "as predicted" in kept.sentences[0]
-    found = check_started(wanted(prompts), replace(outliers, further=("-ctkd", "q4_0")))
-    assert explained(found) == ["the type of the draft's cached keys"]
-    assert found.acceptance[0].rate.mean < 0.6 * kept.acceptance[0].rate.mean
-
-
-def test_a_floor_of_probability_is_named(settings: LlamaServer, prompts: list[Prompt]) -> None:
-    found = check_started(wanted(prompts), replace(settings, p_min=0.75))
-    assert explained(found) == ["p_min, the least probability of a drafted token"]
-    assert found.acceptance[0].rate.mean > found.acceptance[1].rate.mean  # of fewer tokens, more
-
-
-def test_a_draft_of_another_target_is_named(
-    settings: LlamaServer, pairs: dict[str, Path], prompts: list[Prompt]
-) -> None:
-    made = (pairs["target"], pairs["draft"])
-    found = check_started(wanted(prompts, made=made), replace(settings, draft=pairs["other"]))
-    assert explained(found) == ["the draft's file"]
-
-
-def test_another_template_is_named(
-    settings: LlamaServer, pairs: dict[str, Path], prompts: list[Prompt], template: ChatTemplate
-) -> None:
-    chat = replace(settings, draft=pairs["chat"])
-    asked = wanted(prompts, template=template)
-    assert not check_started(asked, chat).differences
-    found = check_started(asked, replace(chat, further=("--chat-template", served_pairs.OTHER_TEMPLATE)))
-    assert explained(found) == ["the chat template"]
+    more = {"chat": {"template": template}, "other": {"made": (pairs["target"], pairs["draft"])}}.get(draft, {})
+    found = check_started(wanted(prompts[:4], **more), replace(settings, draft=pairs[draft], **changes))
+    assert [one.what for one in found.differences if one.explains] == [what]
+    assert ("It lacks" in found.sentences[0]) == (draft != "chat")  # its prompts come as token ids
+    assert not any("not explained" in one for one in found.sentences)
+    (explained,) = (one for one in found.sentences if one.startswith("EXPLAINED"))
+    assert what in explained
+    served, ours = (one.rate.mean for one in found.acceptance[:2])
+    if draft == "outliers":
+        assert served < 0.6 * ours
+    if draft == "draft":
+        assert served > ours  # of fewer tokens, more
 
 
 def test_a_draft_that_does_not_fit_is_not_used_in_silence(settings: LlamaServer, tmp_path: Path) -> None:
@@ -193,7 +197,9 @@ def test_a_draft_that_does_not_fit_is_not_used_in_silence(settings: LlamaServer,
 def test_a_killed_server_is_one_message(settings: LlamaServer, prompts: list[Prompt]) -> None:
     with started(settings, 60) as running:
         client = LlamaClient(Http(running.url, 60, death=running.death))
-        assert client.complete(prompts[0].ids, 8).count == 8
+        reply = client.complete(prompts[0].ids, 8)
+        assert reply.count == len(reply.tokens) == 8 and 0 < reply.first_seconds <= reply.seconds
+        assert client.vocabulary_size() == 4096 and client.build()
         running.process.send_signal(signal.SIGKILL)
         with pytest.raises(ServingError, match=r"signal 9|cannot be reached"):
             client.complete(prompts[0].ids, 8)
@@ -215,51 +221,65 @@ def test_refusals_of_the_real_program(settings: LlamaServer, prompts: list[Promp
             client.complete(prompts[0].ids * 8, 8)
 
 
-def test_both_ways_to_draft_are_ours(settings: LlamaServer, prompts: list[Prompt]) -> None:
+def test_both_ways_to_draft_are_ours(settings: LlamaServer, pairs: dict[str, Path], prompts: list[Prompt]) -> None:
     """Under a sampler: best tokens compared with the target's draw, and drawn ones under rejection sampling."""
-    sampled = wanted(prompts, repeats=2, sampler=SAMPLED)
-    rates = {}
-    for drawn in (False, True) if settings.has(SAMPLING) else (False,):
-        found = check_started(sampled, replace(settings, probabilistic=drawn))
-        server, ours = found.acceptance[0], next(one for one in found.acceptance if one.source.startswith("distill"))
+    sampled, draws = wanted(prompts[:5], repeats=2, sampler=SAMPLED), settings.has(SAMPLING)
+    found = check_started(sampled, replace(settings, probabilistic=draws))
+    assert "as predicted" in found.sentences[0] and "temperature 0.8" in document(serving_blocks(found))
+    assert found.texts == 0 and math.isnan(found.predicted) and found.probabilistic == draws
+    ways = [(found.acceptance[0], next(one for one in found.acceptance if one.source.startswith("distill")))]
+    if draws:
+        rules = ServerRules(Sampler.of(SAMPLED), 4, probabilistic=False)
+        texts = rules.decode_files(pairs["target"], pairs["draft"], sampled.ids, LIMIT, 2, 1)
+        ways.append((found.acceptance[1], acceptance("best tokens", counts_of(texts))))
+        drawn, best = (server.rate.mean for server, _ in ways)
+        assert (
+            drawn > 1.2 * best and found.drawn.low > 0.1 and found.acceptance[1].source.endswith("best tokens drafted")
+        )
+    for server, ours in ways:
         # Texts of one prompt are alike, so that their spread by prompt is what the two can differ by.
         assert abs(server.rate.mean - ours.rate.mean) < 3 * (server.rate.high - server.rate.low) / 4, found.sentences
-        assert "as predicted" in found.sentences[0]
-        rates[drawn] = server.rate.mean
-        if settings.has(SAMPLING):
-            assert found.drawn.low > 0.1
-    assert not settings.has(SAMPLING) or rates[True] > 1.2 * rates[False]
 
 
-def homogeneity(left: Counter[Any], right: Counter[Any]) -> float:
-    """The p-value of two samples under one distribution, cells of fewer than 5 expected counts pooled; 1.0 where only
-    one cell is left."""
-    table = numpy.array([[left[token], right[token]] for token in sorted({*left, *right})], float)  # [tokens, 2]
-    smaller = table.sum(0).min() / table.sum()
-    often = table.sum(1) * smaller >= 5
-    cells, rest = table[often], table[~often].sum(0)
-    if rest.sum() * smaller >= 5:
-        cells = numpy.vstack([cells, rest])
-    return float(chi2_contingency(cells, correction=False).pvalue) if len(cells) > 1 else 1.0
+def likely(target: Path, ids: list[int], temperature: float) -> dict[tuple[int, ...], float]:
+    """The expected number of TEXTS texts of three tokens behind these that are likely, and of those that only begin as
+    a likely one."""
+    cells, begun = dict[tuple[int, ...], float](), {(): float(TEXTS)}
+    with GgufModel(target, context=64) as model:
+        for _ in range(3):
+            longer = dict[tuple[int, ...], float]()
+            for text, number in begun.items():
+                model.rollback([0])
+                expected = number * (model.extend([*ids, *text]).full()[-1] / temperature).softmax(-1)
+                own = {(*text, token): float(expected[token]) for token in (expected >= LEAST).nonzero()[:, 0].tolist()}
+                cells[text] = number - sum(own.values())
+                longer |= own
+            begun = longer
+    return cells | begun
 
 
-def test_texts_follow_the_targets_distribution(settings: LlamaServer, prompts: list[Prompt]) -> None:
-    """Texts of three tokens behind one prompt: with drafts, drawn and not, and without are of one distribution."""
-    texts = {}
-    ways = {"plain": settings.plain, "best": settings}
-    if settings.has(SAMPLING):
-        ways["drawn"] = replace(settings, probabilistic=True)
-    for name, way in ways.items():
-        with opened(way, (60.0, 60.0), SAMPLED) as client:
-            replies = [client.complete(prompts[0].ids[:8], 3, seed) for seed in range(TEXTS)]
-        texts[name] = Counter(tuple(reply.tokens) for reply in replies)
-        assert name == "plain" or sum(reply.counts.accepted for reply in replies) > TEXTS / 10
-    for name in list(ways)[1:]:
-        assert homogeneity(texts["plain"], texts[name]) > 1e-4, name
-    # The test has the power to see the target at another temperature.
-    with opened(settings.plain, (60.0, 60.0), SamplerSettings(temperature=1.5)) as client:
-        hotter = Counter(tuple(client.complete(prompts[0].ids[:8], 3, seed).tokens) for seed in range(TEXTS))
-    assert homogeneity(texts["plain"], hotter) < 1e-4
+def fit(texts: list[list[int]], cells: dict[tuple[int, ...], float]) -> float:
+    """The p-value of texts under a distribution; small cells are pooled with the texts that begin as no likely one."""
+    found = Counter(next(tuple(text[:n]) for n in (3, 2, 1, 0) if tuple(text[:n]) in cells) for text in texts)
+    large = [(found[cell], expected) for cell, expected in cells.items() if cell and expected >= LEAST]
+    rest = len(texts) - sum(count for count, _ in large), len(texts) - sum(expected for _, expected in large)
+    return float(chisquare(*zip(*large, rest, strict=True)).pvalue)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_drafted_texts_follow_the_targets_distribution(
+    settings: LlamaServer, pairs: dict[str, Path], drawn: bool
+) -> None:
+    """Against the probabilities of texts of three tokens by the file itself, and not by it at another temperature."""
+    if drawn and not settings.has(SAMPLING):
+        pytest.skip(f"this build has no {SAMPLING}")
+    with contextlib.closing(GgufFile(pairs["target"], vocabulary_only=True)) as file:
+        ids = file.tokenize("    def get(self, key):\n        ")
+    with opened(replace(settings, probabilistic=drawn), (60.0, 60.0), SAMPLED) as client:
+        replies = [client.complete(ids, 3, seed) for seed in range(TEXTS)]
+    assert sum(reply.counts.accepted for reply in replies) > TEXTS / 10
+    texts = [list(reply.tokens) for reply in replies]
+    assert fit(texts, likely(pairs["target"], ids, 0.8)) > 1e-4 > fit(texts, likely(pairs["target"], ids, 1.5))
 
 
 def test_what_is_recorded_in_front_of_it(settings: LlamaServer, tmp_path: Path) -> None:
@@ -298,31 +318,23 @@ def test_what_is_recorded_in_front_of_it(settings: LlamaServer, tmp_path: Path) 
 
 def test_every_printed_option_is_known_to_the_server(settings: LlamaServer) -> None:
     """Options are parsed before the model is looked for: a file that is not there is all that may be wrong."""
-    gguf = parse_section(
-        Gguf,
-        {
-            "target": {"n_gpu_layers": 0, "flash_attn": "on", "cache_type_k": "q8_0", "cache_type_v": "q8_0"}
-            | {"threads": 1, "threads_batch": 1, "ubatch_size": 64},
-            "draft": {"n_gpu_layers": 0, "flash_attn": "on", "cache_type_k": "q4_0", "cache_type_v": "q4_0"}
-            | {"threads": 1, "threads_batch": 1, "ubatch_size": 64},
-        },
-    )
-    arguments = pair_arguments("none.gguf", "none.gguf", 4, 0.5) + option_arguments(gguf)
-    devices = [OF_TARGET["device"], "none", OF_DRAFT["device"], "none", OF_TARGET["tensor_split"], "3,1"]
-    if settings.binary != BUILD:
-        devices = ["--spec-draft-sampling", "probabilistic"]
-    done = subprocess.run(
-        [settings.binary, *arguments, *devices], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert "failed to load model" in done.stdout + done.stderr and "invalid argument" not in done.stdout + done.stderr
+    of_both = {"n_gpu_layers": 0, "flash_attn": "on", "threads": 1, "threads_batch": 1, "ubatch_size": 64}
+    caches = {
+        role: {"cache_type_k": kind, "cache_type_v": kind} for role, kind in (("target", "q8_0"), ("draft", "q4_0"))
+    }
+    gguf = parse_section(Gguf, {role: of_both | cache for role, cache in caches.items()})
+    of_pair = pair_arguments("none.gguf", "none.gguf", 4, 0.5) + option_arguments(gguf)
+    alone = ["-m", "none.gguf", "--ctx-size", "512", "--load-mode", "none"]
+    if settings.binary == BUILD:
+        of_pair += [OF_TARGET["device"], "none", OF_DRAFT["device"], "none", OF_TARGET["tensor_split"], "3,1"]
+        alone += ["--spec-type", "none"]
+    else:
+        of_pair += ["--spec-draft-sampling", "probabilistic"]
+    for arguments in (of_pair, alone):
+        done = subprocess.run([settings.binary, *arguments], capture_output=True, text=True, check=False, timeout=120)
+        said = done.stdout + done.stderr
+        assert "failed to load model" in said and "invalid argument" not in said
     assert llama_server("a", "b", 4).split()[1:] == pair_arguments("a", "b", 4)
-    for arguments in (["--spec-type", "none"], ["--ctx-size", "512"], ["--load-mode", "none"]):
-        if settings.binary != BUILD and arguments[0] == "--spec-type":
-            continue
-        done = subprocess.run(
-            [settings.binary, "-m", "none.gguf", *arguments], capture_output=True, text=True, check=False
-        )
-        assert "failed to load model" in done.stdout + done.stderr
 
 
 def test_the_server_s_distributions_are_those_of_its_file(
