@@ -1,4 +1,4 @@
-"""Shared by the tests of writers: runs with prompts, servers on loopback that misbehave, and llama-cpp-python's own."""
+"""Shared by the tests of writers: runs with prompts, and servers on loopback that misbehave."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import contextlib
 import hashlib
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import tiny
 from loopback import LoopbackHandler, running
@@ -69,6 +66,14 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, kind: Any, replies: int) ->
 
     monkeypatch.setattr(kind, "write", broken)
     return asked
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, kind: Any, replies: Iterable[int], work: Callable[[], object]) -> None:
+    """Do the work again and again, each time until so many replies have come."""
+    for count in replies:
+        with monkeypatch.context() as patch, pytest.raises(Interrupted):
+            interrupt_after(patch, kind, count)
+            work()
 
 
 class BadServer:
@@ -167,27 +172,3 @@ class Handler(LoopbackHandler):
     def do_POST(self) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.owner.post(self, self.body())
-
-
-@contextlib.contextmanager
-def llama_server(path: Path, context: int = 512) -> Iterator[str]:
-    """llama-cpp-python's own server of a GGUF file, called `tiny`; gives the base URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "llama_cpp.server", "--model", str(path), "--model_alias", "tiny"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--n_ctx", str(context), "--n_threads", "1"]
-    command += ["--verbose", "false", "--interrupt_requests", "false"]
-    url = f"http://127.0.0.1:{port}/v1"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            for _ in range(1200):
-                with contextlib.suppress(httpx2.TransportError):
-                    if httpx2.get(f"{url}/models").status_code == 200:
-                        break
-                assert process.poll() is None, "the server ended"
-                time.sleep(0.05)
-            yield url
-        finally:
-            process.terminate()
-            process.wait(30)

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,8 @@ from typing import Any
 import pytest
 import question_worlds as worlds
 import tiny
-from killed_runs import run_jobs
-from question_worlds import scripted
 from tiny import Capture, Patch
-from writing_worlds import BadServer, Interrupted, interrupt_after
+from writing_worlds import BadServer, interrupted
 
 from distill.data.chat_template import ChatTemplate
 from distill.data.corpus import corpus
@@ -26,9 +25,10 @@ from distill.data.texts import AskedQuestions, CorpusTexts, QuestionTexts, Reply
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError, RecipeError
 from distill.files import read_json, read_result
+from distill.gguf.writer import export_gguf
 from distill.pipeline.preflight import QUESTIONS, shortened
 from distill.pipeline.running import plan_run
-from distill.pipeline.stages import STAGES, Contents, find_stage, key_parts
+from distill.pipeline.stages import Contents, find_stage, key_parts
 from distill.planning.hours import Rehearsed, rehearsed_hours
 from distill.recipe import Chat, Recipe, load_recipe, parse_recipe
 from distill.report.sections import texts
@@ -77,13 +77,22 @@ def asked(talking: Path) -> Path:
     return talking / "runs" / "tiny"
 
 
-def recipe_of(source: dict[str, Any], **more: Any) -> Recipe:
-    return parse_recipe({"name": "a", "target": {"model": "m"}, "corpus": {"sources": [source]}, **more}, "it")
-
-
 def sentence(request: Request) -> str:
     """Six words drawn by a request's own seed."""
     return " ".join(random.Random(request.seed).choices(WORDS, k=6)) + "?"
+
+
+@pytest.fixture
+def told_to(talking: Path, tmp_path: Path, monkeypatch: Patch) -> Callable[..., tuple[Recipe, Run, worlds.Script]]:
+    """A run, by name, whose questions a writer with this script wrote."""
+
+    def write(text: Any, *overrides: str, name: str = "run") -> tuple[Recipe, Run, worlds.Script]:
+        recipe, run = worlds.begin(talking, tmp_path / name, *overrides)
+        script = worlds.scripted(monkeypatch, recipe, text)
+        questions(recipe, run)
+        return recipe, run, script
+
+    return write
 
 
 def lines_of(run: Run, name: str = "target.jsonl") -> list[list[dict[str, str]]]:
@@ -114,29 +123,22 @@ CHAT_SERVER = {"writer": {"urls": ["http://localhost:1/v1"], "api": "chat"}}
         (ASKING | {"turns": 5}, {}, "turns is 5, and chat.turns lets the target answer 4"),
         (ASKING, {"answers": CHAT_SERVER}, "api chat sends whole messages: use api: completions"),
         (ASKING, {"target": {"model": "m", "load": False}, "answers": {"prompts": 0, "traffic": {"path": "t"}}}, "qu"),
+        (ASKING | {"openings": ["How", "Translate "]}, {}, "ends in a space"),
+        (ASKING | {"openings": ["How", " \n"]}, {}, "has no words"),
     ],
 )
 def test_mistakes(source: dict[str, Any], more: dict[str, Any], fault: str) -> None:
     with pytest.raises(RecipeError, match=fault):
-        recipe_of(source, **more)
-
-
-def test_defaults_and_what_is_written() -> None:
-    found = recipe_of(ASKING).model_dump(mode="json")["corpus"]["sources"][0]
-    assert [found[name] for name in ("questions", "tokens", "temperature", "top_p", "turns")] == [5, 96, 1.0, 0.99, 1]
-    assert "path" not in found and "pattern" not in found
-    assert parse_recipe(recipe_of(ASKING).model_dump(mode="json"), "again") == recipe_of(ASKING)
+        parse_recipe({"name": "a", "target": {"model": "m"}, "corpus": {"sources": [source]}, **more}, "it")
 
 
 def test_other_runs_keep_their_keys_and_stages(world: Path, tmp_path: Path) -> None:
     recipe = load_recipe(world / "recipe.yaml")
     run = Run(tmp_path, recipe)
-    assert "questions" not in [action.stage.name for action in plan_run(recipe, run)]
+    assert plan_run(recipe, run)[0].stage.name == "corpus"
     parts = key_parts(find_stage("corpus"), recipe, run, Contents(run))
-    assert not [name for name in parts if "questions" in name]
     keys = "kind path pattern form field fields given label weight subset hub_split exclude split keep"
-    assert set(parts["corpus"]["sources"][0]) == set(keys.split())
-    assert STAGES[0].name == "questions" and STAGES[0].precious
+    assert set(parts["corpus"]["sources"][0]) == set(keys.split()) and "questions" not in str([*parts])
 
 
 def test_the_key_holds_what_the_questions_depend_on(talking: Path, tmp_path: Path) -> None:
@@ -179,18 +181,6 @@ def test_headers_and_ends(talking: Path, style: str, header: str, end: str | Non
     assert tokenizer.decode(found.ids) == (header.rstrip(" ") if style == "mistral" else header)
 
 
-def test_a_header_has_the_system_prompt_and_the_turns_before(talking: Path) -> None:
-    template = ChatTemplate(worlds.dressed(talking, "qwen-3"), Chat())
-    talk = [
-        {"role": "system", "content": "S."},
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-    ]
-    assert template.user_header(talk[:1], []).text == "<|im_start|>system\nS.<|im_end|>\n<|im_start|>user\n"
-    whole = template.user_header(talk, [])
-    assert whole.text.endswith("<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\n") and whole.end == "<|im_end|>"
-
-
 EVERY = "{% for m in messages %}"
 
 
@@ -212,29 +202,16 @@ def test_templates_without_a_header(talking: Path, monkeypatch: Patch, template:
 
 
 def test_what_check_refuses(talking: Path, capsys: Capture) -> None:
-    recipe, plain = talking / "recipe.yaml", f"target.model={talking / 'plain'}"
-    assert "chat.system: the target has no chat template" in tiny.refused(capsys, "check", recipe, plain)
-    plain_text = (recipe, plain, "chat.system=[]")
-    assert "begin with no token of their own" in tiny.refused(capsys, "check", *plain_text)
-    opened = (*plain_text, "corpus.sources.0.openings=[The]")
-    assert "turns 2 of a target without a chat" in tiny.refused(capsys, "check", *opened, "corpus.sources.0.turns=2")
-    assert "answers.prompt_tokens 64, which are cut" in tiny.refused(
-        capsys, "check", *opened, "answers.prompt_tokens=64"
-    )
-    told = tiny.refused(capsys, "check", recipe, "corpus.sources.0.tokens=90")
-    assert (
-        "a question of corpus.sources may have 90 tokens" in told and "room for 104 before answers.new_tokens" in told
-    )
-
-
-def test_check_shows_what_will_be_asked(talking: Path, capsys: Capture) -> None:
-    shown = tiny.shown(capsys, "check", talking / "recipe.yaml", "chat.system=[]", "corpus.sources.0.questions=9")
-    assert (
-        "questions: 9 of the target's own, from at most 27 texts of at most 32 tokens, at temperature 1 and top-p 0.99"
-    ) in shown
-    assert "user header (4 tokens): '<|im_start|>user\\n'" in shown, shown
-    assert "warning: about 2.2 documents go to the test split; raise questions, or corpus.test" in shown
-    assert "check passed" in shown and "not checked" not in shown
+    plain = f"target.model={talking / 'plain'}"
+    opened = (plain, "chat.system=[]", "corpus.sources.0.openings=[The]")
+    for overrides, said in (
+        ((plain,), "chat.system: the target has no chat template"),
+        (opened[:2], "begin with no token of their own"),
+        ((*opened, "corpus.sources.0.turns=2"), "turns 2 of a target without a chat"),
+        ((*opened, "answers.prompt_tokens=64"), "answers.prompt_tokens 64, which are cut"),
+        (("corpus.sources.0.tokens=90",), "a question of corpus.sources may have 90 tokens"),
+    ):
+        assert said in tiny.refused(capsys, "check", talking / "recipe.yaml", *overrides)
 
 
 # ── filters ──
@@ -295,10 +272,9 @@ def test_repeats_of_many_texts_with_one_beginning() -> None:
     assert compared < 20 * len(texts)
 
 
-def test_every_reason_is_counted(talking: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_every_reason_is_counted(talking: Path, told_to: Any, monkeypatch: Patch) -> None:
     """Constructed texts, one per reason and three that stay."""
-    recipe, run = worlds.begin(talking, tmp_path, "corpus.sources.0.questions=24", "answers.batch=20")
-    tokenizer = load_tokenizer(recipe.target.model)
+    tokenizer = load_tokenizer(str(talking / "target"))
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
     long = "tell me why the buffer of the parser is a stream"
     texts: list[str | list[int]] = [
@@ -317,12 +293,9 @@ def test_every_reason_is_counted(talking: Path, tmp_path: Path, monkeypatch: Pat
         "Why?  Because of the token.",
         "refuse this text please",
     ]
-    template = tokenizer.chat_template.replace(
-        "{% set last", "{% if 'refuse' in messages[-1]['content'] %}{{ raise_exception('no') }}{% endif %}{% set last"
-    )
-    monkeypatch.setattr(
-        "distill.teacher.questions.load_tokenizer", lambda _: worlds.dressed(talking, "qwen-3", template)
-    )
+    refusing = "{% if 'refuse' in messages[-1]['content'] %}{{ raise_exception('no') }}{% endif %}"
+    dressed = worlds.dressed(talking, "qwen-3", refusing + tokenizer.chat_template)
+    monkeypatch.setattr("distill.teacher.questions.load_tokenizer", lambda _: dressed)
 
     def text(request: Request) -> str | Reply:
         number = int(request.id.partition("/")[0].rpartition("-")[2])
@@ -331,43 +304,29 @@ def test_every_reason_is_counted(talking: Path, tmp_path: Path, monkeypatch: Pat
             return found
         return Reply(request.id, found, found[-1:] == [tokenizer.eos_token_id])
 
-    script = scripted(monkeypatch, recipe, text)
-    questions(recipe, run)
+    _, run, script = told_to(text, "answers.batch=20")
     found = summary_of(run)
     kept = [messages[-1]["content"] for messages in lines_of(run)]
     assert kept == [texts[0], f"{long} of the index", "Why?  Because of the token."]
     assert (found.wanted, found.asked, found.usable, found.kept) == (24, 72, 3, 3)
-    assert found.dropped == {
-        EQUAL: 1,
-        ALIKE: 1,
-        NOT_ENDED: 1 + 72 - len(texts),
-        WORDLESS: 2,
-        SHORT: 1,
-        SPECIAL: 3,
-        LOOPING: 1,
-        "the target's chat template refuses it (no)": 1,
-    }
+    once = dict.fromkeys((EQUAL, ALIKE, SHORT, LOOPING, "the target's chat template refuses it (no)"), 1)
+    assert found.dropped == once | {NOT_ENDED: 1 + 72 - len(texts), WORDLESS: 2, SPECIAL: 3}
     assert found.repeated == round(2 / 72, 4) and found.examples == kept
     assert found.median_tokens == sorted(len(encode(tokenizer, text)) for text in kept)[1]
-    one = script.recipes[0]
-    assert (one.sampler.temperature, one.sampler.top_p, one.sampler.top_k) == (1.0, 0.99, 0)
-    assert {request.limit for request in script.asked} == {32}
+    one = script.recipes[0].sampler
+    assert (one.temperature, one.top_p, one.top_k, script.asked[0].limit) == (1.0, 0.99, 0, 32)
 
 
 # ── rounds ──
 
 
-def test_rounds_go_on_until_enough_are_usable(
-    talking: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_rounds_go_on_until_enough_are_usable(told_to: Any, capsys: Capture) -> None:
     """Every third text is empty; system prompts and seeds are each text's own."""
-    recipe, run = worlds.begin(talking, tmp_path, "corpus.sources.0.questions=24", "answers.batch=4")
 
     def text(request: Request) -> str:
         return "" if request.seed % 3 == 0 else sentence(request)
 
-    script = scripted(monkeypatch, recipe, text)
-    questions(recipe, run)
+    _, run, script = told_to(text, "answers.batch=4")
     found = summary_of(run)
     assert found.kept == 24 and found.asked == len(script.asked) and found.asked % 4 == 0
     assert 24 < found.asked < 72 and found.usable == found.asked - found.dropped[WORDLESS]
@@ -376,104 +335,60 @@ def test_rounds_go_on_until_enough_are_usable(
     assert [messages[-1]["content"] for messages in lines_of(run)] == usable[:24], "the first usable ones"
     assert {messages[0]["content"] for messages in lines_of(run)} == {"Be short.", "Be kind."}
     assert len({request.seed for request in script.asked}) == found.asked
-    told = capsys.readouterr().err
-    assert f"24 of 24 questions: {found.usable} of {found.asked} texts that the target wrote are usable" in told
-    assert told.count("such as: ") == 3 and "3-grams 100 %" in told
+    told = f"24 of 24 questions: {found.usable} of {found.asked} texts that the target wrote are usable"
+    assert told in capsys.readouterr().err
 
 
-def test_too_few_are_told_and_none_refused(talking: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    recipe, run = worlds.begin(talking, tmp_path / "few")
-    scripted(monkeypatch, recipe, lambda request: sentence(request) if request.seed % 8 == 0 else "")
-    questions(recipe, run)
+def test_too_few_are_told_and_none_refused(told_to: Any, capsys: Capture) -> None:
+    _, run, _ = told_to(lambda request: sentence(request) if request.seed % 8 == 0 else "")
     found = summary_of(run)
     assert found.asked == 3 * 24 and found.kept == found.usable < 24
     assert f"warning: only {found.kept} of 24 questions" in capsys.readouterr().err
-    recipe, run = worlds.begin(talking, tmp_path / "none")
-    scripted(monkeypatch, recipe, lambda request: "")
     with pytest.raises(DataError, match="no usable question in 72 texts: 72 without words"):
-        questions(recipe, run)
+        told_to(lambda request: "", name="none")
 
 
-def test_questions_begin_with_an_opening_drawn_for_each(talking: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_questions_begin_with_an_opening_drawn_for_each(told_to: Any) -> None:
     """The target continues the opening, and what it adds is checked together with it."""
     openings = ["Translate into French:", "List the names in this text:\n\n"]
     more = [f"corpus.sources.0.openings={json.dumps(openings)}", "corpus.sources.0.turns=2", "corpus.block=256"]
-    recipe, run = worlds.begin(talking, tmp_path, "corpus.sources.0.questions=24", *more)
+    recipe, run, script = told_to(lambda asked: "" if asked.seed % 5 == 0 else f" {sentence(asked)}", *more)
     tokenizer = load_tokenizer(recipe.target.model)
-    script = scripted(monkeypatch, recipe, lambda request: "" if request.seed % 5 == 0 else " " + sentence(request))
-    questions(recipe, run)
     begun = [one for one in script.asked if one.id.endswith("/1")]
     written = [tokenizer.decode(one.ids).partition("<|im_start|>user\n")[2] for one in begun]
     assert set(written) == set(openings), "nothing but the opening stands behind the header"
     again = [tokenizer.decode(one.ids) for one in script.asked if one.id.endswith("/2")]
     assert again and not any(text.endswith(tuple(openings)) for text in again), "a later turn is free"
     found = [next(one["content"] for one in messages if one["role"] == "user") for messages in lines_of(run)]
-    by_opening = {opening: [text for text in found if text.startswith(opening)] for opening in openings}
-    assert sum(map(len, by_opening.values())) == len(found) == 24 and all(by_opening.values())
+    assert len(found) == 24 and all(text.startswith(tuple(openings)) for text in found)
     assert all(text.endswith("?") for text in found), "an opening with nothing behind it is no question"
     assert summary_of(run).dropped[WORDLESS] > 0
 
 
-@pytest.mark.parametrize(
-    ("opening", "fault"), [("Translate ", "ends in a space"), (" \n", "has no words"), ("", "has no words")]
-)
-def test_an_opening_that_cannot_be_continued_is_refused(opening: str, fault: str) -> None:
-    with pytest.raises(RecipeError, match=fault):
-        recipe_of({**ASKING, "openings": ["How", opening]})
-
-
-# ── the same file ──
-
-
-def test_one_seed_gives_one_file(asked: Path, talking: Path, tmp_path: Path) -> None:
-    recipe, run = worlds.begin(talking, tmp_path / "same")
-    questions(recipe, run)
-    assert tiny.contents(run.path("questions")) == tiny.contents(asked / "questions")
-    recipe, other = worlds.begin(talking, tmp_path / "other", "seed=1")
-    questions(recipe, other)
-    assert lines_of(other) != lines_of(run) and len(lines_of(other)) == 24
+# ── resuming ──
 
 
 @pytest.fixture(scope="module")
 def gguf(talking: Path) -> Path:
-    from distill.gguf.writer import export_gguf
-
     export_gguf(talking / "target", talking / "target.gguf", "f32")
     return talking / "target.gguf"
 
 
-@pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("kind", [TorchWriter, GgufWriter])
 def test_interrupted_questions_end_in_equal_bytes(
-    talking: Path, gguf: Path, tmp_path: Path, monkeypatch: Patch, kind: Any, turns: int
+    talking: Path, gguf: Path, tmp_path: Path, monkeypatch: Patch, kind: Any
 ) -> None:
-    more = ["corpus.sources.0.questions=16", f"corpus.sources.0.turns={turns}", "corpus.block=192"]
+    """Among the first questions and among further turns."""
+    more = ["corpus.sources.0.questions=16", "corpus.sources.0.turns=2", "corpus.block=192"]
     if kind is GgufWriter:
         more.append(f"answers.writer={json.dumps({'gguf': str(gguf)})}")
     recipe, whole = worlds.begin(talking, tmp_path / "whole", *more)
     questions(recipe, whole)
     _, run = worlds.begin(talking, tmp_path / "run", *more)
-    for replies in (1, 7, 5):
-        with monkeypatch.context() as patch:
-            interrupt_after(patch, kind, replies)
-            with pytest.raises(Interrupted):
-                questions(recipe, run)
+    interrupted(monkeypatch, kind, (1, 7, 5), lambda: questions(recipe, run))
     questions(recipe, run)
     assert tiny.contents(run.path("questions")) == tiny.contents(whole.path("questions"))
-    assert sorted(summary_of(run).turns) == [str(number + 1) for number in range(turns)]
-
-
-@pytest.mark.slow
-def test_a_killed_stage_goes_on(asked: Path, talking: Path, tmp_path: Path) -> None:
-    arguments = ["train", str(talking / "recipe.yaml"), "--until", "corpus", "--runs"]
-    jobs = [{"argv": [*arguments, str(tmp_path / str(event))], "event": event} for event in (9, 12, 17, 22)]
-    jobs += [{"argv": job["argv"]} for job in jobs]
-    outcomes = run_jobs(tmp_path, jobs)
-    assert [one["code"] for one in outcomes] == [-9] * 4 + [0] * 4, outcomes
-    for job in jobs[:4]:
-        run = Path(job["argv"][-1]) / "tiny"
-        for folder in ("questions", "corpus"):
-            assert tiny.contents(run / folder) == tiny.contents(asked / folder)
+    assert sorted(summary_of(run).turns) == ["1", "2"]
 
 
 # ── writers ──
@@ -507,18 +422,11 @@ def test_a_gguf_file_and_a_server_write_questions(talking: Path, gguf: Path, tmp
     assert len(lines_of(run)) == 6 and all(len(one[-1]["content"].split()) == 6 for one in lines_of(run))
 
 
-def test_a_template_whose_users_end_otherwise_is_stopped_there(
-    talking: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    recipe, run = worlds.begin(
-        talking, tmp_path, "chat={system: []}", "answers.repetition_penalty=1.3", "answers.stop=[x]"
-    )
+def test_a_template_whose_users_end_otherwise_is_stopped_there(talking: Path, told_to: Any, monkeypatch: Patch) -> None:
     tokenizer = worlds.dressed(talking, "mistral")
     monkeypatch.setattr("distill.teacher.questions.load_tokenizer", lambda _: tokenizer)
-    script = scripted(monkeypatch, recipe, sentence)
-    questions(recipe, run)
-    assert {one.answers.stop for one in script.recipes} == {("[/INST]",)}
-    assert {one.answers.repetition_penalty for one in script.recipes} == {1.0}
+    _, _, script = told_to(sentence, "chat={system: []}", "answers.repetition_penalty=1.3", "answers.stop=[x]")
+    assert {(one.answers.stop, one.answers.repetition_penalty) for one in script.recipes} == {(("[/INST]",), 1.0)}
 
 
 # ── conversations and splits ──
@@ -529,27 +437,22 @@ def test_a_hash_of_the_question_gives_its_split(asked: Path, talking: Path) -> N
     run = Run(asked, recipe)
     documents, dropped = read_documents(with_questions(recipe.corpus, run.path("questions")))
     assert not dropped and len(documents) == 24 and {one.source for one in documents} == {"target.jsonl"}
-    summary = read_json(run.path("corpus", "summary.json"))
-    for one in documents:
-        assert one.split == split_of(one.name, 0.25, 0.25) and one.own and one.messages is not None
+    assert all(one.split == split_of(one.name, 0.25, 0.25) and one.own for one in documents)
     for split in ("train", "validation", "test"):
-        assert summary[split]["documents"] == sum(one.split == split for one in documents)
-        contents = [messages[-1]["content"] for messages in lines_of(run)]
-        for prompt in read_prompts(run, split):
-            assert prompt.chat is not None and prompt.chat["messages"][-1]["content"] in contents
-            assert [message["role"] for message in prompt.chat["messages"]] == ["system", "user"]
+        prompts = [prompt.chat["messages"] for prompt in read_prompts(run, split) if prompt.chat]
+        assert prompts and all(messages in lines_of(run) for messages in prompts)
+        own = [list(one.messages or ()) for one in documents if one.split == split]
+        assert all(messages in own for messages in prompts)
 
 
-def test_labels_weights_and_other_sources(talking: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_labels_weights_and_other_sources(told_to: Any, tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text("".join(json.dumps({"prompt": f"ask {n} of them"}) + "\n" for n in range(40)))
     sources = [
         {"kind": "target", "questions": 24, "tokens": 32, "label": "own", "weight": 1},
         {"kind": "jsonl", "path": str(tmp_path / "other.jsonl"), "label": "given", "weight": 3},
         {"kind": "target", "questions": 5, "tokens": 20, "label": "more", "weight": 0, "temperature": 0.5},
     ]
-    recipe, run = worlds.begin(talking, tmp_path / "run", f"corpus.sources={json.dumps(sources)}")
-    script = scripted(monkeypatch, recipe, sentence)
-    questions(recipe, run)
+    recipe, run, script = told_to(sentence, f"corpus.sources={json.dumps(sources)}")
     assert len(lines_of(run)) == 24 and len(lines_of(run, "target-2.jsonl")) == 5
     assert {one.sampler.temperature for one in script.recipes} == {1.0, 0.5}
     assert {request.limit for request in script.asked} == {32, 20}
@@ -565,16 +468,12 @@ def talk(request: Request) -> str | list[int]:
     return "" if number == 1 and turn == "2" else f"{turn} {sentence(request)}"
 
 
-def test_further_turns(talking: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_further_turns(told_to: Any, capsys: Capture) -> None:
     more = ("corpus.sources.0.turns=3", "corpus.block=256", "corpus.tokens=9999", "sampler.temperature=0.5")
-    more += ("chat.system=[]",)
-    recipe, run = worlds.begin(talking, tmp_path, *more)
-    script = scripted(monkeypatch, recipe, talk)
-    questions(recipe, run)
+    recipe, run, script = told_to(talk, *more, "chat.system=[]")
     found = summary_of(run)
-    assert found.turns == {"1": 2, "3": 22}
-    assert found.dropped_turns == {"answer: empty": 1, WORDLESS: 1}
-    assert "user's turns: 2 of 1, 22 of 3; conversations that end early: 1 answer: empty, 1 " in capsys.readouterr().err
+    assert (found.turns, found.dropped_turns) == ({"1": 2, "3": 22}, {"answer: empty": 1, WORDLESS: 1})
+    assert "conversations that end early: 1 answer: empty, 1 " in capsys.readouterr().err
     by_stage = Counter((one.sampler.temperature, one.sampler.top_p) for one in script.recipes)
     assert by_stage[(0.5, 1.0)] == 2, "answers are drawn by the served sampler"
     kinds = {request.id.partition("/")[2]: request for request in script.asked}
@@ -584,14 +483,11 @@ def test_further_turns(talking: Path, tmp_path: Path, monkeypatch: Patch, capsys
     assert last.count("<|im_start|>user\n") == 3 and last.endswith("<|im_end|>\n<|im_start|>user\n")
     lines = lines_of(run)
     assert [len(messages) for messages in lines] == [1, 1, *[5] * 22]
-    assert [one["role"] for one in lines[2]] == ["user", "assistant", "user", "assistant", "user"]
 
     corpus(recipe, run)
     prompts = read_prompts(run, "train")
-    assert prompts
     for prompt in prompts:
-        assert prompt.chat is not None
-        assert prompt.chat["turns"] == [] and prompt.chat["messages"][-1]["role"] == "user"
+        assert prompt.chat is not None and prompt.chat["turns"] == []
         assert prompt.chat["messages"] in lines, "the last question is asked, behind the target's own answers"
         assert prompt.ids == ChatTemplate(tokenizer, recipe.chat).prompt(prompt.chat["messages"])
     given = Packed.load(run.path("corpus", "text-train.safetensors"))
@@ -609,14 +505,8 @@ def test_a_rehearsal_asks_fewer(talking: Path, tmp_path: Path) -> None:
     short = shortened(recipe, tmp_path)
     assert short.corpus.asked[0].questions == QUESTIONS and short.corpus.test == short.corpus.validation == 0.25
     measured = Rehearsed("questions", 12.0, 10.0, 10**8, 0, 10**6)
-    run = Run(tmp_path / short.name, short)
-    (found,) = rehearsed_hours(recipe, short, run, [measured])
+    (found,) = rehearsed_hours(recipe, short, Run(tmp_path / short.name, short), [measured])
     assert found.low == found.high == 2 + 100 * 10 and found.disk_bytes == 100 * 10**6
-    served = load_recipe(
-        talking / "recipe.yaml", ["answers.writer={gguf: a.gguf, concurrency: 8}", "corpus.sources.0.questions=96"]
-    )
-    (found,) = rehearsed_hours(served, shortened(served, tmp_path), run, [measured])
-    assert (found.low, found.high) == (2 + 2 * 10, 2 + 2 * 10)
 
 
 def test_the_page_shows_questions_and_escapes_them(asked: Path, talking: Path) -> None:
@@ -630,13 +520,9 @@ def test_the_page_shows_questions_and_escapes_them(asked: Path, talking: Path) -
     for name, value in (values | {"command": "distill train"}).items():
         object.__setattr__(results, name, value)
     page = texts(results)
-    for shown in ("self-asked questions", "200", "14.5", "31.0 %", "74.4 %", "92.0 %", "1.6 %"):
-        assert shown in page, shown
     assert "<script>" not in page and "&lt;script&gt;alert(1)" in page and "What is &amp; why?" in page
-    assert "50 not ended within the limit; 4 equal to another" in page
-    assert "20 of 1, 180 of 2; ended early: 20 answer: looping" in page
-    object.__setattr__(results, "questions", None)
-    assert "self-asked" not in texts(results)
+    told = ("14.5", "31.0 %", "74.4 %", "92.0 %", "1.6 %", "50 not ended within the limit; 4 equal to another")
+    assert all(words in page for words in (*told, "20 of 1, 180 of 2; ended early: 20 answer: looping"))
 
 
 def test_a_target_without_a_template_writes_texts(talking: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -646,9 +532,7 @@ def test_a_target_without_a_template_writes_texts(talking: Path, tmp_path: Path,
     changes = (f"target.model={base}", "chat.system=[]", "corpus.sources.0.openings=[The ,A module]")
     changes = (*changes, "answers.prompt_tokens=12", "corpus.tokens=100000")
     shown = tiny.shown(capsys, "check", talking / "recipe.yaml", *changes)
-    assert (
-        "no chat template: 24 continuations of first words by the target, from at most 72 texts of at most 32" in shown
-    )
+    assert "no chat template: 24 continuations of first words by the target, from at most 72 texts" in shown
     assert tiny.call("train", talking / "recipe.yaml", "--runs", tmp_path, "--until", "corpus", *changes) == 0
     run, tokenizer = tmp_path / "tiny", load_tokenizer(str(base))
     lines = [json.loads(line) for line in (run / "questions" / "target.jsonl").read_text().splitlines()]

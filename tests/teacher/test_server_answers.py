@@ -1,35 +1,34 @@
-"""Answers from servers: one that misbehaves in every known manner, and llama-cpp-python's own."""
+"""Answers from servers: one that misbehaves in every known manner, and a llama-server."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
+import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import tiny
 import wheel_server
-from writing_worlds import BadServer, answer_lines, begin, llama_server
+from tiny import Capture, Patch
+from writing_worlds import BadServer, answer_lines, begin
 
 from distill.data.texts import Request, read_answers
 from distill.engines.torch.hugging_face import encode, load_config, load_tokenizer
 from distill.errors import DataError, EndpointError
 from distill.files import read_json
-from distill.recipe import Recipe
+from distill.pipeline.stages import Contents, difference, find_stage, key_parts
 from distill.run import Run
 from distill.serving.server import LlamaServer, started
 from distill.teacher import endpoint
 from distill.teacher.answers import answers
-from distill.teacher.writers import ServerWriter, texts_of
+from distill.teacher.writers import OTHER_PROMPT, ServerWriter, texts_of
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def tokenizer(world: Path) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: Patch) -> None:
     monkeypatch.setattr(endpoint, "FIRST_DELAY", 0.001)
 
 
@@ -50,19 +49,24 @@ def ok(prompt: Any, attempt: int) -> str:
     return "ok"
 
 
-def write(world: Path, folder: Path, prompts: int, *overrides: str) -> tuple[Recipe, Run]:
-    recipe, run = begin(world, folder, prompts, *overrides)
-    answers(recipe, run)
-    return recipe, run
+@pytest.fixture
+def write(world: Path, tmp_path: Path) -> Callable[..., Run]:
+    """So many prompts are answered by servers, in a run of this name, which goes on where it is there."""
+
+    def answered(prompts: int, *servers: BadServer, overrides: Any = (), name: str = "run", **settings: Any) -> Run:
+        place = served(*(one.url for one in servers), **settings)
+        recipe, run = begin(world, tmp_path / name, prompts, place, *overrides)
+        answers(recipe, run)
+        return run
+
+    return answered
 
 
 # ── a server that misbehaves ──
 
 
 @pytest.mark.parametrize("takes_ids", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_every_fault_that_passes_loses_nothing(
-    world: Path, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], takes_ids: bool
-) -> None:
+def test_every_fault_that_passes_loses_nothing(tokenizer: Any, write: Any, capsys: Capture, takes_ids: bool) -> None:
     """The same answers, in the same order, as from a server without faults; each fault is counted."""
     faults = ["429", "500", "cut", "slow", "no json", "no choice", "ok"]
 
@@ -70,13 +74,13 @@ def test_every_fault_that_passes_loses_nothing(
         return faults[(len(str(prompt)) + attempt) % len(faults)] if attempt < 3 else "ok"
 
     with BadServer(tokenizer, lambda *_: "a moment", takes_ids) as good:
-        _, whole = write(world, tmp_path / "good", 30, served(good.url))
-        assert sum(good.asked.values()) == 30
+        whole = write(30, good, name="good")
+        assert good.asked.total() == 30
         assert 1 < good.most <= 4, "requests run at once, and no more than asked for"
         assert isinstance(good.bodies[0]["prompt"], list) is takes_ids
     capsys.readouterr()
     with BadServer(tokenizer, behave, takes_ids) as bad:
-        _, run = write(world, tmp_path / "bad", 30, served(bad.url, timeout=1, retries=20))
+        run = write(30, bad, timeout=1, retries=20)
     assert tiny.contents(run.path("answers")) == tiny.contents(whole.path("answers"))
     told = capsys.readouterr().err
     reasons = ("status 429", "status 500", "broken connection", "no reply in time", "not a JSON object", "finished")
@@ -90,61 +94,48 @@ def test_every_fault_that_passes_loses_nothing(
 
 
 @pytest.mark.parametrize("takes_ids", [True, False])
-def test_a_busy_server_is_asked_again_whether_it_takes_token_ids(
-    world: Path, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], takes_ids: bool
+def test_a_busy_server_is_asked_again_whether_it_takes_ids(
+    tokenizer: Any, write: Any, capsys: Capture, takes_ids: bool
 ) -> None:
     with BadServer(tokenizer, lambda _, attempt: "ok" if attempt else "503", takes_ids) as server:
-        write(world, tmp_path / "run", 3, served(server.url, retries=2))
+        write(3, server, retries=2)
         assert {isinstance(body["prompt"], list) for body in server.bodies[2:]} >= {takes_ids}
         assert all(isinstance(body["prompt"], list) is takes_ids for body in server.bodies[-2:])
     assert ("prompts were sent as text" in capsys.readouterr().err) is not takes_ids
 
 
-def test_several_servers_share_the_work(world: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_several_servers_share_the_work(tokenizer: Any, write: Any) -> None:
     """Where one of them is broken, its requests go to the other."""
     with BadServer(tokenizer, ok) as first, BadServer(tokenizer, ok) as second:
-        _, whole = write(world, tmp_path / "whole", 12, served(first.url, second.url))
-        assert sum(first.asked.values()) == sum(second.asked.values()) == 6
+        whole = write(12, first, second, name="whole")
+        assert first.asked.total() == second.asked.total() == 6
     with BadServer(tokenizer, ok) as first, BadServer(tokenizer, lambda *_: "503") as second:
-        _, run = write(world, tmp_path / "run", 12, served(first.url, second.url))
-        assert sum(first.asked.values()) == 12 and 1 <= sum(second.asked.values()) <= 12
+        run = write(12, first, second)
+        assert first.asked.total() == 12 and 1 <= second.asked.total() <= 12
     assert len(answer_lines(run)) == 12 and tiny.contents(run.path("answers")) == tiny.contents(whole.path("answers"))
 
 
-def test_prompts_without_a_reply_are_asked_again(world: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_prompts_without_a_reply_are_asked_again(tokenizer: Any, write: Any) -> None:
     hopeless = {"on": True}
 
     def behave(prompt: Any, attempt: int) -> str:
         return "500" if hopeless["on"] and len(prompt) == 8 else "ok"
 
     with BadServer(tokenizer, behave) as server:
-        overrides = (served(server.url, retries=2, concurrency=1), "answers.group=10")
-        recipe, run = begin(world, tmp_path, 24, *overrides)
-        with pytest.raises(
-            EndpointError, match=r"4 of 24 prompts have no reply .*4 × no reply \(status 500\)"
-        ) as error:
-            answers(recipe, run)
+        settings: Any = {"retries": 2, "concurrency": 1, "overrides": ["answers.group=10"]}
+        with pytest.raises(EndpointError, match=r"4 of 24 .* no reply .*4 × no reply \(status 500\)") as error:
+            write(24, server, **settings)
         assert "answers.writer.missing" in str(error.value)
         before = server.asked.copy()
         hopeless["on"] = False
-        answers(recipe, run)
+        run = write(24, server, **settings)
         again = server.asked - before
-        assert len(again) == 4 and sum(again.values()) == 4, "only those are asked again"
+        assert len(again) == 4 and again.total() == 4, "only those are asked again"
         assert len(answer_lines(run)) == 24 and not list(run.path("answers").glob(".*"))
 
         hopeless["on"] = True
-        recipe, lenient = write(
-            world, tmp_path / "lenient", 24, served(server.url, retries=1, concurrency=1, missing=0.2), overrides[1]
-        )
+        lenient = write(24, server, name="lenient", missing=0.2, **settings)
         assert read_json(lenient.path("answers", "manifest.json"))["dropped"] == {"no reply (status 500)": 4}
-
-
-def test_a_dead_server_ends_the_stage_soon(world: Path, tokenizer: Any, tmp_path: Path) -> None:
-    with BadServer(tokenizer, lambda *_: "500") as server:
-        recipe, run = begin(world, tmp_path, 30, served(server.url, retries=1))
-        with pytest.raises(EndpointError, match=r"the last 8 requests brought no answer; the last: no reply"):
-            answers(recipe, run)
-        assert sum(server.asked.values()) < 30
 
 
 @pytest.mark.parametrize(
@@ -156,68 +147,59 @@ def test_a_dead_server_ends_the_stage_soon(world: Path, tokenizer: Any, tmp_path
         ("other tokens", 6, r"the last: the server read other tokens than the prompt's"),
         ("no json", 0, r"no reply \(a reply that is not a JSON object\): <html>busy</html>"),
         ("no choice", 0, r'no reply \(a reply without a finished choice\): \{"model": "tiny", "choices": \[\]'),
-        ("503", 0, r"no reply \(status 503\): no: None"),
+        ("503", 0, r"the last 8 requests brought no answer; the last: no reply \(status 503\): no: None"),
     ],
 )
-def test_faults_that_do_not_pass_are_shown(
-    world: Path, tokenizer: Any, tmp_path: Path, kind: str, retries: int, fault: str
-) -> None:
+def test_faults_that_do_not_pass_are_shown(tokenizer: Any, write: Any, kind: str, retries: int, fault: str) -> None:
     with BadServer(tokenizer, lambda *_: kind) as server:
-        recipe, run = begin(world, tmp_path, 12, served(server.url, retries=retries))
         with pytest.raises(EndpointError, match=fault):
-            answers(recipe, run)
+            write(12, server, retries=retries)
         assert server.asked.total() < 13, "none is asked twice"
 
 
-def test_prompts_that_a_wrong_setting_refused_are_asked_again(world: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_prompts_that_a_wrong_setting_refused_are_asked_again(tokenizer: Any, write: Any) -> None:
     """A server that takes none of the first requests is set up wrongly: nothing was answered, nothing is dropped."""
     refusing = {"on": True}
     with BadServer(tokenizer, lambda *_: "400" if refusing["on"] else "ok") as server:
-        recipe, run = begin(world, tmp_path, 24, served(server.url, concurrency=3), "answers.group=4")
+        settings: Any = {"concurrency": 3, "overrides": ["answers.group=4"]}
         with pytest.raises(EndpointError, match="the last 8 requests brought no answer"):
-            answers(recipe, run)
+            write(24, server, **settings)
         refusing["on"] = False
-        answers(recipe, run)
+        run = write(24, server, **settings)
         assert read_json(run.path("answers", "manifest.json"))["dropped"] == {}
         assert len(answer_lines(run)) == 24
         for body in server.bodies:  # llama.cpp's -1 for the whole text is refused by some of its servers
             assert 0 <= body.get("repeat_last_n", 0) < 2**31
 
 
-def test_some_refused_prompts_are_dropped_and_counted(world: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_some_refused_prompts_are_dropped_and_counted(tokenizer: Any, write: Any) -> None:
     def behave(prompt: Any, attempt: int) -> str:
         return {3: "400", 4: "other tokens", 5: "empty text", 6: "length"}.get(len(prompt), "ok")
 
     with BadServer(tokenizer, behave) as server:
-        _, run = write(world, tmp_path, 24, served(server.url), "answers.keep_truncated=false")
-    dropped = read_json(run.path("answers", "manifest.json"))["dropped"]
-    assert dropped == {
-        "empty": 4,
-        "refused by the server (status 400)": 4,
-        "the server read other tokens than the prompt's": 4,
-        "truncated": 4,
-    }
+        run = write(24, server, overrides=["answers.keep_truncated=false"])
+    reasons = ("empty", "truncated", "refused by the server (status 400)", OTHER_PROMPT)
+    assert read_json(run.path("answers", "manifest.json"))["dropped"] == dict.fromkeys(reasons, 4)
 
 
-def test_ids_of_the_server_win_over_its_text(world: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_ids_of_the_server_win_over_its_text(tokenizer: Any, write: Any) -> None:
     with BadServer(tokenizer, lambda *_: "ids") as server:
-        _, run = write(world, tmp_path, 3, served(server.url))
-        for one in read_answers(run, "train"):
+        for one in read_answers(write(3, server), "train"):
             assert one.answer[:-1] == encode(tokenizer, server.text(one.prompt))[::-1]
             assert one.answer[-1] == tokenizer.eos_token_id and one.ended
 
 
-def test_stop_strings_are_sent_and_penalties_are_off(world: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_stop_strings_are_sent_and_penalties_are_off(tokenizer: Any, write: Any) -> None:
     """Where a stop string may have ended a text, no end token is added to it."""
     with BadServer(tokenizer, ok) as server:
-        _, run = write(world, tmp_path, 3, served(server.url), 'answers.stop=["\\n\\n"]')
+        run = write(3, server, overrides=['answers.stop=["\\n\\n"]'])
         assert server.bodies[0]["stop"] == ["\n\n"] and server.bodies[0]["presence_penalty"] == 0
         for one in read_answers(run, "train"):
             assert one.ended and one.answer == encode(tokenizer, server.text(one.prompt))
 
 
 def test_keys_come_from_the_environment_and_stay_there(
-    world: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    world: Path, tokenizer: Any, write: Any, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     """In the requests, and in no file, no message: not even where the server repeats them."""
     monkeypatch.setenv("SOME_KEY", "sk-secret-1")
@@ -238,35 +220,28 @@ def test_keys_come_from_the_environment_and_stay_there(
     shown = "".join(capsys.readouterr())
     assert b"secret" not in written and "secret" not in shown and "Bearer ***" in shown
     with BadServer(tokenizer, lambda *_: "401") as server:
-        recipe, run = begin(world, tmp_path / "refused", 3, served(server.url, **more))
         with pytest.raises(EndpointError, match=r"refuses this client \(status 401\): no: Bearer \*\*\*") as error:
-            answers(recipe, run)
+            write(3, server, name="refused", **more)
         assert "the key in SOME_KEY" in str(error.value)
-    monkeypatch.delenv("SOME_KEY")
-    with pytest.raises(EndpointError, match=r"answers\.writer\.key: the environment variable SOME_KEY is not set"):
-        answers(recipe, run)
+        monkeypatch.delenv("SOME_KEY")
+        with pytest.raises(EndpointError, match=r"answers\.writer\.key: the environment variable SOME_KEY is not set"):
+            write(3, server, name="refused", **more)
 
 
-def test_check_asks_the_servers(world: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    def check(*more: str) -> str:
-        code = tiny.call("check", world / "recipe.yaml", *more)
-        found = capsys.readouterr()
-        assert "Traceback" not in found.err
-        return f"{code} {found.out}{found.err}"
-
+def test_check_asks_the_servers(world: Path, tokenizer: Any, capsys: Capture) -> None:
+    check = (capsys, "check", world / "recipe.yaml")
     with BadServer(tokenizer, ok) as server:
-        assert f"{server.url} serves tiny" in check(served(server.url))
-        assert check(served(server.url, model=None)).startswith("0")
-        assert "does not serve other, but tiny" in check(served(server.url, model="other"))
-        server.names = ["tiny", "second"]
-        assert "serves 2 models: tiny, second" in check(served(server.url, model=None))
-        found = check(served(server.url, model="other"), "--offline")
-        assert found.startswith("0") and f"not checked: server {server.url} (--offline)" in found
         url = server.url
-    assert check(served(url)).startswith("2") and "cannot be reached" in check(served(url))
+        assert f"{url} serves tiny" in tiny.shown(*check, served(url, model=None))
+        assert "does not serve other, but tiny" in tiny.refused(*check, served(url, model="other"))
+        server.names = ["tiny", "second"]
+        assert "serves 2 models: tiny, second" in tiny.refused(*check, served(url, model=None))
+        offline = tiny.shown(*check, served(url, model="other"), "--offline")
+        assert f"not checked: server {url} (--offline)" in offline
+    assert "cannot be reached" in tiny.refused(*check, served(url))
 
 
-def test_retry_after_and_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_after_and_delays(monkeypatch: Patch) -> None:
     assert endpoint.retry_after(None) is None and endpoint.retry_after("soon") is None
     assert endpoint.retry_after("7") == 7
     assert endpoint.retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
@@ -282,27 +257,6 @@ def test_retry_after_and_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 # ── chat ──
 
 
-class Tagged:
-    """A tokenizer of words whose ids are their hashes; `<think>` and the like are words."""
-
-    eos_token_id = 1
-    words: ClassVar[dict[int, str]] = {}
-
-    def get_vocab(self) -> dict[str, int]:
-        return {"a": 10**6 + 2}
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [self._id(word) for word in text.replace("\n", " \n ").split(" ") if word]}
-
-    def _id(self, word: str) -> int:
-        token = 2 + sum(ord(c) * 31**i for i, c in enumerate(word)) % 10**6
-        self.words[token] = word
-        return token
-
-    def decode(self, ids: list[int], **_: Any) -> str:
-        return " ".join(self.words[token] for token in ids)
-
-
 @pytest.mark.parametrize(
     ("message", "prompt", "whole"),
     [
@@ -315,42 +269,42 @@ class Tagged:
             "ask",
             '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
         ),
+        ({"content": 3}, "ask", None),
+        ({"content": None}, "ask", None),
+        ({"tool_calls": [{"function": {"name": 1}}]}, "ask", None),
     ],
 )
-def test_chat_replies_are_rejoined(message: dict[str, Any], prompt: str, whole: str) -> None:
-    assert whole in list(texts_of(message, prompt))
-
-
-@pytest.mark.parametrize("message", [{"content": 3}, {"content": None}, {"tool_calls": [{"function": {"name": 1}}]}])
-def test_chat_replies_without_text(message: dict[str, Any]) -> None:
-    assert not list(texts_of(message, "ask"))
+def test_chat_replies_are_rejoined(message: dict[str, Any], prompt: str, whole: str | None) -> None:
+    found = list(texts_of(message, prompt))
+    assert whole in found if whole else not found
 
 
 def test_chat_requests_and_replies(world: Path, tokenizer: Any, tmp_path: Path) -> None:
     """A reply counts where its text has the tokens that the server counted, else it is dropped by name."""
     replies: list[tuple[dict[str, Any], int]] = []
+    ids = encode(tokenizer, "a b c d")
 
     class Chat(BadServer):
         def completion(self, body: dict[str, Any], prompt: Any, kind: str) -> dict[str, Any]:
             message, tokens = replies.pop(0)
             choice = {"message": message, "finish_reason": "stop"}
-            return {"model": "tiny", "choices": [choice], "usage": {"prompt_tokens": 4, "completion_tokens": tokens}}
+            usage = {"prompt_tokens": len(ids), "completion_tokens": tokens}
+            return {"model": "tiny", "choices": [choice], "usage": usage}
 
     with Chat(tokenizer, ok) as server:
         tools = "chat.tools=[{type: function, function: {name: add, parameters: {type: object}}}]"
         recipe, _ = begin(world, tmp_path, 1, served(server.url, api="chat"), tools)
-        writer = ServerWriter(recipe, Tagged(), load_config(recipe.target.model))
-        ids = Tagged()("a b c d")["input_ids"]
-        request = Request("r", ids, 1, 20, [{"role": "user", "content": "hello"}], {"enable_thinking": False})
-        replies.append(({"content": "yes it is"}, 4))
+        writer = ServerWriter(recipe, tokenizer, load_config(recipe.target.model))
+        request = Request("r", ids, 1, 60, [{"role": "user", "content": "hello"}], {"enable_thinking": False})
+        replies.append(({"content": "yes it is"}, len(encode(tokenizer, "yes it is")) + 1))
         reply = writer._ask(request)
-        assert reply.ended and Tagged().decode(reply.ids[:-1]) == "yes it is" and not reply.dropped
+        assert reply.ended and tokenizer.decode(reply.ids[:-1]) == "yes it is" and not reply.dropped
         assert server.bodies[-1]["messages"] == request.messages
         assert server.bodies[-1]["chat_template_kwargs"] == {"enable_thinking": False}
         assert server.bodies[-1]["tools"] == list(recipe.chat.tools) != []
-        thinking = {"content": "yes", "reasoning_content": "hm hm"}
-        replies.append((thinking, len(Tagged()("<think>\nhm hm\n</think>\n\nyes")["input_ids"]) + 1))
-        assert "</think>" in Tagged().decode(writer._ask(request).ids[:-1])
+        whole = encode(tokenizer, "<think>\nhm hm\n</think>\n\nyes")
+        replies.append(({"content": "yes", "reasoning_content": "hm hm"}, len(whole) + 1))
+        assert writer._ask(request).ids[:-1] == whole
         replies.append(({"content": "yes", "reasoning_content": "hm"}, 40))
         assert "cannot be rejoined" in writer._ask(request).dropped
         writer.close()
@@ -402,12 +356,12 @@ def test_the_chat_api_is_asked_turn_by_turn(world: Path, tokenizer: Any, tmp_pat
     assert server.asked.total() == len(written) + 1 + 5, "each second question again, after its status 500"
 
 
-def test_chat_needs_chat_prompts(world: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_chat_needs_chat_prompts(tokenizer: Any, write: Any) -> None:
     with BadServer(tokenizer, ok) as server, pytest.raises(DataError, match="the prompts are not chats"):
-        write(world, tmp_path, 3, served(server.url, api="chat"))
+        write(3, server, api="chat")
 
 
-# ── llama-cpp-python's own server ──
+# ── kills, and a server as users run it ──
 
 
 DEMO = tiny.ROOT / "data" / "demo-target"  # trained: random weights give bytes that are no UTF-8 and break the server
@@ -447,44 +401,32 @@ def journalled(run: Run) -> dict[str, Any]:
     return found | {line["id"]: line["answer"] for line in answer_lines(run)}
 
 
-def until(condition: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.02)
+def test_a_killed_client_asks_for_what_is_missing(world: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """100 prompts at concurrency 8, killed in the middle and started again."""
+    killed = threading.Event()
 
+    def behave(prompt: Any, attempt: int) -> str:
+        if server.asked.total() > 50:
+            killed.wait(120)
+        return "ok"
 
-def test_a_real_server_answers_every_prompt_once(world: Path, gguf: Path, tmp_path: Path) -> None:
-    """100 prompts at concurrency 8, killed in the middle and started again. The texts are those of the GGUF writer."""
-    settings = (f"target.model={DEMO}", "sampler.temperature=0", "answers.new_tokens=5", "answers.group=30")
-    with llama_server(gguf) as url:
-        overrides = (served(url, concurrency=8), *settings)
+    with BadServer(tokenizer, behave) as server:
+        overrides = (served(server.url, concurrency=8), "answers.group=30")
         recipe, run = begin(world, tmp_path / "run", 100, *overrides)
         command = [sys.executable, "-c", JOB, str(world / "recipe.yaml"), str(run.folder), *overrides]
-        environment = {**os.environ, "PYTHONPATH": str(tiny.ROOT)}
-        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
-            until(lambda: len(journalled(run)) >= 35 or job.poll() is not None)
-            job.send_signal(signal.SIGKILL)
+        with subprocess.Popen(command, cwd=tiny.ROOT, stderr=subprocess.DEVNULL) as job:
+            while len(journalled(run)) < 35:
+                assert job.poll() is None
+                time.sleep(0.02)
+            job.kill()
+        killed.set()
         before = journalled(run)
-        assert 35 <= len(before) < 100 and job.returncode == -9
+        server.asked.clear()
         answers(recipe, run)
-    lines = answer_lines(run)
-    assert Counter(line["id"] for line in lines) == Counter(f"p{n}" for n in range(100))
-    found = {line["id"]: line["answer"] for line in lines}
-    assert {name: found[name] for name in before} == before, "what was there before the kill stays"
+        assert server.asked.total() == 100 - len(before), "none that was there is asked for again"
+    found = {line["id"]: line["answer"] for line in answer_lines(run)}
+    assert len(answer_lines(run)) == len(found) == 100 and before.items() <= found.items()
     assert not list(run.path("answers").glob(".*"))
-
-    local, own = begin(world, tmp_path / "own", 100, f"answers.writer.gguf={gguf}", *settings)
-    answers(local, own)
-    tokenizer = load_tokenizer(recipe.target.model)
-
-    def text(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True)
-
-    pairs = list(zip(read_answers(run, "train"), read_answers(own, "train"), strict=True))
-    assert sum(theirs.prompt == ours.prompt for theirs, ours in pairs) >= 90
-    same = sum(text(theirs.answer) == text(ours.answer) for theirs, ours in pairs if theirs.prompt == ours.prompt)
-    assert same >= 80, f"{same} of 100"
 
 
 @pytest.mark.skipif(not wheel_server.INSTALLED, reason="needs xllamacpp")
@@ -507,7 +449,6 @@ def test_a_llama_server_of_today_answers(world: Path, gguf: Path, tmp_path: Path
 
 def test_the_address_of_a_server_is_not_part_of_the_key(world: Path, tmp_path: Path) -> None:
     """A run goes on where the server moved; another model, another file or another API is another target."""
-    from distill.pipeline.stages import Contents, difference, find_stage, key_parts
 
     def parts(*overrides: str) -> dict[str, Any]:
         recipe, run = begin(world, tmp_path, 1, *overrides)
@@ -516,11 +457,10 @@ def test_the_address_of_a_server_is_not_part_of_the_key(world: Path, tmp_path: P
     contents = Contents(begin(world, tmp_path, 1)[1])
     first = parts(served("http://a/v1"))
     assert parts(served("http://b/v1", concurrency=9, key="K", retries=1, missing=0.1, timeout=3)) == first
-    assert difference(first, parts(served("http://a/v1", api="chat")), contents) == [
-        "answers.writer.api: 'completions' -> 'chat'"
-    ]
-    (tmp_path / "x.gguf").write_bytes(b"GGUF1")
-    one = parts(f"answers.writer.gguf={tmp_path / 'x.gguf'}")
-    (tmp_path / "x.gguf").write_bytes(b"GGUF2")
-    two = parts(f"answers.writer.gguf={tmp_path / 'x.gguf'}")
-    assert difference(one, two, contents) == ["answers.writer.gguf (content) has other content"]
+    chat = parts(served("http://a/v1", api="chat"))
+    assert difference(first, chat, contents) == ["answers.writer.api: 'completions' -> 'chat'"]
+    found = []
+    for content in ("GGUF1", "GGUF2"):
+        (tmp_path / "x.gguf").write_text(content)
+        found.append(parts(f"answers.writer.gguf={tmp_path / 'x.gguf'}"))
+    assert difference(*found, contents) == ["answers.writer.gguf (content) has other content"]

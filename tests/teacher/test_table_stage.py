@@ -5,6 +5,7 @@ The counts themselves, the mixture and the trees: tests/decoding/test_ngrams.py.
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import tiny
 import torch
 from test_ngrams import place_in
+from tiny import Capture
 
 from distill.decoding.ngrams import LEAST, ORDER, NGramTable
 from distill.engines.torch.hugging_face import load_model
@@ -25,8 +27,6 @@ PRICED = "{drafter: table, rule: expected-value, nodes: 4, length: 4}"
 @pytest.fixture(scope="module")
 def counted(world: Path, finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The finished run, with a table and a speedup of drafting from it."""
-    import shutil
-
     runs = tmp_path_factory.mktemp("counted")
     shutil.copytree(finished, runs / "tiny")
     wanted = f"speedup.configurations=[{PRICED}]"
@@ -81,24 +81,18 @@ def test_its_speedup_is_measured_with_the_targets_own_texts(counted: Path) -> No
     assert "table, expected value" in (counted / "report.html").read_text()
 
 
-def test_commands_draft_from_a_runs_table(
-    counted: Path, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_draft_from_a_runs_table(counted: Path, world: Path, tmp_path: Path, capsys: Capture) -> None:
     target, prompt = str(world / "target"), "def alpha("
 
-    def text(*options: object) -> str:
+    run = ("--run", counted.name, "--runs", counted.parent)
+    texts, alone = set(), ("--target", target, "--drafter", "table")
+    for options in ((*run, "--length", 0), (*run, "--drafter", "table"), alone, (*alone, "--table", counted)):
         capsys.readouterr()
         assert tiny.call("generate", prompt, "--tokens", 12, *options) == 0
         said = capsys.readouterr()
-        alone = "table" in options and "--table" not in options and "--run" not in options
-        assert ("knows those of the text so far alone" in said.err) == alone
-        return said.out
-
-    run = ("--run", counted.name, "--runs", counted.parent)
-    plain = text(*run, "--length", 0)
-    assert text(*run, "--drafter", "table") == plain
-    assert text("--target", target, "--drafter", "table") == plain
-    assert text("--target", target, "--drafter", "table", "--table", counted) == plain
+        assert ("knows those of the text so far alone" in said.err) == (options == alone)
+        texts.add(said.out)
+    assert len(texts) == 1
     assert "--table is for --drafter table" in tiny.refused(capsys, "generate", prompt, *run, "--table", counted)
     pair = ("speedup", "--target", target, "--prompts", world / "corpus", "--count", 2, "--tokens", 8, "--lengths", 0)
     read = ("--configuration", "{drafter: table, nodes: 3}", "--table")
@@ -110,6 +104,5 @@ def test_commands_draft_from_a_runs_table(
     broken = tmp_path / "ngrams.safetensors"
     broken.write_bytes(counted.joinpath(*TABLE_FILE).read_bytes()[:-3])
     assert "cut short" in tiny.refused(capsys, *pair, *read, broken)
-    assert "is for configurations of drafter table" in tiny.refused(
-        capsys, *pair, "--configuration", "{drafter: lookup}", "--table", counted
-    )
+    other = ("--configuration", "{drafter: lookup}", "--table", counted)
+    assert "is for configurations of drafter table" in tiny.refused(capsys, *pair, *other)

@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from tiny import Patch
 from torch import Tensor
 from toys import save_toy, toy, toy_tokenizer
-from transformers import (
-    Qwen2ForCausalLM,
-)
+from transformers import Qwen2ForCausalLM
 
 from distill.data.packing import Packed, attention_mask, document_masks, pack
-from distill.devices import barrier, is_main, process_count, process_index, share_of
 from distill.engines.torch.hugging_face import load_model, quantisation
 from distill.errors import DataError, RecipeError, RunError
-from distill.files import read_json, write_json, write_text
+from distill.files import write_json, write_text
 from distill.recipe import Recipe, load_recipe, parse_recipe
 from distill.run import Run
 from distill.teacher.answers import answers
@@ -140,7 +138,7 @@ def test_every_kind_gives_the_models_own_distributions(
     recipe, run = made(tmp_path, folders[architecture], kind=kind, **settings)
     source = open_teacher(run, recipe, CPU)
     size = len(toy_vocabulary())
-    assert source.vocabulary == size < ROWS and source.blocks == len(source.packed)
+    assert source.vocabulary == size < ROWS
     index = torch.tensor([3, 0, 4])
     distributions = source.teacher(index, CPU)
     model = load_model(str(folders[architecture]), "float32", CPU)
@@ -149,21 +147,17 @@ def test_every_kind_gives_the_models_own_distributions(
     kept = torch.arange(1, size, 3)
     for temperature in (1.0, 2.0):
         expected = own_distributions(model, source.packed.take(index), temperature)
-        assert len(distributions) == len(expected) == int(source.packed.mask[index].sum())
-        assert distributions.columns == size
-        halves = [distributions.chunk(slice(0, 7), temperature), distributions.chunk(slice(7, None), temperature)]
+        assert len(distributions) == len(expected) and distributions.columns == size
+        halves = [distributions.chunk(rows, temperature) for rows in (slice(0, 7), slice(7, None))]
         assert all(part.log_probabilities.dtype == torch.float32 for part in halves)
         whole = torch.cat([spread(part, size) for part in halves])
         torch.testing.assert_close(whole.double(), expected, **close)
         trimmed = distributions.restrict(kept)
         chunk = trimmed.chunk(slice(None), temperature)
         assert trimmed.columns == len(kept)
-        if kind != "compact":
-            torch.testing.assert_close(chunk.log_probabilities.double(), expected[:, kept], **close)
         named = chunk.log_probabilities.double().exp().sum(-1)
         rest = expected.exp().sum(-1) - expected[:, kept].exp().sum(-1)
-        if kind == "compact":  # the one token that is not stored is in the tail, kept or not
-            assert chunk.ids is not None
+        if chunk.ids is not None:  # the one token that is not stored is in the tail, kept or not
             least = expected.min(-1).values.exp()
             assert bool(((chunk.log_tail.double().exp() - rest).abs() < least + 2e-3).all())
             gone = chunk.ids == len(kept)
@@ -172,6 +166,7 @@ def test_every_kind_gives_the_models_own_distributions(
             found = chunk.log_probabilities[rows, columns].double()
             torch.testing.assert_close(found, expected[rows, kept[chunk.ids[rows, columns]]], **close)
         else:
+            torch.testing.assert_close(chunk.log_probabilities.double(), expected[:, kept], **close)
             torch.testing.assert_close(chunk.log_tail.double().exp(), rest, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(named + chunk.log_tail.double().exp(), torch.ones_like(named), rtol=0, atol=2e-3)
 
@@ -184,9 +179,8 @@ def test_logit_forms(architecture: str, folders: dict[str, Path]) -> None:
     head = Head.of(model, TOKENS)
     require_head(model, head, blocks)
     wrong = Head(head.weight, head.bias, LogitForm(FORMS[architecture].scale * 1.01, FORMS[architecture].soft_cap))
-    with pytest.raises(DataError, match="kind: compact") as caught:
+    with pytest.raises(DataError, match=rf"{architecture}[\s\S]*differ by[\s\S]*kind: compact"):
         require_head(model, wrong, blocks)
-    assert architecture in str(caught.value) and "differ by" in str(caught.value)
 
 
 class Louder(Qwen2ForCausalLM):
@@ -205,21 +199,11 @@ def test_an_unknown_step_after_the_head_is_refused(folders: dict[str, Path]) -> 
         OnlineTarget(model, blocks, {"vocabulary": TOKENS}, 2)
 
 
-def test_a_trimmed_head_reads_an_exact_store_without_its_other_columns(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    """The kept tokens' probabilities and the mass of the others are those of the whole distributions, in any order."""
+def test_a_trimmed_head_reads_an_exact_store_in_any_order(folders: dict[str, Path], tmp_path: Path) -> None:
     _, run = made(tmp_path / "run", folders["qwen2"], kind="exact")
-    store, index = TeacherStore(run), torch.tensor([2, 0, 1, 2])
+    store, index, rows = TeacherStore(run), torch.tensor([2, 0, 1, 2]), slice(4, 30)
     kept = torch.arange(3, store.vocabulary, 5)
-    whole = store.teacher(index, CPU)
-    rows = slice(4, len(whole) - 3)
-    logs = whole.chunk(rows).log_probabilities.double()
-    found = whole.restrict(kept).chunk(rows)
-    torch.testing.assert_close(found.log_probabilities.double(), logs[:, kept], rtol=0, atol=1e-5)
-    others = torch.ones(store.vocabulary, dtype=torch.bool)
-    others[kept] = False
-    torch.testing.assert_close(found.log_tail.double().exp(), logs[:, others].exp().sum(-1), rtol=0, atol=1e-5)
+    found = store.teacher(index, CPU).restrict(kept).chunk(rows)
     fresh = TeacherStore(run)
     fresh.teacher(torch.tensor([1]), CPU).restrict(kept).chunk(slice(0, 1))
     again = fresh.teacher(index, CPU).restrict(kept).chunk(rows)
@@ -228,15 +212,10 @@ def test_a_trimmed_head_reads_an_exact_store_without_its_other_columns(
 
 def test_types_of_an_exact_store(folders: dict[str, Path], tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "a", folders["qwen2"], kind="exact", dtype="bfloat16")
-    store = TeacherStore(run)
-    assert store.manifest["hidden_dtype"] == "bfloat16"
-    rounded = store.teacher(torch.tensor([0]), CPU).chunk(slice(None)).log_probabilities
+    rounded = TeacherStore(run).teacher(torch.tensor([0]), CPU).chunk(slice(None)).log_probabilities
     recipe, run = made(tmp_path / "b", folders["qwen2"], kind="exact")
-    full = open_teacher(run, recipe, CPU).teacher(torch.tensor([0]), CPU).chunk(slice(None)).log_probabilities
-    difference = float((rounded - full).abs().max())
-    assert 1e-4 < difference < 0.5
-    small, large = (path / "teacher" / "shard-00000.safetensors" for path in (tmp_path / "a", tmp_path / "b"))
-    assert large.stat().st_size - small.stat().st_size >= 2 * 24 * 32 * 2
+    full = TeacherStore(run).teacher(torch.tensor([0]), CPU).chunk(slice(None)).log_probabilities
+    assert 1e-4 < float((rounded - full).abs().max()) < 0.5
     model = load_model(str(folders["qwen2"]), "float32", CPU)
     with torch.no_grad():
         model.model.norm.weight.mul_(1e6)
@@ -247,7 +226,7 @@ def test_types_of_an_exact_store(folders: dict[str, Path], tmp_path: Path) -> No
 
 
 def test_an_online_teacher_stores_no_distributions_and_loads_no_target(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     import distill.teacher.stage as stage
 
@@ -265,13 +244,6 @@ def test_an_online_teacher_stores_no_distributions_and_loads_no_target(
     torch.testing.assert_close(whole.chunk(slice(None)).log_probabilities, single, rtol=1e-5, atol=1e-5)
 
 
-def test_temperatures_that_are_not_stored_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    recipe, run = made(tmp_path, folders["qwen2"], temperatures=[1.0, 2.0])
-    distributions = open_teacher(run, recipe, CPU).teacher(torch.tensor([0, 2]), CPU)
-    with pytest.raises(DataError, match=r"holds temperatures 1, 2, not 1\.5"):
-        distributions.chunk(slice(None), 1.5)
-
-
 def test_entries_by_mass(folders: dict[str, Path], tmp_path: Path) -> None:
     """The fewest entries that hold the mass, by the model's own distributions on the sample; top_k is the cap."""
     recipe, run = made(tmp_path / "a", folders["qwen2"], top_k=200, mass=0.9)
@@ -279,13 +251,10 @@ def test_entries_by_mass(folders: dict[str, Path], tmp_path: Path) -> None:
     sample = blocks.take(torch.linspace(0, len(blocks) - 1, 3).round().long())
     model = load_model(str(folders["qwen2"]), "float32", CPU)
     distribution = own_distributions(model, sample, 1.0).exp().sort(-1, descending=True).values.cumsum(-1).mean(0)
-    torch.testing.assert_close(
-        mean_masses(ModelReader(model, len(toy_vocabulary())), sample, 200), distribution[:200], rtol=1e-5, atol=1e-5
-    )
+    masses = mean_masses(ModelReader(model, len(toy_vocabulary())), sample, 200)
+    torch.testing.assert_close(masses, distribution[:200], rtol=1e-5, atol=1e-5)
     wanted = int((distribution >= 0.9).nonzero()[0]) + 1
-    store = TeacherStore(run)
-    assert store.manifest["k"] == wanted and 1 < wanted < 200
-    assert store._block("top_ids", 0).shape == (24, wanted)
+    assert TeacherStore(run).manifest["k"] == wanted and 1 < wanted < 200
     _, run = made(tmp_path / "b", folders["qwen2"], top_k=3, mass=0.9)
     assert TeacherStore(run).manifest["k"] == 3
 
@@ -302,6 +271,19 @@ def test_resumes_by_the_shard(folders: dict[str, Path], tmp_path: Path) -> None:
     teacher(recipe, run)
     assert tiny.contents(run.path("teacher")) == before
     assert shards[2].stat().st_mtime_ns == stands
+
+
+def test_what_a_store_does_not_hold_or_was_not_made_for_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe, run = made(tmp_path, folders["qwen2"], temperatures=[1.0, 2.0])
+    store = open_teacher(run, recipe, CPU)
+    with pytest.raises(DataError, match=r"holds temperatures 1, 2, not 1\.5"):
+        store.teacher(torch.tensor([0, 2]), CPU).chunk(slice(None), 1.5)
+    require_fit(store.manifest, recipe)
+    with pytest.raises(DataError, match=r"another tokenizer of .*qwen2[\s\S]*--redo teacher"):
+        require_fit(store.manifest | {"tokenizer_digest": "of another revision"}, recipe)
+    write_json(run.path("teacher", "manifest.json"), store.manifest | {"format": 1})
+    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
+        TeacherStore(run)
 
 
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "head.safetensors"])
@@ -345,7 +327,7 @@ def test_processes_share_the_answers(folders: dict[str, Path], tmp_path: Path) -
     recipe, run = write("one")
     answers(recipe, run)
     wanted = tiny.contents(run.path("answers"))
-    assert len(wanted) == 5 and read_json(run.path("answers", "manifest.json"))["sampler"]["temperature"] == 1
+    assert len(wanted) == 5
     recipe, run = write("two")
     answers(recipe, run, (1, 2))
     assert {path.name for path in run.path("answers").iterdir()} == {"train-00001.jsonl", "train-00003.jsonl"}
@@ -353,23 +335,6 @@ def test_processes_share_the_answers(folders: dict[str, Path], tmp_path: Path) -
     assert tiny.contents(run.path("answers")) == wanted
     with pytest.raises(RunError, match=r"5 processes .* 4 groups of prompts[\s\S]*lower answers.group"):
         answers(recipe, run, (0, 5))
-
-
-def test_shares_cover_the_work_once() -> None:
-    for count in range(1, 6):
-        parts = [share_of(range(11), (index, count), "items", "nothing") for index in range(count)]
-        assert sorted(item for part in parts for item in part) == list(range(11))
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert (process_index(), process_count(), is_main()) == (0, 1, True)
-    barrier()
-
-
-def test_what_does_not_fit_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    recipe, run = made(tmp_path / "run", folders["qwen2"], temperatures=[1.0, 2.0])
-    manifest = open_teacher(run, recipe, CPU).manifest
-    require_fit(manifest, recipe)
-    with pytest.raises(DataError, match=r"another tokenizer of .*qwen2[\s\S]*--redo teacher"):
-        require_fit(manifest | {"tokenizer_digest": "of another revision"}, recipe)
 
 
 def test_the_sampler_is_that_of_the_answers(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -380,26 +345,13 @@ def test_the_sampler_is_that_of_the_answers(folders: dict[str, Path], tmp_path: 
     assert TeacherStore(run).manifest["sampler"] == hot
 
 
-def test_the_manifest(folders: dict[str, Path], tmp_path: Path) -> None:
-    recipe, run = made(tmp_path, folders["cohere"], kind="exact")
-    manifest = read_json(run.path("teacher", "manifest.json"))
-    assert sum(manifest["shard_blocks"]) == len(training_blocks(recipe, run)[0])
-    assert manifest["logit_form"] == {"scale": 0.25, "soft_cap": 0.0}
-    write_json(run.path("teacher", "manifest.json"), manifest | {"format": 1})
-    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
-        TeacherStore(run)
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"temperatures": [2.0]}, "must include 1"),
         ({"temperatures": [1.0, 1.0]}, "none twice"),
         ({"temperatures": [1.0, 0.0]}, "must be positive"),
-        (
-            {"kind": "online", "temperatures": [1.0, 2.0]},
-            "temperatures is a setting of kind compact, but kind is online",
-        ),
+        ({"kind": "online", "temperatures": [1.0, 2.0]}, "temperatures is a setting of kind compact, but kind is on"),
         ({"kind": "exact", "mass": 0.9}, "mass is a setting of kind compact"),
         ({"dtype": "bfloat16"}, "dtype is a setting of kind exact"),
         ({"mass": 1.0}, "must be below 1"),
@@ -414,11 +366,9 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], said: 
         begin(tmp_path, tmp_path, **settings)
 
 
-def test_quantised_and_sharded_targets(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    eight, four = quantisation("int8", "bfloat16"), quantisation("int4", "bfloat16")
-    assert eight.load_in_8bit and not eight.load_in_4bit
-    assert four.load_in_4bit and four.bnb_4bit_quant_type == "nf4" and four.bnb_4bit_use_double_quant
-    assert four.bnb_4bit_compute_dtype == torch.bfloat16
+def test_quantised_and_sharded_targets(folders: dict[str, Path], monkeypatch: Patch) -> None:
+    assert quantisation("int8", "bfloat16").load_in_8bit
+    assert quantisation("int4", "bfloat16").bnb_4bit_compute_dtype == torch.bfloat16
     reference = str(folders["qwen2"])
     monkeypatch.setattr("transformers.utils.is_bitsandbytes_available", lambda: False)
     with pytest.raises(RunError, match=r"int4 weights need the package bitsandbytes[\s\S]*pip install"):
@@ -438,11 +388,8 @@ def test_a_quantised_target_gives_distributions(kind: str, most: float, tmp_path
     folder = save_toy(model, toy_tokenizer(TOKENS), tmp_path / "llama")
     distributions = []
     for name, target in (("whole", {}), ("quantised", {"quantise": kind})):
-        recipe, run = made(tmp_path / name, folder, kind="exact", target={"dtype": "bfloat16"} | target)
-        assert TeacherStore(run).manifest["quantise"] == target.get("quantise")
-        distributions.append(
-            open_teacher(run, recipe, CPU).teacher(torch.arange(4), CPU).chunk(slice(None)).log_probabilities
-        )
+        _, run = made(tmp_path / name, folder, kind="exact", target={"dtype": "bfloat16"} | target)
+        distributions.append(TeacherStore(run).teacher(torch.arange(4), CPU).chunk(slice(None)).log_probabilities)
     whole, quantised = distributions
     near, far = (float((whole.exp() * (whole - one)).sum(-1).mean()) for one in (quantised, quantised.roll(1, 0)))
     assert 1e-6 < near < most < far / 2  # far: at other positions
@@ -477,10 +424,9 @@ def test_masks_of_mixed_layers() -> None:
     documents = torch.tensor([[0] * 9 + [1] * 4 + [-1] * 2])
     masks = document_masks(model, documents)
     assert set(masks) == {"full_attention", "sliding_attention"}
-    seen = {kind: mask == 0 for kind, mask in masks.items()}
-    assert torch.equal(seen["full_attention"], attention_mask(documents))
-    assert seen["sliding_attention"][0, 0, 8].nonzero().flatten().tolist() == [4, 5, 6, 7, 8]
-    assert seen["sliding_attention"][0, 0, 10].nonzero().flatten().tolist() == [9, 10]
+    assert torch.equal(masks["full_attention"] == 0, attention_mask(documents))
+    seen = masks["sliding_attention"][0, 0] == 0
+    assert [seen[row].nonzero().flatten().tolist() for row in (8, 10)] == [[4, 5, 6, 7, 8], [9, 10]]
     assert document_masks(toy(), documents).dtype == torch.bool
     mistral = toy("mistral", sliding_window=3)
     assert document_masks(mistral, documents)[0, 0, 8].nonzero().flatten().tolist() == [6, 7, 8]

@@ -18,27 +18,15 @@ import tiny
 import torch
 from tiny import Capture, Patch
 
+from distill.data import traffic
 from distill.data.exchanges import TEXT
 from distill.data.recorder import Writer
 from distill.data.sources import split_of
-from distill.data.traffic import (
-    Line,
-    Sorted,
-    begins_with,
-    encode_line,
-    first_lines,
-    measure,
-    no_answers,
-    parse_line,
-    pin_of,
-    read_lines,
-    sort_lines,
-    unfinished_line,
-    write_traffic,
-)
+from distill.data.texts import read_prompts
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError
-from distill.recipe import Chat, Recipe, load_recipe, parse_recipe
+from distill.recipe import Chat, load_recipe, parse_recipe
+from distill.run import Run
 
 torch.set_num_threads(1)
 
@@ -63,10 +51,10 @@ def split_name(prompt: str) -> str:
     return split_of(name, SHARES["validation"], SHARES["test"])
 
 
-def values_with(traffic: Path) -> dict[str, Any]:
-    values = tiny.recipe_values(traffic.parent)
+def values_with(log: Path) -> dict[str, Any]:
+    values = tiny.recipe_values(log.parent)
     values["corpus"] |= SHARES | {"tokens": 300}
-    values["answers"] = {"prompts": 0, "new_tokens": 24, "prompt_tokens": 8, "traffic": {"path": str(traffic)}}
+    values["answers"] = {"prompts": 0, "new_tokens": 24, "prompt_tokens": 8, "traffic": {"path": str(log)}}
     values["train"] |= {"steps": 4, "acceptance": None}  # the last weights, better or not
     values["name"] = "served"
     return values
@@ -106,6 +94,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def pin_read(run: Path) -> dict[str, Any]:
+    """What a run noted of the lines that it read."""
+    return dict(json.loads((run / "answers" / "traffic.json").read_text()))
+
+
 def learnt_pairs(run: Path) -> list[tuple[list[int], list[int]]]:
     """Prompt and answer of every answer that a run learns from."""
     lines = [line for path in sorted(run.glob("answers/train-*")) for line in read_jsonl(path)]
@@ -125,7 +118,7 @@ def train_pairs(tokenizer: Any, lines: list[dict[str, Any]]) -> list[tuple[list[
 def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path) -> None:
     tokenizer = load_tokenizer(str(world / "target"))
     lines = served(30, 1)
-    pinned = json.loads((first / "answers" / "traffic.json").read_text())
+    pinned = pin_read(first)
     whole = text_of([*lines, "no object", {"prompt": "x"}]).encode()
     assert (pinned["lines"], pinned["bytes"], pinned["sha256"]) == (33, len(whole), hashlib.sha256(whole).hexdigest())
     expected = train_pairs(tokenizer, lines)
@@ -149,7 +142,7 @@ def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path)
 def test_a_last_line_without_a_newline_is_named(tmp_path: Path, more: str, expected: str | None) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text("{}\n" + more)
-    found = unfinished_line({"path": str(path), "bytes": 3, "lines": 1})
+    found = traffic.unfinished_line({"path": str(path), "bytes": 3, "lines": 1})
     assert found is None if expected is None else found is not None and found.startswith(expected)
 
 
@@ -158,16 +151,12 @@ def test_growth_does_not_supersede_and_held_out_prompts_are_measured(
 ) -> None:
     run = runs / "served"
     before = tiny.contents(run / "answers")
-    assert train(world, runs, "--until", "eval") == 0
-    said = capsys.readouterr().err
+    said = tiny.told(capsys, "train", world / "served.yaml", "--runs", runs, "--until", "eval")
     assert "answers: up to date" in said and "train: up to date" in said
     assert tiny.contents(run / "answers") == before
     report = json.loads((run / "eval.json").read_text())
     prompts = [prompt["ids"] for prompt in read_jsonl(run / "answers" / "prompts-test.jsonl")]
     assert prompts and report["domains"]["answers"]["after"]["prompts"] == 6  # eval.prompts
-    from distill.data.texts import read_prompts
-    from distill.run import Run
-
     first = read_prompts(Run(run, load_recipe(run / "config.yaml")), "test")
     assert [p.ids for p in first[: len(prompts)]] == prompts and len(first) > len(prompts)
     log.rename(log.with_suffix(".gone"))  # the logs of a finished run may go
@@ -190,25 +179,20 @@ def test_a_refreshed_run_goes_on_from_the_draft(world: Path, log: Path, runs: Pa
     lines = [{"prompt": "def torn("}, *served(20, 2)]
     expected = [encode(tokenizer, line["prompt"]) for line in lines if split_name(line["prompt"]) == "train"]
     assert [prompt for prompt, _ in learnt_pairs(run)] == expected
-    pinned = json.loads((run / "answers" / "traffic.json").read_text())
+    pinned = pin_read(run)
     assert (pinned["start_line"], pinned["lines"]) == (33, 55) and pinned["bytes"] == log.stat().st_size
     parent = json.loads((run / "parent.json").read_text())
-    assert parent["generation"] == 2 and parent["files"]["model.safetensors"] == tiny.digest(
-        run / "cut" / "model.safetensors"
-    )
+    cut = tiny.digest(run / "cut" / "model.safetensors")
+    assert (parent["generation"], parent["files"]["model.safetensors"]) == (2, cut)
     assert tiny.call("report", "served", "--runs", runs) == 0
     for page in ("report.html", "draft/README.md"):
         text = (run / page).read_text()
         assert parent["digest"] in text and "served.1" in text
     # The same command again finds all done; nothing new stands in the file, so there is nothing to refresh on.
-    capsys.readouterr()
-    assert train(world, runs, "--until", "train") == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("writing to ")]
-    assert said == [f"{stage}: up to date" for stage in tiny.STAGES[:5]]
+    again = (capsys, "train", world / "served.yaml", "--runs", runs)
+    assert tiny.told(*again, "--until", "train").count(": up to date\n") == 5
     before = tiny.contents(runs)
-    assert train(world, runs, "--refresh") == 2
-    assert "no new line after line 55" in capsys.readouterr().err
-    assert tiny.contents(runs) == before
+    assert "no new line after line 55" in tiny.refused(*again, "--refresh") and tiny.contents(runs) == before
 
 
 def test_a_third_generation(world: Path, log: Path, runs: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -224,18 +208,18 @@ def test_a_third_generation(world: Path, log: Path, runs: Path, tmp_path: Path, 
     def grown(*arguments: Any) -> None:  # between the key and the reading
         with open(other, "a") as handle:
             handle.write(text_of(served(9, 4)))
-        write_traffic(*arguments)
+        traffic.write_traffic(*arguments)
         raise KeyboardInterrupt
 
     with mock.patch("distill.teacher.answers.write_traffic", grown):
         assert train(world, runs, override, "--until", "train") == 130
     assert train(world, runs, override, "--until", "train") == 0
     assert "answers: resumes" in capsys.readouterr().err
-    pinned = json.loads((runs / "served" / "answers" / "traffic.json").read_text())
+    pinned = pin_read(runs / "served")
     assert (pinned["start_line"], pinned["lines"]) == (0, 13)
     assert train(world, runs, override, "--until", "train") == 0  # the growth is for the next refresh
     assert train(world, runs, override, "--refresh", "--until", "answers") == 0
-    assert json.loads((runs / "served" / "answers" / "traffic.json").read_text())["start_line"] == 13
+    assert pin_read(runs / "served")["start_line"] == 13
 
 
 @pytest.mark.parametrize(
@@ -245,20 +229,15 @@ def test_a_third_generation(world: Path, log: Path, runs: Path, tmp_path: Path, 
         (("cut.layers=1",), "--refresh makes no cuts"),
         (("train.sparsity={mlp_width: 32}",), "--refresh makes no cuts"),
         (("name=other",), "no finished draft"),
+        ((), "finish it"),
     ],
 )
 def test_refusals(world: Path, log: Path, runs: Path, capsys: Capture, more: tuple[str, ...], words: str) -> None:
+    if words == "finish it":
+        (runs / "served" / "stages" / "train.json").unlink()
     before = tiny.contents(runs)
-    assert train(world, runs, *more, "--refresh") == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert tiny.contents(runs) == before
-
-
-def test_an_unfinished_run_is_not_refreshed(world: Path, log: Path, runs: Path, capsys: Capture) -> None:
-    (runs / "served" / "stages" / "train.json").unlink()
-    assert train(world, runs, "--refresh") == 2
-    assert "finish it" in capsys.readouterr().err
+    said = tiny.refused(capsys, "train", world / "served.yaml", "--runs", runs, *more, "--refresh")
+    assert words in said and tiny.contents(runs) == before
 
 
 def test_rotated_and_bad_files(world: Path, runs: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -275,11 +254,10 @@ def test_rotated_and_bad_files(world: Path, runs: Path, tmp_path: Path, capsys: 
 
     def rotated(*arguments: Any) -> None:  # between the key and the reading
         path.write_text(text_of(served(20, 6)))
-        write_traffic(*arguments)
+        traffic.write_traffic(*arguments)
 
     with mock.patch("distill.teacher.answers.write_traffic", rotated):
-        assert tiny.call(*call) == 2
-    said = capsys.readouterr().err
+        said = tiny.refused(capsys, *call)
     assert "was it rotated?" in said and "the same command reads it as it is then" in said
     assert tiny.call(*call) == 0
     with open(path, "a") as handle:
@@ -309,7 +287,7 @@ def test_a_folder_of_recorded_files(world: Path, tmp_path: Path, monkeypatch: Pa
         """What the run pinned, part by part, where it learnt from these lines."""
         expected = train_pairs(load_tokenizer(str(world / "target")), new)
         assert learnt_pairs(run) == [(prompt, answer[: 64 - len(prompt)]) for prompt, answer in expected] and expected
-        pinned = json.loads((run / "answers" / "traffic.json").read_text())
+        pinned = pin_read(run)
         assert pinned["path"] == str(folder) and pinned["lines"] - pinned["start_line"] == len(new)
         return [{name: part[name] for name in ("path", "start_line", "lines")} for part in pinned["parts"]]
 
@@ -328,8 +306,7 @@ def test_a_folder_of_recorded_files(world: Path, tmp_path: Path, monkeypatch: Pa
     assert [part["path"] for part in second] == paths and len(paths) == 3 and first[0]["path"] not in paths
     assert second[0] == {**first[1], "start_line": first[1]["lines"], "lines": second[0]["lines"]}
     assert second[0]["lines"] > first[1]["lines"] and not second[1]["start_line"]
-    capsys.readouterr()
-    assert tiny.call(*call, "--refresh") == 2 and "has no new line" in capsys.readouterr().err
+    assert "has no new line" in tiny.refused(capsys, *call, "--refresh")
     damaged = Path(paths[0])
     damaged.write_bytes(b"{}" + damaged.read_bytes())
     assert f"{damaged} no longer begins with the {second[0]['lines']} lines" in tiny.refused(capsys, *call, "--refresh")
@@ -338,26 +315,24 @@ def test_a_folder_of_recorded_files(world: Path, tmp_path: Path, monkeypatch: Pa
 
 def test_a_folder_without_files_and_with_bad_lines(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no "):
-        pin_of(tmp_path)
+        traffic.pin_of(tmp_path)
     (tmp_path / "a.jsonl").touch()
     with pytest.raises(DataError, match=r"its \*.jsonl files are empty\n.* then `again` reads"):
-        raise no_answers(Sorted(), pin_of(tmp_path), "`again`")
+        raise traffic.no_answers(traffic.Sorted(), traffic.pin_of(tmp_path), "`again`")
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": "b"}\n')
     (tmp_path / "b.jsonl").write_text('{}\n{"prompt": "a", "answer": "b"}\n{"pro')
     (tmp_path / "c.txt").write_text("other")
-    pin = pin_of(tmp_path)
-    found = list(read_lines(pin))
-    assert [line.number for line in found if isinstance(line, Line)] == [1, 2, 4]  # names of answers stay apart
+    pin = traffic.pin_of(tmp_path)
+    found = list(traffic.read_lines(pin))
+    assert [line.number for line in found if isinstance(line, traffic.Line)] == [1, 2, 4]  # names of answers stay apart
     assert found[2] == "b.jsonl, line 1: no text in field `prompt` (it has: none)"
-    assert "line 3 of" in str(unfinished_line(pin)) and first_lines(tmp_path, 3).endswith(b"\n{}\n")
-    assert list(read_lines(pin_of(tmp_path, pin))) == []
-    assert pin_of(tmp_path, pin)["start_line"] == 4
-    assert pin_of(tmp_path / "b.jsonl", pin)["start_line"] == 2  # a file of a folder that was read
+    assert "line 3 of" in str(traffic.unfinished_line(pin)) and traffic.first_lines(tmp_path, 3).endswith(b"\n{}\n")
+    assert list(traffic.read_lines(traffic.pin_of(tmp_path, pin))) == []
+    assert traffic.pin_of(tmp_path, pin)["start_line"] == 4
+    assert traffic.pin_of(tmp_path / "b.jsonl", pin)["start_line"] == 2  # a file of a folder that was read
 
 
 def test_a_refresh_killed_between_its_renames(world: Path, log: Path, runs: Path, monkeypatch: Patch) -> None:
-    import distill.pipeline.running
-
     replace = os.replace
 
     def killed(source: Any, target: Any) -> None:
@@ -365,9 +340,9 @@ def test_a_refresh_killed_between_its_renames(world: Path, log: Path, runs: Path
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill.pipeline.running.os, "replace", killed)
+        patch.setattr("distill.pipeline.running.os.replace", killed)
         # Only the second half of `refresh` may fail: parent.json itself is written by files.py with the same function.
-        patch.setattr(distill.pipeline.running, "write_json", lambda path, value: path.write_text(json.dumps(value)))
+        patch.setattr("distill.pipeline.running.write_json", lambda path, value: path.write_text(json.dumps(value)))
         assert train(world, runs, "--refresh", "--until", "cut") == 130
     assert not (runs / "served").exists() and (runs / "served.1").exists()
     assert train(world, runs, "--until", "cut") == 0
@@ -379,11 +354,9 @@ def test_a_refresh_killed_between_its_renames(world: Path, log: Path, runs: Path
 def test_an_altered_parent_is_refused(world: Path, log: Path, runs: Path, capsys: Capture) -> None:
     assert train(world, runs, "--refresh", "--until", "teacher") == 0
     path = runs / "served.1" / "draft" / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    assert train(world, runs, "--until", "cut") == 2
-    assert "is not the one that this run goes on from" in capsys.readouterr().err
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    said = tiny.refused(capsys, "train", world / "served.yaml", "--runs", runs, "--until", "cut")
+    assert "is not the one that this run goes on from" in said
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 30])
@@ -392,14 +365,14 @@ def test_measure_counts_whole_lines(tmp_path: Path, size: int) -> None:
     text = b"one\n\nthree\nfour and more\nfive"[:size]
     path.write_bytes(text)
     whole = text[: text.rfind(b"\n") + 1]
-    found = measure(path)
+    found = traffic.measure(path)
     assert found == {"bytes": len(whole), "lines": whole.count(b"\n"), "sha256": hashlib.sha256(whole).hexdigest()}
-    assert begins_with(path, found)
+    assert traffic.begins_with(path, found)
     path.write_bytes(text + b"more\n")
-    assert begins_with(path, found)
+    assert traffic.begins_with(path, found)
     if whole:
         path.write_bytes(b"x" + text[1:])
-        assert not begins_with(path, found)
+        assert not traffic.begins_with(path, found)
 
 
 @pytest.mark.parametrize(
@@ -413,67 +386,57 @@ def test_measure_counts_whole_lines(tmp_path: Path, size: int) -> None:
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "at least a question and an answer"),
         ('{"messages": "a"}', "at least a question"),
         ('{"prompt": "a", "answer": "b", "thinking": "c"}', "a field `thinking` that is not a message's"),
-        (
-            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "reasoning": "b"}]}',
-            "an empty answer",
-        ),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "reasoning": "b"}]}', "an empty ans"),
+        ('{"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant"}]}', "content is not text"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}', "the user's, not"),
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": "x"}',
             "`tools` and `documents` lists of objects",
         ),
-        (
-            '{"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant", "content": "b"}]}',
-            "content is not text",
-        ),
-        ('{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}', "the user's, not"),
     ],
 )
 def test_bad_lines(raw: str, words: str) -> None:
-    found = parse_line(raw.encode(), 5)
+    found = traffic.parse_line(raw.encode(), 5)
     assert isinstance(found, str) and words in found
-    assert isinstance(parse_line(b"\xff\xfe", 1), str)
+    assert isinstance(traffic.parse_line(b"\xff\xfe", 1), str)
 
 
 def test_messages_go_through_the_chat_template(world: Path) -> None:
     tokenizer = load_tokenizer(str(world / "target"))
+
+    def encoded(lacking: Any = None, **more: Any) -> Any:
+        line = traffic.parse_line(json.dumps(more).encode(), 1)
+        assert isinstance(line, traffic.Line)
+        return traffic.encode_line(line, tokenizer, Chat(), lacking)
+
     messages = [{"role": "user", "content": "total"}, {"role": "assistant", "content": " + 1"}]
-    line = parse_line(json.dumps({"messages": messages}).encode(), 1)
-    assert isinstance(line, Line) and line.prompt == messages[:1] and line.answer == messages[1] and line.ended
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
-        encode_line(line, tokenizer, Chat())
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
+        encoded(messages=messages)
+    turn = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    tokenizer.chat_template = turn + "{% if add_generation_prompt %}<assistant>{% endif %}"
     expected = encode(tokenizer, "<user>total\n<assistant>"), [*encode(tokenizer, " + 1"), tokenizer.eos_token_id]
-    assert encode_line(line, tokenizer, Chat()) == expected
+    assert encoded(messages=messages) == expected
     tokenizer.chat_template += "{% if quiet %}!{% endif %}"
-    quiet = parse_line(json.dumps({"messages": messages, "chat_template_kwargs": {"quiet": 1, "x": 2}}).encode(), 1)
-    assert isinstance(quiet, Line) and encode_line(line, tokenizer, Chat()) == expected  # arguments that it reads
+    assert encoded(messages=messages) == expected
     lacking: Counter[str] = Counter()
-    ids = encode_line(quiet, tokenizer, Chat(), lacking)
+    ids = encoded(lacking, messages=messages, chat_template_kwargs={"quiet": 1, "x": 2})
     assert ids == (encode(tokenizer, "<user>total\n<assistant>!"), expected[1]) and lacking == {"x": 1}
-    for name in ("tools", "documents"):  # the target was asked something else than the template writes
-        offered = parse_line(json.dumps({"messages": messages, name: [{"a": 1}]}).encode(), 1)
-        assert isinstance(offered, Line)
-        with pytest.raises(ValueError, match=f"`{name}` that the target's chat template does not write"):
-            encode_line(offered, tokenizer, Chat())
+    with pytest.raises(ValueError, match="`documents` that the target's chat template does not write"):
+        encoded(messages=messages, documents=[{"a": 1}])
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
     with pytest.raises(ValueError, match=r"refuses it \(no users\)"):
-        encode_line(line, tokenizer, Chat())
-    other = parse_line(b'{"prompt": "a", "answer": "b", "finish_reason": "length"}', 2)
-    assert isinstance(other, Line) and not other.ended
-    assert encode_line(other, tokenizer, Chat()) == (encode(tokenizer, "a"), encode(tokenizer, "b"))
+        encoded(messages=messages)
+    cut = encoded(prompt="a", answer="b", finish_reason="length")
+    assert cut == (encode(tokenizer, "a"), encode(tokenizer, "b"))
 
 
 def test_long_prompts_and_answers(world: Path) -> None:
     recipe = parse_recipe(values_with(world / "served.jsonl"), "the recipe")
-    assert isinstance(recipe, Recipe) and recipe.corpus.block == 64
     tokenizer = load_tokenizer(str(world / "target"))
     text = tiny.document(3)
-    lines = [Line(number, text[:length], text, True) for number, length in enumerate((20, 60, 200, 2000))]
-    found = sort_lines(recipe, lines, tokenizer)
+    lines = [traffic.Line(number, text[:length], text, True) for number, length in enumerate((20, 60, 200, 2000))]
+    found = traffic.sort_lines(recipe, lines, tokenizer)
     for answer in found.train:
         assert len(answer.prompt) + len(answer.answer) == 64 and not answer.ended  # cut where the block ends
     lengths = {line.name: len(encode(tokenizer, str(line.prompt))) for line in lines}
@@ -481,7 +444,3 @@ def test_long_prompts_and_answers(world: Path) -> None:
     fits = [line.name for line in lines if lengths[line.name] <= limits[split_name(str(line.prompt))]]
     kept = [a.id.partition("@")[0] for a in found.train] + [*found.held_out["validation"], *found.held_out["test"]]
     assert sorted(kept) == sorted(fits) and found.too_long == 4 - len(fits) > 0 and found.cut == len(found.train)
-
-
-def test_no_prompts_without_traffic(world: Path, capsys: Capture) -> None:
-    assert "answers.traffic" in tiny.refused(capsys, "check", world / "recipe.yaml", "answers.prompts=0")
