@@ -131,7 +131,7 @@ def report_lines(details: dict[str, Any]) -> list[str]:
     return lines
 
 
-# ── `distill export-gguf`, `export-lookup` and `import-gguf` ──
+# ── `distill export-gguf` ──
 
 POSITIONS = 512  # compared in each check
 UNWEIGHED = (*UNQUANTISED, "q8_0")  # types for which llama.cpp reads no importance matrix

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from distill.data.texts import Prompt
     from distill.serving.load import Load
 
-# ── `distill serve-check` ──
+# ── The pair, the prompts and the load that `distill serve-check` takes ──
 
 LEAST = 2  # prompts, and tokens of a prompt
 
@@ -164,7 +164,7 @@ def arrivals(text: str) -> tuple[Load, ...]:
     return tuple(Load(rate=rate) for rate in sorted({*rates}))
 
 
-# ── the command ──
+# ── `distill serve-check` ──
 
 pair_option = functools.partial(typer.Option, rich_help_panel="A pair without a run, or other files than the run's")
 served_option = functools.partial(typer.Option, rich_help_panel="A server that runs already")
