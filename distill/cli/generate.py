@@ -12,7 +12,8 @@ import typer
 from distill.cli import shared
 from distill.cli.shared import require_used, section_options, takes, takes_gguf_options, takes_sampler
 from distill.errors import DataError, RecipeError
-from distill.files import read_utf8, require_path, utf8_text
+from distill.files import read_result, read_utf8, require_path, utf8_text
+from distill.progress import note
 from distill.recipe import Chat, Configuration, Gguf, PyTorch, SamplerSettings, Target, parse_section
 from distill.recipe.configuration import TREES
 from distill.run import Run
@@ -98,7 +99,6 @@ def generate(
     shared.prepare(threads)
     from distill.data.prompts import user_message
     from distill.measuring.stream import Request, stream
-    from distill.progress import note
     from distill.sampler import Sampler
 
     fitted = {} if found is None or configuration.rule != "expected-value" else _calibrations(found)
@@ -152,9 +152,7 @@ def _standalone_pair(target: str | None, draft: str | None, configuration: Confi
 def _fastest(run: Run) -> int | None:
     """The fixed length that was fastest in a run's PyTorch, which decodes here; None where none was measured of this
     draft, or in another form than this version reads."""
-    from distill.files import read_result
     from distill.measuring.speedup_results import SpeedupReport
-    from distill.progress import note
 
     if run.outdated("speedup"):
         return None

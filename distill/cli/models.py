@@ -12,7 +12,7 @@ import typer
 
 from distill.cli import shared
 from distill.errors import DataError, RecipeError
-from distill.files import read_utf8, require_new_folder
+from distill.files import read_result, read_utf8, require_new_folder
 from distill.progress import announce, is_verbose, note, warn
 from distill.recipe import Cut
 from distill.recipe.measuring import OUTTYPES, UNQUANTISED
@@ -228,7 +228,6 @@ def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]]
 
 def _slower(run: Run) -> bool:
     """Whether llama.cpp was measured in the run, and its fastest fixed length was slower than plain decoding."""
-    from distill.files import read_result
     from distill.measuring.speedup_results import SLOWER, SpeedupReport
 
     fastest = read_result(run.path("speedup.json"), SpeedupReport).fastest_of_backends.get("gguf")
