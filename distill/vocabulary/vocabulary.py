@@ -345,9 +345,7 @@ def _kind(
 ) -> str:
     if token is None:
         return "unused"
-    if number in added and added[number].get("special"):
-        return "special"
-    if number in serving and _CONTROL.fullmatch(token):
+    if (number in added and added[number].get("special")) or (number in serving and _CONTROL.fullmatch(token)):
         return "special"
     if number in added:
         return "added"
