@@ -23,7 +23,6 @@ from tiny import Capture, Patch
 from distill.data import recorder as module
 from distill.data.exchanges import CHAT, TEXT
 from distill.data.recorder import NOT_LEFT_OUT, Proxy, Recording, Writer, read_exchanges, summary
-from distill.errors import RecipeError
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 BODY = b'{"messages": [{"role": "user", "content": "Hi"}]}'
@@ -332,14 +331,6 @@ async def test_a_client_that_goes_ends_the_request_of_the_server(tmp_path: Path,
 
 
 @in_a_loop
-async def test_a_server_that_goes_ends_the_reply(tmp_path: Path) -> None:
-    raw = STREAMED + chunk(EVENTS[0])
-    async with served(tmp_path, replying(raw, [])) as found:
-        assert await found.ask(request()) == raw
-    assert found.lines() == [] and found.left_out() == {"broken off": 1}
-
-
-@in_a_loop
 async def test_a_server_that_cannot_be_reached(tmp_path: Path, capsys: Capture) -> None:
     async with served(tmp_path, None) as found:
         for _ in range(2):
@@ -465,14 +456,6 @@ async def test_many_at_once(tmp_path: Path) -> None:
 
 
 @in_a_loop
-async def test_an_address_in_use(tmp_path: Path) -> None:
-    async with served(tmp_path, stream) as found:
-        again = Proxy(Recording(("127.0.0.1", 1), ("127.0.0.1", found.port), tmp_path))
-        with pytest.raises(RecipeError, match="in use"):
-            await again.run(asyncio.Event(), print)
-
-
-@in_a_loop
 async def test_what_the_writer_had_not_read_is_written_at_the_end(tmp_path: Path) -> None:
     """More than a pipe holds, to a process that is stopped meanwhile."""
     body = BODY.replace(b"Hi", b"x" * 100_000)
@@ -482,16 +465,6 @@ async def test_what_the_writer_had_not_read_is_written_at_the_end(tmp_path: Path
         os.kill(found.proxy._process.pid, 18)  # SIGCONT
     full = found.left_out()["a full queue"]
     assert full >= 3 and len(found.lines()) == 15 - full == found.proxy.counts["kept"]
-
-
-@in_a_loop
-async def test_progress_is_not_taken_for_the_result(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    monkeypatch.setattr("distill.data.recorder.PROGRESS_SECONDS", 0.01)
-    async with served(tmp_path, None) as found:
-        await found.ask(request())
-        while "so far: " not in (said := capsys.readouterr().err):
-            await asyncio.sleep(0.01)
-    assert "so far: kept 0 answers, " in said
 
 
 # ── files ──

@@ -135,17 +135,6 @@ def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path)
     assert f"line 34 of {log} has no newline at its end and was not read" in log_text
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [("", None), (" \r", None), ('{"a": 1}', "line 2 of"), ('{"a": 1}\n', None), ('{"a": 1}\n{"b"', None)],
-)
-def test_a_last_line_without_a_newline_is_named(tmp_path: Path, more: str, expected: str | None) -> None:
-    path = tmp_path / "log.jsonl"
-    path.write_text("{}\n" + more)
-    found = traffic.unfinished_line({"path": str(path), "bytes": 3, "lines": 1})
-    assert found is None if expected is None else found is not None and found.startswith(expected)
-
-
 def test_growth_does_not_supersede_and_held_out_prompts_are_measured(
     world: Path, log: Path, runs: Path, capsys: Capture
 ) -> None:
@@ -357,22 +346,6 @@ def test_an_altered_parent_is_refused(world: Path, log: Path, runs: Path, capsys
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
     said = tiny.refused(capsys, "train", world / "served.yaml", "--runs", runs, "--until", "cut")
     assert "is not the one that this run goes on from" in said
-
-
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 30])
-def test_measure_counts_whole_lines(tmp_path: Path, size: int) -> None:
-    path = tmp_path / "x"
-    text = b"one\n\nthree\nfour and more\nfive"[:size]
-    path.write_bytes(text)
-    whole = text[: text.rfind(b"\n") + 1]
-    found = traffic.measure(path)
-    assert found == {"bytes": len(whole), "lines": whole.count(b"\n"), "sha256": hashlib.sha256(whole).hexdigest()}
-    assert traffic.begins_with(path, found)
-    path.write_bytes(text + b"more\n")
-    assert traffic.begins_with(path, found)
-    if whole:
-        path.write_bytes(b"x" + text[1:])
-        assert not traffic.begins_with(path, found)
 
 
 @pytest.mark.parametrize(
