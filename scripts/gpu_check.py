@@ -222,14 +222,14 @@ def measure_alone(part: Part, pair: Pair, kind: str) -> None:
     part.decode("tree of 8", kind, partial(decode, TreeDrafter(small, GREEDY, drawn, 8, depth=4)))
     part.decode("table, tree of 8", kind, partial(decode, TableDrafter(pair.table(big), 8, 4)))
     for name, model, counts in (("T(m)", big, COUNTS), ("D(m)", small, COUNTS[:2])):
-        part.add(name, kind, partial(costs, model, counts, 2 if part.options.toy else 10, pair.vocabulary))
+        part.add(name, kind, partial(costs, model, counts, 2 if part.options.toy else 10))
     big.close()
     small.close()
 
 
-def costs(model: Any, counts: tuple[int, ...], repeats: int, vocabulary: int) -> Measured:
+def costs(model: Any, counts: tuple[int, ...], repeats: int) -> Measured:
     """Median seconds of a model's steps behind a prompt."""
-    return {"steps": {m: one[0] for m, one in measure_steps(model, counts, PROMPT, repeats, vocabulary).items()}}
+    return {"steps": measure_steps(model, counts, PROMPT, repeats)}
 
 
 def measure_batches(part: Part, pair: Pair, kind: str) -> None:

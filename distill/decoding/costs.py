@@ -35,20 +35,20 @@ def steady(seconds: Sequence[float]) -> bool:
     return len(seconds) >= ENOUGH and statistics.median(seconds) <= STEADY * min(seconds)
 
 
-def measure_steps(
+def step_seconds(
     model: Model,
     counts: Sequence[int],
     depth: int,
     repeats: int,
-    vocabulary: int,
     progress: Progress | None = None,
     until_steady: bool = False,
-) -> dict[int, tuple[float, float, float]]:
-    """Median, lowest and highest seconds of a step of m tokens, for each m, after a warm-up that does not count.
+) -> dict[int, list[float]]:
+    """The seconds of each repeat of a step of m tokens, for each m, after a warm-up that does not count.
 
     The counts take turns, round after round, so that a slow period of the machine affects all of them; with
     `until_steady` only those go on that are not `steady`. The model is left with `depth` tokens committed.
     """
+    vocabulary = model.vocabulary_size
     model.rollback([0])
     model.extend([7 * i % vocabulary for i in range(depth)], want=[depth - 1])
     tokens = [(11 * i + 3) % vocabulary for i in range(max(counts))]
@@ -65,20 +65,28 @@ def measure_steps(
                 seconds[m].append(elapsed)
         if progress is not None:
             progress.step()
-    return {m: (statistics.median(taken), min(taken), max(taken)) for m, taken in seconds.items()}
+    return seconds
 
 
-def doubt(medians: Sequence[float], fastest: Sequence[float]) -> str:
-    """A warning for a curve of which a quarter or more was disturbed; empty for a steady one.
+def measure_steps(
+    model: Model, counts: Sequence[int], depth: int, repeats: int, until_steady: bool = False
+) -> dict[int, float]:
+    """The medians of `step_seconds`."""
+    seconds = step_seconds(model, counts, depth, repeats, until_steady=until_steady)
+    return {m: statistics.median(taken) for m, taken in seconds.items()}
+
+
+def doubt(steps: Sequence[Sequence[float]]) -> str:
+    """A warning for steps, the seconds of each, of which a quarter or more was disturbed; empty for steady ones.
 
     Other programs can make a step slower, never faster. So medians far above the fastest repeat show that something
     else was running; where all repeats were slowed alike, nothing shows it.
     """
-    disturbed = sum(median > UNSTEADY * low for median, low in zip(medians, fastest, strict=True))
-    if 4 * disturbed < len(medians):
+    disturbed = sum(statistics.median(taken) > UNSTEADY * min(taken) for taken in steps)
+    if 4 * disturbed < len(steps):
         return ""
     return (
-        f"{disturbed} of {len(medians)} step sizes took more than {UNSTEADY:g} times their fastest repeat: other "
+        f"{disturbed} of {len(steps)} step sizes took more than {UNSTEADY:g} times their fastest repeat: other "
         "programs were using this machine, so measure again when it is quiet"
     )
 
@@ -146,8 +154,7 @@ class Pace:
 class CostCurve:
     """Medians as measured, never smoothed: seconds[i][m − 1] of a step of m tokens at depths[i], depths rising.
 
-    `fastest` and `slowest` are the extremes of the same repeats, empty where they were not recorded. `unit` is
-    "seconds", or "T(1)" for an imported curve of relative costs; `note` is a caveat for readers.
+    `unit` is "seconds", or "T(1)" for an imported curve of relative costs; `note` is a caveat for readers.
     """
 
     model: str
@@ -158,8 +165,6 @@ class CostCurve:
     unit: str = "seconds"
     note: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
-    fastest: tuple[tuple[float, ...], ...] = ()
-    slowest: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.depths or len(self.depths) != len(self.seconds) or list(self.depths) != sorted(set(self.depths)):
@@ -189,11 +194,9 @@ def measure_curve(model: Model, title: str, backend: str, depths: Sequence[int],
     if not fitting:
         raise DataError(f"{title}: a context of {model.capacity} has no room for {limit} tokens at depth {min(depths)}")
     progress = Progress(f"{title}: passes over 1..{limit} tokens", len(fitting) * (repeats + 1))
-    sizes, vocabulary = range(1, limit + 1), model.vocabulary_size
-    steps = [measure_steps(model, sizes, depth, repeats, vocabulary, progress) for depth in fitting]
-    medians, fastest, slowest = (tuple(tuple(times[i] for times in row.values()) for row in steps) for i in range(3))
-    note, where = doubt([*chain(*medians)], [*chain(*fastest)]), tuple(fitting)
-    return CostCurve(title, backend, where, medians, repeats, "seconds", note, machine(), fastest, slowest)
+    rows = [step_seconds(model, range(1, limit + 1), depth, repeats, progress).values() for depth in fitting]
+    medians = tuple(tuple(map(statistics.median, row)) for row in rows)
+    return CostCurve(title, backend, tuple(fitting), medians, repeats, "seconds", doubt([*chain(*rows)]), machine())
 
 
 def save_cost_curve(curve: CostCurve, path: Path) -> None:

@@ -18,7 +18,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distill.decoding.costs import NO_STEPS, DraftSteps, PaidCosts, StepCosts, measure_steps, range_start, steady
+from distill.decoding.costs import (
+    NO_STEPS,
+    DraftSteps,
+    PaidCosts,
+    StepCosts,
+    measure_steps,
+    range_start,
+    steady,
+    step_seconds,
+)
 from distill.decoding.decode import Round, decode_text, plain, room_for
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Features, LengthRule
@@ -249,8 +258,8 @@ def measure_paid(
     depth = len(prompts[len(prompts) // 2]) + tokens // 2
     depth = max(1, min(depth, target.capacity - max(reached, default=0) - 1))
     counts = [1, 1, *(length + 1 for length in reached)]
-    steps = measure_steps(target, counts, depth, repeats, target.vocabulary_size, until_steady=True)
-    plain_step, verified = steps[1][1], {length: steps[length + 1][1] for length in reached}
+    fastest = {m: min(taken) for m, taken in step_seconds(target, counts, depth, repeats, until_steady=True).items()}
+    plain_step, verified = fastest[1], {length: fastest[length + 1] for length in reached}
     if paid is None:
         return PaidCosts(plain_step, verified, NO_STEPS, NO_STEPS, 0.0, 0.0)
     return replace(paid, alone={0: plain_step, **verified})
@@ -341,4 +350,4 @@ def _file_of(conditions: Mapping[str, Any]) -> Path:
 def _plain_step(pair: LoadedPair) -> float:
     target = pair.target
     depth = max(1, min(SHALLOW, target.capacity - 2))
-    return measure_steps(target, [1], depth, CHECKS, target.vocabulary_size)[1][0]
+    return measure_steps(target, [1], depth, CHECKS)[1]

@@ -197,7 +197,7 @@ def evaluate_pairs(
             if options.costs:
                 depth = sum(len(prompt) + len(text) // 2 for prompt, text in zip(ids, texts[one.writer], strict=True))
                 accepted = {name: measured["answers"][name].divergences().measure(measure).mean for name in one.pairs}
-                costs |= _step_costs(one.pairs, accepted, depth // len(ids), size)
+                costs |= _step_costs(one.pairs, accepted, depth // len(ids))
         for name in one.decoded:
             target, draft = one.pairs[name].target, one.pairs[name].draft
             models = one.pairs[name].hugging_face
@@ -232,17 +232,14 @@ def _values(pairs: Mapping[str, LoadedPair], blocks: Packed, sampler: Sampler, s
     return block_values(first.hugging_face[0], models, blocks, sampler, size)
 
 
-def _step_costs(
-    pairs: Mapping[str, LoadedPair], accepted: Mapping[str, float], depth: int, size: int
-) -> dict[str, PairCosts]:
+def _step_costs(pairs: Mapping[str, LoadedPair], accepted: Mapping[str, float], depth: int) -> dict[str, PairCosts]:
     """Timed steps behind `depth` tokens, and what they predict with the acceptance of single positions."""
     found = {}
     target = next(iter(pairs.values())).target
-    steps = measure_steps(target, range(1, LONGEST + 2), depth, REPEATS, size)
-    seconds = [steps[m][0] for m in sorted(steps)]
+    seconds = [*measure_steps(target, range(1, LONGEST + 2), depth, REPEATS).values()]
     for name, pair in pairs.items():
         assert isinstance(pair.draft, GgufModel) and isinstance(target, GgufModel)
-        step = measure_steps(pair.draft, [1], depth, REPEATS, size)[1][0]
+        step = measure_steps(pair.draft, [1], depth, REPEATS)[1]
         speeds = predicted_speedups(seconds, step, [accepted[name]] * LONGEST)
         length = speeds.index(max(speeds))
         sizes = open_head(target.path).bytes, open_head(pair.draft.path).bytes

@@ -394,8 +394,7 @@ def time_steps(texts: Sequence[TimedText], target: Model, draft: Model | None, r
 
     def timed(model: Model, counts: set[int]) -> dict[int, float]:
         room = max(1, min(depth, model.capacity - max(counts)))
-        medians = measure_steps(model, sorted(counts), room, repeats, model.vocabulary_size, until_steady=True)
-        return {m: seconds[0] for m, seconds in medians.items()}
+        return measure_steps(model, sorted(counts), room, repeats, until_steady=True)
 
     return StepFigures(
         depth,

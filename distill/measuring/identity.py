@@ -276,9 +276,8 @@ def compare_types(path: Path, types: Sequence[str], threads: int | None, repeats
                     reference = reference or OwnDistributions(model, texts)
                     kl = reference.kl(model) if figures else 0.0
                     title = kind if kind == own else f"{kind} (from {own})"
-                    steps = measure_steps(model, SIZES, DEPTH, repeats, model.vocabulary_size)
-                    medians = {m: seconds[0] for m, seconds in steps.items()}
-                    figures.append(TypeFigures(library, title, kl, _prompt_seconds(model, repeats), medians))
+                    steps = measure_steps(model, SIZES, DEPTH, repeats)
+                    figures.append(TypeFigures(library, title, kl, _prompt_seconds(model, repeats), steps))
             if place != path:
                 place.unlink()
     return figures

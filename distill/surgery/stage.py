@@ -184,8 +184,8 @@ def _seconds(
             options = recipe.gguf_options(role)
             model = stack.enter_context(GgufModel(path, context=recipe.corpus.block + 64, options=options))
         depth = min(recipe.speedup.depth, model.capacity - max(counts))
-        seconds = measure_steps(model, counts, depth, recipe.speedup.repeats, model.vocabulary_size)
-    return [seconds[m][0] for m in counts]
+        seconds = measure_steps(model, counts, depth, recipe.speedup.repeats)
+    return [seconds[m] for m in counts]
 
 
 @torch.inference_mode()

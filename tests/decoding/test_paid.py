@@ -249,9 +249,9 @@ def test_a_target_alone_has_the_costs_of_its_steps(pair: tuple[Any, Any]) -> Non
     """A lookup has no draft: the target stands in its place, and its cache must not hold two texts."""
     target, _ = pair
     counts = [*range(1, 8)]
-    steps = measure_steps(target, counts, 50, 3, target.vocabulary_size)
+    steps = measure_steps(target, counts, 50, 3)
     paid = measure_paid(target, target, [[1, 2, 3]], range(1, 7), repeats=3)
-    assert paid.step_costs().target == pytest.approx([steps[count][0] for count in counts])
+    assert paid.step_costs().target == pytest.approx([steps[count] for count in counts])
     assert paid.step_costs().draft == 0
     near = measure_paid(target, target, [[1] * 399], [2, 5, 500], repeats=1)  # a context of 400: as deep as it allows
     assert [*near.verify] == [2, 5]

@@ -21,9 +21,9 @@ from distill.decoding.costs import (
     StepCosts,
     doubt,
     measure_curve,
-    measure_steps,
     predicted_speedups,
     save_cost_curve,
+    step_seconds,
     tokens_per_round,
 )
 from distill.errors import DataError
@@ -50,17 +50,19 @@ def test_curve_is_measured_at_the_depths_that_fit() -> None:
 
 def test_steps_are_timed_at_their_depth() -> None:
     model = Scripted(counting, 64, 10)
-    found = measure_steps(model, [1, 3], 20, 5, 10)
+    found = step_seconds(model, [1, 3], 20, 5)
     assert model.lengths == [20] and model.calls == [20, *[1, 3] * 6]  # one round is thrown away
-    assert all(low <= middle <= high for middle, low, high in found.values())
+    assert [len(seconds) for seconds in found.values()] == [5, 5]
 
 
 def test_curves_measured_beside_other_work_are_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second step takes ten times as long; the step sizes, 3 of them, meet it in turn."""
     fastest = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7]
-    assert doubt(fastest, fastest) == ""
-    assert doubt([9.0, *fastest[1:]], fastest) == ""  # one spike is no reason
-    words = doubt([9.0, 9.0, *fastest[2:]], fastest)
+    steady = [[seconds, seconds] for seconds in fastest]
+    spikes = [[seconds, 9.0, 9.0] for seconds in fastest]
+    assert doubt(steady) == ""
+    assert doubt([*spikes[:1], *steady[1:]]) == ""  # one spike is no reason
+    words = doubt([*spikes[:2], *steady[2:]])
     assert words.startswith("2 of 8 step sizes") and "measure again" in words
     readings = itertools.accumulate(itertools.cycle([0.0, 0.1, 0.0, 0.01]))
     monkeypatch.setattr("distill.decoding.costs.time", SimpleNamespace(perf_counter=lambda: next(readings)))

@@ -46,7 +46,7 @@ def test_the_size_comes_from_the_request(folders: Path) -> None:
         assert isinstance(pair.target, StaticTorchModel) and isinstance(pair.draft, StaticTorchModel)
         assert pair.target.size == pair.draft.size == 192  # 70, a step behind them, and up to the next 64
         # What times steps takes this model as any other.
-        found = measure_steps(pair.target, [1, 2, 5], 20, 2, pair.target.vocabulary_size)
+        found = measure_steps(pair.target, [1, 2, 5], 20, 2)
         assert set(found) == {1, 2, 5} and pair.target.lengths == [20]
 
 
