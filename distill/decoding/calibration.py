@@ -23,6 +23,7 @@ from distill.errors import DataError
 
 Array = NDArray[numpy.float64]
 LEAST = 1e-6  # no probability is closer than this to 0 or 1: a single surprise must not cost infinite log loss
+BINS = 10  # of equal width, by which promised probabilities are compared with outcomes
 STEPS = 50  # of Newton's method, at most
 MOST_MARGIN = 20.0  # of the logit margin: the second best may have probability 0 after top-k or at temperature 0
 
@@ -173,12 +174,12 @@ def log_loss(probabilities: Sequence[float] | Array, outcomes: Sequence[bool]) -
 
 
 def expected_calibration_error(
-    probabilities: Sequence[float] | Array, outcomes: Sequence[bool] | NDArray[Any], bins: int = 10
+    probabilities: Sequence[float] | Array, outcomes: Sequence[bool] | NDArray[Any]
 ) -> float:
-    """Mean |predicted − observed rate| over bins of equal width, weighted by their counts (Guo et al. 2017, eq. 3)."""
+    """Mean |predicted − observed rate| over BINS of equal width, weighted by their counts (Guo et al. 2017, eq. 3)."""
     p, y = numpy.asarray(probabilities), numpy.asarray(outcomes, float)
-    index = numpy.minimum((p * bins).astype(int), bins - 1)
-    gaps = [abs(float((p[index == b] - y[index == b]).sum())) for b in range(bins)]
+    index = numpy.minimum((p * BINS).astype(int), BINS - 1)
+    gaps = [abs(float((p[index == b] - y[index == b]).sum())) for b in range(BINS)]
     return sum(gaps) / len(p)
 
 

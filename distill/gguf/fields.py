@@ -64,8 +64,7 @@ class _Config:
         self.folder, self.values = folder, values
 
     def number(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
-        value = default if value is None and default is not None else value
+        value = default if (stated := self.values.get(key)) is None else stated
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise DataError(f"{self.folder}/config.json: {key} is {value!r}, not a positive integer", CORRECT)
         return value

@@ -180,8 +180,7 @@ class FileHead:
 
     def real(self, key: str, default: float | None = None) -> float:
         """A positive number below the architecture's name, in the fewest digits that give the file's 32 bits."""
-        value = self.own(key)
-        value = default if value is None else value
+        value = default if (stated := self.own(key)) is None else stated
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             self.refuse(f"{self.architecture}.{key} is {value!r:.40}, not a positive number")
         return shortest(value)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from distill.data.packing import Packed, pack
 from distill.data.texts import Prompt, prompt_seed
 from distill.decoding.batch import continue_prompts
-from distill.decoding.calibration import Recorded, expected_calibration_error
+from distill.decoding.calibration import BINS, Recorded, expected_calibration_error
 from distill.decoding.costs import measure_steps, predicted_speedups
 from distill.decoding.decode import Round, plain, room_for
 from distill.decoding.rules import Rules
@@ -57,7 +57,6 @@ from distill.tables import paired_ratio_interval, ratio_interval
 # Length rules that stop at a probability (llama.cpp's p_min) or at a product of them take these numbers at their
 # word. Legend: N tokens, U prompts.
 
-BINS = 10  # of equal width
 SIMULATED = 200  # outcomes drawn to see what error chance alone makes
 
 Rows = list[tuple[float, bool]]  # promised probability, whether it came true
@@ -109,8 +108,8 @@ def _measured(of: str, rows: Sequence[Rows]) -> Reliability:
         tokens=len(promised),
         promised=float(promised.mean()),
         accepted=ratio_interval(totals(true), totals(numpy.ones_like(true))),
-        error=expected_calibration_error(promised, true, BINS),
-        error_of_chance=float(numpy.mean([expected_calibration_error(promised, drawn, BINS) for drawn in draws])),
+        error=expected_calibration_error(promised, true),
+        error_of_chance=float(numpy.mean([expected_calibration_error(promised, drawn) for drawn in draws])),
         bins=bins,
     )
 
