@@ -83,8 +83,7 @@ def content_of(token: Any) -> str | None:
 def require_dense(path: Path, ids: Collection[int]) -> None:
     """Raise DataError for ids far beyond their number: they are the rows of lists."""
     if ids and not 0 <= min(ids) <= max(ids) <= 4 * len(ids) + 2**16:
-        fault = f"{len(ids)} tokens have ids from {min(ids)} to {max(ids)}"
-        raise DataError(f"{path} is damaged: {fault}", AGAIN)
+        raise DataError(f"{path} is damaged: {len(ids)} tokens have ids from {min(ids)} to {max(ids)}", AGAIN)
 
 
 def merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
