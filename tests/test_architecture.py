@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -153,6 +154,24 @@ def test_light_file_imports_nothing_heavy(name: str) -> None:
 def test_files_are_small() -> None:
     lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in FILES}
     assert not {path: count for path, count in lines.items() if count > MOST_LINES}
+
+
+def names_given(tree: ast.Module) -> list[str]:
+    """The names that a module's own statements give to a value, function or class, imports apart."""
+    given = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        names = (one for target in targets for one in ast.walk(target) if isinstance(one, ast.Name))
+        given += [one.id for one in names if isinstance(one.ctx, ast.Store)]
+    return given
+
+
+def test_no_constant_takes_the_place_of_another() -> None:
+    """As where modules become one: the linter sees functions and imports of one name, and no constants."""
+    found = {str(path.relative_to(ROOT)): Counter(names_given(parsed(path))).most_common(1) for path in FILES}
+    assert not {path: names for path, names in found.items() if names and names[0][1] > 1}
 
 
 # ── circles ──
