@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 needs_llama = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama-cpp-python")
 ROOT = Path(__file__).resolve().parent.parent
+TOKENIZERS = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared")) / "tokenizers"
 STAGES = ("corpus", "answers", "teacher", "cut", "train", "eval", "export", "speedup", "report")
 WORDS = ["alpha", "beta", "gamma", "delta", "value", "total", "index", "result", "buffer", "stream", "parser", "token"]
 DOCUMENTS = {"train": 12, "validation": 3, "test": 8}
@@ -32,6 +35,13 @@ def script(name: str) -> Any:
         sys.modules[name] = module
         spec.loader.exec_module(module)
     return sys.modules[name]
+
+
+def real_tokenizer(name: str) -> Path:
+    """The folder of a real model's tokenizer, without which a test is skipped."""
+    if not (TOKENIZERS / name).is_dir():
+        pytest.skip(f"no tokenizer {name} in {TOKENIZERS}; set DISTILL_SHARED")
+    return TOKENIZERS / name
 
 
 def document(seed: int) -> str:
@@ -60,7 +70,9 @@ def build_corpus(folder: Path) -> None:
             path.write_text(document(1000 * number + index), encoding="utf-8")
 
 
-def build_model(folder: Path, layers: int = 3, vocabulary: int = 400, seeds: range = range(20)) -> None:
+def build_model(
+    folder: Path, layers: int = 3, vocabulary: int = 400, seeds: range = range(20), width: int = 64
+) -> None:
     """A Qwen2 folder with random weights, wide enough that its distributions are not flat, and a tokenizer of its
     own."""
     import torch
@@ -68,7 +80,7 @@ def build_model(folder: Path, layers: int = 3, vocabulary: int = 400, seeds: ran
 
     maker = script("make_demo_models")  # its builders make the tiny tokenizers and models too
     logging.disable_progress_bar()
-    made = maker.DemoModel(64, layers, 4, 2, 128, vocabulary, "qwen2", 0, 0.0)
+    made = maker.DemoModel(width, layers, 4, 2, 128, vocabulary, "qwen2", 0, 0.0)
     tokenizer = maker.train_tokenizer(made, [document(seed) for seed in seeds])
     model = maker.build_model(made, tokenizer).float()
     generator = torch.Generator().manual_seed(1)
@@ -121,6 +133,11 @@ def write_recipe(path: Path, values: dict[str, Any]) -> Path:
     """Write a recipe file."""
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     return path
+
+
+def edit(path: Path, **values: Any) -> None:
+    """Write these values into an object of JSON; a file that is not there begins empty."""
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
 
 
 def build_world(folder: Path) -> Path:

@@ -155,6 +155,12 @@ def toy_tokenizer(size: int = 300) -> PreTrainedTokenizerFast:
     )
 
 
+def write_gguf(writer: Any) -> None:
+    """Write what a gguf.GGUFWriter was given, and close it."""
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+
+
 def save_toy(model: Any, tokenizer: Any, folder: Path) -> Path:
     """A Hugging Face folder."""
     model.save_pretrained(folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_export import SHARED, edit, needs_llama
+from tiny import TOKENIZERS, edit, needs_llama
 from tokenizers import Tokenizer, models, processors
 from toys import save_toy, toy, toy_tokenizer
 
@@ -21,7 +21,7 @@ from distill.errors import DataError, PairError
 from distill.gguf.head import DEFAULTS, PRE_ADDS_BOS, PRE_WITHOUT_BOS
 from distill.gguf.writer import export_gguf
 
-needs_shared = pytest.mark.skipif(not (SHARED / "tokenizers").is_dir(), reason="no real tokenizers are here")
+needs_shared = pytest.mark.skipif(not TOKENIZERS.is_dir(), reason="no real tokenizers are here")
 
 # 256 byte tokens make these loadable as any kind of vocabulary; Ċ is what byte-level BPE needs of a line's end.
 WORDS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "Ċ", "Ġ", "▁", "[UNK]", "ĠĊ"]
@@ -515,7 +515,7 @@ def test_a_large_vocabulary_is_read_in_few_calls(tmp_path: Path) -> None:
 def real(name: str, rows: int, folder: Path) -> str:
     folder /= name
     folder.mkdir()
-    for file in (SHARED / "tokenizers" / name).iterdir():
+    for file in (TOKENIZERS / name).iterdir():
         (folder / file.name).symlink_to(file.resolve())
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": rows}))
     return str(folder)

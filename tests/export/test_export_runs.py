@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import shutil
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from distill.gguf import writer as writing
 from distill.gguf.fields import Advice, Origin
 from distill.gguf.writer import export_files, export_gguf
 from distill.measuring.speedup_results import Measurement, SpeedupReport
-from distill.recipe import load_recipe
+from distill.recipe import Configuration, load_recipe
 from distill.run import Run
 
 
@@ -50,9 +49,7 @@ def test_origin_in_the_head(model: Path, tmp_path: Path) -> None:
     export_gguf(model, tmp_path / "plain.gguf", "f16")
     ours = {key for key in fields_of(tmp_path / "plain.gguf") if key.startswith("distill.")}
     assert ours == {"distill.version"}
-
-
-def test_a_model_card_comes_first(model: Path, tmp_path: Path) -> None:
+    # What a model card says comes first.
     shutil.copytree(model, tmp_path / "m")
     (tmp_path / "m" / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: Own/Base\n---\n")
     export_files(tmp_path / "m", {tmp_path / "m.gguf": "f16"}, Origin(base_model="Org/Other", licence="mit"))
@@ -61,45 +58,35 @@ def test_a_model_card_comes_first(model: Path, tmp_path: Path) -> None:
     assert found["general.base_model.count"] == 1
 
 
-def test_several_types_read_each_tensor_once(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    kinds = ("f32", "q8_0", "q4_0")
+@needs_llama
+@pytest.mark.parametrize("kinds", [("f32", "q8_0", "q4_k_m", "q5_k_m"), ("f16", "q4_k_m", "q5_k_m")])
+def test_several_types_are_written_as_each_alone(
+    kinds: tuple[str, ...], model: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Each tensor is read once, and the quantiser reads one exact file: of this fp32 source, an f32 output itself."""
     for kind in kinds:
         export_gguf(model, tmp_path / "alone" / f"{kind}.gguf", kind)
-    reads: list[str] = []
-    real = writing.read_tensors
+    reads, sources = list[str](), list[str]()
+    read_tensors, quantise_file = writing.read_tensors, writing.quantise_file
 
     def counted(*given: Any) -> Any:
         def watch(one: Any) -> Any:
             return lambda first, count: (reads.append(f"{one.name} {first}"), one.read(first, count))[1]
 
-        return [replace(one, read=watch(one)) for one in real(*given)]
-
-    monkeypatch.setattr(writing, "read_tensors", counted)
-    reports = export_files(model, {tmp_path / "all" / f"{kind}.gguf": kind for kind in kinds})
-    assert len(reads) == len(set(reads)) > 20
-    assert [report.outtype for report in reports] == list(kinds)
-    assert tiny.contents(tmp_path / "all") == tiny.contents(tmp_path / "alone")
-
-
-@needs_llama
-@pytest.mark.parametrize("first", ["f32", "f16"])
-def test_the_quantiser_reads_one_exact_file(first: str, model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    """The source is fp32: an f32 output is the exact file itself, an f16 output is not."""
-    kinds = (first, "q4_k_m", "q5_k_m")
-    for kind in kinds:
-        export_gguf(model, tmp_path / "alone" / f"{kind}.gguf", kind)
-    sources = []
-    real = writing.quantise_file
+        return [replace(one, read=watch(one)) for one in read_tensors(*given)]
 
     def watched(exact: Path, *more: Any) -> int:
         sources.append(exact.name)
-        return real(exact, *more)
+        return quantise_file(exact, *more)
 
+    monkeypatch.setattr(writing, "read_tensors", counted)
     monkeypatch.setattr(writing, "quantise_file", watched)
-    export_files(model, {tmp_path / "all" / f"{kind}.gguf": kind for kind in kinds})
-    assert len(set(sources)) == 1 and len(sources) == 2
-    assert (sources[0] == "f32.gguf") == (first == "f32")
+    reports = export_files(model, {tmp_path / "all" / f"{kind}.gguf": kind for kind in kinds})
+    assert [report.outtype for report in reports] == list(kinds)
     assert tiny.contents(tmp_path / "all") == tiny.contents(tmp_path / "alone")
+    assert len(reads) == len(set(reads)) > 20
+    assert len(sources) == 2 and sources[0] == sources[1]
+    assert (sources[0] == "f32.gguf") == (kinds[0] == "f32")
 
 
 @needs_llama
@@ -125,27 +112,24 @@ def test_a_disk_that_fails_under_the_quantiser(
 
 
 def test_advice_from_measured_speedups(tmp_path: Path, world: Path, finished: Path) -> None:
-    from distill.recipe.configuration import Configuration
-
     report = read_result(finished / "speedup.json", SpeedupReport)
     drafted = next(one for one in report.sweep if one.length)
 
-    def measured(configuration: str, length: int | None, speedup: float, **more: Any) -> Measurement:
-        values = {"backend": "gguf", "sampler": None, **more}
-        return replace(drafted, configuration=configuration, length=length, speedup=speedup, **values)
+    def measured(length: int | None, speedup: float, title: str = "draft", **more: Any) -> Measurement:
+        values = {"configuration": title, "backend": "gguf", "sampler": None, **more}
+        return replace(drafted, length=length, speedup=speedup, **values)
 
-    recipe = load_recipe(world / "recipe.yaml")
-    floor = Configuration(rule="p_min", p_min=0.6, length=12)
+    recipe, floor = load_recipe(world / "recipe.yaml"), Configuration(rule="p_min", p_min=0.6, length=12)
     with_floor = recipe.model_copy(update={"speedup": recipe.speedup.model_copy(update={"configurations": (floor,)})})
-    plain = measured("plain", 0, 1.0, drafter=None)
-    lengths = [measured(f"draft, γ = {n}", n, speed) for n, speed in ((2, 1.2), (4, 1.5), (8, 1.1))]
-    other = measured("draft, γ = 6", 6, 2.0, backend="pytorch")
+    plain = measured(0, 1.0, "plain", drafter=None)
+    lengths = [measured(n, speed) for n, speed in ((2, 1.2), (4, 1.5), (8, 1.1))]
+    other = measured(6, 2.0, backend="pytorch")
     cases: list[tuple[Any, list[Measurement], Advice | None]] = [
         (recipe, [*lengths, other], Advice(4)),
         (recipe, [other], Advice(6)),
-        (recipe, [measured("draft, γ = 2", 2, 0.8)], None),
-        (with_floor, [*lengths, measured(floor.title, None, 1.6, rule="p_min")], Advice(12, 0.6)),
-        (with_floor, [*lengths, measured(floor.title, None, 1.4, rule="p_min")], Advice(4, 0.0)),
+        (recipe, [measured(2, 0.8)], None),
+        (with_floor, [*lengths, measured(None, 1.6, floor.title, rule="p_min")], Advice(12, 0.6)),
+        (with_floor, [*lengths, measured(None, 1.4, floor.title, rule="p_min")], Advice(4, 0.0)),
     ]
     for settings, rows, expected in cases:
         run = Run(tmp_path, settings)
@@ -202,17 +186,13 @@ def test_the_command_records_its_files(copied: Path, capsys: Capture) -> None:
 def test_a_check_that_fails_is_in_the_run_and_the_status(
     copied: Path, world: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
-    from distill import export
-
-    monkeypatch.setattr(export, "LIMITS", {16: (-1.0, 0.0)})
-    arguments = ("train", world / "recipe.yaml", "--runs", copied.parent, "speedup.backends=[pytorch]")
-    before = json.loads((copied / "stages" / "speedup.json").read_text())["time"]
-    assert "draft-f16.gguf: the mean KL is" in tiny.refused(
-        capsys, *arguments, "--redo", "export", "--until", "speedup"
-    )
+    monkeypatch.setattr("distill.export.LIMITS", {16: (-1.0, 0.0)})
+    arguments = ("train", world / "recipe.yaml", "--runs", copied.parent)
+    (copied / "report.html").unlink()
+    assert "draft-f16.gguf: the mean KL is" in tiny.refused(capsys, *arguments, "--redo", "export")
     assert len(read_result(copied / "gguf" / "export.json", ExportReport).faults) == 2
     assert "the mean KL is" in (copied / "log.txt").read_text()
-    assert json.loads((copied / "stages" / "speedup.json").read_text())["time"] >= before  # the stages after it run
+    assert (copied / "report.html").exists()  # the stages after it run
     monkeypatch.undo()
     assert tiny.call(*arguments, "--until", "export") == 2  # until the file is made again
     assert tiny.call(*arguments, "--until", "eval") == 0

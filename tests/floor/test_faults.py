@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,12 @@ import tiny
 from tiny import Capture, Patch
 
 from distill.errors import DataError, RunError, disk_fault, server_words
-from distill.files import digest, write_atomically, write_folder
+from distill.files import digest, remove_left, write_atomically, write_folder
 from distill.run import Run
 
 STEPS = ("corpus/prompts-train", "answers/train-00001", "teacher/shard-00002", "cut", "step-000004", "draft", "eval.md")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a tokenizer learnt from other text."""
-    folder = tmp_path_factory.mktemp("other") / "donor"
-    tiny.build_model(folder, layers=2, vocabulary=380, seeds=range(500, 502))
-    return folder
 
 
 def train(world: Path, runs: Path, *more: object) -> int:
@@ -60,34 +53,31 @@ def test_a_run_of_another_version_is_refused_with_a_reason(world: Path, copied: 
     )
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "model.safetensors"])
-def test_a_changed_target_is_refused_by_the_name_of_its_file(
-    world: Path, tmp_path: Path, name: str, capsys: Capture
-) -> None:
+def test_a_changed_target_is_refused_by_the_name_of_its_file(world: Path, tmp_path: Path, capsys: Capture) -> None:
     """As a new chat template or another tokenizer under the same path: answers are not mixed with those of before."""
-    shutil.copytree(world / "target", tmp_path / "target")
-    shutil.copytree(world / "corpus", tmp_path / "corpus")
-    recipe = tiny.write_recipe(tmp_path / "recipe.yaml", tiny.recipe_values(tmp_path))
-    begin = ("train", recipe, "--runs", tmp_path, "--until", "answers")
+    target = Path(shutil.copytree(world / "target", tmp_path / "target"))
+    recipe = tiny.write_recipe(tmp_path / "recipe.yaml", tiny.recipe_values(world, elsewhere=True))
+    begin = ("train", recipe, f"target.model={target}", "--runs", tmp_path, "--until", "answers")
     assert tiny.call(*begin) == 0
     before = tiny.contents(tmp_path / "tiny" / "answers")
-    capsys.readouterr()
-    path = tmp_path / "target" / name
-    path.write_bytes(path.read_bytes() + b" ")
-    said = tiny.refused(capsys, *begin)
-    assert f"target.model has other content: {name}\n" in said and "--redo corpus" in said
-    assert tiny.contents(tmp_path / "tiny" / "answers") == before
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        path, content = target / name, (target / name).read_bytes()
+        path.write_bytes(content + b" ")
+        said = tiny.refused(capsys, *begin)
+        assert f"target.model has other content: {name}\n" in said and "--redo corpus" in said
+        assert tiny.contents(tmp_path / "tiny" / "answers") == before
+        path.write_bytes(content)
+    (target / "tokenizer.json").write_bytes((target / "tokenizer.json").read_bytes() + b" ")
     (tmp_path / "tiny" / "contents.json").write_text("[")  # without it, the refusal stays
     assert "target.model has other content\n" in tiny.refused(capsys, *begin)
 
 
-def test_donor_of_another_tokenizer(world: Path, copied: Path, other: Path, tmp_path: Path, capsys: Capture) -> None:
-    before = tiny.contents(copied)
-    override = f"cut.donor={other}"
+def test_donor_of_another_tokenizer(world: Path, copied: Path, tmp_path: Path, capsys: Capture) -> None:
+    tiny.build_model(tmp_path / "donor", layers=2, vocabulary=380, seeds=range(500, 502))
+    before, override = tiny.contents(copied), f"cut.donor={tmp_path / 'donor'}"
     said = tiny.refused(capsys, "check", world / "recipe.yaml", override)
     assert "does not fit the target" in said and "token " in said
-    said = refused(capsys, world, tmp_path / "new", override, "--until", "cut")
-    assert "does not fit the target" in said
+    assert "does not fit the target" in refused(capsys, world, tmp_path / "new", override, "--until", "cut")
     refused(capsys, world, copied.parent, override)
     assert tiny.contents(copied) == before
 
@@ -100,6 +90,28 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0xFF
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("answers/train-00001.jsonl", "teacher"),
+        ("corpus/prompts-test.jsonl", "speedup"),
+        ("cut/model.safetensors", "train"),
+        ("draft/model.safetensors", "eval"),
+        ("draft/model.safetensors", "generate"),
+        ("draft/model.safetensors", "export-gguf"),
+    ],
+)
+def test_a_flipped_bit_is_found(world: Path, copied: Path, capsys: Capture, name: str, stage: str) -> None:
+    flip(copied / name)
+    commands: dict[str, tuple[object, ...]] = {
+        "generate": ("generate", "def", "--run", copied, "--tokens", 2),
+        "export-gguf": ("export-gguf", copied, "--outtype", "f16"),
+    }
+    again = ("train", world / "recipe.yaml", "--runs", copied.parent, "--redo", stage, "--until", stage)
+    said = tiny.refused(capsys, *commands.get(stage, again))
+    assert f"{name} is damaged" in said and "delete it" in said
 
 
 def test_corrupted_teacher_shard(world: Path, copied: Path, capsys: Capture) -> None:
@@ -135,7 +147,7 @@ def test_a_lost_draft_is_made_from_the_last_whole_checkpoint(world: Path, copied
     for step in (8, 6):
         draft.unlink()
         if step == 6:
-            (newest / "optimizer.pt").write_bytes((newest / "optimizer.pt").read_bytes()[:1000])
+            flip(newest / "optimizer.pt")
             said = refused(capsys, world, copied.parent, "--until", "train")
             assert "step-000008 is damaged" in said and f"delete {newest}" in said
             shutil.rmtree(newest)
@@ -193,17 +205,16 @@ def test_full_disk_and_read_only_folder_at_every_stage(
 
 
 @pytest.mark.parametrize(
-    "part",
+    ("part", "stage"),
     [
-        "target-f16.gguf",
-        "export.json",
-        pytest.param("speedup.json", marks=pytest.mark.slow),
-        pytest.param("report.html", marks=pytest.mark.slow),
-        "draft/README.md",
+        ("target-f16.gguf", "export"),
+        pytest.param("speedup.json", "speedup", marks=pytest.mark.slow),
+        *(pytest.param(part, "report", marks=pytest.mark.slow) for part in ("report.html", "draft/README.md")),
     ],
 )
-def test_full_disk_after_training(world: Path, copied: Path, capsys: Capture, monkeypatch: Patch, part: str) -> None:
-    stage = {"target-f16.gguf": "export", "export.json": "export", "speedup.json": "speedup"}.get(part, "report")
+def test_full_disk_after_training(
+    world: Path, copied: Path, capsys: Capture, monkeypatch: Patch, part: str, stage: str
+) -> None:
     weights = tiny.digest(copied / "draft" / "model.safetensors")
     with monkeypatch.context() as patch:
         fault = Fault(errno.ENOSPC, part)
@@ -270,11 +281,8 @@ def lock_run(path: Path) -> None:
 
 
 def fail_to_write(path: Path) -> None:
-    def write(folder: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with pytest.raises(RunError, match="the disk is full"):
-        write_folder(path, write)
+        write_folder(path, lambda _: Path("/dev/full").write_text("a"))
 
 
 @pytest.mark.parametrize("start", [name_model, lock_run, fail_to_write])
@@ -307,15 +315,31 @@ def test_a_rename_that_fails_leaves_the_old_folder(tmp_path: Path, monkeypatch: 
     assert (path / "a").read_text() == "old" and [one.name for one in tmp_path.iterdir()] == ["draft"]
 
 
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    """Of processes that are gone, and not before ten minutes: another machine may share the folder."""
+    gone, ours = 2**22 + 1, os.getpid()  # behind the largest number of a process
+    names = {f".big.{gone}.tmp": False, f".big.{ours}.tmp": True, f".other.{gone}.tmp": True, ".big.x.tmp": True}
+    for name in names:
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (time.time() - 3600,) * 2)
+    (tmp_path / f".big.{gone + 1}.tmp").write_text("")  # written to just now
+    remove_left(tmp_path, "big", "tmp")
+    assert {name: (tmp_path / name).exists() for name in names} == names
+    assert (tmp_path / f".big.{gone + 1}.tmp").exists()
+    os.utime(tmp_path / f".big.{gone + 1}.tmp", (0, 0))
+    write_atomically(tmp_path / "big", lambda place: place.write_text("new"), several=True)
+    assert (tmp_path / "big").read_text() == "new" and not (tmp_path / f".big.{gone + 1}.tmp").exists()
+
+
 # ── two processes ──
 
 
-@pytest.mark.parametrize("more", [[], ["--fresh"]])
-def test_two_processes_on_one_run(world: Path, copied: Path, capsys: Capture, more: list[str]) -> None:
+def test_two_processes_on_one_run(world: Path, copied: Path, capsys: Capture) -> None:
     before = tiny.contents(copied)
     with open(copied / ".lock", "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        assert "another process" in refused(capsys, world, copied.parent, *more)
+        for more in ((), ("--fresh",)):
+            assert "another process" in refused(capsys, world, copied.parent, *more)
         assert "another process" in tiny.refused(capsys, "eval", "tiny", "--runs", copied.parent)
     assert tiny.contents(copied) == before
     assert train(world, copied.parent) == 0

@@ -18,8 +18,10 @@ import pytest
 import tiny
 import torch
 from test_export import build, some_ids, train_tokenizer
-from test_import import cache, check_ids, write_tokenizer
+from test_import import cache
+from test_tokenizers import check_ids, write_tokenizer
 from tiny import needs_llama
+from toys import write_gguf
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distill.engines.llama_cpp.model import GgufModel
@@ -66,10 +68,7 @@ def rewritten(source: Path, out: Path, values: Mapping[str, Any], **options: Any
         add(key, value)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(writer)
     return out
 
 
@@ -157,11 +156,7 @@ ROPES: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2-tied", YARN, ""),
     ("qwen2-tied", YARN | {"attn_factor": 1.3}, ""),
     ("qwen2-tied", YARN | {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_ext_factor": -1.0}, ""),
-    (
-        "qwen2-tied",
-        YARN | {"yarn_beta_fast": 8.0},
-        "qwen2.rope.scaling.yarn_beta_fast is 8.0, which llama.cpp does not",
-    ),
+    ("qwen2-tied", YARN | {"yarn_beta_fast": 8.0}, "yarn_beta_fast is 8.0, which llama.cpp does not"),
     ("qwen2-tied", YARN | {"beta_slow": 2.0}, "beta_slow is 2.0"),
     ("qwen2-tied", YARN | {"yarn_attn_factor": 1.5}, "yarn_attn_factor is 1.5"),
     ("qwen2-tied", YARN | {"yarn_log_multiplier": 0.1}, "yarn_log_multiplier is 0.1"),

@@ -6,35 +6,22 @@ here and in docs/export.md.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+from tiny import TOKENIZERS
 
-from distill.gguf.writer import export_gguf
+from distill.gguf.writer import export_files
 
-ROOT = Path(__file__).resolve().parents[2]
-TOKENIZERS = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared")) / "tokenizers"
 needs_tokenizers = pytest.mark.skipif(
     not (TOKENIZERS / "llama-2").is_dir(), reason=f"{TOKENIZERS} is not here; set DISTILL_SHARED"
 )
 
 
-def _script() -> Any:
-    name = "gguf_reference"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-script = _script()
+script = tiny.script("gguf_reference")
 REFERENCE = json.loads(script.REFERENCE.read_text(encoding="utf-8"))
 # Tokenizers that other cases have too, and one that takes ten seconds.
 SLOW = {"smollm3", "qwen3", "phi-3-long", "phi-3-partial", "mistral", "llama-3", "qwen2-yarn", "qwen3-yarn"}
@@ -68,9 +55,7 @@ def test_every_case_has_a_reference() -> None:
 def test_equals_the_converter(name: str, tmp_path: Path) -> None:
     folder = tmp_path / name
     script.build(name, TOKENIZERS, folder)
-    for outtype in script.OUTTYPES:
-        export_gguf(folder, tmp_path / "ours.gguf", outtype)
-        ours = script.describe(tmp_path / "ours.gguf")
-        theirs = REFERENCE[name][outtype]
+    for report in export_files(folder, {tmp_path / f"{outtype}.gguf": outtype for outtype in script.OUTTYPES}):
+        ours, theirs = script.describe(report.path), REFERENCE[name][report.outtype]
         assert compare(ours["fields"], REFERENCE[name]["f16"]["fields"] | theirs["fields"]) == []
         assert compare(ours["tensors"], theirs["tensors"]) == []

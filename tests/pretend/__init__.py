@@ -2,7 +2,7 @@
 
 It is compiled once per source and version of torch, into torch's folder for extensions. Once loaded, `pretend:0` and
 `pretend:1` can be named in this process. Only inside `available()` does torch say that it has an accelerator, so that
-`auto` and the libraries mean the CPU everywhere else. `python -m pretend` runs a script or a module on it.
+`auto` and the libraries mean the CPU everywhere else.
 
 Load it before the first backward pass of a process: autograd counts the devices once.
 """
@@ -26,6 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
+from torch.utils.cpp_extension import _get_build_directory, include_paths, library_paths
 
 SOURCE = Path(__file__).parent / "pretend.cpp"
 NAME = "pretend"
@@ -72,42 +75,30 @@ class _Module(ModuleType):
         return _State.devices
 
     def current_device(self) -> int:
-        import torch
-
         return torch.accelerator.current_device_index()
 
     def set_device(self, device: Any) -> None:
-        import torch
-
         torch.accelerator.set_device_index(device)
 
     def device(self, index: Any) -> Any:
-        import torch
-
         return torch.accelerator.device_index(index if isinstance(index, int) else torch.device(index).index)
 
     def get_device_name(self, index: Any = 0) -> str:
         return "Pretend Accelerator"
 
     def synchronize(self, device: Any = None) -> None:
-        import torch
-
         torch.accelerator.synchronize(device)
 
     def empty_cache(self) -> None:
         return None
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        import torch
-
         return torch.accelerator.get_memory_info(device)
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         return False  # the CPU's products in it may be slow
 
     def get_amp_supported_dtype(self) -> list[Any]:
-        import torch
-
         return [torch.bfloat16, torch.float16]
 
     # Random numbers are the CPU's generator's, which torch seeds itself.
@@ -121,13 +112,9 @@ class _Module(ModuleType):
         return None
 
     def get_rng_state(self, device: Any = None) -> Any:
-        import torch
-
         return torch.get_rng_state()
 
     def set_rng_state(self, state: Any, device: Any = None) -> None:
-        import torch
-
         torch.set_rng_state(state)
 
 
@@ -146,8 +133,6 @@ def load() -> None:
     """Compile the device where that was not done before, and register it with torch; RuntimeError where it fails."""
     if _State.library is not None:
         return
-    import torch
-
     torch.utils.rename_privateuse1_backend(NAME)
     library = ctypes.CDLL(str(_compiled()))
     library.pretend_counts.restype = ctypes.c_char_p
@@ -160,9 +145,6 @@ def load() -> None:
 
 def _compiled() -> Path:
     """The library; processes that want it at once wait for the one that compiles."""
-    import torch
-    from torch.utils.cpp_extension import _get_build_directory, include_paths, library_paths
-
     made_of = SOURCE.read_bytes() + f"{torch.__version__} {torch.version.git_version}".encode()
     folder = Path(_get_build_directory("distill_pretend", verbose=False))
     path = folder / f"pretend_{hashlib.sha256(made_of).hexdigest()[:16]}.so"
@@ -212,8 +194,6 @@ def _counts() -> list[dict[str, int]]:
 @contextlib.contextmanager
 def memory(more: int | None = None, device: int = 0) -> Iterator[None]:
     """Let the device have so many bytes inside, beyond those that are used now; more raise torch.OutOfMemoryError."""
-    import torch
-
     load()
     gc.collect()  # what is garbage would be given back inside
     _State.library.pretend_limit(device, 0 if more is None else torch.accelerator.memory_allocated(device) + more)
@@ -226,8 +206,6 @@ def memory(more: int | None = None, device: int = 0) -> Iterator[None]:
 @contextlib.contextmanager
 def without(*names: str) -> Iterator[None]:
     """Take away `float64`, SORTS, or operations by name (`aten::sort`, `aten::sort.values`) inside."""
-    import torch
-
     load()
     refused = "\n".join(name for name in names if name.startswith("aten::"))
     torch.accelerator.get_device_capability.cache_clear()
