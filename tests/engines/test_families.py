@@ -13,16 +13,14 @@ from typing import Any
 import pytest
 import torch
 from test_batch import any_calls
-from test_recurrent import FAMILIES as RECURRENT
-from test_tree_cache import Mirror, check_levels, close, prefill
+from test_tree_cache import Mirror, check_levels, close, prefill, within
 from toys import FAMILIES, blurred, toy
 
-from distill.decoding import decode as decode_module
 from distill.decoding.decode import decode_text, plain
 from distill.decoding.drafters import Drafter, ModelDrafter
-from distill.decoding.lengths import Fixed, Proposal
+from distill.decoding.lengths import Fixed
 from distill.decoding.rules import Rules
-from distill.decoding.trees import Shape, TreeDrafter
+from distill.decoding.trees import TreeDrafter
 from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
@@ -32,6 +30,10 @@ from distill.sampler import Sampler
 torch.set_num_threads(1)
 
 V = 61
+RECURRENT = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "granitemoehybrid", "falcon_h1"),
+    *("olmo_hybrid", "bamba", "lfm2"),
+)
 CHAINS = {"llama4_text": "of the kind chunked_attention", "gpt_neo": "of the kind global"}  # and nothing else, and why
 CHAINS |= dict.fromkeys(RECURRENT, "state")
 REFUSED = {"mamba": "recurrent state"}
@@ -45,8 +47,9 @@ def growing(model: Any) -> TorchModel:
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
-def test_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp64 texts are equal without exception; layers with a recurrent state compute in fp32."""
+def test_family(family: str) -> None:
+    """In fp64 texts are equal without exception; layers with a recurrent state compute in fp32. That verifiers follow
+    the logits is held by test_exact_decoding.py."""
     model = toy(family, seed=3)
     model = model if family in RECURRENT else model.double()
     draft = blurred(model, 6, 0.03)
@@ -62,20 +65,18 @@ def test_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in kinds:
         check_logits(model, kind, random.Random(7))
         check_greedy(kind(model), kind(draft), generated(model))
-    monkeypatch.setattr(decode_module, "_distributions", checked(model))
-    check_sampled(growing(model), growing(draft))
 
 
 def check_logits(model: Any, kind: Any, draws: random.Random) -> None:
     """After chains, trees and roll-backs at random, and level by level, logits are those of a fresh forward pass."""
     alone = kind(model)
-    mirror = Mirror(alone, lambda text: prefill(model, text), close)
+    mirror = Mirror(alone, lambda text: prefill(model, text), close if alone.max_leaves else within(5e-4))
     mirror.chain(PROMPT, [len(PROMPT) - 1])
     if alone.max_leaves:
         # Two branches deeper than the windows, whose nodes take turns: a window that counted columns would be half.
         mirror.tree([draws.randrange(V) for _ in range(14)], [-1, -1, *range(12)], [10, 13])
         mirror.keep(range(1, 14, 2))
-    for _ in range(5):
+    for _ in range(5 if alone.max_leaves else 40):
         mirror.step(draws, 99 if alone.max_leaves else 0)
     if alone.max_leaves:
         check_levels(alone, draws, close)
@@ -97,35 +98,6 @@ def check_greedy(target: Any, draft: Any, text: Sequence[int]) -> None:
     for drafter in drafters:
         found = decode_text(target, drafter, PROMPT, NEW, Rules())
         assert found.tokens == text and any(one.accepted for one in found.rounds)
-
-
-def checked(model: Any) -> Any:
-    """`_distributions`, of which each is compared with that of transformers after the same tokens."""
-    true_distributions = decode_module._distributions
-
-    def compare(logits: Any, context: Sequence[int], proposal: Proposal, rules: Rules) -> torch.Tensor:
-        found = true_distributions(logits, context, proposal, rules)
-        texts = [list(context)]
-        for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
-            texts.append([*texts[parent + 1], token])
-        expected = torch.stack([prefill(model, text).softmax(-1) for text in texts])
-        torch.testing.assert_close(found, expected.to(found), rtol=0, atol=1e-4)
-        return found
-
-    return compare
-
-
-def check_sampled(target: Any, draft: Any) -> None:
-    """What the verifiers are given; test_exact_decoding.py holds that they follow it."""
-    draws = random.Random(5).random
-    rules = Rules(Sampler(1.0), "block", random=draws)
-    found = decode_text(target, ModelDrafter(draft, Fixed(3), rules.sampler, draws), PROMPT, NEW, rules)
-    assert any(one.accepted for one in found.rounds)
-    if target.max_leaves:
-        rules = Rules(Sampler(1.0), "distinct", random=draws)
-        drafter = TreeDrafter(draft, rules.sampler, draws, 6, shape=Shape.of_widths([2, 2]), distinct=True)
-        found = decode_text(target, drafter, PROMPT, NEW, rules)
-        assert any(one.accepted for one in found.rounds)
 
 
 @pytest.mark.parametrize("family", REFUSED)
