@@ -1,8 +1,8 @@
 """A program, not a test: runs `distill` in forked children with everything imported, and kills some of them.
 
-    python tests/killed_runs.py JOBS.json    (a list of {"argv": [...]}, some with "event", "seconds" or "after")
+    python tests/killed_runs.py JOBS.json    (a list of {"argv": [...]}, some with "event" or "after")
 
-"seconds" is a time after the start. Event 2i is the moment just before the i-th rename of a job, 2i+1 the moment just
+Event 2i is the moment just before the i-th rename of a job, 2i+1 the moment just
 after it. "after" is the moment when the job has printed that text; it may come with "signal", the number of another
 signal than SIGKILL. A job without any runs to its end.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import signal
 import subprocess
@@ -90,8 +89,7 @@ def run(job: dict[str, Any], counter: io.BufferedRandom, log: str) -> int:
         except SystemExit as exit:
             sys.stdout.flush()
             os._exit(int(exit.code or 0))
-    deadline = time.monotonic() + job.get("seconds", math.inf)
-    while time.monotonic() < deadline and job.get("after", "\0") not in read_log(log)[before:]:
+    while job.get("after", "\0") not in read_log(log)[before:]:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
@@ -105,12 +103,7 @@ def run_jobs(folder: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     log = f"{path}.log"
-    result = subprocess.run(
-        [sys.executable, __file__, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    result = subprocess.run([sys.executable, __file__, str(path)], capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr + read_log(log)
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -123,12 +116,12 @@ def main() -> None:
         with open(sys.argv[1] + ".count", "w+b") as counter:
             counter.write(b"       0")
             counter.flush()
-            started, before = time.monotonic(), len(read_log(log))
+            before = len(read_log(log))
             code = run(job, counter, log)
             counter.seek(0)
-            seconds, events = time.monotonic() - started, int(counter.read())
-            report = {"code": code, "events": events, "seconds": seconds, "output": read_log(log)[before:]}
-            print(json.dumps(report), flush=True)
+            print(
+                json.dumps({"code": code, "events": int(counter.read()), "output": read_log(log)[before:]}), flush=True
+            )
 
 
 if __name__ == "__main__":

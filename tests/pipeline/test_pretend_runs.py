@@ -17,9 +17,7 @@ from trainings import metrics
 TIMED = {"time", "seconds", "tokens_per_second", "memory_bytes", "eta_seconds"}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread: None) -> None:
-    """The models are small."""
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def losses(run: Path) -> list[Any]:
@@ -38,19 +36,17 @@ def close(found: Any, expected: Any) -> bool:
         return found.keys() == expected.keys() and all(close(found[name], expected[name]) for name in expected)
     if isinstance(expected, list):
         return len(found) == len(expected) and all(map(close, found, expected))
-    return (
-        bool(found == pytest.approx(expected, rel=1e-3, abs=1e-4)) if isinstance(expected, float) else found == expected
-    )
+    return bool(found == (pytest.approx(expected, rel=1e-3, abs=1e-4) if isinstance(expected, float) else expected))
 
 
 @pytest.fixture
 def trained(world: Path, ready: Path, tmp_path: Path) -> Callable[..., Path]:
     """Copies the run that lacks its training, and trains with these overrides on a device."""
 
-    def train(device: str, *overrides: str, until: str = "train") -> Path:
+    def train(device: str, *overrides: str) -> Path:
         runs = tmp_path / device.replace(":", "-")
         shutil.copytree(ready, runs / "tiny")
-        arguments = ("--runs", runs, f"device={device}", *overrides, "--until", until)
+        arguments = ("--runs", runs, f"device={device}", *overrides, "--until", "train")
         assert tiny.call("train", world / "recipe.yaml", *arguments) == 0
         return runs / "tiny"
 
@@ -72,27 +68,19 @@ def test_a_run_from_corpus_to_report(pretend: Any, world: Path, finished: Path, 
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "noise"),
     [
-        ("train.adapter={rank: 4}",),
-        ("train.steps=12", "train.sparsity={mlp_width: 32, ramp: 0.9}", "train.acceptance=null"),
-        ("train.steps=12", "train.sparsity={share: 0.5, ramp: 0.9}", "train.acceptance=null"),
-        ("train.optimizer=muon", "train.checkpointing=true", "train.micro_batch=1"),
+        (("train.adapter={rank: 4}",), 1e-3),
+        (("train.steps=12", "train.sparsity={mlp_width: 32, ramp: 0.9}", "train.acceptance=null"), 1e-3),
+        (("train.steps=12", "train.sparsity={share: 0.5, ramp: 0.9}", "train.acceptance=null"), 1e-3),
+        (("train.optimizer=muon", "train.checkpointing=true", "train.micro_batch=1"), 0.05),
+        (("train.dtype=bfloat16",), 0.1),  # autocast computes products in it
     ],
-    ids=["LoRA", "narrowed", "sparse", "muon"],
+    ids=["LoRA", "narrowed", "sparse", "muon", "bfloat16"],
 )
-def test_trainings(pretend: Any, trained: Callable[..., Path], overrides: tuple[str, ...]) -> None:
-    found, expected = trained("pretend", *overrides), trained("cpu", *overrides)
-    ours, theirs = losses(found), losses(expected)
-    assert len(ours) == len(theirs) and [one["loss"] for one in ours] == pytest.approx(
-        [one["loss"] for one in theirs], rel=0.05 if "train.optimizer=muon" in overrides else 1e-3
-    )
-
-
-def test_bfloat16(pretend: Any, trained: Callable[..., Path]) -> None:
-    """Autocast computes products in it: the loss is that of the CPU up to its rounding."""
-    found, expected = (losses(trained(name, "train.dtype=bfloat16")) for name in ("pretend", "cpu"))
-    assert [one["loss"] for one in found] == pytest.approx([one["loss"] for one in expected], rel=0.1)
+def test_trainings(pretend: Any, trained: Callable[..., Path], overrides: tuple[str, ...], noise: float) -> None:
+    found, expected = ([one["loss"] for one in losses(trained(name, *overrides))] for name in ("pretend", "cpu"))
+    assert found == pytest.approx(expected, rel=noise)
 
 
 def test_a_device_that_lacks_what_mps_lacks(pretend: Any, world: Path, finished: Path, tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import tiny
 from killed_runs import run_jobs
+from tiny import Capture, Patch
 
 from distill.errors import RunError
 from distill.pipeline.running import plan_run, with_others
 from distill.recipe import load_recipe
 from distill.run import Run
+from distill.training import loop
 
 SEED = 20
 EVENTS = 124  # moments before and after renames up to the end of the tiny run's training: it has 128
@@ -47,16 +49,6 @@ def test_kills_leave_the_weights_bit_equal(world: Path, finished: Path, copied: 
     assert_same_work(copied, finished, moments, finished=True)
 
 
-@pytest.mark.slow
-def test_killed_again_and_again(world: Path, finished: Path, tmp_path: Path) -> None:
-    """The same run dies every few renames, until it is through with training."""
-    argv = ["train", str(world / "recipe.yaml"), "--runs", str(tmp_path), "--until", "train"]
-    jobs = [{"argv": argv, "event": 22 + i % 3} for i in range(9)] + [{"argv": argv}]
-    codes = [outcome["code"] for outcome in run_jobs(tmp_path, jobs)]
-    assert codes[-1] == 0 and codes.count(-9) >= 3
-    assert tiny.contents(tmp_path / "tiny" / "draft") == tiny.contents(finished / "draft", "README.md")
-
-
 # ── finished runs ──
 
 
@@ -77,97 +69,74 @@ def states(text: str) -> dict[str, str]:
     return found
 
 
-def times(run: Path) -> dict[str, int]:
-    own = ("config.yaml", "recipe.yaml", "provenance.json", "log.txt", ".lock")
-    return {
-        p.relative_to(run).as_posix(): p.stat().st_mtime_ns
-        for p in run.rglob("*")
-        if p.is_file() and p.relative_to(run).as_posix() not in own
-    }
+def test_what_is_up_to_date_is_left_alone(world: Path, copied: Path, capsys: Capture) -> None:
+    """With more test prompts the corpus stage runs again, but what the precious stages read of it stays the same."""
 
+    def times() -> dict[Path, int]:
+        own = ("config.yaml", "recipe.yaml", "provenance.json", "log.txt", ".lock")
+        return {p: p.stat().st_mtime_ns for p in copied.rglob("*") if p.is_file() and p.name not in own}
 
-def test_a_finished_run_is_left_alone(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = times(copied)
+    before = times()
     assert train(world, copied) == 0
     assert states(capsys.readouterr().err) == dict.fromkeys(tiny.STAGES, "up to date")
-    assert times(copied) == before
+    assert times() == before
+    assert train(world, copied, "eval.prompts=5", "--until", "eval") == 0
+    found = states(capsys.readouterr().err)
+    assert {name for name, state in found.items() if state != "up to date"} == {"corpus", "eval"}
+    after = times()
+    kept = tuple(f"{copied / name}/" for name in ("answers", "teacher", "draft"))
+    assert all(after[path] == time for path, time in before.items() if str(path).startswith(kept))
 
 
 @pytest.mark.parametrize(
-    ("override", "stage", "line", "redo"),
+    ("override", "line", "redo"),
     [
-        ("train.steps=9", "train", "train.steps: 8 -> 9", "train"),
-        ("answers.new_tokens=20", "answers", "answers.new_tokens: 24 -> 20", "corpus"),
-        ("sampler.temperature=0.5", "answers", "sampler.temperature: 1.0 -> 0.5", "answers"),
-        ("teacher.top_k=4", "teacher", "teacher.top_k: 8 -> 4", "teacher"),
-        ("cut.layers=1", "cut", "cut.layers: 2 -> 1", "cut"),
-        ("corpus.tokens=1000", "corpus", "corpus.tokens: 1500 -> 1000", "corpus"),
+        ("train.steps=9", "train.steps: 8 -> 9", "train"),
+        ("answers.new_tokens=20", "answers.new_tokens: 24 -> 20", "corpus"),
+        ("sampler.temperature=0.5", "sampler.temperature: 1.0 -> 0.5", "answers"),
+        ("teacher.top_k=4", "teacher.top_k: 8 -> 4", "teacher"),
+        ("cut.layers=1", "cut.layers: 2 -> 1", "cut"),
+        ("corpus.tokens=1000", "corpus.tokens: 1500 -> 1000", "corpus"),
     ],
 )
 def test_precious_work_is_not_superseded(
-    world: Path, copied: Path, capsys: pytest.CaptureFixture[str], override: str, stage: str, line: str, redo: str
+    world: Path, copied: Path, capsys: Capture, override: str, line: str, redo: str
 ) -> None:
     """Also where the key belongs to a cheap stage that precious ones rest on; not a byte of the run is touched."""
     before = tiny.contents(copied)
-    assert train(world, copied, override) == 2
-    said = capsys.readouterr().err
-    assert line in said and f"--redo {redo}" in said and "name=" in said and "--fresh" in said, said
-    assert "Traceback" not in said
+    said = tiny.refused(capsys, "train", world / "recipe.yaml", "--runs", copied.parent, override)
+    assert all(words in said for words in (line, f"--redo {redo}", "name=", "--fresh")), said
     assert tiny.contents(copied) == before
 
 
 def test_redo_supersedes_and_goes_on_after_an_interruption(
-    world: Path, copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    world: Path, copied: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
-    import distill.training.loop
-
-    answers = tiny.contents(copied / "answers")
-    save = distill.training.loop.save_checkpoint
-    calls = []
+    answers, save = tiny.contents(copied / "answers"), loop.save_checkpoint
 
     def interrupted(run: Any, step: int, *rest: Any) -> None:
         save(run, step, *rest)
-        calls.append(step)
         if step == 4:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill.training.loop, "save_checkpoint", interrupted)
+        patch.setattr(loop, "save_checkpoint", interrupted)
         assert train(world, copied, "train.steps=9", "--redo", "train") == 130
-    assert calls == [2, 4]
     assert train(world, copied, "train.steps=9", "--redo", "train", "--until", "train") == 0
     said = capsys.readouterr().err
-    assert "resuming at step 4 of 9" in said
-    assert states(said)["answers"] == "up to date"
+    assert "resuming at step 4 of 9" in said and states(said)["answers"] == "up to date"
     assert tiny.contents(copied / "answers") == answers
     assert train(world, copied, "train.steps=9", "--until", "train", "--redo", "train") == 0  # finished: begins anew
     assert "resuming" not in capsys.readouterr().err
 
 
-def test_another_name_is_another_run(world: Path, copied: Path) -> None:
-    before = tiny.contents(copied)
-    assert train(world, copied, "answers.prompts=8", "name=other", "--until", "corpus") == 0
-    assert (copied.parent / "other" / "stages" / "corpus.json").exists()
-    assert tiny.contents(copied) == before
-
-
-def test_fresh_moves_the_old_run_aside(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fresh_moves_the_old_run_aside(world: Path, copied: Path, capsys: Capture) -> None:
     before = tiny.contents(copied)
     assert train(world, copied, "answers.prompts=8", "--fresh", "--until", "corpus") == 0
     aside = [path for path in copied.parent.iterdir() if path.name != "tiny"]
     assert len(aside) == 1 and str(aside[0]) in capsys.readouterr().err
     assert tiny.contents(aside[0]) == before
     assert not (copied / "answers").exists()
-
-
-def test_more_test_prompts_need_no_redo(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The corpus stage runs again, but what the precious stages read of it stays the same."""
-    before = times(copied)
-    assert train(world, copied, "eval.prompts=5", "--until", "eval") == 0
-    found = states(capsys.readouterr().err)
-    assert {name for name, state in found.items() if state != "up to date"} == {"corpus", "eval"}
-    after = times(copied)
-    assert all(after[name] == before[name] for name in before if name.startswith(("answers", "teacher", "draft/")))
 
 
 def test_what_a_killed_removal_left_is_not_taken_for_work(world: Path, copied: Path) -> None:
@@ -181,7 +150,7 @@ def test_what_a_killed_removal_left_is_not_taken_for_work(world: Path, copied: P
 
 
 def test_a_shard_that_was_cut_off_is_made_again_before_its_stage_ends(
-    world: Path, copied: Path, capsys: pytest.CaptureFixture[str]
+    world: Path, copied: Path, capsys: Capture
 ) -> None:
     whole, record = tiny.contents(copied / "teacher"), copied / "stages" / "teacher.json"
     (copied / "stages" / "teacher.begun.json").write_text(json.dumps(json.loads(record.read_text())["inputs"]))
@@ -193,13 +162,9 @@ def test_a_shard_that_was_cut_off_is_made_again_before_its_stage_ends(
     assert tiny.contents(copied / "teacher") == whole
 
 
-def test_checkpoints_are_kept_as_asked(world: Path, copied: Path, tmp_path: Path) -> None:
-    def found() -> set[str]:
-        return {path.name for path in (copied / "checkpoints").iterdir()}
-
-    assert found() == {"best", "step-000006", "step-000008"}
+def test_checkpoints_are_kept_as_asked(world: Path, copied: Path) -> None:
     assert train(world, copied, "train.keep=1", "train.save_every=3", "--redo", "train", "--until", "train") == 0
-    assert found() == {"best", "step-000008"}
+    assert {path.name for path in (copied / "checkpoints").iterdir()} == {"best", "step-000008"}
 
 
 def test_metrics_with_a_torn_last_line(world: Path, copied: Path) -> None:
@@ -209,13 +174,12 @@ def test_metrics_with_a_torn_last_line(world: Path, copied: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     assert run.metrics() == before[:-1]
     run.record("train", step=9, loss=1.0)  # a step of its own: a step done again takes the place of its first line
-    after = run.metrics()
-    assert after[:-1] == before[:-1]
-    assert (after[-1]["step"], after[-1]["loss"]) == (9, 1.0)
+    *rest, last = run.metrics()
+    assert rest == before[:-1] and (last["step"], last["loss"]) == (9, 1.0)
     assert tiny.call("report", "tiny", "--runs", copied.parent) == 0
 
 
-def test_a_backend_that_was_measured_is_kept(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_backend_that_was_measured_is_kept(world: Path, copied: Path, capsys: Capture) -> None:
     """Parts of the speedup stage are units of resuming."""
     record = json.loads((copied / "stages" / "speedup.json").read_text())
     (copied / "stages" / "speedup.json").rename(copied / "stages" / "speedup.json.lost")
@@ -276,19 +240,6 @@ def test_a_stage_that_was_killed_before_its_first_file_keeps_nothing(world: Path
     assert [action.kind for action in refused] == ["refuse"] and "answers rest on it" in str(refused[0].error)
 
 
-def test_a_dry_run_prints_the_whole_plan(world: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = tiny.contents(copied)
-    assert train(world, copied, "eval.new_tokens=10", "--dry-run") == 0
-    found = states(capsys.readouterr().err)
-    assert list(found) == list(tiny.STAGES)
-    assert found["eval"] == "would run again (eval.new_tokens: 12 -> 10)"
-    assert found["speedup"] == "depends on the result of eval"
-    assert train(world, copied, "train.steps=9", "--dry-run") == 2
-    text = capsys.readouterr().err
-    assert states(text)["train"] == "refused" and "--redo train" in text
-    assert tiny.contents(copied) == before
-
-
 @pytest.mark.parametrize(
     ("processes", "words", "said"),
     [
@@ -299,7 +250,7 @@ def test_a_dry_run_prints_the_whole_plan(world: Path, copied: Path, capsys: pyte
     ],
 )
 def test_the_end_of_another_process_is_no_bug_of_this_one(
-    monkeypatch: pytest.MonkeyPatch, processes: int, words: str, said: type[Exception]
+    monkeypatch: Patch, processes: int, words: str, said: type[Exception]
 ) -> None:
     monkeypatch.setattr("distill.pipeline.running.process_count", lambda: processes)
     with pytest.raises((RunError, RuntimeError)) as caught, with_others():

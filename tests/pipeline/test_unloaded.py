@@ -13,6 +13,7 @@ import tiny
 import torch
 import unloaded_worlds
 from killed_runs import run_jobs
+from tiny import Capture, Patch
 from torch import Tensor
 from trainings import two_processes
 
@@ -34,7 +35,6 @@ torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
 SERVED = Sampler(temperature=0.3, top_p=0.95)
-Capture = pytest.CaptureFixture[str]
 NOT_RUN = "the target's weights are not loaded (target.load: false)"
 
 
@@ -44,10 +44,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return unloaded_worlds.build(tmp_path_factory.mktemp("unloaded"))
 
 
-@pytest.fixture(scope="module")
-def whole(place: Path) -> Any:
-    """The target with its weights, which no run may see."""
-    return load_model(str(place / "whole"), "float32", CPU)
+def loaded(folder: Path) -> Any:
+    return load_model(str(folder), "float32", CPU)
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +58,11 @@ def from_file(place: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def from_server(place: Path, whole: Any) -> Iterator[Path]:
+def from_server(place: Path) -> Iterator[Path]:
     """A finished run whose answers, sampled at another temperature than 1, and log-probabilities come from a server."""
     values = unloaded_worlds.values(place) | {"name": "server"}
-    server = unloaded_worlds.AnsweringServer(
-        whole, tokenizer=load_tokenizer(str(place / "target")), max_logprobs=400, context=512
-    )
+    settings: Any = {"tokenizer": load_tokenizer(str(place / "target")), "max_logprobs": 400, "context": 512}
+    server = unloaded_worlds.AnsweringServer(loaded(place / "whole"), **settings)
     with server.running(), tiny.one_thread():
         urls = {"urls": [server.url], "model": "target"}
         values["answers"]["writer"] = urls
@@ -75,6 +72,13 @@ def from_server(place: Path, whole: Any) -> Iterator[Path]:
         recipe = tiny.write_recipe(place / "server.yaml", values)
         assert tiny.call("train", recipe, "--runs", place / "runs") == 0
         yield place / "runs" / "server"
+
+
+@pytest.fixture(params=["from_file", "from_server"])
+def either(request: pytest.FixtureRequest) -> Path:
+    """Each of the two runs."""
+    found: Path = request.getfixturevalue(request.param)
+    return found
 
 
 def opened(run: Path) -> tuple[Recipe, Run]:
@@ -93,44 +97,33 @@ def read(*parts: Any) -> Any:
 # ── whole runs ──
 
 
-@pytest.mark.parametrize("which", ["from_file", "from_server"])
-def test_a_whole_run_without_weights(which: str, request: pytest.FixtureRequest, capsys: Capture) -> None:
+def test_a_whole_run_without_weights(either: Path, capsys: Capture) -> None:
     """Every stage up to the report, except those that time the target; each says what it did instead."""
-    run: Path = request.getfixturevalue(which)
+    run = either
     stages = {path.stem for path in (run / "stages").glob("*.json")}
     assert stages == {"validation", "test", *tiny.STAGES} - {"speedup"}
     assert sorted(path.suffix for path in (run / "gguf").iterdir()) == [".gguf", ".json"], "the draft's file alone"
-    assert not (run / "rounds.parquet").exists()
     log = (run / "log.txt").read_text()
-    for line in (f"speedup: not run: {NOT_RUN}", f"no rounds are decoded: {NOT_RUN}"):
-        assert line in log
+    assert f"speedup: not run: {NOT_RUN}" in log and f"no rounds are decoded: {NOT_RUN}" in log
+    measure = "acceptance probability on stored distributions"
     page, card = (run / "report.html").read_text(), (run / "draft" / "README.md").read_text()
     assert "The stage <code>speedup</code> was not run: the target&#x27;s weights" in page
-    assert (
-        "The stage `speedup` was not run: the target's weights" in card
-        and "acceptance probability on stored distributions" in card
-    )
+    assert "The stage `speedup` was not run: the target's weights" in card and measure in card
     for text in (page, card):
         assert "These distributions hold at temperature 1" in text and "sampled answers" in text
     assert "No rounds were decoded" in page and "has not run" not in page
     best = read(run, "training.json")["best"]
-    assert (
-        best["measure"] == "acceptance probability on stored distributions"
-        and 0 < best["acceptance"] <= best["most"] <= 1
-    )
+    assert best["measure"] == measure and 0 < best["acceptance"] <= best["most"] <= 1
     evaluated = [line for line in opened(run)[1].metrics() if line["stage"] == "acceptance"]
     assert [line["step"] for line in evaluated] == [0, 4, 8], "at every `acceptance.every` steps"
     assert best["acceptance"] == max(line["acceptance"] for line in evaluated)
     report = read(run, "eval.json")
     assert report["positions"] == {} and report["tokens_per_round"] == {}
-    assert sorted(one["name"] for one in report["classes"]) == ["back", "front"]
+    assert {one["name"] for one in report["classes"]} == {"back", "front"}
     assert sum(one["tokens"] for one in report["classes"]) == report["domains"]["answers"]["after"]["tokens"]
-    capsys.readouterr()
     rows = tiny.shown(capsys, "eval", run, "-o", "csv")
     assert "sampled answers,share of the sampled answers' tokens that are the draft's argmax," in rows
     assert '"answers, bounds of the means","acceptance probability, rejection sampling",' in rows
-    shown = tiny.shown(capsys, "eval", run, "--acceptance")
-    assert "share of the sampled answers" in shown and "bounds of the means" not in shown
     assert f"| {run.name} | finished |" in tiny.shown(capsys, "runs", "--runs", run.parent)
 
 
@@ -138,7 +131,8 @@ def test_held_out_tokens_add_up(from_file: Path) -> None:
     """Answers, stores and report count the same tokens; nothing held out is learnt from."""
     recipe, run = opened(from_file)
     train = TeacherStore(run).packed
-    learnt = {tuple(ids[documents == n].tolist()) for ids, documents in _rows(train) for n in range(99)}
+    rows = list(zip(train.ids, train.documents, strict=True))
+    learnt = {tuple(ids[documents == n].tolist()) for ids, documents in rows for n in range(99)}
     for split, prompts in (("validation", 2), ("test", 12)):
         texts = held_out(recipe, run, split)  # type: ignore[arg-type]
         lines = [line for path in sorted((from_file / split).glob("answers-*")) for line in lines_of(path)]
@@ -150,17 +144,9 @@ def test_held_out_tokens_add_up(from_file: Path) -> None:
         assert manifest["scored_positions"] == tokens + int(texts.given.mask.sum())
         assert manifest["k"] == 200 and manifest["mass"] is None, "every entry, also where fewer hold teacher.mass"
         assert not {tuple(line["prompt"] + line["answer"]) for line in lines} & learnt
-        if split == "test":
-            found = read(from_file, "eval.json")["domains"]
-            assert found["answers"]["after"]["tokens"] == tokens
-            assert found["answers"]["after"]["prompts"] == prompts
-            assert found["files"]["after"]["tokens"] == int(texts.given.mask.sum())
-        page = (from_file / "report.html").read_text()
-        assert f"Held out ({split}): {prompts} answers of {tokens} tokens" in page
-
-
-def _rows(packed: Packed) -> Iterator[tuple[Tensor, Tensor]]:
-    yield from zip(packed.ids, packed.documents, strict=True)
+        assert f"Held out ({split}): {prompts} answers of {tokens} tokens" in (from_file / "report.html").read_text()
+    own, given = (read(from_file, "eval.json")["domains"][name]["after"] for name in ("answers", "files"))
+    assert (own["tokens"], own["prompts"], given["tokens"]) == (tokens, 12, int(texts.given.mask.sum()))
 
 
 # ── against whole distributions ──
@@ -176,10 +162,6 @@ def reference(model: Any, blocks: Packed) -> Tensor:
                 if bool(mask[here].any()):
                     rows.append(model(input_ids=ids[here].long().unsqueeze(0)).logits[0][mask[here]])
     return torch.cat(rows)
-
-
-def copy_of(folder: Path) -> Any:
-    return load_model(str(folder), "float32", CPU)
 
 
 def exact_means(target: Tensor, draft: Tensor) -> dict[str, float]:
@@ -198,21 +180,15 @@ def exact_means(target: Tensor, draft: Tensor) -> dict[str, float]:
     return {name: float(values.mean()) for name, values in found.items()}
 
 
-@pytest.mark.parametrize(("which", "noise"), [("from_server", 1e-5), ("from_file", 2e-3)])
-def test_the_bounds_hold_the_exact_figures(
-    which: str, noise: float, place: Path, request: pytest.FixtureRequest
-) -> None:
+def test_the_bounds_hold_the_exact_figures(either: Path, place: Path) -> None:
     """Of both drafts, in both domains. A GGUF file in f32 has llama.cpp's own rounding (`noise`)."""
-    run: Path = request.getfixturevalue(which)
-    recipe, opened_run = opened(run)
-    texts = held_out(recipe, opened_run, "test")
-    target = copy_of(place / "whole")
-    report = read(run, "eval.json")
-    widths = []
+    noise, run, widths = 2e-3 if either.name == "file" else 1e-5, either, list[float]()
+    texts = held_out(*opened(run), "test")
+    target, report = loaded(place / "whole"), read(run, "eval.json")
     for domain, blocks in (("answers", texts.own), ("files", texts.given)):
         expected = reference(target, blocks)
         for side, folder in (("before", "cut"), ("after", "draft")):
-            exact = exact_means(expected, reference(copy_of(run / folder), blocks))
+            exact = exact_means(expected, reference(loaded(run / folder), blocks))
             for name, value in exact.items():
                 bounds = report["stored"]["bounds"][domain][side][name]
                 assert bounds["least"] - noise <= value <= bounds["most"] + noise, (domain, side, name)
@@ -224,15 +200,11 @@ def test_the_bounds_hold_the_exact_figures(
     assert max(widths) < 0.3 and min(widths) < 1e-9, "bounds that say something"
 
 
-@pytest.mark.parametrize(("which", "measure"), [("from_file", "sampling"), ("from_server", "match")])
-def test_weights_are_chosen_by_the_exact_acceptance(
-    which: str, measure: str, place: Path, request: pytest.FixtureRequest
-) -> None:
-    run: Path = request.getfixturevalue(which)
-    recipe, opened_run = opened(run)
-    own = held_out(recipe, opened_run, "validation").own
-    line = next(line for line in opened_run.metrics() if line["stage"] == "acceptance" and line["step"] == 0)
-    exact = exact_means(reference(copy_of(place / "whole"), own), reference(copy_of(run / "cut"), own))
+def test_weights_are_chosen_by_the_exact_acceptance(either: Path, place: Path) -> None:
+    recipe, run = opened(either)
+    own, measure = held_out(recipe, run, "validation").own, {"file": "sampling", "server": "match"}[either.name]
+    line = next(line for line in run.metrics() if line["stage"] == "acceptance" and line["step"] == 0)
+    exact = exact_means(reference(loaded(place / "whole"), own), reference(loaded(either / "cut"), own))
     assert line["positions"] == int(own.mask.sum())
     assert line["acceptance"] - 2e-3 <= exact[f"acceptance_{measure}"] <= line["most"] + 2e-3
     assert line["most"] - line["acceptance"] < 0.1
@@ -242,11 +214,9 @@ def test_the_cut_is_compared_on_the_store(from_server: Path, place: Path) -> Non
     """The KL of the finished cut lies below the exact one (one bucket for the rest) and close to it."""
     recipe, run = opened(from_server)
     given = held_out(recipe, run, "validation").given
-    exact = exact_means(reference(copy_of(place / "whole"), given), reference(copy_of(from_server / "cut"), given))[
-        "forward_kl"
-    ]
-    changes = read(from_server, "cut", "cut.json")["changes"]
-    assert len(changes) == 2 and exact - 0.05 < changes[-1]["kl_after"] < exact + 1e-3
+    exact = exact_means(reference(loaded(place / "whole"), given), reference(loaded(from_server / "cut"), given))
+    found = read(from_server, "cut", "cut.json")["changes"][-1]["kl_after"]
+    assert exact["forward_kl"] - 0.05 < found < exact["forward_kl"] + 1e-3
 
 
 def test_sampled_answers_estimate_the_match_protocol(from_server: Path, place: Path) -> None:
@@ -254,7 +224,7 @@ def test_sampled_answers_estimate_the_match_protocol(from_server: Path, place: P
     with that at temperature 1."""
     recipe, run = opened(from_server)
     own = held_out(recipe, run, "test").own
-    target, draft = reference(copy_of(place / "whole"), own), reference(copy_of(from_server / "draft"), own)
+    target, draft = reference(loaded(place / "whole"), own), reference(loaded(from_server / "draft"), own)
     best = draft.argmax(-1, keepdim=True)
     share = read(from_server, "eval.json")["stored"]["sampled"]["after"]
     assert share["mean"] == pytest.approx(float((own.labels()[own.mask] == best.squeeze(-1)).double().mean()))
@@ -341,12 +311,11 @@ def test_no_command_loads_the_target(from_file: Path, place: Path, capsys: Captu
     """Even where its weights are there: the one function that loads a recipe's target refuses."""
     with pytest.raises(RunError, match="the recipe says never to"):
         load_target(Target(model=str(place / "whole"), load=False), CPU)
-    capsys.readouterr()
-    recipe, runs = place / "file.yaml", from_file.parent
+    recipe, runs, no_part = place / "file.yaml", from_file.parent, "stage `speedup` is no part of this run"
     for arguments, expected in (
-        (("speedup", from_file), "stage `speedup` is no part of this run: the target's weights are not loaded"),
-        (("train", recipe, "--runs", runs, "--until", "speedup"), "stage `speedup` is no part of this run"),
-        (("train", recipe, "--runs", runs, "--redo", "speedup"), "stage `speedup` is no part of this run"),
+        (("speedup", from_file), f"{no_part}: the target's weights are not loaded"),
+        (("train", recipe, "--runs", runs, "--until", "speedup"), no_part),
+        (("train", recipe, "--runs", runs, "--redo", "speedup"), no_part),
         (("generate", "def f(", "--run", from_file), "the recipe says never to (target.load: false)"),
     ):
         said = tiny.refused(capsys, *arguments)
@@ -366,25 +335,23 @@ def test_check_counts_no_weights_of_the_target(place: Path, capsys: Capture) -> 
     assert f"no weights of {place / 'target'} are read or downloaded" in said
     assert "not run: speedup, decoded rounds" in said and f"tensors of {place / 'donor'}" in said
     assert f"tensors of {place / 'target'}" not in said and "no rounds are decoded" in said
-    assert "has no weights" in tiny.refused(
-        capsys, "check", recipe, "target.load=true", "answers.writer=null", "teacher.gguf=null"
-    ), "where they are needed, they are missed"
+    where_needed = ("target.load=true", "answers.writer=null", "teacher.gguf=null")
+    assert "has no weights" in tiny.refused(capsys, "check", recipe, *where_needed)
 
 
-def test_only_small_files_of_a_hub_target_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, **more: asked.append({"name": name, **more}) or str(tmp_path)
-    )
+def test_only_small_files_of_a_hub_target_are_fetched(monkeypatch: Patch, tmp_path: Path) -> None:
+    def download(name: str, allow_patterns: Any) -> str:
+        assert (name, allow_patterns) == ("some/target", hugging_face.SMALL_FILES)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert text_folder("some/target") == tmp_path
-    assert asked == [{"name": "some/target", "allow_patterns": hugging_face.SMALL_FILES}]
     assert not any("safetensors" in pattern for pattern in hugging_face.SMALL_FILES)
 
 
 def test_keys_of_runs_that_load_the_target_are_as_before(world: Path, finished: Path) -> None:
     """Their stages depend on nothing new, and they hear nothing of the others."""
     recipe, run = opened(finished)
-    assert not {"validation", "test"} & {path.stem for path in (finished / "stages").glob("*.json")}
     for stage in STAGES:
         parts = key_parts(stage, recipe, run, Contents(run))
         assert not [name for name in parts if name.startswith(("validation", "test", "target.load"))]
@@ -465,35 +432,34 @@ def test_other_prompts_are_asked_without_new_training(place: Path, from_file: Pa
 
 def test_traffic_alone_without_a_writer(place: Path, tmp_path: Path) -> None:
     """What the target has answered is learnt from and, where its prompts are held out, measured on."""
-    import random
-
-    draw = random.Random(1)
-    texts = [tiny.document(500 + number) for number in range(40)]
-    lines = [{"prompt": text[:40], "answer": text[40 : 100 + draw.randrange(40)]} for text in texts]
     log = tmp_path / "served.jsonl"
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def serve(seeds: range) -> None:
+        texts = [(tiny.document(seed), 100 + 7 * seed % 40) for seed in seeds]
+        lines = [{"prompt": text[:40], "answer": text[40:end]} for text, end in texts]
+        with open(log, "a") as handle:
+            handle.write("".join(json.dumps(line) + "\n" for line in lines))
+
+    def served(run: Path, split: str) -> list[str]:
+        return [line["id"] for line in lines_of(run / "answers" / f"traffic-{split}-00000.jsonl")]
+
+    serve(range(500, 540))
     values = unloaded_worlds.values(place)
     values["corpus"] |= {"validation": 0.2, "test": 0.3, "tokens": 300}
     values["answers"] = {"prompts": 0, "new_tokens": 24, "prompt_tokens": 8, "traffic": {"path": str(log)}}
     recipe = tiny.write_recipe(tmp_path / "recipe.yaml", values)
     assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "eval") == 0
     run = tmp_path / "tiny"
-    for split in ("validation", "test"):
-        served = lines_of(run / "answers" / f"traffic-{split}-00000.jsonl")
+    for split, most in (("validation", 2), ("test", 12)):
         prompts = [line["id"] for line in lines_of(run / "answers" / f"prompts-{split}.jsonl")]
-        assert [one["id"] for one in served] == prompts and len(prompts) > 3
-        most = {"validation": 2, "test": 12}[split]
+        assert served(run, split) == prompts and len(prompts) > 3
         assert read(run, split, "summary.json")["answers"] == min(most, len(prompts))
         assert not list((run / split).glob("answers-*"))
-    more = [{"prompt": text[:40], "answer": text[40:110]} for text in map(tiny.document, range(700, 720))]
-    with open(log, "a") as handle:
-        handle.write("".join(json.dumps(line) + "\n" for line in more))
+    serve(range(700, 720))
     assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "eval", "--refresh") == 0
-    new = {split: lines_of(run / "answers" / f"traffic-{split}-00000.jsonl") for split in ("validation", "test")}
-    old = {split: lines_of(tmp_path / "tiny.1" / "answers" / f"traffic-{split}-00000.jsonl") for split in new}
-    assert all(
-        new[split] and not {one["id"] for one in new[split]} & {one["id"] for one in old[split]} for split in new
-    )
+    for split in ("validation", "test"):
+        new = served(run, split)
+        assert new and not {*new} & {*served(tmp_path / "tiny.1", split)}
     assert read(run, "eval.json")["stored"]["sampled"]["before"]
 
 
@@ -504,6 +470,5 @@ def test_two_processes_make_the_same_stores(place: Path, from_file: Path, tmp_pa
     result = two_processes(tmp_path, tmp_path / "runs")
     assert result.returncode == 0, result.stderr
     ours, theirs = kept(tmp_path / "runs" / "file"), kept(from_file)
-    for name in ("answers", "teacher", "validation", "test", "cut"):
-        assert ours[name] == theirs[name], name
+    assert {name for name in theirs if ours[name] != theirs[name]} <= {"draft"}
     assert read(tmp_path, "runs", "file", "training.json")["processes"] == 2
