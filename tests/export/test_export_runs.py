@@ -27,7 +27,7 @@ from distill.run import Run
 
 
 def fields_of(path: Path) -> Mapping[str, Any]:
-    return {key: value[-1] for key, value in script.GgufFile(path).fields.items()}
+    return {key: value[-1] for key, value in script.describe(path)["fields"].items()}
 
 
 @pytest.fixture(scope="module")
