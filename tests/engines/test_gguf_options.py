@@ -13,40 +13,31 @@ import tiny
 
 pytest.importorskip("llama_cpp")
 import llama_cpp
+from tiny import Capture
 from torch import Tensor
 
+from distill.cli.shared import merged
 from distill.engines.llama_cpp.model import GgufModel
 from distill.errors import RecipeError
 from distill.files import read_json
 from distill.gguf import library
 from distill.gguf.writer import export_gguf
+from distill.measuring.speedup import speedup
 from distill.pipeline.stages import Contents, find_stage, key_parts
-from distill.recipe import Gguf, GgufOptions, Recipe, load_recipe
+from distill.recipe import Gguf, GgufOptions, Recipe, dump_recipe, load_recipe, parse_section
 from distill.recipe.measuring import ON_CPU, CacheType
 from distill.run import Run
 
-Capture = pytest.CaptureFixture[str]
 IDS = list(range(5, 45))
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """GGUF files by the size of a head."""
-    import torch
-
-    folder, maker, found = tmp_path_factory.mktemp("gguf"), tiny.script("make_demo_models"), {}
+    folder, found = tmp_path_factory.mktemp("gguf"), {}
     for size in (16, 32):
-        made = maker.DemoModel(4 * size, 2, 4, 2, 128, 400, "qwen2", 0, 0.0)
-        tokenizer = maker.train_tokenizer(made, [tiny.document(seed) for seed in range(10)])
-        model, generator = maker.build_model(made, tokenizer).float(), torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 2:
-                    parameter.normal_(0, 0.1, generator=generator)
-        model.save_pretrained(folder / str(size))
-        tokenizer.save_pretrained(folder / str(size))
-        found[size] = folder / f"{size}.gguf"
-        export_gguf(folder / str(size), found[size], "f32")
+        tiny.build_model(folder / str(size), layers=2, seeds=range(10), width=4 * size)
+        found[size] = export_gguf(folder / str(size), folder / f"{size}.gguf", "f32").path
     return found
 
 
@@ -67,6 +58,11 @@ def usual(files: dict[int, Path]) -> Seen:
     return Seen(files[32])
 
 
+@pytest.fixture(scope="module")
+def flash(files: dict[int, Path]) -> Seen:
+    return Seen(files[32], flash_attn="on")
+
+
 def apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max())
 
@@ -74,9 +70,8 @@ def apart(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("name", ["cache_type_k", "cache_type_v"])
 @pytest.mark.parametrize("kind", [kind for kind in get_args(CacheType) if kind != "f16"])
 def test_the_type_of_the_cache_changes_its_size_and_the_logits(
-    name: str, kind: str, files: dict[int, Path], usual: Seen
+    name: str, kind: str, files: dict[int, Path], usual: Seen, flash: Seen
 ) -> None:
-    flash = Seen(files[32], flash_attn="on")
     found = Seen(files[32], **{name: kind}, flash_attn="on")
     bits = {"f32": 32, "bf16": 16, "q8_0": 8.5, "q5_1": 6, "q5_0": 5.5, "q4_1": 5, "q4_0": 4.5, "iq4_nl": 4.5}[kind]
     values = len(IDS) * 2 * 2 * 32  # of the keys, or of the values: 2 layers of 2 heads
@@ -87,10 +82,9 @@ def test_the_type_of_the_cache_changes_its_size_and_the_logits(
         assert apart(Seen(files[32], cache_type_k=kind).logits, usual.logits) > 1e-3
 
 
-def test_flash_attention_is_off_unless_asked_for(files: dict[int, Path], usual: Seen) -> None:
-    on, automatic = Seen(files[32], flash_attn="on"), Seen(files[32], flash_attn="auto")
-    assert 0 < apart(on.logits, usual.logits) < 0.1
-    assert apart(automatic.logits, on.logits) == 0  # a CPU has it
+def test_flash_attention_is_off_unless_asked_for(files: dict[int, Path], usual: Seen, flash: Seen) -> None:
+    assert 0 < apart(flash.logits, usual.logits) < 0.1
+    assert apart(Seen(files[32], flash_attn="auto").logits, flash.logits) == 0  # a CPU has it
     assert apart(Seen(files[32], flash_attn="off").logits, usual.logits) == 0
 
 
@@ -237,8 +231,6 @@ def test_the_build_names_the_devices_of_llama_cpp() -> None:
     ],
 )
 def test_options_that_contradict_each_other(options: dict[str, Any], words: str) -> None:
-    from distill.recipe import parse_section
-
     with pytest.raises(RecipeError) as caught:
         parse_section(Gguf, {"draft": options})
     assert words in str(caught.value)
@@ -288,17 +280,15 @@ def test_keys_hold_what_changes_results(stage: str, override: str, changes: bool
 def test_check_names_the_build_and_refuses(world: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "gpus", list)
     monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: False)
-    assert tiny.call("check", world / "recipe.yaml") == 0
-    assert "llama.cpp: a CPU-only build" in capsys.readouterr().out
+    recipe = world / "recipe.yaml"
+    assert "llama.cpp: a CPU-only build" in tiny.shown(capsys, "check", recipe)
     for override, words in (
         ("gguf.draft.n_gpu_layers=9", "gguf.draft: n_gpu_layers 9: the installed llama.cpp is built for CPUs alone"),
         ("gguf.target.cache_type_k=q8_0", "gguf.target: cache_type_k q8_0 stores blocks of 32 values"),
     ):
-        assert tiny.call("check", world / "recipe.yaml", override) == 2
-        assert words in capsys.readouterr().err
+        assert words in tiny.refused(capsys, "check", recipe, override)
     unused = ("speedup.backends=[pytorch]", "gguf.draft.ubatch_size=8")
-    assert tiny.call("check", world / "recipe.yaml", *unused) == 2
-    assert "opens no GGUF file of the draft" in capsys.readouterr().err
+    assert "opens no GGUF file of the draft" in tiny.refused(capsys, "check", recipe, *unused)
 
 
 @pytest.fixture
@@ -320,15 +310,15 @@ def test_generate_and_profile_pass_the_options_on(
 ) -> None:
     pair = ("--target", files[32], "--draft", files[32], "--tokens", 4, "--threads", 1)
     options = ("-ctk", "q8_0", "--flash-attn-draft", "on", "-ctvd", "q4_0", "-ub", 32, "-td", 2)
-    assert tiny.call("generate", "def alpha", *pair, *options) == 0
+    tiny.shown(capsys, "generate", "def alpha", *pair, *options)
     assert opened == [
         ("32.gguf", GgufOptions(cache_type_k="q8_0", ubatch_size=32), 1),
         ("32.gguf", GgufOptions(flash_attn="on", cache_type_v="q4_0", threads=2), 1),
     ]
     opened.clear()
-    assert tiny.call("profile", files[32], "--max-tokens", 2, "--repeats", 5, "--threads-batch", 2, "--depths", 8) == 0
+    sizes = ("--max-tokens", 2, "--repeats", 5, "--depths", 8)
+    tiny.shown(capsys, "profile", files[32], *sizes, "--threads-batch", 2)
     assert opened == [("32.gguf", GgufOptions(threads_batch=2), None)]
-    capsys.readouterr()
 
 
 @pytest.mark.usefixtures("never_loaded")
@@ -338,33 +328,23 @@ def test_generate_and_profile_pass_the_options_on(
         (("--n-gpu-layers-draft", 4), "n_gpu_layers 4: the installed llama.cpp"),
         (("--tensor-split", "1,x"), "--tensor-split 1,x: expected numbers separated by commas"),
         (("--cache-type-v", "q8_0"), "target: cache_type_v q8_0 needs flash attention"),
-        (("--cache-type-k", "f8"), "there is no cache_type_k 'f8'"),
         (("--drafter", "lookup", "--ubatch-size-draft", 8), "--draft is not asked by drafter lookup"),
     ],
 )
 def test_generate_refuses(
-    options: tuple[Any, ...],
-    words: str,
-    files: dict[int, Path],
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[Any, ...], words: str, files: dict[int, Path], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "gpus", list)
-    assert tiny.call("generate", "def", "--target", files[32], "--draft", files[32], *options) == 2
-    assert words in capsys.readouterr().err
+    assert words in tiny.refused(capsys, "generate", "def", "--target", files[32], "--draft", files[32], *options)
 
 
 def test_folders_take_no_options_of_llama_cpp(world: Path, capsys: Capture) -> None:
     pair = ("--target", world / "target", "--draft", world / "target")
-    assert tiny.call("generate", "def", *pair, "-ngl", 4) == 2
-    assert "target: n-gpu-layers 4" in capsys.readouterr().err
-    assert tiny.call("profile", world / "target", "--ubatch-size", 8) == 2
-    assert "PyTorch runs" in capsys.readouterr().err
+    assert "target: n-gpu-layers 4" in tiny.refused(capsys, "generate", "def", *pair, "-ngl", 4)
+    assert "PyTorch runs" in tiny.refused(capsys, "profile", world / "target", "--ubatch-size", 8)
 
 
 def test_a_run_records_its_options(copied: Path, opened: list[tuple[str, GgufOptions, int | None]]) -> None:
-    from distill.measuring.speedup import speedup
-
     overrides = ["gguf.target.flash_attn=on", "gguf.draft.ubatch_size=16", "speedup.backends=[gguf]"]
     run = Run(copied, load_recipe(copied / "config.yaml", [*overrides, "speedup.configurations=[]"]))
     for part in copied.glob("speedup/gguf.json"):
@@ -380,9 +360,6 @@ def test_a_run_records_its_options(copied: Path, opened: list[tuple[str, GgufOpt
 
 
 def test_options_of_the_command_line_win_over_those_of_the_recipe(world: Path) -> None:
-    from distill.cli.shared import merged
-    from distill.recipe import parse_section
-
     recipe = tiny_recipe(world, "gguf.target.flash_attn=on", "gguf.target.threads=2", "gguf.draft.ubatch_size=8").gguf
     given = parse_section(Gguf, {"target": {"cache_type_k": "q8_0", "flash_attn": "off"}})
     found = merged(recipe, given)
@@ -393,10 +370,6 @@ def test_options_of_the_command_line_win_over_those_of_the_recipe(world: Path) -
 
 
 def test_a_run_without_gguf_files_takes_no_options(world: Path, capsys: Capture, tmp_path: Path) -> None:
-    run = Run(tmp_path / "tiny", tiny_recipe(world, "speedup.backends=[pytorch]"))
-    run.folder.mkdir()
-    from distill.recipe import dump_recipe
-
-    (run.folder / "config.yaml").write_text(dump_recipe(run.recipe))
-    assert tiny.call("speedup", run.folder, "-ctk", "q8_0") == 2
-    assert "this run measures no GGUF files" in capsys.readouterr().err
+    recipe = tiny_recipe(world, "speedup.backends=[pytorch]")
+    (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
+    assert "this run measures no GGUF files" in tiny.refused(capsys, "speedup", tmp_path, "-ctk", "q8_0")

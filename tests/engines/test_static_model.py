@@ -1,8 +1,14 @@
-"""The model with a cache of fixed size: whatever was extended, kept or rolled back, logits are a fresh prefill's."""
+"""The model with a cache of fixed size: whatever was extended, kept or rolled back, logits are a fresh prefill's.
+
+The everyday tests of compiled steps let torch trace each step into its graph and run that uncompiled; the slow ones
+compile it. On a GPU, rounds give the texts of the CPU, and wait for the device for one transfer alone.
+"""
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,18 +16,26 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_batch import any_calls
+from test_device_rounds import DRAFTS, MODELS
 from test_tree_cache import Mirror, close, prefill
-from toys import toy
-from transformers import MambaConfig, MambaForCausalLM
+from toys import random_prompts, toy
 
+from distill.decoding import device_trees, on_device
+from distill.decoding.decode import Decoded, decode, plain
+from distill.decoding.drafters import Drafter, ModelDrafter
+from distill.decoding.lengths import Fixed
+from distill.decoding.rules import Rules
+from distill.decoding.trees import Shape, TreeDrafter
 from distill.engines.torch import static
-from distill.engines.torch.model import count, fetch, packed, send, unpacked
+from distill.engines.torch.model import TorchModel, count, fetch, packed, send, unpacked
 from distill.engines.torch.static import FIRST_SIZE, StaticTorchModel
-from distill.errors import DataError
+from distill.errors import DataError, RunError
+from distill.sampler import Sampler
 
 torch.set_num_threads(1)
 
 HUGGING_FACE = {kind: toy(kind, seed=3) for kind in ("qwen2", "gemma2")}  # all: test_families.py
+HUGGING_FACE["eager"] = toy("llama", seed=3, attn_implementation="eager")
 
 
 def check(hugging_face: Any, seed: int, steps: int = 14, **options: Any) -> StaticTorchModel:
@@ -39,16 +53,11 @@ def check(hugging_face: Any, seed: int, steps: int = 14, **options: Any) -> Stat
 
 
 @pytest.mark.parametrize("kind", HUGGING_FACE)
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(0, 10**6))
-def test_after_anything_is_a_fresh_prefill(kind: str, seed: int) -> None:
-    check(HUGGING_FACE[kind], seed)
-
-
-@pytest.mark.parametrize("kind", HUGGING_FACE)
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 10**6), st.integers(1, 5))
-def test_rows_after_anything_are_fresh_prefills(kind: str, seed: int, rows: int) -> None:
+def test_after_anything_is_a_fresh_prefill(kind: str, seed: int, rows: int) -> None:
+    """Of one text, and of several rows."""
+    check(HUGGING_FACE[kind], seed)
     any_calls(HUGGING_FACE[kind], rows, random.Random(seed), 10, StaticTorchModel)
 
 
@@ -59,13 +68,6 @@ def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     for seed in range(4):
         check(HUGGING_FACE["qwen2"], seed)
         any_calls(HUGGING_FACE["gemma2"], 3, random.Random(seed), 8, StaticTorchModel)
-
-
-def test_eager_attention_and_trees() -> None:
-    hugging_face = toy("llama", seed=3, attn_implementation="eager")
-    assert hugging_face.config._attn_implementation == "eager"
-    for seed in range(3):
-        assert check(hugging_face, seed).max_leaves > 1000
 
 
 def test_an_overflow_does_not_reach_the_next_text() -> None:
@@ -127,8 +129,7 @@ def test_other_types(kind: torch.dtype, tolerance: float) -> None:
 
 
 def test_models_that_are_refused() -> None:
-    small: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 20}
-    recurrent = MambaForCausalLM(MambaConfig(**small))
+    """test_families.py has those of a recurrent state."""
     mixed = toy("qwen2", seed=3)
     mixed.config.layer_types = ["linear_attention", "full_attention"]
     strange = toy("qwen2", seed=3)
@@ -136,7 +137,6 @@ def test_models_that_are_refused() -> None:
     flexible = toy(seed=3)
     flexible.config._attn_implementation = "flash_attention_2"
     for model, reason in (
-        (recurrent, "recurrent state"),
         (strange, "of_tomorrow"),
         (mixed, "LinearAttentionLayer"),
         (flexible, "flash_attention_2"),
@@ -153,3 +153,164 @@ def test_a_fetch_brings_all_types_at_once() -> None:
             assert got.dtype == expected.dtype and torch.equal(got, expected)
     assert count.fetches == before + 1
     assert torch.equal(send([[1, 2]], torch.device("cpu")), torch.tensor([[1, 2]]))
+
+
+# ── compiled steps: one graph for each number of tokens ──
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The steps' graphs, which must be whole and traced once; the names of those that were made."""
+    made: list[str] = []
+    torch._dynamo.reset()
+    compile_it = torch.compile
+
+    def trace(step: Any, dynamic: bool, mode: str | None) -> Any:
+        made.append(step.__func__.__code__.co_name)
+        assert not dynamic and mode is None  # CUDA graphs are for CUDA
+        return compile_it(step, backend="eager", dynamic=False, fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", trace)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield made
+
+
+def walk(hugging_face: Any, calls: list[list[int]], **options: Any) -> tuple[Mirror, StaticTorchModel]:
+    """A prompt, then these chains, each compared with a fresh prefill."""
+    model = StaticTorchModel(hugging_face, compiled=True, **options)
+    mirror = Mirror(model, lambda text: prefill(hugging_face, text), close)
+    mirror.chain([1, 2, 3])
+    for tokens in calls:
+        mirror.chain(tokens)
+    return mirror, model
+
+
+def test_a_graph_for_each_number_of_tokens(traced: list[str]) -> None:
+    """Any text, any length: nothing is traced twice. Tokens beyond nine are padded, prompts are not traced."""
+    mirror, _ = walk(toy("qwen2", layers=1, seed=3), [[1], [4], [2, 3], [5, 6]])
+    assert traced == ["chain_1", "chain_2"]
+    mirror.tree([1, 2, 3], [-1, -1, 0])
+    mirror.tree([4, 5, 6], [-1, 2, 0])
+    mirror.keep([0, 2, 4])
+    mirror.rollback(4)
+    mirror.chain([7])
+    mirror.chain(list(range(10, 20)))
+    mirror.chain(list(range(20, 33)), want=[12])
+    mirror.chain([5] * 70)
+    mirror.rollback(0)
+    mirror.chain([5, 6, 7])
+    mirror.chain([8])
+    assert traced == ["chain_1", "chain_2", "tree_3", "chain_16"]
+
+
+@pytest.mark.slow
+def test_layers_with_windows_are_traced(traced: list[str]) -> None:
+    mirror, _ = walk(toy("gemma3", seed=3), [[1]])
+    for token in range(8):  # past the window of 6
+        mirror.chain([token])
+    assert traced == ["chain_1"]
+
+
+@pytest.mark.slow
+def test_a_cache_that_doubles_is_traced_again(traced: list[str]) -> None:
+    mirror, model = walk(toy(layers=1, seed=3, max_position_embeddings=400), [[1]], size=1)
+    before = model.size
+    mirror.chain([5] * 150)
+    mirror.chain([2])
+    assert model.size > before and traced == ["chain_1", "chain_1"]
+
+
+def test_what_torch_cannot_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise torch._dynamo.exc.Unsupported("a call that cannot be traced\nand a long trace")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    model = StaticTorchModel(HUGGING_FACE["qwen2"], compiled=True)
+    model.extend([1, 2, 3])
+    with pytest.raises(RunError, match="a step of 1 tokens of this model: a call that cannot be traced") as caught:
+        model.extend([4])
+    assert "leave compile off" in str(caught.value) and model.lengths == [3]
+
+
+def test_cuda_records_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mode that records CUDA graphs is asked for on CUDA alone."""
+    modes: list[str | None] = []
+    monkeypatch.setattr(torch, "compile", lambda step, dynamic, mode: modes.append(mode) or step)
+    step = StaticTorchModel(HUGGING_FACE["qwen2"])._steps._chain
+    for device in ("cuda", "cpu"):
+        static._compiled(step, "chain_1", torch.device(device))
+    assert modes == ["reduce-overhead", None]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3"])
+def test_compiled_steps_after_anything(kind: str) -> None:
+    """Chains of few lengths, trees and roll-backs at random, compiled."""
+    draws = random.Random(2)
+    mirror, model = walk(toy(kind, seed=3), [[1], [2, 3]], size=150)
+    for _ in range(40):
+        choice = draws.random()
+        if mirror.nodes:
+            mirror.keep(mirror.path(draws.randrange(-1, len(mirror.nodes))))
+        elif choice < 0.2 or len(mirror.context) > 140:
+            mirror.rollback(draws.randrange(3, len(mirror.context) + 1))
+        elif choice < 0.4 and model.max_leaves:
+            mirror.tree([draws.randrange(61) for _ in range(4)], [draws.randrange(-1, i) for i in range(4)])
+        else:
+            mirror.chain([draws.randrange(61) for _ in range(draws.choice([1, 1, 2, 5]))])
+
+
+# ── on a GPU ──
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Any wait but those of `fetch` is an error of torch, once `set_sync_debug_mode` says so."""
+    true_fetch = on_device.fetch
+
+    def fetch(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return true_fetch(*tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    for module in (on_device, device_trees):
+        monkeypatch.setattr(module, "fetch", fetch)
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def drafter_of(kind: str, draft: Any, rules: Rules) -> Drafter:
+    if kind == "chain":
+        return ModelDrafter(draft, Fixed(3), rules.sampler, rules.random)
+    shape = None if kind == "best-first" else Shape.of_widths([2, 2])
+    best = rules.sampler.temperature == 0
+    return TreeDrafter(draft, rules.sampler, rules.random, 6, shape=shape, best=best, depth=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("draft_device", "kind"), [("cuda", "chain"), ("cpu", "chain"), ("cuda", "best-first"), ("cuda", "drawn")]
+)
+def test_rounds_wait_once(compiled: bool, temperature: float, draft_device: str, kind: str, strict: None) -> None:
+    target: Any = StaticTorchModel(copy.deepcopy(MODELS["qwen2"]).cuda(), compiled=compiled)
+    draft: Any = StaticTorchModel(copy.deepcopy(DRAFTS["qwen2"]).to(draft_device), compiled=compiled)
+    prompt = random_prompts(1, 61, seed=4)[0]
+    for repeat in range(3):  # graphs are compiled, then recorded, then replayed
+        rules = Rules(Sampler(temperature), "token" if temperature else "greedy", random=random.Random(1).random)
+        result = Decoded()
+        rounds = decode(target, drafter_of(kind, draft, rules), prompt, 24, rules, result)
+        next(rounds)
+        # A chain that a CPU drafted is copied to the target's device, for which CUDA waits.
+        if repeat == 2 and draft_device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        list(rounds)
+        torch.cuda.set_sync_debug_mode("default")
+        if not temperature:
+            assert result.tokens == plain(TorchModel(MODELS["qwen2"]), prompt, 24).tokens
