@@ -73,7 +73,7 @@ class Server:
             good = (sum(prompt) + place) % EVERY
             if self.options.get("--spec-draft-sampling") == "probabilistic":
                 good += 1
-            if self.options.get("--spec-draft-type-k", "f16") == "q4_0" or prompt[0] == 5:
+            if self.options.get("--spec-draft-type-k", "f16") == "q4_0":
                 good //= 3
             accepted = min(most, good)
             if most:
@@ -144,9 +144,7 @@ class Handler(LoopbackHandler):
         state = self.owner
         body = self.body()
         before, behind = TEMPLATES[state.options.get("--chat-template", "chatml")]
-        if self.path == "/tokenize":
-            self.reply(200, {"tokens": [5, *(ord(letter) % 199 for letter in body["content"])]})
-        elif self.path == "/apply-template":
+        if self.path == "/apply-template":
             self.reply(200, {"prompt": before + body["messages"][0]["content"] + behind})
         elif self.path == "/completion":
             with state.lock:

@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import tiny
 from safetensors.torch import load_file, save_file
+from tiny import edit
+from toys import write_gguf
 
 from distill.engines.server_commands import shipped_heads
 
-HEADS = {  # a key of config.json and a tensor, of DeepSeek-V3, Qwen3.5 and MiMo
-    "num_nextn_predict_layers": "model.layers.3.eh_proj.weight",
-    "mtp_num_hidden_layers": "mtp.layers.0.input_layernorm.weight",
-    "num_nextn_predict_layers ": "model.mtp_layers.0.norm.weight",
-}
-
-
-def change(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+HEADS = (  # a key of config.json and a tensor, of DeepSeek-V3, Qwen3.5 and MiMo
+    ("num_nextn_predict_layers", "model.layers.3.eh_proj.weight"),
+    ("mtp_num_hidden_layers", "mtp.layers.0.input_layernorm.weight"),
+    ("num_nextn_predict_layers", "model.mtp_layers.0.norm.weight"),
+)
 
 
 @pytest.fixture
@@ -31,17 +27,17 @@ def target(world: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(world / "target", tmp_path / "models" / "target"))
 
 
-@pytest.mark.parametrize(("key", "tensor"), HEADS.items())
+@pytest.mark.parametrize(("key", "tensor"), HEADS)
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_head_inside_or_lost(target: Path, key: str, tensor: str, nested: bool) -> None:
     assert shipped_heads(str(target)) == []
-    change(target, **({"text_config": {key.strip(): 1}} if nested else {key.strip(): 1}))
+    edit(target / "config.json", **({"text_config": {key: 1}} if nested else {key: 1}))
     (lost, more) = shipped_heads(str(target))
-    assert f"({key.strip()} 1) and holds no tensor of it: this copy lost it" in lost and "choosing.md" in more
+    assert f"({key} 1) and holds no tensor of it: this copy lost it" in lost and "choosing.md" in more
     weights = load_file(target / "model.safetensors")
     save_file(weights | {tensor: weights["model.norm.weight"].clone()}, target / "model.safetensors")
     held, _ = shipped_heads(str(target))
-    assert f'({key.strip()} 1); measure it first: vLLM, --speculative-config \'{{"method": "mtp"' in held
+    assert f'({key} 1); measure it first: vLLM, --speculative-config \'{{"method": "mtp"' in held
     assert "llama-server --spec-type draft-mtp" in held
 
 
@@ -54,9 +50,7 @@ def test_heads_in_folders_beside_it(target: Path) -> None:
         ("plain", "LlamaForCausalLM", width),
     ):
         (target.parent / name).mkdir()
-        (target.parent / name / "config.json").write_text(
-            json.dumps({"architectures": [architecture], "hidden_size": hidden})
-        )
+        edit(target.parent / name / "config.json", architectures=[architecture], hidden_size=hidden)
     (target.parent / "damaged").mkdir()
     (target.parent / "damaged" / "config.json").write_text("{")
     found = shipped_heads(str(target))
@@ -72,8 +66,7 @@ def gguf_file(path: Path, architecture: str, layers: int | None = None, tensor: 
     if layers is not None:
         writer.add_uint32(f"{architecture}.nextn_predict_layers", layers)
     writer.add_tensor(tensor, np.zeros(32, np.float32))
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        step()
+    write_gguf(writer)
     return path
 
 
@@ -91,7 +84,7 @@ def test_heads_of_files(tmp_path: Path) -> None:
 
 
 def test_check_and_plan_say_it(world: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change(target, mtp_num_hidden_layers=1)
+    edit(target / "config.json", mtp_num_hidden_layers=1)
     assert "this copy lost it" in tiny.shown(capsys, "check", world / "recipe.yaml", f"target.model={target}")
     assert "this copy lost it" in tiny.shown(capsys, "check", "--target", target, "--draft", world / "target")
     (tmp_path / "machine.yaml").write_text((tiny.ROOT / "recipes" / "hardware" / "h100.yaml").read_text())

@@ -15,7 +15,7 @@ from tiny import TOKENIZERS, edit, needs_llama
 from tokenizers import Tokenizer, models, processors
 from toys import save_toy, toy, toy_tokenizer
 
-from distill.engines.pairs import PairReport, VocabularyMetadata, compare_pair, require_pair
+from distill.engines.pairs import PairReport, VocabularyMetadata, compare_pair, distill_rule, require_pair
 from distill.engines.torch.described import write_kept
 from distill.errors import DataError, PairError
 from distill.gguf.head import DEFAULTS, PRE_ADDS_BOS, PRE_WITHOUT_BOS
@@ -197,6 +197,18 @@ def test_rules_on_files(name: str, tmp_path: Path) -> None:
     assert fits(compare_pair(draft, target))[:3] == expected
     for file in (target, draft):
         assert Loaded(file).same_as(VocabularyMetadata.read(file))
+
+
+def sentencepiece(tokens: list[str]) -> VocabularyMetadata:
+    return VocabularyMetadata("x", "llama", tokens, 0, 1, False, False, 64, "llama", chat_template=False)
+
+
+def test_spaces_of_added_tokens_are_the_same_in_files_and_folders() -> None:
+    """Converters write ▁▁ of Gemma's folder as two spaces."""
+    folder, file = sentencepiece(["<s>", "</s>", "▁a", "▁▁"]), sentencepiece(["<s>", "</s>", "▁a", "  "])
+    assert distill_rule(folder, file) is None and distill_rule(file, folder) is None
+    other = distill_rule(folder, sentencepiece(["<s>", "</s>", "▁a", "   "]))
+    assert other is not None and "token 3" in other[0]
 
 
 def test_every_difference_is_counted(tmp_path: Path) -> None:

@@ -1,16 +1,13 @@
 """The commands that serve a pair: their options, and what holds them to the programs they are for.
 
-tests/serving/test_real_server.py and test_real_vllm.py give them to real ones. DISTILL_VLLM_SOURCES, the folder that an
-installed vLLM's package lies in, looks for vLLM's in its sources.
+tests/serving/test_real_server.py and test_real_vllm.py give them to real ones.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import os
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +18,6 @@ from distill.engines.server_commands import VLLM, llama_server, option_arguments
 from distill.errors import RecipeError
 from distill.recipe import Gguf, parse_section
 from distill.recipe.measuring import GgufOptions
-
-SOURCES = os.environ.get("DISTILL_VLLM_SOURCES", "")
-# Of vLLM 0.32.0: fields of SpeculativeConfig (vllm/config/speculative.py), and options of `vllm serve`
-# (vllm/engine/arg_utils.py).
-VLLM_FIELDS = {"method", "model", "num_speculative_tokens", "draft_sample_method", "use_heterogeneous_vocab"}
-VLLM_OPTIONS = {"--speculative-config"}
-VLLM_ADVISED = {"--max-model-len", "--max-logprobs"}  # in remedies of `distill check`, and in the documents
 
 
 def options(**roles: Any) -> Gguf:
@@ -69,45 +59,21 @@ def test_a_draft_takes_from_its_target_what_it_has_no_option_for() -> None:
             option_arguments(options(draft=given))
 
 
-def vllm_parts(command: str) -> tuple[set[str], dict[str, Any]]:
-    words = shlex.split(command.replace("\\\n", " "))
-    return {word for word in words if word.startswith("--")}, json.loads(words[words.index("--speculative-config") + 1])
-
-
-@pytest.mark.parametrize("probabilistic", [False, True])
-def test_vllm_gets_options_that_it_has(probabilistic: bool) -> None:
-    named, config = vllm_parts(vllm("org/target's", "draft", 5, probabilistic))
-    assert named <= VLLM_OPTIONS and set(config) <= VLLM_FIELDS and VLLM == "0.32.0"
-    assert config["method"] == "draft_model" and config["num_speculative_tokens"] == 5
-    assert config.get("draft_sample_method") == ("probabilistic" if probabilistic else None)
-
-
-def test_vllm_drafts_for_another_vocabulary_with_best_tokens_alone() -> None:
-    _, config = vllm_parts(vllm("target", "draft", 5, probabilistic=True, same_vocabulary=False))
-    assert config["use_heterogeneous_vocab"] is True and "draft_sample_method" not in config
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SOURCES, reason="DISTILL_VLLM_SOURCES names no installed vLLM")
-def test_vllm_has_them_in_its_sources() -> None:
-    folder = Path(SOURCES) / "vllm"
-    assert f"'{VLLM}" in (folder / "_version.py").read_text(encoding="utf-8")
-    tree = ast.parse((folder / "config" / "speculative.py").read_text(encoding="utf-8"))
-    config = next(
-        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "SpeculativeConfig"
-    )
-    fields = {
-        node.target.id for node in config.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    assert fields >= VLLM_FIELDS and '"draft_model"' in ast.unparse(tree).replace("'", '"')
-    options_there = (folder / "engine" / "arg_utils.py").read_text(encoding="utf-8")
-    assert all(f'"{option}"' in options_there for option in VLLM_OPTIONS | VLLM_ADVISED)
-    metrics = (folder / "v1" / "spec_decode" / "metrics.py").read_text(encoding="utf-8")
-    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"):
-        assert f'"vllm:spec_decode_{name}"' in metrics
-    protocol = (folder / "entrypoints" / "openai" / "completion" / "protocol.py").read_text(encoding="utf-8")
-    for name in ("cache_salt", "return_token_ids", "stream_options", "repetition_penalty"):
-        assert f"    {name}:" in protocol
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        ({"probabilistic": False}, {}),
+        ({"probabilistic": True}, {"draft_sample_method": "probabilistic"}),
+        # For another vocabulary vLLM drafts with best tokens alone.
+        ({"probabilistic": True, "same_vocabulary": False}, {"use_heterogeneous_vocab": True}),
+    ],
+)
+def test_vllm_gets_options_that_it_has(settings: dict[str, bool], more: dict[str, Any]) -> None:
+    """Of vLLM 0.32.0: fields of SpeculativeConfig (vllm/config/speculative.py)."""
+    words = shlex.split(vllm("org/target's", "draft", 5, **settings).replace("\\\n", " "))
+    assert [word for word in words if word.startswith("--")] == ["--speculative-config"] and VLLM == "0.32.0"
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert config == {"method": "draft_model", "model": "draft", "num_speculative_tokens": 5, **more}
 
 
 def test_transformers_takes_the_names_that_are_printed() -> None:

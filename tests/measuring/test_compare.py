@@ -107,14 +107,8 @@ def test_speed_ratio_is_paired() -> None:
 
 
 def test_length_is_chosen_on_even_prompts_and_reported_on_odd_ones() -> None:
-    texts = []
-    for prompt in range(8):
-        even = prompt % 2 == 0
-        texts += [
-            timed(prompt, 0, 10, 1.0),
-            timed(prompt, 2, 10, 0.5 if even else 0.8),
-            timed(prompt, 4, 10, 0.6 if even else 0.1),
-        ]
+    seconds = {0: (1.0, 1.0), 2: (0.5, 0.8), 4: (0.6, 0.1)}  # of even prompts and of odd ones, by length
+    texts = [timed(prompt, n, 10, of[prompt % 2]) for prompt in range(8) for n, of in seconds.items()]
     sweep = [fixed_length(2), fixed_length(4)]
     found = choose_length(texts, sweep)
     assert found.length == 2 and found.speedup == pytest.approx(1.25)
@@ -159,15 +153,18 @@ def test_verdicts_on_texts() -> None:
     assert judged(gap * 1.1) == {THREE.title: Identity(1, 1, 0)}
 
 
+def reordered(logits: Any, shift: Any) -> TorchLogits:
+    """The two best tokens of each row, the second this much above the first or below it."""
+    values = logits.full()
+    best = values.topk(2, -1).indices
+    return TorchLogits(values.scatter(-1, best[:, 1:], values.gather(-1, best[:, :1]) + shift))
+
+
 class Rounded(TableModel):
     """Two best tokens within rounding, ordered by how many tokens are taken at once: what a shorter type may do."""
 
     def extend(self, tokens, *args, **named):  # type: ignore[no-untyped-def]
-        logits = super().extend(tokens, *args, **named).full()
-        best = logits.topk(2, -1).indices
-        top = logits.gather(-1, best[:, :1])
-        shift = 1e-2 if len(tokens) > 1 else -1e-2
-        return TorchLogits(logits.scatter(-1, best[:, 1:], top + shift))
+        return reordered(super().extend(tokens, *args, **named), 1e-2 if len(tokens) > 1 else -1e-2)
 
 
 class Remembering(TableModel):
@@ -180,12 +177,10 @@ class Remembering(TableModel):
     def extend(self, tokens, *args, **named):  # type: ignore[no-untyped-def]
         start = self.lengths[0]
         self.together = self.together[:start] + [len(tokens)] * len(tokens)
-        found = super().extend(tokens, *args, **named).full()
         asked = range(len(tokens)) if named.get("want") is None else named["want"]
         long_ago = [max(self.together[4 : max(start + at - 8, 4)], default=1) > 1 for at in asked]
-        shift = torch.tensor([[1e-2 if together else -1e-2] for together in long_ago], dtype=found.dtype).reshape(-1, 1)
-        best = found.topk(2, -1).indices
-        return TorchLogits(found.scatter(-1, best[:, 1:], found.gather(-1, best[:, :1]) + shift))
+        shift = torch.tensor([1e-2 if together else -1e-2 for together in long_ago]).reshape(-1, 1)
+        return reordered(super().extend(tokens, *args, **named), shift)
 
 
 @pytest.mark.parametrize("kind", [Rounded, Remembering])
@@ -216,9 +211,7 @@ class Reordered(TableModel):
 
     def extend(self, tokens, *args, **named):  # type: ignore[no-untyped-def]
         shift = 1e-2 if self.gaps and self.lengths[0] > 10 else -1e-2
-        found = super().extend(tokens, *args, **named).full()
-        best = found.topk(2, -1).indices
-        return TorchLogits(found.scatter(-1, best[:, 1:], found.gather(-1, best[:, :1]) + shift))
+        return reordered(super().extend(tokens, *args, **named), shift)
 
 
 def test_a_tie_of_the_order_that_trees_leave_is_excused_where_trees_were_drafted() -> None:

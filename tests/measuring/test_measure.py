@@ -131,16 +131,6 @@ def rounds_of(*pairs: tuple[int, int]) -> list[Round]:
     return [Round(10 * i, drafted, accepted, 0.1) for i, (drafted, accepted) in enumerate(pairs)]
 
 
-def test_position_acceptance_by_hand() -> None:
-    rounds = [rounds_of((3, 3), (3, 0), (3, 1)), rounds_of((2, 2), (0, 0)), rounds_of((3, 2))]
-    table = measure.position_acceptance(rounds, 4)
-    # position 1: all but the round that drafted nothing; 2: where 1 stood; 3: not where only two were drafted
-    assert [(r.position, r.drafted, r.accepted) for r in table] == [(1, 5, 4), (2, 4, 3), (3, 2, 1), (4, 0, 0)]
-    assert [r.rate.mean for r in table[:3]] == [4 / 5, 3 / 4, 1 / 2] and math.isnan(table[3].rate.mean)
-    assert all(r.rate.low <= r.rate.mean <= r.rate.high for r in table[:3])
-    assert measure.tokens_per_round(rounds).mean == (4 + 1 + 2 + 3 + 1 + 3) / 6
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
@@ -150,6 +140,7 @@ def test_position_acceptance_by_hand() -> None:
     )
 )
 def test_position_acceptance_by_walking_the_drafts(pairs: list[list[tuple[int, int]]]) -> None:
+    """A position counts where it was drafted and the one before it was accepted."""
     walked = {i: [0, 0] for i in range(1, 7)}
     for drafted, accepted in itertools.chain(*pairs):
         for position in range(1, drafted + 1):
@@ -157,8 +148,14 @@ def test_position_acceptance_by_walking_the_drafts(pairs: list[list[tuple[int, i
             if position > accepted:
                 break
             walked[position][1] += 1
-    table = measure.position_acceptance([rounds_of(*own) for own in pairs], 6)
+    rounds = [rounds_of(*own) for own in pairs]
+    table = measure.position_acceptance(rounds, 6)
     assert {r.position: [r.drafted, r.accepted] for r in table} == walked
+    for row in table:
+        assert row.rate.mean == pytest.approx(row.accepted / row.drafted if row.drafted else math.nan, nan_ok=True)
+        assert not row.drafted or row.rate.low <= row.rate.mean <= row.rate.high
+    tokens = [accepted + 1 for _, accepted in itertools.chain(*pairs)] or [math.nan]
+    assert measure.tokens_per_round(rounds).mean == pytest.approx(numpy.mean(tokens), nan_ok=True)
 
 
 def test_interval_covers_the_mean_about_as_often_as_it_says() -> None:

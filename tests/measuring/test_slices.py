@@ -12,17 +12,7 @@ import tiny
 import torch
 
 from distill.data.packing import pack, scored_documents
-from distill.measuring.slices import (
-    LOOP,
-    METRICS,
-    NEW,
-    SEEN,
-    SlicedValues,
-    depth_label,
-    repetition,
-    slice_labels,
-    token_kinds,
-)
+from distill.measuring import slices
 
 
 def labels(text: str, slice_name: str) -> list[tuple[str, str]]:
@@ -30,7 +20,7 @@ def labels(text: str, slice_name: str) -> list[tuple[str, str]]:
     pieces = text.split("|")
     ids = [sorted({*pieces}).index(piece) for piece in pieces]
     known = dict(zip(ids, pieces, strict=True))
-    found = slice_labels(ids, lambda token: known[token].encode(), [])
+    found = slices.slice_labels(ids, lambda token: known[token].encode(), [])
     return [*zip(pieces, found[slice_name], strict=True)]
 
 
@@ -41,7 +31,7 @@ def test_kinds_of_tokens() -> None:
         "x": "inner", " Ünï": "first",
         "<end>": "end",
     }  # fmt: skip
-    found = token_kinds([*expected], [token == "<end>" for token in expected])
+    found = slices.token_kinds([*expected], [token == "<end>" for token in expected])
     assert [kind.split()[0].removesuffix("uation").removesuffix("space") for kind in found] == [*expected.values()]
 
 
@@ -64,7 +54,7 @@ def test_parts_of_a_reply() -> None:
     [(0, "0 to 63"), (63, "0 to 63"), (64, "64 to 127"), (127, "64 to 127"), (4096, "4096 to 8191")],
 )
 def test_depths(place: int, label: str) -> None:
-    assert depth_label(place) == label
+    assert slices.depth_label(place) == label
 
 
 def loops(text: list[int]) -> bool:
@@ -81,16 +71,10 @@ def test_repetition_follows_its_definition(seed: int) -> None:
     draws = random.Random(seed)
     ids = [draws.randrange(3) for _ in range(draws.randrange(1, 40))]
     ids += [draws.randrange(9) for _ in range(draws.randrange(1, 5))] * draws.randrange(1, 9)
-    for place, label in enumerate(repetition(ids)):
+    for place, label in enumerate(slices.repetition(ids)):
         before = [ids[at : at + 3] for at in range(place - 2)]
-        expected = LOOP if loops(ids[: place + 1]) else SEEN if ids[max(0, place - 2) : place + 1] in before else NEW
-        assert label == expected, place
-
-
-def test_a_loop_is_seen() -> None:
-    assert repetition([1, 2, 3, 4, 5, 6, 7]) == [NEW] * 7
-    assert repetition([5] * 9) == [NEW] * 3 + [SEEN] * 3 + [LOOP] * 3
-    assert repetition([1, 2, 3, 9, 1, 2, 3, 8]) == [NEW] * 6 + [SEEN, NEW]
+        kind = "LOOP" if loops(ids[: place + 1]) else "SEEN" if ids[max(0, place - 2) : place + 1] in before else "NEW"
+        assert label == getattr(slices, kind), place
 
 
 def test_sums_are_those_of_every_position() -> None:
@@ -99,15 +83,15 @@ def test_sums_are_those_of_every_position() -> None:
     pieces = ["a", " b", "1", "\n", ".", "c"]
     texts = [draws.integers(0, 6, size).tolist() for size in (30, 50, 90)]
     blocks = pack([(text, first) for text, first in zip(texts, (5, 1, 40), strict=True)], 90, True)
-    sliced = SlicedValues.of(blocks, lambda token: pieces[token].encode(), [5])
+    sliced = slices.SlicedValues.of(blocks, lambda token: pieces[token].encode(), [5])
     values, expected = [], dict[tuple[str, str], list[tuple[int, float]]]()
     for block, document, here in scored_documents(blocks):
         own = (blocks.documents[block] == document).nonzero()[:, 0].tolist()
         number = blocks.number(block, document)
         ids = blocks.ids[block][own].tolist()
-        names = slice_labels(ids, lambda token: pieces[token].encode(), [5])
+        names = slices.slice_labels(ids, lambda token: pieces[token].encode(), [5])
         places = here.nonzero()[:, 0].tolist()
-        least, most = torch.from_numpy(draws.random((2, len(places), len(METRICS))))
+        least, most = torch.from_numpy(draws.random((2, len(places), len(slices.METRICS))))
         for cut in (slice(0, 7), slice(7, None)):
             values.append(("draft", number, least[cut], most[cut], 0))
         for row, place in enumerate(places):
@@ -129,8 +113,8 @@ def test_sums_are_those_of_every_position() -> None:
 
 def test_rare_labels_are_joined() -> None:
     blocks = pack([([0] * 300 + [1, 2], 1)], 400, False)
-    sliced = SlicedValues.of(blocks, lambda token: [b"a", b"1", b"."][token], [])
-    values = torch.arange(301, dtype=torch.float64)[:, None].expand(-1, len(METRICS))
+    sliced = slices.SlicedValues.of(blocks, lambda token: [b"a", b"1", b"."][token], [])
+    values = torch.arange(301, dtype=torch.float64)[:, None].expand(-1, len(slices.METRICS))
     [*sliced.watch([("draft", 0, values, values, 0)])]
     found = {one.label: one for one in sliced.results("acceptance_greedy") if one.slice == "token"}
     assert found["other"].tokens == 2 and found["other"].acceptance["draft"].mean == pytest.approx(299.5)

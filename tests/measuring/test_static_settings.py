@@ -52,8 +52,6 @@ def test_the_size_comes_from_the_request(folders: Path) -> None:
 
 def test_options_and_keys_that_do_not_go_together(world: Path, folders: Path, tmp_path: Path, capsys: Capture) -> None:
     pair = ("generate", "def f(", "--target", folders / "target", "--draft", folders / "draft", "--tokens", 5)
-    assert "set static, too" in tiny.refused(capsys, *pair, "--compile")
-    assert "device `nowhere` cannot be used" in tiny.refused(capsys, *pair, "--draft-device", "nowhere")
     assert tiny.shown(capsys, *pair, "--static").startswith("def f(")
     with pytest.raises(RecipeError, match=r"settings of PyTorch"):
         load_pair(Target(model="a.gguf"), pytorch=STATIC)
@@ -72,9 +70,3 @@ def test_check_refuses_a_target_that_cannot(world: Path, tmp_path: Path, capsys:
     with pytest.raises(DataError, match=r"local cannot decode with a static cache: .*of the kind global"):
         check_static(load_recipe(world / "recipe.yaml", static))
     assert tiny.call("check", world / "recipe.yaml", "pytorch.static=true") == 0
-
-
-def test_tables_say_how_a_pair_decodes() -> None:
-    assert PyTorch().suffix == "" and STATIC.suffix == ", static cache"
-    assert PyTorch(draft_weights="int4").suffix == ", draft in int4"
-    assert PyTorch(static=True, compile=True, draft_device="cpu").suffix == ", static cache, compiled, draft on cpu"

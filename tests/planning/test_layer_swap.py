@@ -17,29 +17,12 @@ def described(**figures: float) -> Hardware:
     return Hardware.model_validate({"name": "a box"} | {k: {"value": v, "source": "made up"} for k, v in sizes.items()})
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.4, 2.0, 30.0])
-@pytest.mark.parametrize(("transfer", "compute"), [(1.0, 0.1), (1.0, 0.9), (1.0, 1.0), (0.3, 1.0), (2.0, 0.5)])
-def test_a_chain_of_equal_streamed_layers_has_a_closed_form(transfer: float, compute: float, pause: float) -> None:
-    """Bound by products: L·c + d. Bound by the link: L·t, and what a pause leaves it idle, as two layers at most come
-    ahead: d + 2c − 2t."""
-    layers = 12
-    expected = layers * compute + pause
-    if transfer > compute:
-        expected = layers * transfer + max(0.0, pause + 2 * compute - 2 * transfer)
-    assert cycle_seconds([compute] * layers, [transfer] * layers, pause) == pytest.approx(expected, rel=1e-9)
-
-
 def by_events(compute: Sequence[float], transfer: Sequence[float], pause: float, steps: int) -> list[float]:
     """When each step ends, from a queue of events: two workers, the link and the processor, and two buffers."""
     streamed = [layer for layer, seconds in enumerate(transfer) if seconds]
     queue: list[tuple[float, int, str]] = [(pause, 0, "may compute")]
-    order, loaded, freed, link_busy, ends = (
-        0,
-        0,
-        2,
-        False,
-        [],
-    )  # layers sent, arrived; buffers that may be filled so far
+    order, loaded, freed, link_busy = 0, 0, 2, False  # layers sent, arrived; buffers that may be filled so far
+    ends: list[float] = []
     layer, step, waiting = 0, 0, False
     number = 1
 
@@ -74,12 +57,15 @@ def by_events(compute: Sequence[float], transfer: Sequence[float], pause: float,
     return ends
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(20))
 def test_any_chain_agrees_with_a_queue_of_events(seed: int) -> None:
+    """Every fifth of equal layers, which are all streamed."""
     draws = random.Random(seed)
-    layers = draws.randint(2, 9)
+    layers = draws.randint(2, 12)
     compute = [draws.uniform(0.1, 1.0) for _ in range(layers)]
     transfer = [draws.choice([0.0, draws.uniform(0.1, 2.0)]) for _ in range(layers)]
+    if seed % 5 == 0:
+        compute, transfer = [compute[0]] * layers, [draws.uniform(0.1, 2.0)] * layers
     pause = draws.choice([0.0, draws.uniform(0.0, 5.0)])
     ends = by_events(compute, transfer, pause, 64)
     assert cycle_seconds(compute, transfer, pause) == pytest.approx((ends[63] - ends[31]) / 32, rel=1e-9)

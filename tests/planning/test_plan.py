@@ -63,23 +63,18 @@ def test_break_even_has_its_closed_form() -> None:
     assert math.isinf(case.needed(case.timings[0], 1, 1.5))
 
 
-def test_the_largest_cost_of_a_draft_step_is_just_as_fast_as_plain_decoding() -> None:
-    for rates in ([0.4], [0.9, 0.3], [1.0]):
-        found = next(one for one in forecast(straight(0.05, 0.25), {"x": rates}).scenarios if one.title == "x")
-        again = straight(0.05, found.largest_cost)
-        best = max(again.speedup(again.timings[0], n, rates) for n in LENGTHS)
-        assert best == pytest.approx(1.0)
-
-
-def test_prompts_that_both_models_read_are_paid() -> None:
+@pytest.mark.parametrize("rates", [[0.4], [0.9, 0.3], [1.0], [0.5]])
+@pytest.mark.parametrize("prompt", [0, 40])
+def test_the_largest_cost_of_a_draft_step_is_just_as_fast_as_plain_decoding(rates: list[float], prompt: int) -> None:
+    """With a prompt that both models read, too, which is then paid for."""
     case = straight(0.0, 0.1)
     costs = replace(case.timings[0], target_prompt=0.3, draft_prompt=0.2)
-    long = replace(case, timings=[costs], prompt=40, new=21)
-    plain, rounds = 40 * 0.3 + 20 * 3.0, 20 / 1.5
-    assert long.speedup(costs, 1, [0.5]) == pytest.approx(plain / (40 * 0.5 + rounds * 3.3))
-    largest = 3 * long.largest_cost(costs, [0.5])
+    case = replace(case, timings=[costs], prompt=prompt, new=21)
+    plain, rounds = prompt * 0.3 + 20 * 3.0, 20 / (1 + rates[0])
+    assert case.speedup(costs, 1, rates) == pytest.approx(plain / (prompt * 0.5 + rounds * 3.3))
+    largest = 3 * case.largest_cost(costs, rates)
     expensive = replace(costs, by_argmax=DraftSteps(largest, largest, largest))
-    assert max(long.speedup(expensive, n, [0.5]) for n in LENGTHS) == pytest.approx(1.0)
+    assert max(case.speedup(expensive, n, rates) for n in LENGTHS) == pytest.approx(1.0)
 
 
 def test_verdicts() -> None:
@@ -128,13 +123,11 @@ MACHINE = {
 def test_estimated_steps_are_bound_by_bytes_then_by_products() -> None:
     hardware = Hardware.model_validate(MACHINE)
     work = StepWork(2, 1e9, 4e9, 0.0, 1.0, 1e6, 8e9)
-    assert work.seconds(1, 1000, hardware) == pytest.approx((4e9 + 1e9) / 100e9 + 1e-3)
-    assert work.seconds(16, 1000, hardware) == pytest.approx(2 * 16 * 8e9 / 2e12 + 1e-3)
-    figures = {
-        key: {"value": value, "source": "made up"} for key, value in {"overlap": 0.5, "layer_overhead_ms": 3}.items()
-    }
-    half = Hardware.model_validate(MACHINE | figures)  # of the shorter is hidden by the longer
-    read, computed = 5e9 / 100e9, 16 * 2 * 8e9 / 2e12
+    read, computed = (4e9 + 1e9) / 100e9, 16 * 2 * 8e9 / 2e12
+    assert work.seconds(1, 1000, hardware) == pytest.approx(read + 1e-3)
+    assert work.seconds(16, 1000, hardware) == pytest.approx(computed + 1e-3)
+    more = {key: {"value": value, "source": "made up"} for key, value in (("overlap", 0.5), ("layer_overhead_ms", 3))}
+    half = Hardware.model_validate(MACHINE | more)  # of the shorter is hidden by the longer
     assert work.seconds(16, 1000, half) == pytest.approx(computed + read / 2 + 1e-3 + 2 * 3e-3)
 
 
@@ -208,13 +201,9 @@ def test_a_latent_attention_caches_its_latents() -> None:
 def test_latents_of_a_gguf_file(heads: int, numbers: int, tmp_path: Path) -> None:
     """With one cached head keys and values are the same numbers; files of before cache all heads."""
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "deepseek2")
-    writer.add_block_count(2)
-    writer.add_embedding_length(16)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(heads)
-    writer.add_key_length(576)
-    writer.add_value_length(512)
-    writer.add_kv_lora_rank(512)
+    sizes = {"block_count": 2, "embedding_length": 16, "head_count": 4, "head_count_kv": heads}
+    for name, size in (sizes | {"key_length": 576, "value_length": 512, "kv_lora_rank": 512}).items():
+        getattr(writer, f"add_{name}")(size)
     writer.add_tensor("token_embd.weight", numpy.zeros((50, 16), numpy.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -281,22 +270,17 @@ def test_saved_curves(tmp_path: Path, capsys: Capture) -> None:
     # After a round that was accepted whole, the draft's first step reads two tokens.
     assert mine["speedups"][1]["mean"] == pytest.approx(2.0 * (1 + 0.8 + 0.4) / (2.4 + 0.4 + 0.4 * 0.1))
     assert found["settings"][0].startswith("GGML_BATCH_COSTS=1,0.55,")
-    rows = list(
-        csv.DictReader(
-            io.StringIO(tiny.shown(capsys, "plan", "--target-curve", target, "--draft-cost", "0.1", "-o", "csv"))
-        )
-    )
-    tables = [row["table"] for row in rows]
-    assert len(rows) == len(RATES) + 1 + 2 and len({*tables}) == 2 and float(rows[0]["n = 1"]) > 0
-    assert rows[0]["n = 1, low"] == ""
+    shown = tiny.shown(capsys, "plan", "--target-curve", target, "--draft-cost", "0.1", "-o", "csv")
+    rows = list(csv.DictReader(io.StringIO(shown)))
+    assert len(rows) == len(RATES) + 1 + 2 and len({row["table"] for row in rows}) == 2
+    assert float(rows[0]["n = 1"]) > 0 and rows[0]["n = 1, low"] == ""
 
 
 def test_a_log_of_llama_batched_bench(tmp_path: Path, capsys: Capture) -> None:
     lines = [json.dumps({"pp": 64, "tg": 32, "pl": m, "t_tg": 0.9 + 0.1 * m}) for m in (1, 2, 3)]
     (tmp_path / "log").write_text("\n".join(lines))
-    said = tiny.shown(
-        capsys, "plan", "--batched-bench", tmp_path / "log", "--acceptance", "0.9", "--draft-cost", "0.05"
-    )
+    log = ("--batched-bench", tmp_path / "log")
+    said = tiny.shown(capsys, "plan", *log, "--acceptance", "0.9", "--draft-cost", "0.05")
     assert "--spec-draft-n-max 2" in said and f"at most {3 / 1.3:.2f}× (2 drafted)" in said
 
 
@@ -328,21 +312,15 @@ def test_a_pair_and_its_estimate(world: Path, tmp_path: Path, capsys: Capture) -
 
 def test_a_recipe(world: Path, capsys: Capture) -> None:
     """Its draft has the shape of the cut; by every backend that it asks for."""
-    changes = ("speedup.backends=[pytorch]", "speedup.new_tokens=8")
-    recipe = load_recipe(world / "recipe.yaml", changes)
+    recipe = load_recipe(world / "recipe.yaml")
     config = planned_config(recipe)
     assert (config.num_hidden_layers, config.intermediate_size, config.hidden_size) == (2, 64, 64)
     assert len(config.layer_types) == 2
-    (one,) = planned(capsys, world / "recipe.yaml", *changes, "--lengths", "1,2")["forecasts"]
-    assert one["title"] == "this machine, measured, pytorch" and one["prompt"] == 16 and one["new"] == 8
-    assert one["draft_cost"] > 0 and one["scenarios"][0]["layers"] is not None
-    assert tiny.call("plan", world / "recipe.yaml", "speedup.new_tokens=8", "--lengths", "1,2") == 0
-    shown = capsys.readouterr()
-    first, second = (
-        f"this machine, measured, {backend}" for backend in load_recipe(world / "recipe.yaml").speedup.backends
-    )
-    assert f"{first}:\n" in shown.err and f"{second}:\n" not in shown.err  # the last one follows in the table
-    assert f"**{first}**" in shown.out and f"**{second}**" in shown.out
+    found = planned(capsys, world / "recipe.yaml", "speedup.new_tokens=8", "--lengths", "1,2")["forecasts"]
+    assert [one["title"] for one in found] == [f"this machine, measured, {name}" for name in recipe.speedup.backends]
+    for one in found:
+        assert (one["prompt"], one["new"]) == (16, 8) and one["draft_cost"] > 0
+        assert one["scenarios"][0]["layers"] is not None
 
 
 def test_a_verdict_is_told_before_the_next_engine_is_measured(world: Path, capsys: Capture, monkeypatch: Patch) -> None:
@@ -355,7 +333,9 @@ def test_a_verdict_is_told_before_the_next_engine_is_measured(world: Path, capsy
 
     monkeypatch.setattr("distill.planning.cases.measured_cases", measured)
     assert tiny.call("plan", world / "recipe.yaml") == 0
-    assert "one:\n" not in told[0] and "one:\n" in told[1] and "two:\n" not in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "one:\n" not in told[0] and "one:\n" in told[1] and "two:\n" not in shown.err  # the last one is in the table
+    assert "**one**" in shown.out and "**two**" in shown.out
 
 
 def test_hours_and_disk_of_the_run(world: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -366,12 +346,10 @@ def test_hours_and_disk_of_the_run(world: Path, tmp_path: Path, capsys: Capture)
     stages = {one["stage"]: one for one in found["run"]}
     assert found["run_on"] == "a box" and [*stages] == ["answers", "teacher", "train"]
     recipe = load_recipe(world / "recipe.yaml")
-    models = [
-        AutoModelForCausalLM.from_config(one) for one in (load_config(recipe.target.model), planned_config(recipe))
-    ]
+    configs = (load_config(recipe.target.model), planned_config(recipe))
+    models = [AutoModelForCausalLM.from_config(one) for one in configs]
     big, small = (sum(one.numel() for one in model.parameters()) for model in models)
     cached = 2 * 3 * 2 * 16 * 2  # bytes: keys and values of 3 layers, 2 heads of 16, in 16 bits
-    assert models[0].config.num_hidden_layers == 3 and models[0].config.num_key_value_heads * 16 == 32
 
     def forward(parameters: int, tokens: int, depth: int) -> float:
         return max((4 * parameters + depth * cached) / 100e9, 2 * tokens * parameters / 2e12) + 1e-3
@@ -387,9 +365,8 @@ def test_hours_and_disk_of_the_run(world: Path, tmp_path: Path, capsys: Capture)
     changes = ("teacher.kind=online", "answers.writer={gguf: x.gguf}")
     other = {one.stage: one for one in hours(load_recipe(world / "recipe.yaml", changes), tmp_path)}
     assert other["answers"].low is other["teacher"].high is None and "gguf" not in other["teacher"].note
-    assert "| answers | 288 |  | – | written by the file or servers" in document(
-        plan_blocks(SpeedupPlan("x", {}, [], run=[*other.values()], run_on="a box"))
-    )
+    shown = document(plan_blocks(SpeedupPlan("x", {}, [], run=[*other.values()], run_on="a box")))
+    assert "| answers | 288 |  | – | written by the file or servers" in shown
     assert other["train"].low == pytest.approx(stages["train"]["low"] + 8 * forward(big, 4 * 64, 0))
     exact = hours(load_recipe(world / "recipe.yaml", ["teacher.kind=exact"]), tmp_path)[-1]
     rows, hidden = models[0].lm_head.weight.shape

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from distill.data.packing import pack
 from distill.errors import DataError, RecipeError
 from distill.gguf.families import orders
+from distill.surgery.cutter import scored_logits
 from distill.surgery.layers import (
     FAMILIES,
     block_influence,
@@ -348,3 +349,21 @@ def test_cuts_that_cannot_be(kind: str) -> None:
         with pytest.raises(DataError, match="`gpt_neox` is not supported") as raised:
             act()
         assert "Qwen/Qwen3-0.6B" in raised.value.hint and ", ".join(FAMILIES) in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("granite", {"logits_scaling": 3.0}),
+        ("cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+        ("gemma2", {"query_pre_attn_scalar": 8, "final_logit_softcapping": 4.0, "tie_word_embeddings": True}),
+        ("llama", {}),
+    ],
+)
+def test_logits_of_a_cut_are_the_models_own(kind: str, settings: dict[str, Any]) -> None:
+    model = toy(kind, vocabulary=61, **settings)
+    ids = [1 + 7 * place % 59 for place in range(12)]
+    with torch.no_grad():
+        found = scored_logits(model, pack([(ids, 4)], 12, split_long=False))
+        own = model(input_ids=torch.tensor([ids])).logits[0, 3:-1]
+    assert torch.allclose(found, own, atol=1e-4)

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from test_vocabulary import byte_level, save, sentencepiece, shared
+from test_vocabulary import byte_level, save, sentencepiece
 from tokenizers import Tokenizer
 from toys import KINDS, toy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -44,7 +44,7 @@ TURNS = ["<|im_start|>", "<|im_end|>", "<end>"]
 
 @cache
 def vocabulary(name: str) -> Vocabulary:
-    return Vocabulary.read(shared(name))
+    return Vocabulary.read(tiny.real_tokenizer(name))
 
 
 def bytes_folder(folder: Path) -> Path:

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import tokenizer_kinds
+from tiny import Capture
 from tokenizer_kinds import KINDS, TEXTS, byte_level, save, sentencepiece, with_bos
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from distill.data.chat_template import ChatTemplate
 from distill.data.packing import pack
+from distill.engines.loaded import encode_prompt
 from distill.engines.pairs import VocabularyMetadata
 from distill.engines.torch.hugging_face import encode, encode_text, load_tokenizer
 from distill.errors import DataError
 from distill.folders import copy_tokenizer
 from distill.gguf.tokenizer import read_tokenizer
 from distill.recipe import Chat
+from distill.surgery.subtokens import check_transplant
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.files import opening_of
 from distill.vocabulary.vocabulary import Vocabulary
 
-SHARED = Path(os.environ.get("DISTILL_SHARED", tiny.ROOT.parent / "shared")) / "tokenizers"
 CLASSES = ("LlamaTokenizer", "Qwen2TokenizerFast", "GPT2Tokenizer", "GemmaTokenizer", "NoSuchTokenizer", None)
-Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -53,19 +54,14 @@ def test_tokenizer_json_decides(kind: str, tmp_path: Path) -> None:
             same_ids(load_tokenizer(str(copy)), folder)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt-2",
-        "llama-2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-llm", "llama-3", "qwen2.5")),
-    ],
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-llm", "llama-3", "qwen2.5")]
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "llama-2", *SLOW])
 def test_real_tokenizers_decide(name: str, tmp_path: Path) -> None:
-    if not (SHARED / name).is_dir():
-        pytest.skip(f"no tokenizer {name} in {SHARED}; set DISTILL_SHARED")
-    tokenizer = Tokenizer.from_file(str(SHARED / name / "tokenizer.json"))
-    stated = json.loads((SHARED / name / "tokenizer_config.json").read_text())
+    source = tiny.real_tokenizer(name)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    stated = json.loads((source / "tokenizer_config.json").read_text())
     for place, named in enumerate((stated["tokenizer_class"], "LlamaTokenizer", "Qwen2Tokenizer")):
         folder = save(tokenizer, tmp_path / str(place), **{**stated, "tokenizer_class": named})
         same_ids(load_tokenizer(str(folder)), folder)
@@ -107,6 +103,15 @@ def test_bytes_of_every_kind(kind: str, tmp_path: Path) -> None:
         "bos": "<s>",
         "eos": "<end>",
     }
+
+
+def test_special_tokens_in_a_prompt_are_read_alike(gguf_toys: tuple[Path, Path]) -> None:
+    file = gguf_toys[0]
+    folder = file.with_suffix("")
+    tokenizer = load_tokenizer(str(folder))
+    text = f"one {tokenizer.eos_token} two"
+    ids = encode_prompt(str(file), text)
+    assert tokenizer.eos_token_id in ids and ids == encode_prompt(str(folder), text) == encode(tokenizer, text)
 
 
 # ── bos ──
@@ -166,8 +171,6 @@ def test_every_part_of_a_long_text_begins_with_bos() -> None:
 @pytest.fixture(scope="module")
 def rowless(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The world's target with two added tokens that its matrix has no rows for."""
-    import shutil
-
     folder = tmp_path_factory.mktemp("rowless") / "target"
     shutil.copytree(world / "target", folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -199,30 +202,30 @@ def test_tokens_without_a_row_are_refused(
     command: str, rowless: Path, world: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "text.txt").write_text(tokenizer_kinds.TEXT * 40)
-    places = {
-        "RECIPE": world / "recipe.yaml",
-        "TARGET": f"target.model={rowless}",
-        "BAD": rowless,
-        "GOOD": world / "target",
-        "TEXT": tmp_path / "text.txt",
-        "RUNS": tmp_path / "runs",
-    }
+    places = {"RECIPE": world / "recipe.yaml", "TARGET": f"target.model={rowless}"}
+    places |= {"BAD": rowless, "GOOD": world / "target", "TEXT": tmp_path / "text.txt", "RUNS": tmp_path / "runs"}
     said = tiny.refused(capsys, *(places.get(word, word) for word in COMMANDS[command]))
     assert "have no row in the model" in said and "'<observation>' (" in said and "'<extra>' (" in said
     assert not (tmp_path / "runs").exists() or not [*(tmp_path / "runs").rglob("*.safetensors")]
 
 
-def test_markers_of_images_are_read_as_text(tmp_path: Path) -> None:
-    """Gemma 3's text models keep the marker of an image, which has no row."""
+def test_special_tokens_behind_the_rows_are_left_out(world: Path, tmp_path: Path) -> None:
+    """Gemma 3's text models keep the marker of an image, which has no row: it is text, in exports and transplants too.
+    A token that texts hold is no such token."""
     tokenizer = byte_level("gpt-2")
-    rows = tokenizer.get_vocab_size()
-    tokenizer.add_special_tokens(["<image_soft_token>"])
-    folder = save(tokenizer, tmp_path, rows=rows, image_token="<image_soft_token>")
-    found, vocabulary = load_tokenizer(str(folder)), Vocabulary.read(folder)
-    ids = encode(found, "a <image_soft_token>")
-    assert max(ids) < rows and vocabulary.size == rows and vocabulary.text_bytes(ids) == b"a <image_soft_token>"
-    assert VocabularyMetadata.read(str(folder)).rowless == ("<image_soft_token>",)
+    rows, marker = tokenizer.get_vocab_size(), "<image_soft_token>"
+    tokenizer.add_special_tokens([marker])
+    folder = save(tokenizer, tmp_path / "marked", rows=rows, image_token=marker)
+    ids, vocabulary = encode(load_tokenizer(str(folder)), f"a {marker}"), Vocabulary.read(folder)
+    assert max(ids) < rows and vocabulary.size == rows and vocabulary.text_bytes(ids) == f"a {marker}".encode()
+    assert VocabularyMetadata.read(str(folder)).rowless == (marker,)
+    exported = read_tokenizer(folder, rows)
+    assert len(exported.tokens) == rows and marker not in exported.tokens
+    plan = check_transplant(world / "target", folder)
+    assert plan.rows == plan.target.size == rows
     plain = byte_level("gpt-2")
     plain.add_tokens(["<image>"])
-    with pytest.raises(DataError, match="'<image>'"):
-        load_tokenizer(str(save(plain, tmp_path / "plain", rows=rows)))
+    folder = save(plain, tmp_path / "plain", rows=rows)
+    for read in (lambda: load_tokenizer(str(folder)), lambda: check_transplant(world / "target", folder)):
+        with pytest.raises(DataError, match=r"no row in the model, .*'<image>'"):
+            read()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,33 +11,35 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import real_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from distill.errors import DataError
 from distill.vocabulary.vocabulary import BYTE_MAP, NEVER_IN_UTF8, Vocabulary, from_mapped, to_mapped
 
-ROOT = Path(__file__).resolve().parents[2]
-SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared")) / "tokenizers"
-# Each kind once; the others take a second or two of reading each.
-REAL = [
-    "gpt-2",
-    "llama-2",
-    "qwen2.5",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-llm", "llama-3")),
-]
+ROLES: dict[str, dict[str, str]] = {  # each kind once; the others take a second or two of reading each
+    "gpt-2": {"bos": "<|endoftext|>", "eos": "<|endoftext|>"},
+    "llama-2": {"bos": "<s>", "eos": "</s>", "unk": "<unk>"},
+    "qwen2.5": {},
+    "deepseek-llm": {},
+    "llama-3": {
+        "bos": "<|begin_of_text|>",
+        "eos": "<|end_of_text|>",
+        "turn_end": "<|eot_id|>",
+        "turn_start": "<|start_header_id|>",
+        "header_end": "<|end_header_id|>",
+    },
+}
+SLOW = ("deepseek-llm", "llama-3")
+REAL = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in ROLES]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\t▁ÿĠ'0aZ日🙂"), max_size=60)
-
-
-def shared(name: str) -> Path:
-    if not (SHARED / name).is_dir():
-        pytest.skip(f"no tokenizer {name} in {SHARED}; set DISTILL_SHARED")
-    return SHARED / name
 
 
 @cache
 def loaded(name: str) -> tuple[Vocabulary, Tokenizer]:
-    return Vocabulary.read(shared(name)), Tokenizer.from_file(str(shared(name) / "tokenizer.json"))
+    folder = real_tokenizer(name)
+    return Vocabulary.read(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def as_normalised(tokenizer: Tokenizer, family: str, text: str) -> bytes:
@@ -61,8 +62,19 @@ def save(tokenizer: Tokenizer, folder: Path, **config: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_tokens_say_the_text(name: str) -> None:
+def test_real_vocabularies(name: str) -> None:
     vocabulary, tokenizer = loaded(name)
+    assert vocabulary.size == tokenizer.get_vocab_size() and None not in vocabulary.bytes_of
+    assert vocabulary.missing_bytes == [] and len(vocabulary.byte_ids) == 256
+    assert all(vocabulary.bytes_of[number] == bytes([byte]) for byte, number in vocabulary.byte_ids.items())
+    assert set(vocabulary.kinds) <= {"normal", "special", "byte", "added"}
+    roles = {role: vocabulary.tokens[number] for role, number in vocabulary.roles.items()}
+    if name == "qwen2.5":
+        assert roles["eos"] == roles["pad"] and roles["turn_end"] == "<|im_end|>"
+    elif ROLES[name]:
+        assert roles == ROLES[name]
+    if name == "llama-2":
+        assert vocabulary.kinds[:4] == ("special", "special", "special", "byte")
     named = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
 
     @settings(max_examples=150, deadline=None, derandomize=True)
@@ -74,29 +86,6 @@ def test_tokens_say_the_text(name: str) -> None:
         assert vocabulary.text_bytes(ids) == as_normalised(tokenizer, vocabulary.family, text)
 
     check()
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_real_vocabularies(name: str) -> None:
-    vocabulary, tokenizer = loaded(name)
-    assert vocabulary.size == len(AutoTokenizer.from_pretrained(shared(name))) == tokenizer.get_vocab_size()
-    assert vocabulary.missing_bytes == [] and len(vocabulary.byte_ids) == 256
-    assert all(vocabulary.bytes_of[number] == bytes([byte]) for byte, number in vocabulary.byte_ids.items())
-    assert set(vocabulary.kinds) <= {"normal", "special", "byte", "added"} and None not in vocabulary.bytes_of
-
-
-def test_roles_of_real_vocabularies() -> None:
-    llama, qwen, two = (loaded(name)[0] for name in ("llama-3", "qwen2.5", "llama-2"))
-    assert {role: llama.tokens[number] for role, number in llama.roles.items()} == {
-        "bos": "<|begin_of_text|>",
-        "eos": "<|end_of_text|>",
-        "turn_end": "<|eot_id|>",
-        "turn_start": "<|start_header_id|>",
-        "header_end": "<|end_header_id|>",
-    }
-    assert qwen.roles["eos"] == qwen.roles["pad"] and qwen.tokens[qwen.roles["turn_end"]] == "<|im_end|>"
-    assert two.roles == {"bos": 1, "eos": 2, "unk": 0} and two.kinds[:4] == ("special", "special", "special", "byte")
-    assert two.kinds.count("byte") == 256
 
 
 @given(st.binary(max_size=40))
