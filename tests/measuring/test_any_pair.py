@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,14 +22,13 @@ from distill.data.prompts import read_user_prompts, sources_of
 from distill.decoding.decode import Decoded, Round
 from distill.decoding.rules import Rules
 from distill.engines.model import ROOT, Step, Watch
-from distill.engines.torch.hugging_face import load_tokenizer
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
 from distill.files import read_result
 from distill.gguf.writer import export_gguf
 from distill.measuring import speedup_results
 from distill.measuring.compare import TimedConfiguration, TimedText, by_class, by_depth, round_figures
-from distill.measuring.speedup import need_other_prompts, speedup
+from distill.measuring.speedup import speedup
 from distill.measuring.speedup_results import (
     InTurns,
     Measurement,
@@ -121,47 +121,39 @@ def measured(configuration: Configuration, speedup: float, low: float, acceptanc
     )
 
 
-def told(
-    speedup: float,
-    low: float,
-    costs: Sequence[float],
-    tokens: float,
-    draft: float = 0.1,
-    predicted: float | None = None,
-) -> str:
-    """The sentences about a chain of 4 whose rounds cost so much in target, draft and beside them, in plain steps."""
+PLAINLY = RoundFigures("plain", 9, 1, 1, 1, 0, 0.5, 0.5, 0, 0, 2, 2, 1)
+
+
+def costing(title: str, tokens: float, most: float, steps: float, costs: Sequence[float]) -> RoundFigures:
+    """Rounds that cost so much in target, draft and beside them, in plain steps."""
+    return RoundFigures(title, 9, tokens, most, most, steps, sum(costs) / 2, *(part / 2 for part in costs), 1, 1, 1)
+
+
+def told(rows: Sequence[Measurement], rounds: Sequence[RoundFigures], draft: float = 0.1) -> str:
+    """The sentences about these configurations beside plain decoding, with a draft step of so many plain ones."""
+    prompts = {"plain": 0.010} | {one.configuration: 0.018 for one in rounds}
+    steps = StepFigures(64, {1: 0.5, 3: 0.75, 5: 0.6}, {1: draft / 2})
+    return " ".join(explain(steps, [measured(PLAIN, 1, 1, None), *rows], [PLAINLY, *rounds], None, prompts))
+
+
+def chain(speedup: float, low: float, costs: Sequence[float], tokens: float, *draft: float) -> str:
+    """The sentences about a chain of 4 whose rounds give so many tokens."""
     one = Configuration(length=4)
-    drafted = replace(measured(one, speedup, low, (tokens - 1) / 4), predicted=predicted)
-    rows = [measured(PLAIN, 1, 1, None), drafted]
-    rounds = [
-        RoundFigures("plain", 9, 1, 1, 1, 0, 0.5, 0.5, 0, 0, 2, 2, 1),
-        RoundFigures(one.title, 9, tokens, 5, 5, 4, sum(costs) / 2, *(part / 2 for part in costs), 1, 1, 1),
-    ]
-    steps = StepFigures(64, {1: 0.5, 5: 0.6}, {1: draft / 2})
-    return " ".join(explain(steps, rows, rounds, None, {PLAIN.title: 0.010, one.title: 0.018}))
+    row = measured(one, speedup, low, (tokens - 1) / 4)
+    return told([row], [costing(one.title, tokens, 5, 4, costs)], *draft)
 
 
 def test_a_rule_that_hardly_drafts_is_told_from_a_pair_that_cannot_pay() -> None:
     """The fastest is one that verifies 1.1 tokens a round; why its sibling of a fixed length does not pay is told."""
-    sparing = Configuration(rule="expected-value", length=4, calibration="none")
-    fixed = Configuration(length=2)
-    rows = [
-        measured(PLAIN, 1, 1, None),
-        replace(measured(sparing, 0.95, 0.9, 0.3), length=None, rule="expected-value"),
-        replace(measured(fixed, 0.75, 0.5, 0.3), length=2),
-    ]
-    rounds = [
-        RoundFigures("plain", 9, 1, 1, 1, 0, 0.5, 0.5, 0, 0, 2, 2, 1),
-        RoundFigures(sparing.title, 9, 1.05, 1.1, 1.1, 0.5, 0.55, 0.5, 0.025, 0.025, 1, 1, 1),
-        RoundFigures(fixed.title, 9, 1.5, 3, 3, 2, 1.0, 0.75, 0.2, 0.05, 1, 1, 1),
-    ]
-    steps = StepFigures(64, {1: 0.5, 3: 0.75}, {1: 0.05})
-    said = " ".join(explain(steps, rows, rounds, None, {one.configuration: 0.01 for one in rounds}))
+    sparing, fixed = Configuration(rule="expected-value", length=4, calibration="none"), Configuration(length=2)
+    row, other = (measured(one, 0.95, 0.9, 0.3) for one in (sparing, fixed))
+    rows = [replace(row, rule="expected-value"), replace(other, speedup=0.75, length=2)]
+    rounds = [costing(sparing.title, 1.05, 1.1, 0.5, (1, 0.05, 0.05)), costing(fixed.title, 1.5, 3, 2, (1.5, 0.4, 0.1))]
+    said = told(rows, rounds)
     assert "no faster than plain decoding: it verifies 1.10 tokens a round, so it hardly drafts: its rule" in said
     assert f"with every drafted token accepted, the rounds of `{fixed.title}` would give 1.50× instead of 0.75×" in said
-    rows[1] = replace(rows[1], drafter="lookup", rule=None)
-    other = " ".join(explain(steps, rows, rounds, None, {one.configuration: 0.01 for one in rounds}))
-    assert "hardly drafts. What to change" in other  # no rule decided it
+    rows[0] = replace(rows[0], drafter="lookup", rule=None)
+    assert "hardly drafts. What to change" in told(rows, rounds)  # no rule decided it
 
 
 # What stands in the sentences about a speedup, its lower end, and rounds of these costs that give so many tokens.
@@ -183,7 +175,7 @@ TOLD: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("words", TOLD)
 def test_what_is_told_about_a_speedup(words: str) -> None:
-    sentences = told(*TOLD[words])
+    sentences = chain(*TOLD[words])
     assert words in sentences and ("no faster than plain decoding" in sentences) is (TOLD[words][0] < 1)
     speedup, _, costs, *_ = TOLD[words]
     assert ("no draft is good enough" in sentences) is (speedup < 1 and sum(costs) > 5)
@@ -191,19 +183,16 @@ def test_what_is_told_about_a_speedup(words: str) -> None:
 
 def test_training_changes_no_lookup_and_where_nothing_is_left_to_gain_nothing_is_advised() -> None:
     one = Configuration(drafter="lookup", length=4)
-    rounds = [
-        RoundFigures("plain", 9, 1, 1, 1, 0, 0.5, 0.5, 0, 0, 2, 2, 1),
-        RoundFigures(one.title, 9, 2, 5, 5, 0, 0.7, 0.6, 0, 0.1, 1, 1, 1),
-    ]
-    rows = [measured(PLAIN, 1, 1, None), measured(one, 1.4, 1.3, 0.2)]
-    assert "if verifying cost no more" in " ".join(explain(StepFigures(64, {1: 0.5}, {}), rows, rounds, None, {}))
-    rounds[1] = replace(rounds[1], most=2, target_seconds=0.5, overhead_seconds=0.0001, seconds=0.5001)
-    assert "What to change" not in " ".join(explain(StepFigures(64, {1: 0.5}, {}), rows, rounds, None, {}))
+    rows, found = [measured(one, 1.4, 1.3, 0.2)], costing(one.title, 2, 5, 0, (1.2, 0, 0.2))
+    assert "if verifying cost no more" in told(rows, [found])
+    assert "What to change" not in told(rows, [costing(one.title, 2, 2, 0, (1, 0, 0.0002))])
 
 
 def test_a_speed_far_from_its_prediction_is_doubted() -> None:
+    one = Configuration(length=4)
     for predicted, doubted in ((0.69, True), (1.0, False), (1.23, False), (1.6, True), (None, False)):
-        sentences = told(1.23, 0.61, (1.5, 0.4, 0.1), 2.2, predicted=predicted)
+        rows = [replace(measured(one, 1.23, 0.61, 0.3), predicted=predicted)]
+        sentences = told(rows, [costing(one.title, 2.2, 5, 4, (1.5, 0.4, 0.1))])
         assert ("another program used the machine" in sentences) is doubted
 
 
@@ -220,52 +209,35 @@ def test_the_fastest_way_over_all_engines_comes_first() -> None:
         ]
         return SpeedupPart("pair", backend, own, None, 0.0, None, ALONE)
 
-    def said(*parts: SpeedupPart) -> list[str]:
-        return verdict(SpeedupReport("command", {}, 8, 16, {}, [*parts]))
+    def said(*parts: SpeedupPart, **more: Any) -> list[str]:
+        return verdict(SpeedupReport("command", {}, 8, 16, {}, [*parts], **more))
 
     title = lookup.title
     assert said(part("pytorch", 30, 1.4), part("gguf", 65, 1.1)) == [
         f"Fastest here: 71.5 tokens/s, `{title}` in llama.cpp: 1.10× [1.00, 1.20] plain decoding there.",
         f"The 1.40× of `{title}` (pair, PyTorch) is 42.0 tokens/s, slower than plain decoding in llama.cpp.",
     ]
-    assert said(part("pytorch", 30, 1.4), part("gguf", 40, 0.9)) == [
-        f"Fastest here: 42.0 tokens/s, `{title}` in PyTorch: 1.40× [1.30, 1.50] plain decoding there, 1.05× the "
-        "fastest plain decoding measured (40.0, pair, llama.cpp; one engine after the other)."
-    ]
-    assert said(part("gguf", 40, 0.9)) == [
-        "Fastest here: 40.0 tokens/s, `plain` in llama.cpp: nothing that drafts is faster."
-    ]
+    (faster,) = said(part("pytorch", 30, 1.4), part("gguf", 40, 0.9))
+    assert "1.05× the fastest plain decoding measured (40.0, pair, llama.cpp; one engine after the other)." in faster
+    (plainly,) = said(part("gguf", 40, 0.9))
+    assert plainly == "Fastest here: 40.0 tokens/s, `plain` in llama.cpp: nothing that drafts is faster."
 
     again = [
         InTurns("pair", "gguf", title, 66.0, 1.2, 1.1, 1.3),
         InTurns("pair", "gguf", PLAIN.title, 55.0, 1.0, 1.0, 1.0),
-        InTurns("pair", "pytorch", title, 42.0, 0.8, 0.7, 0.9),
     ]
-    report = SpeedupReport("command", {}, 8, 16, {}, [part("gguf", 60, 1.1), part("pytorch", 30, 1.4)], in_turns=again)
-    assert verdict(report)[1] == (
-        f"With the engines taking turns: 66.0 tokens/s, `{title}` in llama.cpp, 1.20× [1.10, 1.30] the fastest plain "
-        "decoding (55.0, llama.cpp)."
-    )
-
-    assert report.contenders == {("pair", "gguf"), ("pair", "pytorch")}  # 66 and 42 tokens/s
-    slow = SpeedupReport("command", {}, 8, 16, {}, [part("gguf", 60, 1.1), part("pytorch", 30, 1.3)])
-    assert slow.contenders == {("pair", "gguf")}
+    turns = said(part("gguf", 60, 1.1), part("pytorch", 30, 1.4), in_turns=again)[1]
+    assert f"66.0 tokens/s, `{title}` in llama.cpp, 1.20× [1.10, 1.30] the fastest plain decoding (55.0, llama" in turns
+    for gain, contenders in ((1.4, {"gguf", "pytorch"}), (1.3, {"gguf"})):  # 42 and 39 tokens/s beside 66
+        report = SpeedupReport("command", {}, 8, 16, {}, [part("gguf", 60, 1.1), part("pytorch", 30, gain)])
+        assert {backend for _, backend in report.contenders} == contenders
 
     # Another engine or type of file counts where it is near to the target's own distributions, and says how near.
     own, other = part("gguf", 60, 1.1), part("ik:q8_0", 90, 1.2)
-    near, far = (
-        verdict(SpeedupReport("command", {}, 8, 16, {}, [own, replace(other, kl=kl)], most_kl=0.01))
-        for kl in (0.004, 0.3)
-    )
-    assert near[0] == (
-        f"Fastest here: 108.0 tokens/s, `{title}` in ik_llama.cpp (KL 0.004 nats to the target's own): 1.20× "
-        "[1.10, 1.30] plain decoding there."
-    )
-    assert far == [
-        f"Fastest here: 66.0 tokens/s, `{title}` in llama.cpp: 1.10× [1.00, 1.20] plain decoding there.",
-        "pair, ik_llama.cpp, does not count: its distributions are 0.3 nats of KL from the target's own, and "
-        "speedup.most_kl accepts 0.01.",
-    ]
+    near, far = (said(own, replace(other, kl=kl), most_kl=0.01) for kl in (0.004, 0.3))
+    assert f"Fastest here: 108.0 tokens/s, `{title}` in ik_llama.cpp (KL 0.004 nats to the target's own)" in near[0]
+    assert f"Fastest here: 66.0 tokens/s, `{title}` in llama.cpp:" in far[0]
+    assert "ik_llama.cpp, does not count: its distributions are 0.3 nats of KL from the target's own" in far[1]
 
 
 def test_the_engines_of_a_run_take_turns(copied: Path, monkeypatch: Patch) -> None:
@@ -344,7 +316,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             record = {"text": tiny.document(200 + index)[:700], "category": "even" if index % 2 == 0 else "odd"}
             file.write(json.dumps(record) + "\n")
     questions = [f"def {word}(buffer, stream):" for word in tiny.WORDS[:6]]
-    (folder / "chat.csv").write_text("prompt,category\n" + "".join(f'"{one}",asked\n' for one in questions))
     messages = [{"messages": [{"role": "user", "content": one}]} for one in questions]
     (folder / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in messages))
     (folder / "plain.txt").write_text("\n".join(tiny.document(seed) for seed in range(100, 106)))
@@ -358,19 +329,8 @@ def asked(place: Path, name: str, target: str = "target", **more: Any) -> Any:
     return read_user_prompts(str(place / target), Corpus(sources=sources_of([place / name])), Chat(), **settings)
 
 
-@pytest.mark.parametrize("name", ["chat.csv", "chat.jsonl"])
-def test_prompts_go_through_the_template_of_the_target(name: str, place: Path) -> None:
-    tokenizer = load_tokenizer(str(place / "target"))
-    found = asked(place, name)
-    texts = [f"<|user|>def {word}(buffer, stream):\n<|assistant|>" for word in tiny.WORDS[:6]]
-    assert {tokenizer.decode(prompt.ids) for prompt in found.measured} < set(texts)
-    wanted = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    assert all(prompt.ids in wanted for prompt in found.measured) and len(found.measured) == 4
-    assert set(found.classes()) == {"asked" if name == "chat.csv" else "chat.jsonl"}
-
-
 @tiny.needs_llama
-@pytest.mark.parametrize("name", ["chat.jsonl", "texts.jsonl", "plain.txt"])
+@pytest.mark.parametrize("name", ["chat.jsonl", "texts.jsonl"])
 def test_a_gguf_file_gives_the_prompts_of_its_folder(name: str, place: Path) -> None:
     folder, file = asked(place, name), asked(place, name, "target.gguf")
     assert [prompt.ids for prompt in file.measured] == [prompt.ids for prompt in folder.measured]
@@ -385,24 +345,15 @@ def test_prompts_to_fit_on_are_others(place: Path) -> None:
     assert set(asked(place, "texts.jsonl", count=16).classes()) == {"even", "odd"}
 
 
-def test_prompts_that_are_too_long_are_counted(place: Path) -> None:
-    long = json.dumps({"prompt": "def alpha beta " * 200})
-    (place / "long.jsonl").write_text((place / "chat.jsonl").read_text() + long + "\n")
-    assert asked(place, "long.jsonl", count=7).dropped == {"prompts of more than 200 tokens": 1}
-
-
 # Whole calls.
 
 QUICK = ("--tokens", 12, "--prompt-tokens", 16, "--count", 4, "--threads", 1)
 
 
-def call(place: Path, capsys: Capture, *arguments: Any, target: str = "target", draft: str | None = "draft") -> str:
+def call(place: Path, capsys: Capture, target: str, draft: str, *arguments: Any) -> str:
     pair = ["--target", place / target, *(["--draft", place / draft] if draft else [])]
     with tiny.one_thread():
-        code = tiny.call("speedup", *pair, *QUICK, *arguments)
-    found = capsys.readouterr()
-    assert code == 0, found.err
-    return found.out
+        return tiny.shown(capsys, "speedup", *pair, *QUICK, *arguments)
 
 
 @pytest.mark.parametrize("engine", [(), ("--static", "--draft-device", "cpu")])
@@ -411,7 +362,7 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
     out = tmp_path / "measured.json"
     more = ("--configuration", "{drafter: tree, nodes: 4, length: 2, calibration: none}", "--batch", "1,2", "--to", out)
     more = (*more, *engine)
-    text = call(place, capsys, "--prompts", place / "texts.jsonl", "--lengths", "1,3", *more)
+    text = call(place, capsys, "target", "draft", "--prompts", place / "texts.jsonl", "--lengths", "1,3", *more)
     found = read_result(out, SpeedupReport)
     (part,) = found.parts
     assert [row.configuration for row in found.measurements] == [
@@ -435,7 +386,7 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
     assert "| attained |" in text and "A round costs" in text and f"`{found.command}`" in text
     assert ("PyTorch's settings" in text) == bool(engine)
     assert found.pytorch == ("static cache, draft on cpu" if engine else "")
-    assert not list(tmp_path.glob("runs"))
+    assert not list(tmp_path.glob("runs")) and found.calibration is None
     # Fixed lengths are predicted in both caches.
     assert [row.predicted is not None for row in found.measurements] == [False, True, True, False]
     assert all((row.predicted or 1) > 0 for row in found.measurements)
@@ -444,9 +395,8 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
 
 @tiny.needs_llama
 def test_a_pair_of_gguf_files(place: Path, capsys: Capture) -> None:
-    options = ("-ctk", "f32", "--flash-attn-draft", "on", "-o", "json")
-    files = {"target": "target.gguf", "draft": "draft.gguf"}
-    report = json.loads(call(place, capsys, "--prompts", place / "chat.jsonl", "--lengths", 2, *options, **files))
+    options = ("--prompts", place / "chat.jsonl", *shlex.split("-ctk f32 --flash-attn-draft on --lengths 2 -o json"))
+    report = json.loads(call(place, capsys, "target.gguf", "draft.gguf", *options))
     (found,) = report["parts"]
     assert report["gguf"] == "target: cache-type-k f32; draft: flash-attn on"
     row = found["measurements"][1]
@@ -462,30 +412,18 @@ def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Ca
         "{drafter: lookup+tree, length: 3, depth: 2}",
         "{drafter: lookup+draft, length: 3, rule: p_min, p_min: 0.01}",
     ]
-    options = [part for one in more for part in ("--configuration", one)]
-    text = call(place, capsys, "--prompts", place / "texts.jsonl", "--lengths", 0, *options, "-o", "json")
-    report = json.loads(text)
+    options: list[Any] = [part for one in more for part in ("--configuration", one)]
+    options += ["--prompts", place / "texts.jsonl", "--lengths", "0", "-o", "json"]
+    report = json.loads(call(place, capsys, "target", "draft", *options))
     (found,) = report["parts"]
     assert report["calibration"]["prompts"] == 8 and report["prompts"] == 4 and found["chosen"] is None
     assert [*found["costs"]["verify"]][:3] == ["1", "2", "3"] and len(found["trees"]) == 2
     assert len(found["measurements"]) == 6 and all(row["different"] == 0 for row in found["measurements"])
 
 
-@tiny.needs_llama
-@pytest.mark.parametrize("length", [31, pytest.param(63, marks=pytest.mark.slow)])
-def test_texts_that_end_before_the_longest_draft(place: Path, capsys: Capture, length: int) -> None:
-    """And steps of one more token that are timed in contexts that the texts do not need."""
-    rule = f"{{rule: expected-value, length: {length}}}"
-    options = ("--lengths", length, "--configuration", rule, "--tokens", 8, "-o", "json")
-    files = {"target": "target.gguf", "draft": "draft.gguf"}
-    report = json.loads(call(place, capsys, "--prompts", place / "plain.txt", *options, "--count", 2, **files))
-    (found,) = report["parts"]
-    assert [row["different"] for row in found["measurements"]] == [0, 0, 0]
-
-
 def test_sampled_texts_have_a_sampled_base(place: Path, capsys: Capture) -> None:
     options = ("--temperature", 0.8, "--verifier", "block", "--lengths", 2, "-o", "jsonl")
-    text = call(place, capsys, "--prompts", place / "plain.txt", *options)
+    text = call(place, capsys, "target", "draft", "--prompts", place / "plain.txt", *options)
     rows = [row for line in text.splitlines() if (row := json.loads(line))["table"] == "configurations"]
     titles = ["plain", "plain, sampled", "draft, γ = 2, verifier block, sampled"]
     assert [row["configuration"] for row in rows] == titles
@@ -493,35 +431,37 @@ def test_sampled_texts_have_a_sampled_base(place: Path, capsys: Capture) -> None
     assert rows[2]["distribution"] == "the target's" and rows[2]["same text"] == "sampled"
 
 
-def test_a_draft_of_another_vocabulary(place: Path, capsys: Capture) -> None:
-    options = ("--prompts", place / "plain.txt", "--lengths", 2, "--drafter", "string")
-    extra = ("--configuration", "{drafter: intersection, length: 2}", "-o", "json")
-    (found,) = json.loads(call(place, capsys, *options, *extra, draft="other"))["parts"]
-    assert [row["drafter"] for row in found["measurements"]] == [None, "string", "intersection"]
-    assert all(row["different"] == 0 for row in found["measurements"]) and found["steps"]["draft"]
+PRICED = "--lengths {0} --configuration '{{rule: expected-value, drafter: {1}, length: {2}}}'"
 
 
-def test_a_draft_larger_than_its_target(place: Path, capsys: Capture) -> None:
-    options = ("--prompts", place / "plain.txt", "--lengths", 2, "-o", "json")
-    (found,) = json.loads(call(place, capsys, *options, target="draft", draft="target"))["parts"]
-    assert found["measurements"][1]["different"] == 0 and found["rounds"][1]["draft_steps"] > 0
-
-
-def test_lookup_needs_no_draft(place: Path, capsys: Capture) -> None:
-    options = ("--prompts", place / "plain.txt", "--lengths", 4, "--drafter", "lookup", "-o", "json")
-    report = json.loads(call(place, capsys, *options, draft=None))
+@pytest.mark.parametrize(
+    ("target", "draft", "options", "drafters"),
+    [
+        ("target", "other", "--lengths 2 --drafter string", ["string"]),
+        ("target", "other", "--lengths 2 --drafter intersection", ["intersection"]),
+        ("draft", "target", "--lengths 2", ["draft"]),  # larger than its target
+        ("target", "", "--lengths 4 --drafter lookup", ["lookup"]),
+        # Its costs are the target's steps, also where the context is as long as the texts.
+        ("target.gguf", "", PRICED.format(0, "lookup", 8), ["lookup"]),
+        # Texts that end before the longest draft, whose steps are timed in contexts that the texts do not need.
+        ("target.gguf", "draft.gguf", PRICED.format(31, "draft", 31), ["draft", "draft"]),
+        pytest.param(
+            *("target.gguf", "draft.gguf", PRICED.format(63, "draft", 63), ["draft", "draft"]), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_drafts_of_other_kinds(
+    place: Path, capsys: Capture, target: str, draft: str, options: str, drafters: list[str]
+) -> None:
+    if target.endswith(".gguf"):
+        pytest.importorskip("llama_cpp")
+    prompts = ("--prompts", place / "plain.txt", "--count", 2)
+    report = json.loads(call(place, capsys, target, draft, *shlex.split(options), *prompts, "-o", "json"))
     (found,) = report["parts"]
-    assert report["draft"] is None and found["steps"]["draft"] == {} and found["rounds"][1]["draft_steps"] == 0
-
-
-@tiny.needs_llama
-def test_a_lookup_that_is_priced_needs_no_draft(place: Path, capsys: Capture) -> None:
-    """Its costs are the target's steps, also where the context is as long as the texts."""
-    priced = "{drafter: lookup, length: 8, rule: expected-value}"
-    options = ("--prompts", place / "plain.txt", "--lengths", 0, "--configuration", priced, "--tokens", 12)
-    (found,) = json.loads(call(place, capsys, *options, "-o", "json", target="target.gguf", draft=None))["parts"]
-    assert [row["drafter"] for row in found["measurements"]] == [None, "lookup"]
+    assert [row["drafter"] for row in found["measurements"]] == [None, *drafters]
     assert all(row["different"] == 0 for row in found["measurements"])
+    asked = found["steps"]["draft"], found["rounds"][1]["draft_steps"], report["draft"]
+    assert [bool(one) for one in asked] == [bool(draft)] * 3
 
 
 def test_batches_of_models_without_masks_are_refused_at_once(place: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -575,13 +515,9 @@ def test_what_cannot_be_measured_is_one_error(options: list[str], words: str, pl
     (place / "short.txt").write_text("alpha\n")
     (place / "keys.jsonl").write_text('{"a": 1}\n')
     filled = [option.replace("{}", str(place)) for option in options]
-    given = ["--target", str(place / "target"), *([] if "--draft" in filled else ["--draft", str(place / "draft")])]
-    given += ["--prompts", str(place / "texts.jsonl")] if options and "--prompts" not in filled else []
-    quick = [] if "--tokens" in filled else ["--tokens", "12"]
-    error = tiny.refused(
-        capsys, "speedup", *given, *quick, "--count", 4, "--prompt-tokens", 16, "--threads", 1, *filled
-    )
-    assert words.replace("{}", str(place)) in error and "Traceback" not in error
+    given = ["--target", place / "target", *([] if "--draft" in filled else ["--draft", place / "draft"])]
+    given += ["--prompts", place / "texts.jsonl"] if options and "--prompts" not in filled else []
+    assert words.replace("{}", str(place)) in tiny.refused(capsys, "speedup", *given, *QUICK, *filled)
 
 
 def test_the_pair_of_a_run_on_other_prompts(place: Path, finished: Path, world: Path, capsys: Capture) -> None:
@@ -589,18 +525,13 @@ def test_the_pair_of_a_run_on_other_prompts(place: Path, finished: Path, world: 
     more = [*QUICK, "--prompts", place / "plain.txt", "--lengths", "2", "-o", "json"]
     pair = ["--target", world / "target", "--draft", finished / "draft"]
     reports = []
-    for named in (pair, [finished], ["tiny", "--runs", finished.parent]):
+    for named in (pair, ["tiny", "--runs", finished.parent]):
         with tiny.one_thread():
             assert tiny.call("speedup", *named, *more) == 0
         reports.append(json.loads(capsys.readouterr().out))
-    wanted, *others = (
-        [
-            [row[key] for key in ("configuration", "tokens", "acceptance", "identical")]
-            for row in one["parts"][0]["measurements"]
-        ]
-        for one in reports
-    )
-    assert wanted == others[0] == others[1] and len(wanted) == 2
+    keys = ("configuration", "tokens", "acceptance", "identical")
+    wanted, other = ([[row[key] for key in keys] for row in one["parts"][0]["measurements"]] for one in reports)
+    assert wanted == other and len(wanted) == 2
 
 
 def test_the_settings_of_a_run_hold_on_other_prompts(place: Path, copied: Path, monkeypatch: Patch) -> None:
@@ -624,11 +555,3 @@ def test_the_settings_of_a_run_hold_on_other_prompts(place: Path, copied: Path, 
     (first, chat), (second, same) = seen
     assert first.pytorch.prepack and first.threads == 1 and chat.system == ("Be brief.",)
     assert not second.pytorch.prepack and same == chat
-
-
-def test_what_needs_other_prompts() -> None:
-    def needs(**settings: Any) -> bool:
-        return need_other_prompts([Configuration(**settings)])
-
-    assert needs(rule="expected-value") and needs(rule="expected-value", calibration="none") and needs(drafter="tree")
-    assert not needs(length=3) and not needs(drafter="tree", nodes=3, calibration="none")
