@@ -1,24 +1,83 @@
-"""Layers of few operators on an accelerator: the logits of the CPU by transformers' own, and what is left as it is."""
+"""Decoders whose layers compute in few operators or in prepacked products: the logits of transformers' own.
+
+The model itself stays what it was, tensors are shared, and what computes something else is left as it is.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from toys import toy
+from toys import speculative, toy
 
-from distill.engines.loaded import torch_decoder
+from distill.decoding.batch import continue_prompts
+from distill.decoding.decode import plain
+from distill.engines.loaded import BatchedTorchModel, torch_decoder
+from distill.engines.torch import products as module
+from distill.engines.torch.described import KeptHead
 from distill.engines.torch.model import TorchModel
-from distill.engines.torch.products import Layer, Norm, in_few_operators
+from distill.engines.torch.products import (
+    GROUP,
+    Bits,
+    Layer,
+    Norm,
+    PrepackedLinear,
+    RoundedLinear,
+    in_few_operators,
+    prepacked,
+    works,
+)
+from distill.engines.torch.static import StaticTorchModel
+from distill.errors import DataError, RecipeError
 from distill.recipe import PyTorch
+from distill.recipe.target import parse_section
+from distill.sampler import Sampler
 
 torch.set_num_threads(1)
+# Skipped only where torch itself says that it cannot: a `works` that is wrong must fail here, not hide these tests.
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MIN_VALUES", 1)
+
+
+def linear_layers(model: Any) -> list[str]:
+    return [name for name, one in model.named_modules() if type(one) is torch.nn.Linear]
 
 
 def norms(model: Any) -> int:
     return sum(type(module) is Norm for module in model.modules())
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def check_decoders(own: TorchModel, others: Iterable[Any], model: Any) -> None:
+    """Chains, trees and roll-backs of each of the others give the logits of `own`; `model` is theirs to leave alone."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    kinds = [type(one) for one in model.modules()]
+    for other in others:
+        own.rollback([0])
+        for tokens in ([3, 1, 4, 1, 5], [9], [2, 6], [5, 3, 5, 8, 9, 7, 9, 3], [8], [4] * 12, [7, 7]):
+            near(other.extend(tokens).full(), own.extend(tokens).full())
+            trees = [one.extend([1, 2, 3], parents=[-1, -1, 0], want=[0, 2]).full() for one in (own, other)]
+            near(trees[1], trees[0])
+            for one in (own, other):
+                one.keep([[1]])
+                one.rollback([one.lengths[0] - 1])
+        shared = {parameter.data_ptr() for parameter in model.parameters()}
+        assert all(parameter.data_ptr() in shared for parameter in other.model.parameters())
+    assert [type(one) for one in model.modules()] == kinds
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+# ── few operators, on an accelerator ──
 
 
 @pytest.mark.parametrize(
@@ -33,29 +92,13 @@ def norms(model: Any) -> int:
         ("starcoder2", False, 0),
     ],
 )
-def test_logits_are_those_of_the_cpu(kind: str, layers: bool, found: int, pretend: Any) -> None:
-    """Chains, trees and windows, with both caches; the model itself stays what it was, and shares its tensors."""
-    changes = {"sliding_window": 6} if kind == "mistral" else {}
-    here = toy(kind, **changes)
+def test_logits_on_an_accelerator_are_those_of_the_cpu(kind: str, layers: bool, found: int, pretend: Any) -> None:
+    here = toy(kind, **({"sliding_window": 6} if kind == "mistral" else {}))
     there = copy.deepcopy(here).to("pretend")
-    names = [type(module).__name__ for module in there.modules()]
-    expected = TorchModel(here)
-    decoders = [torch_decoder(there, pytorch=PyTorch(static=static), tokens=60) for static in (False, True)]
-    assert all(isinstance(one.model.model.layers[0], Layer) is layers for one in decoders)  # type: ignore[attr-defined]
-    assert norms(decoders[0].model) == found  # type: ignore[attr-defined]
-    for tokens in ([3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7]):
-        for decoder in decoders:
-            logits = decoder.extend(tokens).full()
-            torch.testing.assert_close(logits, (wanted := expected.extend(tokens).full()), atol=1e-4, rtol=1e-4)
-            tree = [one.extend([1, 2, 3], parents=[-1, -1, 0]).full() for one in (decoder, expected)]
-            torch.testing.assert_close(tree[0], tree[1], atol=1e-4, rtol=1e-4)
-            for one in (decoder, expected):
-                one.keep([[]])
-            expected.rollback([expected.lengths[0] - len(wanted)])
-        expected.extend(tokens)
-    assert [type(module).__name__ for module in there.modules()] == names
-    shared = {parameter.data_ptr() for parameter in there.parameters()}
-    assert all(parameter.data_ptr() in shared for parameter in decoders[0].model.parameters())  # type: ignore[attr-defined]
+    decoders: list[Any] = [torch_decoder(there, pytorch=PyTorch(static=one), tokens=60) for one in (False, True)]
+    assert all(isinstance(one.model.model.layers[0], Layer) is layers for one in decoders)
+    assert norms(decoders[0].model) == found
+    check_decoders(TorchModel(here), decoders, there)
 
 
 def test_what_computes_something_else_is_left_alone(pretend: Any) -> None:
@@ -80,3 +123,152 @@ def test_what_computes_something_else_is_left_alone(pretend: Any) -> None:
     mixed = toy("llama").to("pretend")
     mixed.model.embed_tokens.half()
     assert in_few_operators(mixed) is mixed
+
+
+# ── prepacked products, on a CPU ──
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 5, 9, 33])
+def test_products_equal_those_of_double_precision(dtype: torch.dtype, count: int) -> None:
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this processor has no bf16 products")
+    assert works(dtype)
+    numbers = torch.Generator().manual_seed(count)
+    weight, bias = torch.randn(96, 64, generator=numbers).to(dtype), torch.randn(96, generator=numbers).to(dtype)
+    x = torch.randn(2, count, 64, generator=numbers).to(dtype)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    found = PrepackedLinear(weight, bias)(x)
+    assert found.dtype == dtype and found.shape == exact.shape
+    # Sums in fp32 in any order, then one rounding to the type (Higham 2002, section 3.1).
+    sums = torch.nn.functional.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+    allowed = 65 * torch.finfo(torch.float32).eps * sums + torch.finfo(dtype).eps * exact.abs()
+    assert ((found.double() - exact).abs() <= allowed).all()
+
+
+CASES: list[tuple[str, dict[str, Any], bool]] = [
+    *((kind, {}, True) for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma3")),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}, True),
+    ("mistral", {"sliding_window": 6}, True),  # longer texts than the window
+    ("gemma3", {"final_logit_softcapping": 5.0}, False),
+    ("llama", {"hidden_act": "relu"}, False),
+    ("llama", {"attn_implementation": "eager"}, False),
+    ("gemma2", {}, False),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "few"), CASES)
+def test_decoding_steps_give_the_logits_of_the_model(kind: str, changes: dict[str, Any], few: bool) -> None:
+    model = toy(kind, **changes)
+    growing, static = (torch_decoder(model, pytorch=PyTorch(static=one), tokens=80) for one in (False, True))
+    assert isinstance(growing, TorchModel) and isinstance(static, StaticTorchModel)
+    for fast in (growing, static):
+        assert fast.model is not model and not linear_layers(fast.model)
+        assert isinstance(fast.model.model.layers[0], Layer) is few  # type: ignore[attr-defined]
+    check_decoders(TorchModel(model), [growing, static], model)
+
+
+def test_compiled_steps_have_the_models_own_layers() -> None:
+    model = toy("llama")
+    for settings in (PyTorch(static=True, compile=True), PyTorch(static=True, prepack=False)):
+        left = torch_decoder(model, pytorch=settings, tokens=40)
+        assert isinstance(left, StaticTorchModel) and left.model is model
+
+
+def test_trimmed_heads_and_rows_of_batches() -> None:
+    model = toy("llama")
+    model.lm_head = KeptHead(model.lm_head, torch.tensor([1, 4, 7, 11]))
+    fast, reason = prepacked(model)
+    assert reason == "" and fast.lm_head.product is not None and model.lm_head.product is None
+    tokens, counts = [3, 1, 4, 9, 2], [3, 2]
+    found = [BatchedTorchModel(one, 2).extend(tokens, counts).full() for one in (model, fast)]
+    near(found[1], found[0])
+    assert torch.isinf(found[1]).sum() == found[1].shape[0] * (found[1].shape[1] - 4)
+
+    model = toy("gemma3")
+    prompts, ends = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3]], [60]
+    texts = [continue_prompts(one, prompts, Sampler(0.0), 24, [0, 1, 2], ends) for one in (model, prepacked(model)[0])]
+    assert texts[0] == texts[1] and max(map(len, texts[0])) == 24
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_rounded_products_are_those_of_the_rounded_weight(bits: Bits, dtype: torch.dtype) -> None:
+    numbers = torch.Generator().manual_seed(3)
+    weight, bias = torch.randn(50, 64, generator=numbers).to(dtype), torch.randn(50, generator=numbers).to(dtype)
+    x = torch.randn(2, 3, 64, generator=numbers).to(dtype)
+    product = RoundedLinear(bits, weight, bias)
+    zero = PrepackedLinear(weight, None)(x)  # what the product is combined with
+    rows = weight.double()
+    if bits == "int8":  # half a level of each row's largest
+        allowed = rows.abs().amax(1, keepdim=True).expand_as(rows) / 127 / 2
+    else:  # half of 15 levels between the least and the most of each 32
+        groups = rows.unflatten(1, (-1, GROUP))
+        allowed = ((groups.amax(-1) - groups.amin(-1)) / 15 / 2).repeat_interleave(GROUP, 1)
+    allowed = allowed + 4 * torch.finfo(dtype).eps * rows.abs().amax()  # scales and zeros are of the weight's type
+    exact = torch.nn.functional.linear(x.double(), rows, bias.double())
+    error = (product(x).double() - exact).abs()
+    bound = torch.nn.functional.linear(x.double().abs(), allowed) + 4 * torch.finfo(dtype).eps * (1 + exact.abs())
+    assert product(x).shape == exact.shape and (error <= bound).all()
+    assert error.max() > 1e-3  # it is rounded
+    torch.testing.assert_close(product(x, zero), product(x) + zero)
+    torch.testing.assert_close(product(x, zero, "mul"), product(x) * zero)
+    torch.testing.assert_close(
+        RoundedLinear(bits, weight, bias, "silu")(x), torch.nn.functional.silu(product(x)), rtol=1e-2, atol=1e-2
+    )
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_a_rounded_draft_leaves_the_text_as_it_is(bits: Bits) -> None:
+    for kind in ("llama", "gemma2"):  # in few operators, and in transformers' own
+        model = toy(kind, intermediate_size=64)
+        settings = PyTorch(draft_weights=bits)
+        target, draft = torch_decoder(model), torch_decoder(model, None, settings, is_draft=True)
+        assert isinstance(draft, TorchModel) and not linear_layers(draft.model)
+        logits = draft.extend([3, 1, 4, 1, 5]).full()
+        exact = target.extend([3, 1, 4, 1, 5]).full()
+        shared = torch.minimum(logits.softmax(-1), exact.softmax(-1)).sum(-1)
+        assert shared.min() > 0.6 and not torch.allclose(logits, exact, atol=1e-3)
+        assert speculative(target, draft, [3, 1, 4], 24, 3).tokens == plain(target, [3, 1, 4], 24).tokens
+
+
+def test_refusals_of_rounded_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = PyTorch(draft_weights="int8")
+    for model, reason in (
+        (toy("llama"), "rows of a multiple of 32 numbers, and some of its have 48"),
+        (toy("llama", intermediate_size=64).double(), "does not multiply float64 by int8"),
+        (toy("llama").to("meta"), "not all of one type and on a CPU"),
+    ):
+        with pytest.raises(DataError, match=reason):
+            torch_decoder(model, None, settings, is_draft=True)
+    assert isinstance(torch_decoder(toy("llama"), None, settings), TorchModel)  # the target is not rounded
+    monkeypatch.setattr(torch, "_weight_int8pack_mm", _refuses)
+    with pytest.raises(DataError, match="does not multiply float32 by int8"):
+        torch_decoder(toy("llama", intermediate_size=64), None, settings, is_draft=True)
+    with pytest.raises(RecipeError, match="draft_weights int4 is for caches that grow"):
+        parse_section(PyTorch, {"draft_weights": "int4", "static": True})
+
+
+def test_what_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    model = toy("llama")
+    off = torch_decoder(model, pytorch=PyTorch(prepack=False))
+    assert isinstance(off, TorchModel) and off.model is model
+    monkeypatch.setattr(module, "MIN_VALUES", model.lm_head.weight.numel())
+    assert "lm_head" not in linear_layers(prepacked(model)[0]) and len(linear_layers(prepacked(model)[0])) > 3
+    monkeypatch.setattr(module, "MIN_VALUES", 1)
+    double = copy.deepcopy(model).double()
+    assert prepacked(double) == (double, "")
+    hooked = copy.deepcopy(model)
+    hooked.lm_head.register_forward_hook(lambda *_: None)
+    assert linear_layers(prepacked(hooked)[0]) == ["lm_head"]
+    monkeypatch.setattr(module, "SHARE", 0.0)
+    short = torch_decoder(model)
+    assert isinstance(short, TorchModel) and short.model is model
+    assert "linear layers are not prepacked" in capsys.readouterr().err
+    monkeypatch.setattr(module, "SHARE", 0.5)
+    monkeypatch.setattr(module.PrepackedLinear, "forward", _refuses)
+    assert not works(torch.float32) and prepacked(model) == (model, "")
+
+
+def _refuses(*_: Any) -> torch.Tensor:
+    raise RuntimeError("no such operator")
