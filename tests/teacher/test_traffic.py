@@ -349,6 +349,30 @@ def test_an_altered_parent_is_refused(world: Path, log: Path, runs: Path, capsys
 
 
 @pytest.mark.parametrize(
+    ("more", "expected"),
+    [("", None), (" \r", None), ('{"a": 1}', "line 2 of"), ('{"a": 1}\n', None), ('{"a": 1}\n{"b"', None)],
+)
+def test_a_last_line_without_a_newline_is_named(tmp_path: Path, more: str, expected: str | None) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text("{}\n" + more)
+    found = traffic.unfinished_line({"path": str(path), "bytes": 3, "lines": 1})
+    assert found is None if expected is None else found is not None and found.startswith(expected)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 30])
+def test_measure_counts_whole_lines(tmp_path: Path, size: int) -> None:
+    path, text = tmp_path / "x", b"one\n\nthree\nfour and more\nfive"[:size]
+    path.write_bytes(text)
+    whole = text[: text.rfind(b"\n") + 1]
+    found = traffic.measure(path)
+    assert found == {"bytes": len(whole), "lines": whole.count(b"\n"), "sha256": hashlib.sha256(whole).hexdigest()}
+    path.write_bytes(text + b"more\n")
+    assert traffic.begins_with(path, found)
+    path.write_bytes(b"x" + text[1:])
+    assert traffic.begins_with(path, found) == (not whole)
+
+
+@pytest.mark.parametrize(
     ("raw", "words"),
     [
         ("{", "no JSON"),
