@@ -246,8 +246,9 @@ def measure_paid(
     times or are steady, and of the steps that verify what no model drafted; raises as RoundCostMeter.
 
     Of a target alone (`draft` is the target) those steps are all there is, because no cache holds two texts. Of steps
-    the fastest repeats count: what disturbs some of them must not decide which lengths look cheap. A plain step follows
-    one of its own size, as most do; steps of another size than the last one cost more in llama.cpp.
+    the fastest repeats count, of all sizes in the same rounds: what disturbs some of them, or a slow minute, must not
+    decide which lengths look cheap. A plain step follows one of its own size, as most do; steps of another size than
+    the last one cost more in llama.cpp.
     """
     paid = None
     if draft is not target:
@@ -258,7 +259,7 @@ def measure_paid(
     depth = len(prompts[len(prompts) // 2]) + tokens // 2
     depth = max(1, min(depth, target.capacity - max(reached, default=0) - 1))
     counts = [1, 1, *(length + 1 for length in reached)]
-    fastest = {m: min(taken) for m, taken in step_seconds(target, counts, depth, repeats, until_steady=True).items()}
+    fastest = {m: min(taken) for m, taken in step_seconds(target, counts, depth, repeats).items()}
     plain_step, verified = fastest[1], {length: fastest[length + 1] for length in reached}
     if paid is None:
         return PaidCosts(plain_step, verified, NO_STEPS, NO_STEPS, 0.0, 0.0)
