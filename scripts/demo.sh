@@ -44,6 +44,11 @@ if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.fi
 elif [[ -z "$toy" ]] && ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("ik_llama_cpp") is None)'; then
     settings+=('speedup.backends=[pytorch, gguf]')
     echo "demo: ik-llama-cpp-python is not installed: ik_llama.cpp is not measured"
+elif [[ -z "$toy" ]] && grep -qsw avx512f "${CPUINFO:-/proc/cpuinfo}"; then
+    echo "demo: compiling ik_llama.cpp for this processor, because its wheel knows no AVX-512 (5 minutes on 2 cores, once)"
+    mkdir -p build
+    bash scripts/build_ik_llama_cpp.sh 2>build/ik_llama.cpp.log ||
+        echo "demo: ik_llama.cpp could not be compiled (build/ik_llama.cpp.log): the wheel serves"
 fi
 [[ -n "$toy$full" ]] || echo "demo: on 2 quiet cores the first table comes after about 15 minutes, all after about 26; the first after about 40 on a CPU without bfloat16 instructions"
 .venv/bin/distill train "$recipe" ${settings[@]+"${settings[@]}"} "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,7 @@ class Demo:
 
     def __call__(self, *options: str, status: int = 0, **environment: str) -> list[str]:
         command = ["bash", "scripts/demo.sh", *options]
-        settings = {"PATH": "/usr/bin:/bin", **environment}
+        settings = {"PATH": "/usr/bin:/bin", "CPUINFO": os.devnull, **environment}
         result = subprocess.run(command, cwd=self.folder, env=settings, capture_output=True, text=True, timeout=60)
         assert result.returncode == status, result.stderr
         return (result.stdout + result.stderr).splitlines()
@@ -77,6 +78,17 @@ def test_without_llama_cpp_it_runs_in_pytorch(demo: Demo) -> None:
         first, *found, last = demo.with_smollm2()(*options, NO_LLAMA="1")
         assert first == last and "PyTorch alone" in first
         assert {"speedup.backends=[pytorch]", "export.outtypes=[]"} < set(found)
+
+
+def test_ik_is_compiled_where_its_wheel_leaves_instructions_unused(demo: Demo, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("flags : avx2 avx512f\n")
+    build = tmp_path / "scripts" / "build_ik_llama_cpp.sh"
+    for text, said in (("echo built", ["built"]), ("echo no >&2; exit 2", ["the wheel serves"])):
+        build.write_text(f"{text}\n")
+        first, *found = demo.with_smollm2()(CPUINFO=str(tmp_path / "cpuinfo"))
+        assert "knows no AVX-512" in first and all(words in found[0] for words in said) and "train" in found
+        assert demo("--toy", CPUINFO=str(tmp_path / "cpuinfo")) == ["train", "recipes/demo.yaml"]
+    assert (tmp_path / "build" / "ik_llama.cpp.log").read_text() == "no\n"
 
 
 def test_an_unknown_option_is_refused(demo: Demo) -> None:
