@@ -3,7 +3,6 @@ importance matrices, by which llama.cpp's quantiser weighs the columns of a matr
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,14 +21,12 @@ from distill.engines.torch.model import model_name
 from distill.errors import DataError, DistillError
 from distill.files import read_result, read_utf8, write_result
 from distill.folders import Floats
-from distill.gguf.fields import Advice, Origin, Shape, read_shape
+from distill.gguf.fields import Origin, Shape, read_shape
 from distill.gguf.head import open_head
 from distill.gguf.importing import file_type
 from distill.gguf.tokenizer import PROBE, as_llama_reads
 from distill.gguf.writer import WrittenFile, export_files, own_file
-from distill.measuring.speedup_results import SpeedupReport
 from distill.recipe import Recipe
-from distill.recipe.configuration import P_MIN
 from distill.recipe.recipe import REASON, is_path
 from distill.run import Run
 from distill.sampler import place_of, require_finite
@@ -261,11 +258,11 @@ def check_texts(folder: Path) -> list[str]:
     return [PROSE, CODE, *PROBE, *NASTY, *(token["content"] for token in added[:MAX_SPECIAL])]
 
 
-# ── Where the models of a run come from, and how its draft is best used, for the head of their GGUF files ──
+# ── Where the models of a run come from, for the head of their GGUF files ──
 
 
 def origins(recipe: Recipe, run: Run) -> dict[str, Origin]:
-    """The origins of a run's draft and target, by name, without advice: see `advice_of`."""
+    """The origins of a run's draft and target, by name."""
     donor = recipe.donor_model
     draft = Origin(
         name=f"{recipe.name} draft",
@@ -290,31 +287,6 @@ def _licence(donor: str, run: Run) -> str | None:
     return licence if isinstance(licence, str) else None
 
 
-def advice_of(run: Run) -> Advice | None:
-    """The fastest greedy way of a run's speedup that llama.cpp has too: a fixed length, or a floor of the draft's
-    probability; None where it advises against drafting."""
-    report = read_result(run.path("speedup.json"), SpeedupReport)
-    floors = {
-        configuration.title: configuration
-        for configuration in run.recipe.speedup.configurations
-        if configuration.drafter == "draft" and configuration.rule == "p_min"
-    }
-    tried = [
-        measurement
-        for measurement in report.measurements
-        if measurement.sampler is None and (measurement.length or measurement.configuration in floors)
-    ]
-    backend = "gguf" if any(measurement.backend == "gguf" for measurement in tried) else "pytorch"
-    tried = [measurement for measurement in tried if measurement.backend == backend and measurement.speedup > 1]
-    if not tried:
-        return None
-    best = max(tried, key=lambda measurement: measurement.speedup)
-    floor = floors.get(best.configuration)
-    if floor is not None:
-        return Advice(floor.max_length, P_MIN if floor.p_min is None else floor.p_min)
-    return Advice(best.length or 0, 0.0 if floors else None)
-
-
 # ── The stage ──
 
 POSITIONS = 2000  # of test texts, on which each file is compared with transformers in float32
@@ -325,8 +297,6 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
 
     Without `export.outtypes` no model is opened: GGUF may not hold it. A target that the recipe never loads is left
     out. One that is a GGUF file is not written again: its own file is compared with the folder that it is imported to.
-    The files say nothing that was timed, so that their bytes depend on the models alone; `distill export-gguf RUN` adds
-    the draft length.
     """
     folder = run.path("gguf")
     files: list[ExportedFile] = []
@@ -382,19 +352,21 @@ MAX_TOKENS, READ_AT_ONCE = 16_384, 512  # of the text that a matrix is measured 
 def importance_of(path: Path, folder: Path) -> dict[str, Floats]:
     """GGUF tensor name -> mean squares of the inputs of its columns, fp32.
 
-    From a file of llama.cpp's llama-imatrix (GGUF, or its older .dat), or measured with the model in `folder` on a
-    text. Raises DataError for a file that is none of them, or whose matrix is not of this model.
+    From a file of llama.cpp's llama-imatrix (GGUF), or measured with the model in `folder` on a text. Raises DataError
+    for a file that is neither, or whose matrix is not of this model.
     """
     try:
         with path.open("rb") as file:
             begin = file.read(2**12)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", "give an importance matrix or a text") from None
-    if begin[:4] != b"GGUF" and b"\0" not in begin:
-        return _measured(folder, read_utf8(path), path)
-    means = _stored(path) if begin[:4] == b"GGUF" else _older(path)
-    _require_own(path, means, folder)
-    return means
+    if begin[:4] == b"GGUF":
+        means = _stored(path)
+        _require_own(path, means, folder)
+        return means
+    if b"\0" in begin:
+        raise DataError(f"{path} is neither a text nor a GGUF file: an older .dat matrix is not read", AGAIN)
+    return _measured(folder, read_utf8(path), path)
 
 
 def _stored(path: Path) -> dict[str, Floats]:
@@ -411,27 +383,6 @@ def _stored(path: Path) -> dict[str, Floats]:
             result[name.removesuffix(".in_sum2")] = np.ascontiguousarray(means.ravel(), dtype=np.float32)
     if not result:
         raise DataError(f"{path} holds no importance matrix", AGAIN)
-    return result
-
-
-def _older(path: Path) -> dict[str, Floats]:
-    """The .dat of llama-imatrix until 2025: entries of a name, a number of calls, and sums over the calls."""
-    data, at, result = path.read_bytes(), 4, dict[str, Floats]()
-    try:
-        (entries,) = struct.unpack_from("<i", data)
-        for _ in range(entries):
-            (length,) = struct.unpack_from("<i", data, at)
-            name = data[at + 4 : at + 4 + max(length, 0)].decode()
-            calls, values = struct.unpack_from("<ii", data, at + 4 + len(name.encode()))
-            if not name or values < 1:
-                raise ValueError(f"entry {len(result) + 1} has {values} values")
-            sums = np.frombuffer(data, "<f4", values, at + 12 + length)
-            at += 12 + length + 4 * values
-            result[name] = (sums / np.float32(max(calls, 1))).astype(np.float32)
-        if entries < 1:
-            raise ValueError("it has no entries")
-    except (struct.error, ValueError) as error:
-        raise DataError(f"{path} is neither a text nor an importance matrix: {error}", AGAIN) from None
     return result
 
 

@@ -4,7 +4,6 @@ vocabulary of another; `export-gguf` and `export-lookup`; `import-gguf`, a GGUF 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,7 +11,7 @@ import typer
 
 from distill.cli import shared
 from distill.errors import DataError, RecipeError
-from distill.files import read_result, read_utf8, require_new_folder
+from distill.files import read_utf8, require_new_folder
 from distill.progress import announce, is_verbose, note, warn
 from distill.recipe import Cut
 from distill.recipe.measuring import OUTTYPES, UNQUANTISED
@@ -21,7 +20,7 @@ from distill.run import Run
 
 if TYPE_CHECKING:
     from distill.export import Parity
-    from distill.gguf.fields import Advice, Origin
+    from distill.gguf.fields import Origin
     from distill.gguf.writer import WrittenFile
 
 # ── `distill cut` and `distill transplant` ──
@@ -167,7 +166,7 @@ def export_gguf(
     )
     if unweighed:
         warn(f"--imatrix {idle}")
-    sources, place, run, slower = _find(model, runs)
+    sources, place, run = _find(model, runs)
     shared.refuse_idle(context, (run is None, "runs", "is the folder of runs, and a model was named"))
     place = folder or place
     outputs = {name: {place / f"{name}-{kind}.gguf": kind for kind in kinds} for name in sources}
@@ -188,7 +187,7 @@ def export_gguf(
             _print(report, file.parity)
             faults += [f"{report.path}: {fault}" for fault in file.faults]
             if target is not None and name != "target":
-                faults += _served(target, report.path, origin.advice, slower)
+                faults += _served(target, report.path)
             files.append(file)
     if run is not None:
         note(f"recorded in {record_extra(run, files)}")
@@ -196,42 +195,31 @@ def export_gguf(
         raise DataError("; ".join(faults), "the file was written; do not use it for what it does not pass")
 
 
-def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]], Path, Run | None, bool]:
-    """What to export, by name, the place for the files, the run, and whether it measured that the draft is slower than
-    plain decoding: of a Hugging Face folder, or of draft and target of a run with a trained draft."""
+def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]], Path, Run | None]:
+    """What to export, by name, the place for the files, and the run: of a Hugging Face folder, or of draft and target
+    of a run with a trained draft."""
     from distill.engines.torch.hugging_face import local_folder
     from distill.gguf.fields import PLAIN
     from distill.gguf.importing import is_gguf
 
     if model is not None and (Path(model) / "config.json").exists():
-        return {Path(model).resolve().name: (Path(model), PLAIN)}, Path("."), None, False
+        return {Path(model).resolve().name: (Path(model), PLAIN)}, Path("."), None
     if model is not None and is_gguf(model):
-        return {Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path("."), None, False
-    from distill.export import advice_of, origins
-    from distill.pipeline.running import plan_run
+        return {Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path("."), None
+    from distill.export import origins
 
     recipe, run = shared.find_run(model, runs)
     shared.run_until(recipe, run, "train")
     run.verify("train", "draft/*")
     known = origins(recipe, run)
-    timed = any(action.stage.name == "speedup" and action.kind == "skip" for action in plan_run(recipe, run))
-    advice = advice_of(run) if timed else None
-    sources = {"draft": (run.path("draft"), replace(known["draft"], advice=advice))}
+    sources = {"draft": (run.path("draft"), known["draft"])}
     if is_gguf(recipe.target.model):
         note(f"the target is served as it is: {recipe.target.model}")
     elif recipe.target.load:
         sources["target"] = (local_folder(recipe.target.model), known["target"])
     else:
         print(f"no file of the target is written: {REASON}", file=sys.stderr)
-    return sources, run.path("gguf", "extra"), run, timed and _slower(run)
-
-
-def _slower(run: Run) -> bool:
-    """Whether llama.cpp was measured in the run, and its fastest fixed length was slower than plain decoding."""
-    from distill.measuring.speedup_results import SLOWER, SpeedupReport
-
-    fastest = read_result(run.path("speedup.json"), SpeedupReport).fastest_of_backends.get("gguf")
-    return fastest is not None and fastest.verdict == SLOWER
+    return sources, run.path("gguf", "extra"), run
 
 
 def _print(report: WrittenFile, parity: Parity | None) -> None:
@@ -243,9 +231,8 @@ def _print(report: WrittenFile, parity: Parity | None) -> None:
     print(f"{line}  {'not checked' if parity is None else parity.words}")
 
 
-def _served(target: Path, draft: Path, advice: Advice | None, slower: bool) -> list[str]:
-    """Print the command that serves the pair, with a warning where a run found it `slower` than plain decoding; or
-    return llama.cpp's reason against it."""
+def _served(target: Path, draft: Path) -> list[str]:
+    """Print the command that serves the pair, or return llama.cpp's reason against it."""
     from distill.engines.pairs import compare_pair
     from distill.engines.server_commands import llama_server
 
@@ -253,10 +240,7 @@ def _served(target: Path, draft: Path, advice: Advice | None, slower: bool) -> l
     if report.llama_cpp is not None:
         reason, remedy = report.llama_cpp
         return [f"{draft} does not fit {target} by llama.cpp's rule: {reason} ({remedy})"]
-    length, floor = (USUAL_LENGTH, None) if advice is None else (advice.n_max, advice.p_min)
-    if slower:
-        warn("on the machine of the run, plain decoding was faster in llama.cpp than every fixed draft length measured")
-    print(llama_server(str(target), str(draft), length, floor))
+    print(llama_server(str(target), str(draft), USUAL_LENGTH))
     return []
 
 

@@ -265,14 +265,6 @@ INTEGERS = (4, 5)  # of gguf.GGUFValueType, 32 bits
 
 
 @dataclass(frozen=True)
-class Advice:
-    """How to draft: tokens a round at most, and llama.cpp's p_min, None where no floor was tried."""
-
-    n_max: int
-    p_min: float | None = None
-
-
-@dataclass(frozen=True)
 class Origin:
     """What the files of a model's folder do not say. What they do say wins, except for the name.
 
@@ -284,7 +276,6 @@ class Origin:
     base_model: str | None = None
     licence: str | None = None
     datasets: tuple[str, ...] = ()
-    advice: Advice | None = None
 
 
 PLAIN = Origin()  # nothing but what the folder's files say
@@ -321,10 +312,6 @@ def add_general_fields(writer: Any, folder: Path, origin: Origin, outtype: str, 
     writer.add_string("distill.version", distill.__version__)
     if origin.recipe is not None:
         writer.add_string("distill.recipe", origin.recipe)
-    if origin.advice is not None:
-        writer.add_uint32("distill.draft.n_max", origin.advice.n_max)
-        if origin.advice.p_min is not None:
-            writer.add_float32("distill.draft.p_min", origin.advice.p_min)
 
 
 def file_type_number(outtype: str) -> int:
