@@ -6,7 +6,6 @@ import resource
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
