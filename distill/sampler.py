@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -68,8 +68,26 @@ def require_finite(largest: Iterable[float], place: Place | None = None, empty: 
 
 # ── The sampler: from logits to the distribution that tokens are drawn from ──
 
-if TYPE_CHECKING:
-    from distill.engines.model import Logits
+
+class Logits(Protocol):
+    """Logits [n, V] where they were computed, rows in the order of `want`; valid until the model's next extend."""
+
+    def __len__(self) -> int:
+        """How many rows n there are."""
+
+    @property
+    def place(self) -> Place | None:
+        """The model and the position of each row, for messages."""
+
+    def argmax(self, empty: int | None = None) -> list[int]:
+        """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere.
+
+        DataError for NaN or +∞ and, without `empty`, for a row that is −∞ everywhere.
+        """
+
+    def full(self) -> Tensor:
+        """All logits [n, V] as a copy on the CPU, in fp32, or fp64 where they were computed so; not checked."""
+
 
 HIGHEST = float(torch.finfo(torch.float32).max)
 NUCLEUS = 128  # likeliest tokens among which top-p is looked for first

@@ -26,9 +26,9 @@ from distill.decoding.on_device import DeviceRounds, RowRound, rounds_on_device
 from distill.decoding.rules import Rules, Stop, require_lossless
 from distill.decoding.verify import Random, draw_chain, draw_token, unchecked_transform, verify_greedy
 from distill.devices import CPU, float64_device
-from distill.engines.model import Logits, Model
+from distill.engines.model import Model
 from distill.engines.torch.model import TorchLogits, model_name, send
-from distill.sampler import Sampler, place_from, place_of
+from distill.sampler import Logits, Sampler, place_from, place_of
 
 CHUNK = 256  # tokens of a prompt that one call reads
 CACHED = 2**20  # logits of rows that a processor shapes at once: its caches hold these and what is made of them

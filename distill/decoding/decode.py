@@ -18,7 +18,8 @@ from distill.decoding.lengths import ROOT, LengthRule, Proposal
 from distill.decoding.on_device import RowRound, rounds_of_text, rounds_on_device
 from distill.decoding.rules import Constrained, Rules, require_lossless
 from distill.decoding.verify import CHAINS, TREES, draw_chain, draw_token, verify_greedy, walk, walk_greedy
-from distill.engines.model import Logits, Model, resent
+from distill.engines.model import Model, resent
+from distill.sampler import Logits
 
 MOST_RESENT = 4  # tokens that the target computes again with a round: where there are more, a plain step takes them
 

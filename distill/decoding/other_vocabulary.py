@@ -22,12 +22,12 @@ from distill.decoding.lengths import Fixed, LengthRule, Proposal
 from distill.decoding.verify import Random, draw_token
 from distill.devices import pick_device
 from distill.engines.loaded import LoadedPair, torch_decoder
-from distill.engines.model import AroundModel, Ints, Logits, Model, check_lengths
+from distill.engines.model import AroundModel, Ints, Model, check_lengths
 from distill.engines.torch.hugging_face import load_model, text_folder
 from distill.engines.torch.model import TorchLogits
 from distill.errors import PairError
 from distill.recipe import Configuration, Target
-from distill.sampler import Sampler
+from distill.sampler import Logits, Sampler
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import Vocabulary, role_counterparts, stand_ins
 

@@ -14,32 +14,11 @@ from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from distill.sampler import Place
+from distill.sampler import Logits
 
 Ints = Sequence[int]
-
-
-class Logits(Protocol):
-    """Logits [n, V] where they were computed, rows in the order of `want`; valid until the model's next extend."""
-
-    def __len__(self) -> int:
-        """How many rows n there are."""
-
-    @property
-    def place(self) -> Place | None:
-        """The model and the position of each row, for messages."""
-
-    def argmax(self, empty: int | None = None) -> list[int]:
-        """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere.
-
-        DataError for NaN or +∞ and, without `empty`, for a row that is −∞ everywhere.
-        """
-
-    def full(self) -> torch.Tensor:
-        """All logits [n, V] as a copy on the CPU, in fp32, or fp64 where they were computed so; not checked."""
 
 
 class Model(Protocol):
