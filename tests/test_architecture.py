@@ -1,4 +1,4 @@
-"""The order of imports (cli → pipeline → subjects → floor), sizes of files, and what is loaded.
+"""The order of imports (cli → pipeline → subjects → floor), and what is loaded.
 
 docs/architecture.md explains the order.
 """
@@ -56,7 +56,6 @@ TYPES = ("distill", "api")
 ALLOWED = {("surgery", "training"), ("training", "surgery")}
 ALLOWED |= {("sampler", "engines")}  # types alone
 
-MOST_LINES = 500
 HEAVY = {"torch", "transformers", "datasets", "peft", "accelerate", "llama_cpp", "gguf", "pyarrow", "matplotlib"}
 LIGHT_FILES = ("errors.py", "recipe/recipe.py", "recipe/training.py", "files.py", "machine.py", "run.py")
 
@@ -148,12 +147,7 @@ def test_light_file_imports_nothing_heavy(name: str) -> None:
     assert not used & HEAVY
 
 
-# ── sizes ──
-
-
-def test_files_are_small() -> None:
-    lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in FILES}
-    assert not {path: count for path, count in lines.items() if count > MOST_LINES}
+# ── names ──
 
 
 def names_given(tree: ast.Module) -> list[str]:

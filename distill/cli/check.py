@@ -26,7 +26,7 @@ from distill.errors import DataError, DistillError, PairError, RecipeError, RunE
 from distill.files import require_path, write_text
 from distill.progress import note
 from distill.recipe import is_path
-from distill.tables import Columns, Table, table_of
+from distill.tables import Columns, table_of
 
 
 def check(
@@ -149,8 +149,7 @@ def recipe_text(name: str, file: str) -> str:
         text = STAND_IN.sub(lambda found: f"{found[1]}{_quoted(model)}   # of the package {SMOLLM2}", text)
         text = _BY_HAND.sub("", text)
     text = text.replace(f"recipes/{name}.yaml", file)
-    for beside in ("accelerate", "hardware"):
-        text = text.replace(f"recipes/{beside}/", (place / "recipes" / beside).as_posix() + "/")
+    text = text.replace("recipes/accelerate/", (place / "recipes" / "accelerate").as_posix() + "/")
     return (
         text + f"\n# A copy of the recipe {name} of distill {__version__}; its paths are those of that installation.\n"
     )
@@ -162,30 +161,21 @@ def _quoted(path: Path) -> str:
 
 
 def recipes(
-    context: typer.Context,
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Copy this recipe, or list all.")] = None,
-    to: Annotated[
-        Path | None, typer.Argument(metavar="[TO]", help="File or folder of the copy; by default here.")
-    ] = None,
-    output: shared.FormatOption = "md",
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Copy this recipe into this folder.")] = None,
 ) -> None:
     """List the recipes that come with distill, or copy one to run or change.
 
     Paths in a copy are absolute; an existing file is never overwritten.
     """
+    known = shipped_recipes()
     if name is None:
-        shared.print_blocks([Table(["recipe", "purpose"], [*shipped_recipes().items()])], None, output)
-        note("copy one into this folder: distill recipes NAME")
+        print("\n".join(f"{one:22}{purpose}" for one, purpose in known.items()))
         return
-    shared.refuse_idle(context, (True, "output", "is for the list: a copy is YAML"))
-    names = shipped_recipes()
-    if name not in names:
-        raise RecipeError(f"there is no recipe `{name}`", f"the recipes are {', '.join(names)}")
-    place = Path() if to is None else to
-    path = place / f"{name}.yaml" if place.is_dir() else place
-    shared.require_place(path, "TO")
+    if name not in known:
+        raise RecipeError(f"there is no recipe `{name}`", f"the recipes are {', '.join(known)}")
+    path = Path(f"{name}.yaml")
     if path.exists() or path.is_symlink():
-        raise RecipeError(f"{path} exists; nothing was written", f"name another file: distill recipes {name} TO.yaml")
+        raise RecipeError(f"{path} exists; nothing was written", "go to another folder, or rename it")
     write_text(path, recipe_text(name, path.name))
     print(path)
     note(f"next: distill check {path}, distill train {path} --rehearse, distill train {path}")

@@ -18,7 +18,7 @@ from distill.errors import DataError, RecipeError
 from distill.files import read_result
 from distill.machine import machine, thread_count
 from distill.progress import announce, command_line, note
-from distill.recipe import Gguf, PyTorch, Recipe, Target
+from distill.recipe import Gguf, PyTorch, Target
 from distill.recipe.measuring import MOST_KL, OUTTYPES
 from distill.tables import Cell, Row, Table
 
@@ -26,7 +26,7 @@ from distill.tables import Cell, Row, Table
 
 if TYPE_CHECKING:
     from distill.decoding.costs import CostCurve
-    from distill.planning.cases import PlanRequest
+    from distill.planning.cases import LayerSwap, PlanRequest
     from distill.planning.plan import Case
 
 
@@ -140,187 +140,159 @@ def measured_curve(
 
 # ── `distill plan`: whether a draft will pay, how much and why not, from costs alone, before hours are spent ──
 
-# The keys by which a recipe says what options say of models.
-KEYS = {
-    "depth": "speedup.depth",
-    "tokens": "speedup.new_tokens",
-    "dtype": "target.dtype",
-    "threads": "threads",
-    **dict.fromkeys(("draft", "draft_cost", "draft_curve"), "cut.layers"),
-}
 REPEATS = 5  # of a curve's steps
 REPLY_SECONDS = 600.0  # that a server may take for one
+RECIPES, CURVES = (".yaml", ".yml"), (".json", ".jsonl")
 
 
 @takes_gguf_options("target", "draft")
 def plan(
-    context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="TARGET|RECIPE", help="Folder, hub name or GGUF file; or a recipe: its target and cut."),
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE [a.b=c]... | TARGET [DRAFT]",
+            help="A recipe: its target and cut. Or a target: a model, a curve (docs/plan.md) or a server's address. "
+            "And a draft: a model, a curve or the cost of its step in T(1).",
+        ),
+    ],
+    acceptance: Annotated[
+        str | None, typer.Option(metavar="RATES|FILE", help="Conditional acceptance: 0.8,0.7 or a run's eval.json.")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft: folder, hub name or GGUF file.")] = None,
-    draft_cost: Annotated[
-        float | None, shared.number_option(min=0, help="Instead of a draft: the cost of its step, in units of T(1).")
+    swap: Annotated[
+        str | None, typer.Option(metavar="N,L,COST", help="A curve: N of L layers stream, at COST each (docs/plan.md).")
     ] = None,
-    target_curve: Annotated[
-        Path | None, typer.Option(help="Instead of measuring: what `distill profile --out` saved.")
-    ] = None,
-    draft_curve: Annotated[Path | None, typer.Option(help="The same for the draft.")] = None,
-    batched_bench: Annotated[Path | None, typer.Option(help="The target's curve: a llama-batched-bench log.")] = None,
-    server: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="The target's curve: measured on a llama-server or vLLM that does not draft."),
-    ] = None,
-    key: Annotated[str | None, typer.Option(help="--server: environment variable that holds its key.")] = None,
-    served_model: Annotated[
-        str | None, typer.Option("--model", help="Name of the served model, where vLLM has several.")
-    ] = None,
-    acceptance: Annotated[str | None, typer.Option(help="Conditional acceptance by position, with commas.")] = None,
-    sister: Annotated[Path | None, typer.Option(metavar="RUN", help="A run: its conditional acceptance, too.")] = None,
-    hardware: Annotated[Path | None, typer.Option(help="YAML file of another machine (docs/plan.md).")] = None,
-    measure: Annotated[bool, typer.Option(help="Measure on this machine, or only estimate.")] = True,
+    key: Annotated[str | None, typer.Option(help="A server: environment variable that holds its key.")] = None,
     lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "1,2,3,4,6,8",
-    depth: Annotated[int, typer.Option(min=1, max=2**20, help="Prompt length, in tokens.")] = 128,
-    tokens: Annotated[int, typer.Option(min=8, max=2**20, help="New tokens after it.")] = 96,
+    depth: Annotated[int, typer.Option(min=1, max=2**20, help="Prompt length (a recipe: speedup.depth).")] = 128,
+    tokens: Annotated[int, typer.Option(min=8, max=2**20, help="New tokens (a recipe: speedup.new_tokens).")] = 96,
     dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
     threads: shared.ThreadsOption = None,
     output: shared.FormatOption = "md",
     gguf: Gguf | None = None,
 ) -> None:
-    """Predict a draft's speedup before it is made, from measured or described costs; a minute or two.
+    """Predict a draft's speedup before it is made, from measured costs; a minute or two.
 
     By draft length and conditional acceptance: what pays, from which on, and how much a draft step may cost.
     """
-    if [model, target_curve, batched_bench, server].count(None) != 3:
-        raise RecipeError("expected a target, a recipe, --target-curve, --batched-bench or --server")
-    if [draft, draft_cost, draft_curve].count(None) < 2:
-        raise RecipeError("--draft, --draft-cost and --draft-curve were given together", "give one of them")
-    if model is not None and not measure and hardware is None:
-        raise RecipeError("--no-measure leaves nothing but an estimate", "give --hardware FILE")
     drafted = sorted(set(shared.numbers(lengths, "--lengths", int, "1,2,4", 1, 63)))
-    given = _given(acceptance, sister)
-    of_recipe = model is not None and model.endswith((".yaml", ".yml"))
-    timed = draft is not None or server is not None or hardware is not None
-    shared.refuse_idle(
-        context,
-        *((of_recipe, name, f"is for models; of a recipe, override its key: {key}=…") for name, key in KEYS.items()),
-        (of_recipe, "gguf", "is for models; a recipe has a section gguf"),
-        (server is None, "key served_model", "is for --server"),
-        (model is None, "draft", "is measured beside its target, and a curve stands for that: give --draft-curve"),
-        (model is None, "hardware", "needs the model's sizes, and a curve has none: give the target or a recipe"),
-        (model is None, "measure", "leaves nothing but an estimate: give the model and --hardware FILE"),
-        (hardware, "draft_curve", "is in seconds of another machine than --hardware: give --draft-cost or --draft"),
-        (not measure, "threads gguf", "is for what is measured here (--measure)"),
-        (model is None, "dtype threads gguf", "is for a model that is measured here, and a curve stands for it"),
-        (not of_recipe and not timed, "tokens", "is for --draft, --server and --hardware: a curve has no requests"),
-        (model is not None and model.endswith(".gguf"), "dtype", shared.TYPES_OF_ITS_OWN),
-    )
-    recipe = _recipe(model, overrides or [])
-    from distill.decoding.costs import load_cost_curve
+    given = {} if acceptance is None else {"--acceptance": _rates(acceptance)}
     from distill.engines.server_commands import shipped_heads
     from distill.engines.torch.hugging_face import settled_target
-    from distill.planning.cases import (
-        PlanRequest,
-        curve_case,
-        estimated_case,
-        import_curve,
-        llama_settings,
-        planned_config,
-    )
-    from distill.planning.hardware import read_hardware
-    from distill.planning.hours import StageEstimate, estimated_hours
+    from distill.planning.cases import PlanRequest, curve_case, llama_settings, measured_cases
     from distill.planning.plan import SpeedupPlan, by_position, forecast, plan_blocks
 
-    if recipe is not None:
+    first, *others = words
+    if first.endswith(RECIPES):
+        recipe = shared.read_recipe(Path(first), others)
         request = replace(PlanRequest.of(recipe), lengths=drafted)
+        threads = recipe.threads
     else:
-        if model is not None:
-            require_used(gguf, model, draft)
-        place = settled_target(shared.local_reference(model or "."), dtype)
-        small = None if draft is None else shared.local_reference(draft)
-        request = PlanRequest(place, small, draft_cost, None, drafted, depth, tokens, threads, gguf)
-    cases: list[Case] = []
-    curve: CostCurve | None = None
-    if recipe is not None or draft is not None:
-        if measure:
-            shared.prepare(threads if recipe is None else recipe.threads)
-            cases += _told_as_they_come(request, given)
-    elif measure:
-        if model is not None:
-            curve = measured_curve(request.target, [depth], max(drafted) + 1, REPEATS, threads, gguf, PyTorch())
-        elif server is not None:
-            curve = _served_curve(server, key, served_model, depth, tokens, max(drafted) + 1)
-        elif batched_bench is not None:
-            curve = import_curve(batched_bench)
+        if len(others) > 1 or any("=" in one and not Path(one).exists() for one in others):
+            raise RecipeError("expected RECIPE [a.b=c]..., or TARGET [DRAFT]", "`distill plan --help` shows the forms")
+        second, cost = _cost(others[0] if others else "0")
+        model = first if _is_model(first) else None
+        if second is not None and _is_model(second):
+            if model is None:
+                raise RecipeError(
+                    f"{second} is measured beside its target, and a curve stands for that",
+                    "give the draft's curve, or the cost of its step in T(1)",
+                )
+            small = shared.local_reference(second)
         else:
-            assert target_curve is not None
-            curve = load_cost_curve(target_curve)
-        small_curve = None if draft_curve is None else load_cost_curve(draft_curve)
-        cases.append(curve_case(curve, small_curve, request, model is not None))
-    run: list[StageEstimate] = []
-    described = None if hardware is None else read_hardware(hardware)
-    if described is not None:
-        cases.append(estimated_case(described, request))
-        if recipe is not None:
-            run = estimated_hours(recipe, described, request.works(), planned_config(recipe))
+            small = None
+        if model is not None:
+            require_used(gguf, model, small)
+        place = settled_target(shared.local_reference(model or "."), dtype)
+        request = PlanRequest(place, small, cost, None, drafted, depth, tokens, threads, gguf)
+    curve: CostCurve | None = None
+    if request.recipe is not None or request.draft is not None:
+        shared.prepare(threads)
+        cases = _told_as_they_come(measured_cases(request), request, given)
+    else:
+        curve = _curve(first, request, max(drafted) + 1, key)
+        small_curve = None if second is None else _read_curve(Path(second))
+        cases = iter([curve_case(curve, small_curve, request, None if swap is None else _swap(swap))])
+    found = [(case, forecast(case, given)) for case in cases]
     settings: list[str] = []
     if curve is not None and given and curve.backend != "vllm":
-        costs = cases[0].timings[0]
+        costs = found[0][0].timings[0]
         rates = by_position(next(iter(given.values())), max(drafted))
         settings = llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)
-    found = SpeedupPlan(command_line(sys.argv), machine(), [forecast(one, given) for one in cases], settings)
-    heads = [] if recipe is None and model is None else shipped_heads(request.target.model)
-    found = replace(found, run=run, run_on="" if described is None else described.name, heads=heads)
-    shared.print_blocks(plan_blocks(found), found, output)
+    heads = shipped_heads(request.target.model) if curve is None or _is_model(first) else []
+    result = SpeedupPlan(command_line(sys.argv), machine(), [one for _, one in found], settings, heads)
+    shared.print_blocks(plan_blocks(result), result, output)
 
 
-def _told_as_they_come(request: PlanRequest, given: Mapping[str, Sequence[float]]) -> Iterator[Case]:
+def _is_model(word: str) -> bool:
+    return not word.endswith(CURVES) and "://" not in word
+
+
+def _cost(word: str) -> tuple[str | None, float | None]:
+    """A draft by its word: a model or curve, or the cost of its step in T(1)."""
+    try:
+        cost = float(word)
+    except ValueError:
+        return word, None
+    if not 0 <= cost < 1e6:
+        raise RecipeError(f"{word} is not the cost of a draft step in T(1)", "such as 0.05")
+    return None, cost
+
+
+def _told_as_they_come(
+    cases: Iterator[Case], request: PlanRequest, given: Mapping[str, Sequence[float]]
+) -> Iterator[Case]:
     """The measured cases; what each says is a line of progress where another, of minutes, follows."""
-    from distill.planning.cases import measured_cases
     from distill.planning.plan import forecast
 
     backends = 1 if request.recipe is None else len(request.recipe.speedup.backends)
-    for place, case in enumerate(measured_cases(request), 1):
+    for place, case in enumerate(cases, 1):
         if place < backends:
             note("\n  ".join([f"{case.title}:", *forecast(case, given).sentences]))
         yield case
 
 
-def _served_curve(url: str, key: str | None, name: str | None, depth: int, tokens: int, limit: int) -> CostCurve:
-    """The curve of a server that runs, at requests of `depth` and `tokens`."""
+def _curve(word: str, request: PlanRequest, limit: int, key: str | None) -> CostCurve:
+    """The target's curve: saved, or measured on a server or this machine."""
+    if word.endswith(CURVES):
+        return _read_curve(Path(word))
+    if _is_model(word):
+        return measured_curve(
+            request.target, [request.prompt], limit, REPEATS, request.threads, request.gguf, PyTorch()
+        )
     from contextlib import closing
 
     from distill.serving.clients import client_of
     from distill.serving.load import served_curve
     from distill.serving.server import Http
 
-    with closing(Http(url, REPLY_SECONDS, key)) as http:
-        return served_curve(client_of(http, model=name), depth, tokens, limit)
+    with closing(Http(word, REPLY_SECONDS, key)) as http:
+        return served_curve(client_of(http), request.prompt, request.new, limit)
 
 
-def _given(acceptance: str | None, sister: Path | None) -> dict[str, list[float]]:
-    """The conditional acceptance by position that the options name, each with its title."""
-    found = {}
-    if acceptance is not None:
-        found["--acceptance"] = shared.numbers(acceptance, "--acceptance", float, "0.8,0.75,0.7", most=1)
-    if sister is not None:
-        from distill.measuring.evaluation_results import EvaluationReport
+def _read_curve(path: Path) -> CostCurve:
+    """What `distill profile --out` saved, or a log of llama-batched-bench (.jsonl)."""
+    from distill.decoding.costs import load_cost_curve
+    from distill.planning.cases import import_curve
 
-        if not (sister / "eval.json").is_file():
-            raise DataError(f"{sister} holds no eval.json", "give the folder of a run that stage eval has measured")
-        counted = read_result(sister / "eval.json", EvaluationReport).positions.get("after")
-        if not counted:
-            raise DataError(f"{sister}/eval.json holds no conditional acceptance", "give a run that decoded rounds")
-        found[f"--sister {sister.name}"] = [one.rate.mean for one in counted]
-    return found
+    return import_curve(path) if path.suffix == ".jsonl" else load_cost_curve(path)
 
 
-def _recipe(model: str | None, overrides: Sequence[str]) -> Recipe | None:
-    """The recipe that was named, None where a model was."""
-    if model is None or not model.endswith((".yaml", ".yml")):
-        if overrides:
-            raise RecipeError(f"`{overrides[0]}` overrides a recipe's key, and no recipe was named", "leave it out")
-        return None
-    return shared.read_recipe(Path(model), overrides)
+def _swap(text: str) -> LayerSwap:
+    from distill.planning.cases import LayerSwap
+
+    streamed, layers, *cost = shared.numbers(text, "--swap", float, "37,80,0.02")
+    if len(cost) != 1 or not 1 <= streamed <= layers:
+        raise RecipeError(f"--swap {text}: expected streamed layers, all layers and the cost of a transfer")
+    return LayerSwap(int(streamed), int(layers), cost[0])
+
+
+def _rates(text: str) -> list[float]:
+    """Conditional acceptance by position: numbers, or those that a run has measured."""
+    if not text.endswith(".json"):
+        return shared.numbers(text, "--acceptance", float, "0.8,0.75,0.7", most=1)
+    from distill.measuring.evaluation_results import EvaluationReport
+
+    counted = read_result(Path(text), EvaluationReport).positions.get("after")
+    if not counted:
+        raise DataError(f"{text} holds no conditional acceptance", "give the eval.json of a run that decoded rounds")
+    return [one.rate.mean for one in counted]

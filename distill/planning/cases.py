@@ -1,16 +1,13 @@
-"""Costs for a plan: of a pair that is here, whose draft may be one of a recipe's shape with random weights; of saved
-curves, llama.cpp's logs among them; and of a machine that is described."""
+"""Costs for a plan: of a pair that is here, whose draft may be one of a recipe's shape with random weights; and of
+saved curves, llama.cpp's logs among them."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import math
-import random
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +18,13 @@ from distill.engines.pairs import require_drafts
 from distill.engines.server_commands import N_MAX, P_MIN, SPEC_TYPE
 from distill.engines.torch.described import write_kept
 from distill.engines.torch.hugging_face import load_config, text_folder
-from distill.errors import DataError, DistillError, RecipeError
+from distill.errors import DataError, RecipeError
 from distill.files import read_numbers
 from distill.folders import copy_tokenizer
 from distill.gguf.writer import export_gguf
-from distill.planning.hardware import Hardware, StepWork, work_of, work_of_config
 from distill.planning.plan import Case, step_costs
 from distill.progress import Progress
 from distill.recipe import Gguf, Recipe, Target
-from distill.recipe.target import TYPE_BYTES
 from distill.surgery.cutter import SHAPE, check_cut, planned_sizes
 from distill.surgery.layers import layer_settings, set_layers
 
@@ -37,106 +32,63 @@ from distill.surgery.layers import layer_settings, set_layers
 # Two buffers hold a streamed layer each: while one is computed, the next is on its way. The weights do not depend
 # on the tokens, so that the first layers of the next step come while the draft works. Many tokens of a step then
 # cost little more than one: their products are done while the link is busy.
-# Legend: m tokens of a step, t seconds of a layer's transfer, c(m) seconds of its products, d seconds of drafting.
 
 BUFFERS = 2
 STEPS = 64  # that are simulated; the first half fills the buffers
-JITTERY_STEPS = 1024  # where transfers vary, so that the mean is known to a per cent or so
 
 
-def cycle_seconds(compute: Sequence[float], transfer: Sequence[float], pause: float, jitter: float = 0.0) -> float:
+def cycle_seconds(compute: Sequence[float], transfer: Sequence[float], pause: float) -> float:
     """Seconds from one step to the next, in the long run: `compute` [L] and `transfer` [L] (0: the layer is resident)
     of each layer, and a `pause` between steps in which the link goes on.
 
     Every transfer and every layer's computation is an event. A transfer begins when the link is free and the layer that
     its buffer held has been computed; a layer begins when the one before it has been computed and its weights are
-    there. `jitter` is the standard deviation of a transfer's time relative to its mean (log-normal).
+    there.
     """
-    draws, spread = random.Random(0), math.sqrt(math.log1p(jitter**2))
-    steps = JITTERY_STEPS if jitter else STEPS
     link = now = half = 0.0
     computed = [0.0] * BUFFERS  # when the layers in the buffers have been computed, the older one first
-    for step in range(steps):
-        if step == steps // 2:
+    for step in range(STEPS):
+        if step == STEPS // 2:
             half = now
         now += pause
         for seconds, weights in zip(compute, transfer, strict=True):
             if weights:
-                factor = math.exp(draws.gauss(-(spread**2) / 2, spread)) if jitter else 1.0
-                link = max(link, computed.pop(0)) + weights * factor
+                link = max(link, computed.pop(0)) + weights
                 now = max(now, link)
             now += seconds
             if weights:
                 computed.append(now)
-    return (now - half) / (steps - steps // 2)
+    return (now - half) / (STEPS - STEPS // 2)
 
 
 @dataclass(frozen=True)
 class LayerSwap:
-    """A target of which `streamed` layers, spread evenly over all, come over the link of `hardware` in each step.
+    """A target of which `streamed` of its `layers`, spread evenly, come over a link in each step; the transfer of one
+    takes `transfer` of the curve's units. Of a mixture of experts whole layers are streamed: which experts a layer
+    needs is known too late to fetch only those."""
 
-    `layer_bytes` are those of a whole layer: which experts it needs is known too late to fetch only them.
-    """
-
-    work: StepWork
-    hardware: Hardware
     streamed: int
-    layer_bytes: float
+    layers: int
+    transfer: float
 
-    @classmethod
-    def of(cls, work: StepWork, hardware: Hardware, reserved: float) -> LayerSwap:
-        """As many layers stay as fit: of the device's memory without `reserved` bytes (the draft, caches) and the
-        buffers, or of the share of the weights that the machine's file names."""
-        layer = work.layer_bytes + work.expert_bytes * (1 - work.used) / work.layers
-        total = work.shared_bytes + work.expert_bytes
-        if hardware.memory_gb is not None:
-            away = total - (hardware.memory_gb.value * 1e9 - reserved)
-            if away > 0:
-                away += BUFFERS * layer
-        else:
-            assert hardware.link_share is not None
-            away = total * hardware.link_share.value
-        return cls(work, hardware, min(work.layers, max(0, math.ceil(away / layer - 1e-9))), layer)
+    def cost(self, whole: float, pause: float = 0.0) -> float:
+        """From step to step, where `whole` is a step's cost with all layers in memory, and `pause` lies between."""
+        places = {place * self.layers // self.streamed for place in range(self.streamed)}
+        transfer = [self.transfer if place in places else 0.0 for place in range(self.layers)]
+        return cycle_seconds([whole / self.layers] * self.layers, transfer, pause)
 
-    @property
-    def transfer_seconds(self) -> float:
-        """t, of one layer."""
-        assert self.hardware.link_gb_per_s is not None
-        return self.layer_bytes / self.hardware.link_gb_per_s.value / 1e9
-
-    def seconds(self, tokens: int, depth: int, pause: float = 0.0) -> float:
-        """From step to step of `tokens` tokens behind `depth` cached ones, with a `pause` between them."""
-        layers, work, machine = self.work.layers, self.work, self.hardware
-        places = {place * layers // self.streamed for place in range(self.streamed)} if self.streamed else set()
-        transfer = [self.transfer_seconds if place in places else 0.0 for place in range(layers)]
-        head = work.shared_bytes + work.used * work.expert_bytes - layers * work.layer_bytes
-        share = head / max(work.shared_bytes + work.used * work.expert_bytes, 1.0)
-        whole = work.seconds(tokens, depth, machine)
-        compute = [whole * (1 - share) / layers] * layers
-        jitter = 0.0 if machine.link_jitter is None else machine.link_jitter.value
-        return cycle_seconds([*compute, whole * share], [*transfer, 0.0], pause, jitter)
-
-    def sentence(self, depth: int) -> str:
-        """How much of the target streams, and how many tokens of a step its transfer hides."""
-        if not self.streamed:
-            return f"The whole target fits into the memory of {self.hardware.name}: nothing is streamed."
-        single, hidden = self.seconds(1, depth), 1
-        while hidden < 512 and self.seconds(2 * hidden, depth) <= 1.02 * single:
-            hidden *= 2
-        size, free = self.streamed * self.layer_bytes / 1e9, "512 or more" if hidden >= 512 else str(hidden)
-        return (
-            f"{self.streamed} of {self.work.layers} layers ({size:.1f} GB) stream over the link in every step, through "
-            f"{BUFFERS} buffers: {single:.2f} s, {1 / single:.2f} tokens/s without a draft. Up to {free} tokens of a "
-            "step cost as much as one, within 2 %."
-        )
+    def applied(self, target: Sequence[float], draft: float) -> list[float]:
+        """T(1..) with the transfers. While the draft makes its tokens, the link goes on: what is left of a round is the
+        price of verifying."""
+        drafting = [tokens * draft for tokens in range(len(target))]
+        return [self.cost(whole, pause) - pause for whole, pause in zip(target, drafting, strict=True)]
 
 
-# ── Costs for a plan: of a pair that is here, of saved curves, and of a described machine ──
+# ── Costs for a plan: of a pair that is here, and of saved curves ──
 
 TIMINGS = 3  # of every round; a plan shows their spread
 TIMED = 48  # new tokens of a text that is timed
 UNSTEADY = 1.25  # a ratio of plain steps that shows other work
-QUANTISED_BYTES = {"int8": 1.0, "int4": 0.5}
 
 
 @dataclass(frozen=True)
@@ -160,86 +112,39 @@ class PlanRequest:
         prompt, new = recipe.speedup.depth, recipe.speedup.new_tokens
         return cls(recipe.target, None, None, recipe, prompt=prompt, new=new)
 
-    def works(self) -> tuple[StepWork, StepWork | None]:
-        """What steps of the target and of the draft (None without one) read and multiply; of a recipe, in PyTorch."""
-        size = TYPE_BYTES[self.target.dtype]
-        own = QUANTISED_BYTES.get(self.target.quantise or "", size)
-        if self.recipe is None:
-            return work_of(self.target.model, own), None if self.draft is None else work_of(self.draft, size)
-        config, trim = planned_config(self.recipe), self.recipe.cut.trim
-        small = work_of_config(config, size)
-        if trim is not None and trim.size is not None:
-            left = (config.vocab_size - trim.size) * config.hidden_size
-            small = replace(small, shared_bytes=small.shared_bytes - left * size, parameters=small.parameters - left)
-        return work_of_config(load_config(self.target.model), own), small
-
-    def layers(self) -> tuple[float, float] | None:
-        """As of `Case`, by the bytes that layers read; without a draft, those of a cut of the target."""
-        with contextlib.suppress(DistillError):  # of a model whose sizes cannot be read, the plan names no layers
-            big, small = self.works()
-            whole, each = big.weight_bytes(1), (small or big).layer_bytes / big.weight_bytes(1)
-            rest = 1 - big.layers * big.layer_bytes / whole
-            return (((self.draft_cost or 0.0) - rest) / each if small is None else small.layers), each
-        return None
-
 
 def measured_cases(request: PlanRequest) -> Iterator[Case]:
     """The request's pair on this machine; of a recipe, by each of its backends."""
-    recipe, layers, here = request.recipe, request.layers(), "this machine, measured"
+    recipe, here = request.recipe, "this machine, measured"
     if recipe is None:
         assert request.draft is not None
         target, draft = require_drafts(request.target.model, request.draft, False)
         room = request.prompt + request.new + max(request.lengths) + 1
         place = request.target.model_copy(update={"model": target})
         with load_pair(place, draft, tokens=room, threads=request.threads, gguf=request.gguf) as pair:
-            yield replace(_measured(pair, here, request), layers=layers)
+            yield _measured(pair, here, request)
         return
     with tempfile.TemporaryDirectory() as scratch:
         for backend in recipe.speedup.backends:
             with load_planned(recipe, backend, Path(scratch)) as pair:
-                yield replace(_measured(pair, f"{here}, {backend}", request), layers=layers)
+                yield _measured(pair, f"{here}, {backend}", request)
 
 
-def curve_case(curve: CostCurve, draft: CostCurve | None, request: PlanRequest, layers: bool) -> Case:
+def curve_case(curve: CostCurve, draft: CostCurve | None, request: PlanRequest, swap: LayerSwap | None) -> Case:
     """The case of saved curves, or of one and a given cost of the draft; RecipeError for curves of two units."""
     depth, (single, *_) = request.prompt, curve.at(request.prompt)
     steps = [(request.draft_cost or 0.0) * single] * 2
     if draft is not None:
         if draft.unit != curve.unit:
             raise RecipeError(
-                f"the target's curve is in {curve.unit}, the draft's in {draft.unit}", "give --draft-cost"
+                f"the target's curve is in {curve.unit}, the draft's in {draft.unit}",
+                "give the cost of a draft step in T(1) instead, such as 0.05",
             )
         steps = [*draft.at(depth)[:2]]
-    costs = step_costs(curve.at(depth), steps[0], steps[-1], request.lengths)
-    title = (
-        f"{curve.model}, curve at depth {max([one for one in curve.depths if one <= depth], default=curve.depths[0])}"
-    )
-    return Case(title, [costs], list(costs.verify), layers=request.layers() if layers else None, note=curve.note)
-
-
-def estimated_case(hardware: Hardware, request: PlanRequest) -> Case:
-    """The case of a machine that is described: T(m) from the models' sizes; no overhead beside that of each step."""
-    big, small = request.works()
-    depth = request.prompt + request.new // 2
-    reserved = depth * big.position_bytes + (
-        0.0 if small is None else small.weight_bytes(1) + depth * small.position_bytes
-    )
-    swap = LayerSwap.of(big, hardware, reserved) if hardware.link_gb_per_s is not None else None
-    plain = big.seconds(1, depth, hardware) if swap is None else swap.seconds(1, depth)
-    single = two = (request.draft_cost or 0.0) * plain
-    if small is not None:
-        single, two = (small.seconds(m, depth, hardware) for m in (1, 2))
-    target = [plain]
-    for n in range(1, max(request.lengths) + 1):
-        # While the draft makes its tokens, the link goes on: what is left of a round is the price of verifying.
-        drafting = n * single
-        verify = (
-            big.seconds(n + 1, depth, hardware) if swap is None else swap.seconds(n + 1, depth, drafting) - drafting
-        )
-        target.append(verify)
-    costs = step_costs(target, single, two, request.lengths)
-    note = "" if swap is None else swap.sentence(depth)
-    return Case(f"{hardware.name}, estimated", [costs], request.lengths, layers=request.layers(), note=note)
+    target = curve.at(depth) if swap is None else swap.applied(curve.at(depth), steps[0])
+    costs = step_costs(target, steps[0], steps[-1], request.lengths)
+    at = max([one for one in curve.depths if one <= depth], default=curve.depths[0])
+    return Case(f"{curve.model}, curve at depth {at}", [costs], list(costs.verify), note=curve.note)
 
 
 def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:

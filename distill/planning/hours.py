@@ -1,9 +1,9 @@
-"""What the stages of a run take: hours, memory and disk, from a machine that is described or from a rehearsal."""
+"""What the stages of a run take: hours, memory and disk, from a rehearsal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -12,30 +12,24 @@ from typing import Any
 from distill.data.texts import read_answers
 from distill.data.traffic import SOURCE, pin_of
 from distill.engines.torch.hugging_face import load_config
-from distill.planning.hardware import Hardware, StepWork
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.recipe.target import TYPE_BYTES
 from distill.run import Run
 from distill.tables import Cell, Columns, Table, table_of
-from distill.teacher.store import planned_bytes, planned_positions
 from distill.training.saved import ACCEPTANCE_STAGE
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """A stage of a run that is planned: seconds from `low` to `high` (None where something else computes, which `note`
-    names) and bytes on disk; by a rehearsal also the peaks of memory, else the tokens that it writes, reads or learns
-    from."""
+    """A stage of a run that is planned: seconds from `low` to `high`, bytes on disk and the peaks of memory."""
 
     stage: str
-    low: float | None
-    high: float | None
+    low: float
+    high: float
     disk_bytes: int
-    memory_bytes: int = 0
-    device_bytes: int = 0
-    tokens: int | None = None
-    note: str = ""
+    memory_bytes: int
+    device_bytes: int
 
 
 @dataclass(frozen=True)
@@ -53,121 +47,33 @@ class Rehearsed:
     disk_bytes: int
 
 
-def estimate_table(
-    found: Sequence[StageEstimate], rehearsed: Sequence[Rehearsed] = (), *, title: str = "", note: str = ""
-) -> Table:
+def estimate_table(found: Sequence[StageEstimate], rehearsed: Sequence[Rehearsed]) -> Table:
     """A row for each stage and one for all, in the columns that some stage has figures for."""
     before = {one.stage: one.seconds for one in rehearsed}
     every = StageEstimate(
         "all",
-        sum(one.low or 0.0 for one in found),
-        sum(one.high or 0.0 for one in found),
+        sum(one.low for one in found),
+        sum(one.high for one in found),
         sum(one.disk_bytes for one in found),
         max(one.memory_bytes for one in found),
         max(one.device_bytes for one in found),
     )
     columns: Columns[StageEstimate] = {
         "stage": lambda one: one.stage,
-        "tokens": lambda one: one.tokens,
         "rehearsed": lambda one: duration(sum(before.values()) if one is every else before[one.stage]),
         "whole run": _bounds,
         "peak memory": lambda one: Cell(one.memory_bytes, "size"),
         "GPU memory": lambda one: Cell(one.device_bytes, "size"),
         "disk": lambda one: Cell(one.disk_bytes or None, "size"),
-        "": lambda one: one.note,
     }
-    known = {
-        "tokens": any(one.tokens is not None for one in found),
-        "rehearsed": bool(before),
-        "peak memory": bool(every.memory_bytes),
-        "GPU memory": bool(every.device_bytes),
-        "": any(one.note for one in found),
-    }
+    known = {"peak memory": bool(every.memory_bytes), "GPU memory": bool(every.device_bytes)}
     shown = {name: of for name, of in columns.items() if known.get(name, True)}
-    return table_of([*found, every], shown, title=title, note=note, classes=[*[""] * len(found), "best"])
+    return table_of([*found, every], shown, classes=[*[""] * len(found), "best"])
 
 
 def _bounds(one: StageEstimate) -> str:
-    if one.low is None or one.high is None:
-        return ""
     low, high = duration(one.low), duration(one.high)
     return low if low == high else f"{low} to {high}"
-
-
-# ── By a described machine: the four loops of computation ──
-# A forward pass of m tokens takes T(m) as in hardware.py; a training step three of the draft's, one forward and two
-# backward, and the target's head or the whole target where the teacher asks for it. Loading, measuring and writing
-# files are left out; `distill train --rehearse` measures all of it.
-
-USABLE = 0.75  # of the texts that a target writes as questions: SmolLM2's, docs/benchmarks.md#smollm2
-MOMENTS = 12  # bytes a parameter of a checkpoint: float32 weights and two moments; Muon has one
-
-
-def estimated_hours(
-    recipe: Recipe, hardware: Hardware, works: tuple[StepWork, StepWork | None], config: Any
-) -> list[StageEstimate]:
-    """Each loop, from what steps of the target and of the recipe's draft take, and the draft's configuration."""
-    big, small = works
-    assert small is not None  # that of the recipe's cut
-    return [
-        *_written(recipe, hardware, big),
-        *_distributions(recipe, hardware, big),
-        _training(recipe, hardware, big, small, config),
-    ]
-
-
-def _written(recipe: Recipe, hardware: Hardware, big: StepWork) -> Iterator[StageEstimate]:
-    """Questions and answers, every text as long as it may get."""
-    batch, answers = recipe.answers.batch, recipe.answers
-    asked = [(round((source.questions or 0) / USABLE), source.tokens or 0) for source in recipe.corpus.asked]
-    for stage, texts in (("questions", asked), ("answers", [(answers.prompts, answers.new_tokens)])):
-        tokens = sum(count * length for count, length in texts)
-        if not tokens:
-            continue
-        if answers.writer is not None:
-            yield _elsewhere(stage, tokens, 0, "written by the file or servers of answers.writer")
-            continue
-        # The mean depth of a text, of as many texts as are written at once.
-        seconds = sum(
-            math.ceil(count / batch)
-            * length
-            * big.seconds(min(batch, count), min(batch, count) * (answers.prompt_tokens + length // 2), hardware)
-            for count, length in texts
-        )
-        yield StageEstimate(stage, seconds, seconds, 4 * tokens, tokens=tokens)
-
-
-def _distributions(recipe: Recipe, hardware: Hardware, big: StepWork) -> Iterator[StageEstimate]:
-    settings, disk = recipe.teacher, planned_bytes(recipe)
-    for stage, positions in planned_positions(recipe).items():
-        if settings.kind == "online":
-            yield _elsewhere(stage, positions, 0, "computed in every training step")
-        elif settings.server is not None or settings.gguf is not None:
-            yield _elsewhere(stage, positions, disk[stage], "computed by teacher.gguf or teacher.server")
-        else:
-            size = settings.batch * recipe.corpus.block
-            seconds = positions / size * big.seconds(size, 0, hardware)
-            yield StageEstimate(stage, seconds, seconds, disk[stage], tokens=positions)
-
-
-def _elsewhere(stage: str, tokens: int, disk: int, note: str) -> StageEstimate:
-    return StageEstimate(stage, None, None, disk, tokens=tokens, note=note)
-
-
-def _training(recipe: Recipe, hardware: Hardware, big: StepWork, small: StepWork, config: Any) -> StageEstimate:
-    train, trim = recipe.train, recipe.cut.trim
-    rows = config.vocab_size if trim is None or trim.size is None else trim.size
-    positions = train.batch * recipe.corpus.block
-    step = 3 * small.seconds(positions, 0, hardware)
-    if recipe.teacher.kind == "online":
-        step += big.seconds(positions, 0, hardware)
-    elif recipe.teacher.kind == "exact":
-        hidden = load_config(recipe.target.model).get_text_config().hidden_size
-        step += 2 * positions * rows * hidden / hardware.compute_tflop_per_s.value / 1e12
-    # A step leaves out the rows that a trimmed head drops, and an input embedding beside a head of its own.
-    left_out = config.vocab_size - rows + (0 if config.tie_word_embeddings else config.vocab_size)
-    disk = (train.keep + 1) * MOMENTS * (small.parameters + left_out * config.hidden_size)  # one is being written
-    return StageEstimate("train", train.steps * step, train.steps * step, round(disk), tokens=train.steps * positions)
 
 
 # ── By a rehearsal, from what it measured ──

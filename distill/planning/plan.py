@@ -18,7 +18,6 @@ from typing import Any
 
 from distill.decoding.costs import DraftSteps, PaidCosts, tokens_per_round
 from distill.errors import DataError
-from distill.planning.hours import StageEstimate, estimate_table
 from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, bullets, shown, table_of
 
 RATES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -27,10 +26,6 @@ NOTHING = 0.005  # T(1) that a draft step may cost: shown as 0.00
 GOOD_SPEEDUP = 1.5  # a speedup worth the effort of a draft, in the verdict
 HALVINGS = 40  # of the range in which an acceptance is looked for
 
-LAYERS = (
-    "`layers`: the most that a cut of the target may have whose step costs at most the largest D that pays; none: its "
-    "head alone costs more."
-)
 MODEL = (
     "Predicted, not measured: greedy decoding with n drafted tokens in every round. A round gives 1 + a1 + a1·a2 + … "
     "tokens, where a1, a2, … are the conditional acceptance at each position (accepted ÷ reached; the last holds "
@@ -57,8 +52,7 @@ class Scenario:
     """Speedups at conditional acceptances by position, the last of which holds behind it, by the forecast's lengths.
 
     An interval is the lowest and highest of repeated timings, NaN where there was one. `best` is the fastest length, 0
-    where plain decoding is faster. `largest_cost` of a draft step still pays, below 0 where not even a free one does;
-    `layers` are those of a draft of that cost, None where the layers of the models are not known.
+    where plain decoding is faster. `largest_cost` of a draft step still pays, below 0 where not even a free one does.
     """
 
     title: str
@@ -66,7 +60,6 @@ class Scenario:
     speedups: list[Interval]
     best: int
     largest_cost: float
-    layers: int | None
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,6 @@ class SpeedupForecast:
 class SpeedupPlan:
     """All forecasts, each by its own costs, and llama.cpp's settings where a curve and an acceptance were given.
 
-    `run` are the stages of the recipe's run on the machine `run_on`; none without a recipe and a described machine.
     `heads` are lines about what the target ships to draft with.
     """
 
@@ -96,8 +88,6 @@ class SpeedupPlan:
     machine: dict[str, Any]
     forecasts: list[SpeedupForecast]
     settings: list[str] = field(default_factory=list)
-    run: list[StageEstimate] = field(default_factory=list)
-    run_on: str = ""
     heads: list[str] = field(default_factory=list)
 
 
@@ -120,8 +110,7 @@ def step_costs(target: Sequence[float], draft: float, draft_two: float, lengths:
 class Case:
     """Costs to be judged, of one or several timings, for requests of `new` tokens after `prompt` ones.
 
-    `layers` are those of the draft that was timed, and what one layer more costs in T(1); None where unknown. `note` is
-    a caveat about the costs.
+    `note` is a caveat about the costs.
     """
 
     title: str
@@ -129,7 +118,6 @@ class Case:
     lengths: Sequence[int]
     prompt: int = 0
     new: int = 2
-    layers: tuple[float, float] | None = None
     note: str = ""
 
     def speedup(self, costs: PaidCosts, length: int, rates: Sequence[float]) -> float:
@@ -176,14 +164,14 @@ def forecast(case: Case, given: Mapping[str, Sequence[float]]) -> SpeedupForecas
         upper_bound = case.median(lambda costs, n=n: case.speedup(costs, n, [1.0]))  # type: ignore[misc]
         lengths.append(PlannedLength(n, verify, None if math.isinf(even) else even, upper_bound))
     usual: dict[str, Sequence[float]] = {f"{rate:.2f}": [rate] for rate in RATES}
-    scenarios = [_scenario(case, title, rates, cost) for title, rates in (usual | {ALL: [1.0]} | dict(given)).items()]
+    scenarios = [_scenario(case, title, rates) for title, rates in (usual | {ALL: [1.0]} | dict(given)).items()]
     sentences = [_verdict(case, cost, lengths, scenarios)]
     sentences += [describe(case, one) for one in scenarios if one.title in given] + [case.note] * bool(case.note)
     token = case.median(lambda costs: costs.token)
     return SpeedupForecast(case.title, case.prompt, case.new, token, cost, lengths, scenarios, sentences)
 
 
-def _scenario(case: Case, title: str, rates: Sequence[float], cost: float) -> Scenario:
+def _scenario(case: Case, title: str, rates: Sequence[float]) -> Scenario:
     speeds = []
     for n in case.lengths:
         timed = [case.speedup(costs, n, rates) for costs in case.timings]
@@ -191,12 +179,8 @@ def _scenario(case: Case, title: str, rates: Sequence[float], cost: float) -> Sc
         speeds.append(Interval(statistics.median(timed), *bounds))
     best = max(range(len(speeds)), key=lambda place: speeds[place].mean)
     largest = case.median(lambda costs: case.largest_cost(costs, rates))
-    layers = None
-    if case.layers is not None:
-        count, each = case.layers
-        layers = max(0, math.floor(count + (largest - cost) / each + 1e-9))  # a trimmed head may leave room for many
     length = case.lengths[best] if speeds[best].mean > 1 else 0
-    return Scenario(title, list(rates), speeds, length, largest, layers)
+    return Scenario(title, list(rates), speeds, length, largest)
 
 
 def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenarios: Sequence[Scenario]) -> str:
@@ -221,7 +205,7 @@ def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenario
     good = f"{GOOD_SPEEDUP}× from {needed[length]:.2f} on ({length} drafted)"
     if math.isinf(needed[length]):
         good = f"{GOOD_SPEEDUP}× at none"
-    step = f"A draft step costs {cost:.2f} T(1)." if cost else "A draft that costs nothing is assumed (--draft-cost)."
+    step = f"A draft step costs {cost:.2f} T(1)." if cost else "A draft that costs nothing is assumed."
     return (
         f"{step} It pays from a conditional acceptance of {even.break_even:.2f} on "
         f"({even.length} drafted), gives {good}, and with every token accepted at most {top.upper_bound:.2f}× "
@@ -253,21 +237,16 @@ def plan_blocks(plan: SpeedupPlan) -> list[Block]:
         blocks.append(
             Table(["conditional acceptance", *(one.title for one in plan.forecasts)], rows, title="best speedups")
         )
-    if plan.run:
-        note = "Its loops alone, every text as long as it may get."
-        blocks.append(estimate_table(plan.run, title=f"the run on {plan.run_on}, estimated", note=note))
     return [*blocks, "\n".join([*plan.heads, *plan.settings])]
 
 
 def _forecast_blocks(one: SpeedupForecast) -> list[Block]:
     """Speedups by conditional acceptance and drafted tokens, when drafting pays, and the verdicts."""
-    layers = any(scenario.layers is not None for scenario in one.scenarios)
     columns: Columns[Scenario] = {
         "conditional acceptance": lambda found: found.title,
         **{f"n = {length.length}": partial(_speedup, place) for place, length in enumerate(one.lengths)},
         "best n": lambda found: found.best or "none",
         "largest D that pays, T(1)": lambda found: found.largest_cost if found.largest_cost >= NOTHING else "none",
-        **({"layers": lambda found: found.layers or "none"} if layers else {}),
     }
     even: list[Value] = ["none" if length.break_even is None else length.break_even for length in one.lengths]
     verify: list[Value] = [length.verify_cost for length in one.lengths]
@@ -279,7 +258,6 @@ def _forecast_blocks(one: SpeedupForecast) -> list[Block]:
             [["pays from", *even], ["T(n + 1)", *verify]],
             title=f"{one.title}: what drafting takes",
         ),
-        *([LAYERS] if layers else []),
         bullets(one.sentences),
     ]
 

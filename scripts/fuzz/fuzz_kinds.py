@@ -832,7 +832,7 @@ def read_bench_log(world: World, found: bytes) -> Readers:
     from distill.decoding.costs import save_cost_curve
     from distill.planning.cases import import_curve, llama_settings
 
-    path = world.put("bench.log", found)
+    path = world.put("bench.jsonl", found)
 
     def read() -> None:
         curve = import_curve(path)
@@ -877,15 +877,22 @@ GIVEN = [
     *("model", "runs", "tiny", "whole.yaml", "text.txt", "model.gguf", "out", "missing", "missing.yaml", "1", "3,2,1"),
     *("name=other", "train.steps=3", "train.steps=x", "greedy", "token", "draft", "lookup", "tree"),
     *("eval", "json", "md"),
-    *("-", "--", "", "1e400", "0.5", "64,512", ".", "bench.log", "org/name", "f16", "expected-value", "é"),
+    *("-", "--", "", "1e400", "0.5", "64,512", ".", "bench.jsonl", "org/name", "f16", "expected-value", "é"),
 ]
 
 
 USUAL = {  # valid values of arguments and options; of the others 3
-    **{"RECIPE": "whole.yaml", "RUN": "tiny", "MODEL": "model", "DONOR": "model", "TARGET": "model"},
-    **{"TARGET|RECIPE": "model", "OUT": "out", "--target": "model", "--draft": "model", "--text": "text.txt"},
+    **{
+        "RECIPE": "whole.yaml",
+        "RECIPE [a.b=c]... | TARGET [DRAFT]": "model",
+        "RUN": "tiny",
+        "MODEL": "model",
+        "DONOR": "model",
+        "TARGET": "model",
+    },
+    **{"OUT": "out", "--target": "model", "--draft": "model", "--text": "text.txt"},
     **{"--runs": "runs", "--output": "json", "-o": "csv", "--run": "tiny", "--until": "eval", "--redo": "eval"},
-    **{"--batched-bench": "bench.log", "--acceptance": "0.9,0.5", "--outtype": "f16", "--depths": "64"},
+    **{"--acceptance": "0.9,0.5", "--outtype": "f16", "--depths": "64"},
     **{"--drafter": "lookup", "--rule": "fixed", "--verifier": "greedy", "--delete": "tiny", "--grammar": "text.txt"},
     **{"--json-schema": "text.txt", "--p-min": "0.5"},
 }
@@ -964,7 +971,9 @@ def run_command(world: World, found: tuple[list[str], bytes]) -> Readers:
         (where / "model.gguf").symlink_to(world.finished / "gguf" / "draft-f16.gguf")
         (where / "whole.yaml").write_text(dump_recipe(world.recipe))
         (where / "text.txt").write_text("alpha beta " * 300)
-        (where / "bench.log").write_bytes(b'{"pp":64,"tg":32,"pl":1,"t_tg":0.1}\n{"pp":64,"tg":32,"pl":2,"t_tg":0.1}\n')
+        (where / "bench.jsonl").write_bytes(
+            b'{"pp":64,"tg":32,"pl":1,"t_tg":0.1}\n{"pp":64,"tg":32,"pl":2,"t_tg":0.1}\n'
+        )
 
     def run() -> None:
         out, err = io.StringIO(), io.StringIO()

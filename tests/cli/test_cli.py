@@ -207,7 +207,6 @@ HOT = ["--temperature", "0.9"]
         (["generate", "x", "--run", "RUN", "--target", "TARGET"], "--run was given beside --target or --draft"),
         (["generate", "x", "--run", "RUN", "--top-k", "4"], "--top-k does nothing without --temperature"),
         (["generate", "x", "--run", "RUN", "--drafter", "tree", "--length", "0"], "--length 0 drafts nothing"),
-        (["plan", "TARGET", "--draft-curve", "x.json", "--hardware", "y.yaml"], "--draft-curve is in seconds of"),
         (["eval", "-o", "xml"], "'--output' / '-o': 'xml' is not one of 'md', 'json', 'jsonl', 'csv'."),
         (["train", "--nonsense"], "--nonsense"),
         (["train", "RECIPE", "--lengths", "2"], "changed by speedup.lengths=VALUE"),

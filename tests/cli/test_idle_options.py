@@ -13,9 +13,6 @@ import typer.main
 from distill.cli.app import app
 
 Capture = pytest.CaptureFixture[str]
-PLANNED = "acceptance sister lengths output overrides"
-CURVE = f"{PLANNED} draft_cost draft_curve"
-CURVES = "target_curve batched_bench server key served_model"
 DECODED = "top_k top_p min_p repetition_penalty seed verifier drafter widths rule p_min allow_lossy chat stop regex"
 DECODED += " json_schema grammar static compile threads gguf tokens temperature length"
 COUNTED = "n_max temperature top_k top_p min_p draft_sampling count tokens concurrency load repeats reply_seconds to"
@@ -46,13 +43,6 @@ FORMS = [
         "eval --by class",
         "outtype target_outtype cache_type threads runs output target draft text temperature prompts gguf",
     ),
-    ("plan r.yaml", f"{PLANNED} hardware measure {CURVES}"),
-    ("plan a.gguf --draft b.gguf", f"{CURVE} hardware measure depth tokens threads gguf {CURVES}"),
-    ("plan a --draft-cost 0.1", f"{CURVE} draft hardware measure depth dtype threads gguf {CURVES}"),
-    ("plan a --no-measure --hardware h.yaml --draft b", f"{CURVE} depth tokens dtype {CURVES}"),
-    ("plan --target-curve c.json", f"{CURVE} depth batched_bench server draft hardware measure key served_model"),
-    ("plan --server http://127.0.0.1:1", f"{CURVE} depth tokens batched_bench target_curve draft hardware measure key"
-     " served_model"),
     ("profile a.gguf", "depths max_tokens repeats threads out output gguf"),
     ("profile a", "depths max_tokens repeats threads out output dtype static compile prepack gguf"),
     ("speedup none", "allow_lossy threads runs output gguf target draft prompts"),
@@ -71,7 +61,6 @@ FORMS = [
      f"{COUNTED} p_min choose start_seconds prompt_tokens url gguf"),
     ("check r.yaml", "offline target draft"),
     ("check --target a --draft b", "offline"),
-    ("recipes demo", ""),
     ("cut a out --mlp-width 64", "text target layers drop_layers"),
     ("cut a out --drop-layers 1", "text target layers mlp_width layer_repair"),
     ("export-gguf FOLDER --no-check --outtype q4_k_m", "folder tensor_type imatrix target overwrite"),

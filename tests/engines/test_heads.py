@@ -83,11 +83,10 @@ def test_heads_of_files(tmp_path: Path) -> None:
     assert beside.endswith("llama-server -md b.gguf --spec-type draft-eagle3")
 
 
-def test_check_and_plan_say_it(world: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_and_plan_say_it(world: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(target / "config.json", mtp_num_hidden_layers=1)
     assert "this copy lost it" in tiny.shown(capsys, "check", world / "recipe.yaml", f"target.model={target}")
     assert "this copy lost it" in tiny.shown(capsys, "check", "--target", target, "--draft", world / "target")
-    (tmp_path / "machine.yaml").write_text((tiny.ROOT / "recipes" / "hardware" / "h100.yaml").read_text())
-    planned = ("plan", target, "--draft-cost", "0.1", "--no-measure", "--hardware", tmp_path / "machine.yaml")
+    planned = ("plan", target, "0.1", "--lengths", "1", "--depth", "8")
     assert "this copy lost it" in tiny.shown(capsys, *planned)
     assert json.loads(tiny.shown(capsys, *planned, "-o", "json"))["heads"]

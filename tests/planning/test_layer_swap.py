@@ -9,12 +9,6 @@ from collections.abc import Sequence
 import pytest
 
 from distill.planning.cases import LayerSwap, cycle_seconds
-from distill.planning.hardware import Hardware, StepWork
-
-
-def described(**figures: float) -> Hardware:
-    sizes = {"memory_gb_per_s": 100.0, "compute_tflop_per_s": 10.0, "overhead_ms": 1e-9} | figures
-    return Hardware.model_validate({"name": "a box"} | {k: {"value": v, "source": "made up"} for k, v in sizes.items()})
 
 
 def by_events(compute: Sequence[float], transfer: Sequence[float], pause: float, steps: int) -> list[float]:
@@ -71,28 +65,11 @@ def test_any_chain_agrees_with_a_queue_of_events(seed: int) -> None:
     assert cycle_seconds(compute, transfer, pause) == pytest.approx((ends[63] - ends[31]) / 32, rel=1e-9)
 
 
-def test_jitter_costs_time_and_is_seeded() -> None:
-    """Where products and transfers take alike, each waits for the slower of the two; where the link alone decides, the
-    mean is that of its transfers."""
-    even = [cycle_seconds([1.0] * 8, [1.0] * 8, 0.0, jitter=0.3) for _ in range(2)]
-    assert even[0] == even[1] and all(8.2 < cycle < 9.5 for cycle in even)
-    assert cycle_seconds([0.01] * 8, [1.0] * 8, 0.0, jitter=0.3) == pytest.approx(8.0, rel=0.02)
-
-
-def test_what_does_not_fit_is_streamed() -> None:
-    """10 layers of 1 GB and a head of 2 GB, on 9 GB of which .5 are reserved: 3.5 GB and two buffers go, 6 layers."""
-    work = StepWork(10, 1e9, 12e9, 0.0, 1.0, 0.0, 6e9)
-    swap = LayerSwap.of(work, described(memory_gb=9.0, link_gb_per_s=10.0), 0.5e9)
-    assert swap.streamed == 6 and swap.transfer_seconds == pytest.approx(0.1)
-    assert swap.seconds(1, 0) == pytest.approx(0.6, rel=1e-6)  # the link alone decides
-    assert swap.seconds(8, 0, pause=0.05) == pytest.approx(0.6, rel=1e-6)  # seven more tokens and their drafts are free
-    assert "6 of 10 layers (6.0 GB)" in swap.sentence(0)
-    assert LayerSwap.of(work, described(memory_gb=13.0, link_gb_per_s=10.0), 0.5e9).streamed == 0
-    assert LayerSwap.of(work, described(link_share=0.25, link_gb_per_s=10.0), 0.0).streamed == 3
-
-
-def test_all_experts_of_a_layer_are_streamed() -> None:
-    """The tokens choose experts when the layer is computed, too late to fetch only those."""
-    work = StepWork(4, 0.5e9, 1e9, 8e9, 0.125, 0.0, 1e9)
-    swap = LayerSwap.of(work, described(link_share=1.0, link_gb_per_s=10.0), 0.0)
-    assert swap.layer_bytes == pytest.approx(0.5e9 + 8e9 * 0.875 / 4) and swap.streamed == 4
+def test_streamed_layers_set_the_pace() -> None:
+    """6 of 10 layers, .1 s each over the link: it alone decides, so seven more tokens and their drafts are free."""
+    swap = LayerSwap(6, 10, 0.1)
+    target = [0.05 * (1 + 0.1 * m) for m in range(8)]
+    plain, *verified = swap.applied(target, 0.005)
+    assert plain == pytest.approx(0.6)
+    assert [cost + n * 0.005 for n, cost in enumerate(verified, 1)] == pytest.approx([0.6] * 7)
+    assert LayerSwap(1, 10, 1e-9).cost(0.05) == pytest.approx(0.05)
