@@ -30,6 +30,7 @@ from distill.recipe import (
     parse_section,
     resolve_model,
 )
+from distill.recipe.measuring import SPELLINGS
 from distill.run import Run
 from distill.tables import Block, records, rendered
 
@@ -345,17 +346,6 @@ def takes_sampler(panel: str | None = None) -> Callable[[Callable[..., None]], C
     return takes("sampler", options, collected)
 
 
-SHORT = {
-    "n_gpu_layers": "-ngl",
-    "device": "-dev",
-    "cache_type_k": "-ctk",
-    "cache_type_v": "-ctv",
-    "threads_batch": "-tb",
-}
-OF_DRAFT = {name: f"{short}d" for name, short in SHORT.items()} | {"threads": "-td"}
-OF_TARGET = SHORT | {"tensor_split": "-ts", "flash_attn": "-fa", "ubatch_size": "-ub"}
-
-
 def takes_gguf_options(*roles: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator: the command takes llama.cpp's options of these roles by its own names, `--NAME` for the target and
     `--NAME-draft` for the draft, and gets them as its argument `gguf`.
@@ -364,10 +354,12 @@ def takes_gguf_options(*roles: str) -> Callable[[Callable[..., None]], Callable[
     """
     panel = "llama.cpp's options, for GGUF files" + "; each is also --NAME-draft, for the draft" * ("draft" in roles)
     names = " ".join(name for name in GgufOptions.model_fields if name != "threads")  # an option of the commands
-    options = section_options(GgufOptions, names, panel=panel, prefix="gguf_target_", short=OF_TARGET)
+    short = {name: f"-{one.short}" for name, one in SPELLINGS.items()}
+    options = section_options(GgufOptions, names, panel=panel, prefix="gguf_target_", short=short)
     if "draft" in roles:  # the same once more: not shown
         every, of_draft = f"{names} threads", "gguf_draft_"
-        options += section_options(GgufOptions, every, prefix=of_draft, suffix="-draft", short=OF_DRAFT, shown=False)
+        short = {name: f"-{one.short}d" for name, one in SPELLINGS.items() if one.of_draft}
+        options += section_options(GgufOptions, every, prefix=of_draft, suffix="-draft", short=short, shown=False)
 
     def collected(given: dict[str, Any]) -> Gguf | None:
         found: dict[str, dict[str, Any]] = {}

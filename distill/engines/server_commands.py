@@ -20,29 +20,12 @@ from distill.files import read_object
 from distill.folders import present_files, read_header
 from distill.gguf.head import open_head
 from distill.recipe import is_path
-from distill.recipe.measuring import Gguf, GgufOptions
+from distill.recipe.measuring import SPELLINGS, Gguf, GgufOptions
 
 LLAMA_SERVER = "the llama-server of llama-cpp-python 0.3.36's sources"  # the build on which these options were run
 VLLM = "0.32.0"  # the version on which these options were run, in its build for CPUs
 DRAFT_TYPE = "draft-simple"  # of --spec-type: a plain draft model; without it the server loads the draft for nothing
 
-# llama-server's option for each of GgufOptions; those of a draft where it has one.
-OF_TARGET = {
-    name: f"--{name.replace('_', '-')}"
-    for name in (
-        *("n_gpu_layers", "device", "tensor_split", "flash_attn", "cache_type_k", "cache_type_v"),
-        *("threads", "threads_batch", "ubatch_size"),
-    )
-}
-OF_DRAFT = {
-    "n_gpu_layers": "--spec-draft-ngl",
-    "device": "--spec-draft-device",
-    "cache_type_k": "--spec-draft-type-k",
-    "cache_type_v": "--spec-draft-type-v",
-    "threads": "--spec-draft-threads",
-    "threads_batch": "--spec-draft-threads-batch",
-}
-TAKEN = ("flash_attn", "ubatch_size", "tensor_split")  # by a draft from its target
 SPEC_TYPE, N_MAX, P_MIN = "--spec-type", "--spec-draft-n-max", "--spec-draft-p-min"
 DRAWN_AMONG = 10  # likeliest tokens of the draft, of probabilistic drafts (common/speculative.cpp, spec_retune)
 IK_DEPTH, IK_INSERTED = 64, 2**28  # of ik_llama.cpp's suffix tree; the most tokens × depth of a corpus that it reads
@@ -70,27 +53,25 @@ def option_arguments(gguf: Gguf, drafts: bool = True) -> list[str]:
 
     Raises RecipeError for those that the server has no option for.
     """
-    arguments = _arguments("target", gguf.target, OF_TARGET)
-    if not drafts:
-        return arguments
-    # The server's draft takes these from its target, so that they are no options of its own where both are the same.
-    same = {name for name in TAKEN if getattr(gguf.draft, name) == getattr(gguf.target, name)}
-    own = gguf.draft.model_dump(exclude_defaults=True, exclude=same)
-    return arguments + _arguments("draft", gguf.draft.model_construct(**own), OF_DRAFT)
+    target = {f"--{name.replace('_', '-')}": value for name, value in _given(gguf.target)}
+    draft = {}
+    for name, value in _given(gguf.draft) if drafts else ():
+        spelt = SPELLINGS[name].of_draft
+        if spelt:
+            draft[spelt] = value
+        elif getattr(gguf.draft, name) != getattr(gguf.target, name):
+            option = f"--{name.replace('_', '-')}-draft"
+            raise RecipeError(f"llama-server has no {option}: its draft takes the target's", "leave it out")
+    return [word for options in (target, draft) for pair in options.items() for word in pair]
 
 
-def _arguments(role: str, options: GgufOptions, names: dict[str, str]) -> list[str]:
-    values = options.given()
-    values.pop("library", None)  # that of the server
-    unknown = [name for name in values if name not in names]
-    if unknown:
-        spelt = f"--{unknown[0].replace('_', '-')}-{role}"
-        raise RecipeError(f"llama-server has no {spelt}: its draft takes the target's", "leave it out")
-    arguments = []
-    for name, value in values.items():
+def _given(options: GgufOptions) -> list[tuple[str, str]]:
+    """The options that differ from their defaults, with their values in words; the library is the server's own."""
+    found = []
+    for name, value in options.given().items():
         parts = value if isinstance(value, list) else [value]
-        arguments += [names[name], ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in parts)]
-    return arguments
+        found.append((name, ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in parts)))
+    return [(name, value) for name, value in found if name in SPELLINGS]
 
 
 def llama_server(target: str, draft: str | None, n_max: int, p_min: float | None = None) -> str:

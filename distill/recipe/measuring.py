@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -29,38 +29,54 @@ MOST_DEVICES = 16  # llama.cpp's LLAMA_MAX_DEVICES
 CHANGES_LOGITS = ("library", "flash_attn", "cache_type_k", "cache_type_v")
 
 
+class Spelling(NamedTuple):
+    """llama.cpp's short name of an option, without its dash (a draft's has a d behind it), and llama-server's option
+    for a draft; empty where a draft takes the target's."""
+
+    short: str
+    of_draft: str = ""
+
+
 class GgufOptions(Section):
     """Options of one model. Options that this build of llama.cpp lacks, or that would have no effect, are refused."""
+
+    # The one table of these options. llama.cpp's long name of each is its key with dashes.
 
     library: Literal["llama.cpp", "ik"] | None = Field(
         None,
         description="what computes: llama.cpp, or ik: ik_llama.cpp; null: llama.cpp, for a draft the target's",
     )
-    n_gpu_layers: int | None = Field(
+    n_gpu_layers: Annotated[int | None, Spelling("ngl", "--spec-draft-ngl")] = Field(
         None,
         ge=0,
         le=10_000,
         description="layers on GPUs, counting the head as one; null: all if llama.cpp was built for a GPU and "
         "`device` is not cpu, else none",
     )
-    device: tuple[str, ...] = Field(
+    device: Annotated[tuple[str, ...], Spelling("dev", "--spec-draft-device")] = Field(
         (), description="GPUs by llama.cpp's names, such as CUDA0; [none]: no GPU; []: all of them"
     )
-    tensor_split: tuple[float, ...] = Field(
+    tensor_split: Annotated[tuple[float, ...], Spelling("ts")] = Field(
         (), max_length=MOST_DEVICES, description="share of the layers on each GPU, in order; []: by free memory"
     )
-    flash_attn: Literal["on", "off", "auto"] = Field(
+    flash_attn: Annotated[Literal["on", "off", "auto"], Spelling("fa")] = Field(
         "off",
         description="off: logits do not depend on how tokens are grouped into steps of two or more; auto: on if the "
         "device supports it",
     )
-    cache_type_k: CacheType = Field("f16", description="type of the cached keys")
-    cache_type_v: CacheType = Field("f16", description="type of the cached values; quantised ones need flash_attn")
-    threads: int | None = Field(None, ge=1, le=MOST_THREADS, description="CPU threads of a step; null: `threads`")
-    threads_batch: int | None = Field(
+    cache_type_k: Annotated[CacheType, Spelling("ctk", "--spec-draft-type-k")] = Field(
+        "f16", description="type of the cached keys"
+    )
+    cache_type_v: Annotated[CacheType, Spelling("ctv", "--spec-draft-type-v")] = Field(
+        "f16", description="type of the cached values; quantised ones need flash_attn"
+    )
+    threads: Annotated[int | None, Spelling("t", "--spec-draft-threads")] = Field(
+        None, ge=1, le=MOST_THREADS, description="CPU threads of a step; null: `threads`"
+    )
+    threads_batch: Annotated[int | None, Spelling("tb", "--spec-draft-threads-batch")] = Field(
         None, ge=1, le=MOST_THREADS, description="CPU threads of steps of several tokens; null: as `threads` here"
     )
-    ubatch_size: int | None = Field(
+    ubatch_size: Annotated[int | None, Spelling("ub")] = Field(
         None,
         ge=1,
         le=65_536,
@@ -129,6 +145,13 @@ class GgufOptions(Section):
 
 
 ON_CPU = GgufOptions(device=(NO_DEVICE,))
+# By key: llama.cpp's other names of each of its options; `library` is ours.
+SPELLINGS: dict[str, Spelling] = {
+    name: spelling
+    for name, field in GgufOptions.model_fields.items()
+    for spelling in field.metadata
+    if isinstance(spelling, Spelling)
+}
 
 
 class Gguf(Section):

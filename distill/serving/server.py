@@ -29,6 +29,7 @@ from distill.engines.server_commands import option_arguments, pair_arguments
 from distill.errors import RecipeError, ServingError, server_words
 from distill.files import parse_object
 from distill.recipe import Gguf
+from distill.recipe.measuring import SPELLINGS
 from distill.serving.results import DraftSettings
 from distill.teacher.endpoint import secret
 
@@ -263,7 +264,7 @@ class LlamaServer:
         return [str(self.binary), *own, *self.served]
 
 
-OF_DRAFT_SHORT = {"-md", "-ctkd", "-ctvd", "-ngld", "-devd", "-td", "-tbd", "-otd", "-cmoed", "-ncmoed"}
+OF_DRAFT_SHORT = {"-md", "-otd", "-cmoed", "-ncmoed", *(f"-{one.short}d" for one in SPELLINGS.values() if one.of_draft)}
 
 
 def is_of_draft(option: str) -> bool:
