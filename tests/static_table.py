@@ -16,7 +16,7 @@ from table_model import TableModel
 from torch import Tensor
 
 from distill.decoding import verify
-from distill.engines.model import Ints, PendingTree
+from distill.engines.model import Ints
 from distill.engines.torch.model import TorchLogits
 from distill.engines.torch.static import StaticTorchModel
 
@@ -33,7 +33,6 @@ class StaticTable(StaticTorchModel):
         self.model: Any = SimpleNamespace(config=SimpleNamespace(_name_or_path="table"))
         self.slots = torch.zeros(rows, SLOTS, dtype=torch.long)
         self._lengths = [0] * rows
-        self.nodes: list[int] = []
 
     def step(
         self, ids: Tensor, counts: Tensor, starts: Tensor, most: int, keep: Tensor | int = 0, prompt: bool = False
@@ -46,21 +45,6 @@ class StaticTable(StaticTorchModel):
             found.append(self.table.table[[self.table.place(text) for text in texts]])
         logits = torch.stack(found)
         return logits[:, -keep:] if isinstance(keep, int) and keep else logits
-
-    def grow(self, ids: Tensor, depths: Tensor, seen: Tensor, first: int) -> Tensor:
-        self.nodes[first:] = ids.tolist()
-        known, found = self.slots[0, : self._lengths[0]].tolist(), []
-        for node, row in enumerate(seen.tolist(), first):
-            path = [self.nodes[other] for other in range(node + 1) if row[other]]
-            assert row[node] and len(path) == depths[node], (row, depths)
-            found.append(self.table.table[self.table.place([*known, *path])])
-        return torch.stack(found)
-
-    def settle(self, parents: Ints, path: Sequence[int]) -> None:
-        assert PendingTree().grown(parents).only_path([path]) == path
-        for node in path:
-            self.slots[0, self._lengths[0]] = self.nodes[node]
-            self._lengths[0] += 1
 
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from distill.decoding.costs import Pace, StepCosts
 from distill.decoding.lengths import Features, Fixed, LengthRule
@@ -107,23 +105,6 @@ class Calibration:
         for weight, name in zip(self.weights, self.terms, strict=True):
             total += weight * TERMS[name](position, features)
         return clamp(sigmoid(total))
-
-    def accept_all(self, position: int, chances: Tensor, entropy: Tensor) -> Tensor:
-        """`accept` [m] for the best children of m distributions where these lie: of their two or more largest
-        probabilities [m, c] and their entropies [m]. It knows the terms of a distribution and its position alone."""
-        top = chances[:, 0]
-        second = chances[:, 1] if chances.shape[1] > 1 else torch.zeros_like(top)
-        found: dict[str, Callable[[], Tensor | float]] = {
-            "margin": lambda: (top.clamp(min=1e-30) / second).log().clamp(max=MOST_MARGIN),
-            "logit_top": lambda: torch.logit(top, LEAST),
-            "entropy": lambda: entropy,
-            "first": lambda: float(position == 0),
-            "log_position": lambda: math.log1p(position),
-        }
-        total = torch.full_like(top, self.bias)
-        for weight, name in zip(self.weights, self.terms, strict=True):
-            total = total + weight * found[name]()
-        return total.sigmoid().clamp(LEAST, 1 - LEAST)
 
 
 def fit_calibration(rounds: Sequence[Recorded], terms: Sequence[str], ridge: float = 1e-3) -> Calibration:

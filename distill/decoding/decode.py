@@ -19,6 +19,7 @@ from distill.decoding.on_device import RowRound, rounds_of_text, rounds_on_devic
 from distill.decoding.rules import Constrained, Rules, require_lossless
 from distill.decoding.verify import CHAINS, TREES, draw_chain, draw_token, verify_greedy, walk, walk_greedy
 from distill.engines.model import Model, resent
+from distill.engines.torch.model import for_sampler
 from distill.sampler import Logits
 
 MOST_RESENT = 4  # tokens that the target computes again with a round: where there are more, a plain step takes them
@@ -257,7 +258,7 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
 def _distributions(logits: Logits, context: Sequence[int], proposal: Proposal, rules: Rules) -> Tensor:
     """The target's distributions [n + 1, V] after the context and after each node, after the sampler."""
     histories = None if rules.sampler.repetition_penalty == 1 else proposal.histories(context)
-    return rules.sampler.distributions(logits, histories)
+    return rules.sampler.probabilities(for_sampler(logits), histories, logits.place)
 
 
 def decode_text(

@@ -20,6 +20,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from distill.engines.torch.model import fetch
+
 ROOT = -1  # the committed end of the context, parent of the first nodes
 LONGEST = 6  # tokens of an n-gram that features look for
 
@@ -58,16 +60,24 @@ def entropies(distributions: Tensor) -> Tensor:
     return -(distributions * distributions.clamp(min=torch.finfo(distributions.dtype).tiny).log()).sum(-1)
 
 
+def best_of_each(distributions: Tensor, count: int) -> list[tuple[list[int], list[float]]]:
+    """`best_tokens` of each distribution [m, V], by one transfer."""
+    values, ids = (part.tolist() for part in fetch(*distributions.topk(min(count + 1, distributions.shape[-1]))))
+    best = []
+    for row, chances in enumerate(values):
+        candidates = list(zip(chances, ids[row], strict=True))
+        if len(candidates) > count and chances[count] == chances[count - 1] > 0:
+            # topk may take any of the tokens that tie for the last place: compare all of them.
+            tied = torch.nonzero(distributions[row] >= chances[count]).flatten()
+            candidates = list(zip(distributions[row, tied].tolist(), tied.tolist(), strict=True))
+        candidates = sorted(((p, i) for p, i in candidates if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]
+        best.append(([i for _, i in candidates], [p for p, _ in candidates]))
+    return best
+
+
 def best_tokens(distribution: Tensor, count: int) -> tuple[list[int], list[float]]:
     """Up to `count` possible tokens of a distribution [V] and their probabilities; best first, smaller ids on ties."""
-    values, ids = distribution.topk(min(count + 1, distribution.shape[-1]))
-    candidates = list(zip(values.tolist(), ids.tolist(), strict=True))
-    if len(candidates) > count and candidates[count][0] == candidates[count - 1][0] > 0:
-        # topk may take any of the tokens that tie for the last place: compare all of them.
-        ids = torch.nonzero(distribution >= values[-1]).flatten()
-        candidates = list(zip(distribution[ids].tolist(), ids.tolist(), strict=True))
-    candidates = sorted(((p, i) for p, i in candidates if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]
-    return [i for _, i in candidates], [p for p, _ in candidates]
+    return best_of_each(distribution[None], count)[0]
 
 
 def children_of(parents: Sequence[int]) -> dict[int, list[int]]:

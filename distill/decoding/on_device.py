@@ -23,17 +23,16 @@ import torch
 from torch import Tensor
 
 from distill.decoding import verify
-from distill.decoding.device_trees import DeviceTrees, Stepped
 from distill.decoding.drafters import NONE, ChainDraft, Drafter, FallbackDrafter, ModelDrafter, distribution_sampler
 from distill.decoding.lengths import Features, LengthRule, NGramIndex, Proposal, entropies
 from distill.decoding.rules import Rules
-from distill.decoding.trees import TreeDrafter
 from distill.devices import has_float64
 from distill.engines.model import Model
-from distill.engines.torch.model import fetch, model_name, send
+from distill.engines.torch.model import TorchModel, fetch, model_name, send
 from distill.errors import DataError
 from distill.sampler import Place, Sampler, place_of, require_finite, shrunk
 
+Stepped = TorchModel  # one whose `steps_on_device`
 KNOWN = (*verify.CHAINS, "distinct")
 UNDRAWN = 0.5  # in the place of numbers that nobody draws
 
@@ -321,17 +320,12 @@ def driven(models: Sequence[Any], rules: Rules) -> bool:
 
 
 class TextRounds:
-    """The rounds of one text on the target's device: chains, and trees where there are any.
+    """The rounds of one text on the target's device; where the drafter's model cannot be driven there too, its chains
+    come from the host."""
 
-    Where the drafter's model cannot be driven there too, its proposals come from the host.
-    """
-
-    def __init__(self, target: Model, drafter: Drafter, rules: Rules, chains: DeviceRounds) -> None:
+    def __init__(self, drafter: Drafter, rules: Rules, chains: DeviceRounds) -> None:
         own: Drafter = drafter.second if isinstance(drafter, FallbackDrafter) else drafter
         self._rules, self._chains, self._own = rules, chains, own
-        self._drafts = chains.draft is not None
-        grows = type(own) is TreeDrafter and driven([own.model], rules)
-        self._trees = DeviceTrees(target, rules, own if grows else None) if own.tree else None  # type: ignore[arg-type]
 
     def play(self, drafter: Drafter, context: Sequence[int], limit: int) -> tuple[Proposal, list[int], int]:
         """A round: the proposal, its accepted nodes, and the token after them."""
@@ -344,15 +338,10 @@ class TextRounds:
             limit = min(limit, own.room(len(context)))
         if limit <= 0:
             return self._chain(row)
-        if self._drafts:
+        if self._chains.draft is not None:
             assert isinstance(own, ModelDrafter)
             return self._chain(self._drafting(own, row, limit))
-        if self._trees is not None and self._trees.drafter is not None:
-            return self._trees.drafted(context, limit, rules.random) or self._chain(row)
-        proposal = own.propose(context, limit, rules.ends)
-        if self._trees is None or proposal.is_chain:
-            return self._chain(replace(row, proposed=proposal))
-        return (proposal, *self._trees.proposed(proposal, context, rules.random))
+        return self._chain(replace(row, proposed=own.propose(context, limit, rules.ends)))
 
     def _chain(self, row: RowRound) -> tuple[Proposal, list[int], int]:
         outcome = self._chains.run([row])[0]
@@ -370,11 +359,14 @@ class TextRounds:
 
 
 def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> TextRounds | None:
-    """The rounds of this text on the target's device, the draft's part too where it is there; None on the host."""
+    """The rounds of this text on the target's device, the draft's part too where it is there; None on the host, which
+    grows trees."""
     own = drafter.second if isinstance(drafter, FallbackDrafter) else drafter
+    if own.tree:
+        return None
     chains = None
     if type(own) is ModelDrafter:
         chains = rounds_on_device(target, rules, own.model, own.argmax, [own.rule], own.sampler)
     if chains is None:
         chains = rounds_on_device(target, rules, None)
-    return None if chains is None else TextRounds(target, drafter, rules, chains)
+    return None if chains is None else TextRounds(drafter, rules, chains)

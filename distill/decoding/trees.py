@@ -9,7 +9,7 @@ call, V vocabulary, k children.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from distill.decoding.calibration import Calibration
 from distill.decoding.drafters import distribution_sampler, read_prompt
-from distill.decoding.lengths import ROOT, Features, Proposal, best_tokens, children_of, features_from
+from distill.decoding.lengths import ROOT, Features, Proposal, best_of_each, best_tokens, children_of, features_from
 from distill.decoding.verify import Random, draw_token
 from distill.engines.model import SPARE_NODES, Model
-from distill.sampler import Sampler
+from distill.engines.torch.model import for_sampler
+from distill.sampler import Logits, Sampler
 
 # ── Shapes: trees without tokens, the tokens to expect from one, and the best ones for an acceptance by rank ──
 
@@ -226,7 +227,7 @@ def best_first(
     """
     if nodes <= 0 or depth <= 0 or branching <= 0:
         return Proposal.chain([]), []
-    pool = _children(None, root, branching, calibration)
+    (pool,) = _children([None], root[None], branching, calibration)
     drafted = _JoinedNodes(max_leaves)  # nodes that the draft took
     tried: set[tuple[int, ...]] = set()
     while True:
@@ -245,20 +246,21 @@ def best_first(
             continue
         above = [drafted.numbers[node.parent] for node in open_nodes]
         distributions = expand([node.token for node in open_nodes], above)
-        for node, distribution in zip(open_nodes, distributions, strict=True):
-            pool += _children(node, distribution, branching, calibration)
+        for children in _children(open_nodes, distributions, branching, calibration):
+            pool += children
 
 
-def _children(node: _Node | None, distribution: Tensor, branching: int, calibration: Calibration | None) -> list[_Node]:
-    """The `branching` best children of a node (None: the root) with distribution [V]."""
-    value, depth, ranks = (1.0, 0, ()) if node is None else (-node.loss, node.depth, node.ranks)
-    tokens, chances = best_tokens(distribution, max(branching, 2))
-    if calibration is not None and tokens:
-        chances = calibrated(chances, features_from(distribution, chances), depth, calibration)
-    return [
-        _Node(-value * chance, depth + 1, (*ranks, rank), token)
-        for rank, (token, chance) in enumerate(zip(tokens[:branching], chances[:branching], strict=True))
-    ]
+def _children(
+    nodes: Sequence[_Node | None], distributions: Tensor, branching: int, calibration: Calibration | None
+) -> Iterator[list[_Node]]:
+    """The `branching` best children of each node (None: the root), with distributions [m, V]."""
+    best = best_of_each(distributions, max(branching, 2))
+    for node, distribution, (tokens, chances) in zip(nodes, distributions, best, strict=True):
+        value, depth, ranks = (1.0, 0, ()) if node is None else (-node.loss, node.depth, node.ranks)
+        if calibration is not None and tokens:
+            chances = calibrated(chances, features_from(distribution, chances), depth, calibration)
+        ranked = enumerate(zip(tokens[:branching], chances[:branching], strict=True))
+        yield [_Node(-value * chance, depth + 1, (*ranks, rank), token) for rank, (token, chance) in ranked]
 
 
 def calibrated(chances: Sequence[float], features: Features, position: int, calibration: Calibration) -> list[float]:
@@ -410,11 +412,15 @@ class TreeDrafter:
         shape, nodes = self.size(limit)
         if nodes == 0:
             return Proposal.chain([])
-        fresh = list(context[self.model.lengths[0] :])
-        root = self.sampler.distributions(self.model.extend(fresh, want=[len(fresh) - 1]), empty=True)[0]
+
+        def distributions(logits: Logits) -> Tensor:
+            return self.sampler.probabilities(for_sampler(logits), place=logits.place, empty=True)
 
         def expand(tokens: list[int], parents: list[int]) -> Tensor:
-            return self.sampler.distributions(self.model.extend(tokens, parents=parents), empty=True)
+            return distributions(self.model.extend(tokens, parents=parents))
+
+        fresh = list(context[self.model.lengths[0] :])
+        root = distributions(self.model.extend(fresh, want=[len(fresh) - 1]))[0]
 
         if shape is not None and self.best:
             return top_tree(shape, root, expand)

@@ -333,7 +333,7 @@ class Step(NamedTuple):
 class _Noting:
     """A model of one row that notes its steps and shares its whole state with `model`: either can go on with a text.
 
-    It is made of the model's own class, because rounds on a device drive those by `step` and `grow`, past `extend`.
+    It is made of the model's own class, because rounds on a device drive those by `step`, past `extend`.
     """
 
     noted: list[Step]
@@ -347,7 +347,7 @@ class _Noting:
         # What watching takes is the model's time rather than the round's own: between steps it would show more.
         started, depth, before = time.perf_counter(), self.lengths[0], len(self.noted)
         logits = call()
-        if len(self.noted) == before:  # `extend` may call `step` or `grow`
+        if len(self.noted) == before:  # `extend` may call `step`
             self.noted.append(Step(depth, tokens, started, time.perf_counter() - started))
         return logits
 
@@ -355,11 +355,6 @@ class _Noting:
         """See `StaticTorchModel`."""
         call = super().step  # type: ignore[misc]
         return self._noted(ids.shape[1], lambda: call(ids, *arguments))
-
-    def grow(self, ids: Tensor, *arguments: Any) -> Any:
-        """See `StaticTorchModel`."""
-        call = super().grow  # type: ignore[misc]
-        return self._noted(len(ids), lambda: call(ids, *arguments))
 
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None

@@ -34,18 +34,11 @@ from distill.sampler import Sampler
 torch.set_num_threads(1)
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "decoding.md"
-SHAPE = Shape.of_widths([2, 2, 1])  # 10 nodes
 Make = Callable[[Any, Rules], Drafter]
 
 
 def chain(rule: Callable[[], Any]) -> Make:
     return lambda draft, rules: ModelDrafter(draft, rule(), rules.sampler, rules.random)
-
-
-def of_shape(best: bool, distinct: bool = False) -> Make:
-    return lambda draft, rules: TreeDrafter(
-        draft, rules.sampler, rules.random, len(SHAPE), shape=SHAPE, best=best, distinct=distinct
-    )
 
 
 class OfTable(TableDrafter):
@@ -65,7 +58,6 @@ class Case(NamedTuple):
     looks: bool = False
 
 
-BEST_FIRST: Make = lambda draft, rules: TreeDrafter(draft, rules.sampler, rules.random, 8, depth=3)  # noqa: E731
 CASES: dict[str, Case] = {
     "plain, greedy": Case(None, 0, samples=False),
     "plain, sampled": Case(None, 0, samples=True),
@@ -74,16 +66,22 @@ CASES: dict[str, Case] = {
     "`lookup+draft`: 4 tokens of the draft": Case(
         lambda d, r: FallbackDrafter(LookupDrafter(4, shortest=30), chain(lambda: Fixed(4))(d, r)), 4
     ),
-    "best-first tree of 8 nodes, 3 levels": Case(BEST_FIRST, 8, "match"),
-    "`lookup+tree`: the tree of 8 nodes": Case(
-        lambda d, r: FallbackDrafter(LookupDrafter(4, shortest=30), BEST_FIRST(d, r)), 8, "match"
-    ),
-    "tree of static shape, 10 nodes": Case(of_shape(True), 10, "match"),
-    "drawn tree of 10 nodes": Case(of_shape(False, True), 10, "distinct", True),
-    "`table`: a tree of 7 nodes": Case(lambda *_: OfTable(None, 7, 3), 7, "match"),
     "`p_min`, `start-continue`, `beta`, `expected-value`: 4 tokens": Case(
         chain(lambda: ProbabilityFloor(4, 0.0)), 4, looks=True
     ),
+}
+SHAPE = Shape.of_widths([2, 2, 1])  # 10 nodes
+TREES: dict[str, Case] = {
+    "best-first tree of 8 nodes, 3 levels": Case(
+        lambda draft, rules: TreeDrafter(draft, rules.sampler, rules.random, 8, depth=3), 8, "match"
+    ),
+    "drawn tree of 10 nodes, 3 levels": Case(
+        lambda draft, rules: TreeDrafter(draft, rules.sampler, rules.random, 10, shape=SHAPE, distinct=True),
+        10,
+        "distinct",
+        True,
+    ),
+    "`table`: a tree of 7 nodes": Case(lambda *_: OfTable(None, 7, 3), 7, "match"),
 }
 PROMPT = [5, 6, 7, 8, 5, 6, 9, 8] * 2  # lookups and counts of n-grams find something
 # What a device needs in the types that it decodes in.
@@ -120,13 +118,24 @@ def test_rounds(name: str, pretend: Any) -> None:
             looked = counts.waits - 1
             assert drafted <= looked <= min(drafted + 1, 4) if case.looks else not looked
         whole = [counts for drafted, counts in rounds if drafted == case.drafted]
-        waits, size = whole[0].waits, max(counts.bytes_to_host for counts in whole)  # two less for a level less
+        waits, size = whole[0].waits, max(counts.bytes_to_host for counts in whole)
         assert all(counts.waits == waits for counts in whole)
         assert case.looks or size <= 16 * max(case.drafted, 1)
         share = f"{size / case.drafted:.1f}" if case.drafted else "–"
         lines.add(f"| {name} | {waits} | {size} | {share} |")
     assert len(lines) == 1
     assert_documented(lines.pop())
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_rounds_of_trees(name: str, pretend: Any) -> None:
+    """They are grown on the host."""
+    case, waits = TREES[name], []
+    for sampler in [Sampler(0.9)] if case.samples else [Sampler(0.0), Sampler(0.9)]:
+        found = [one for cache in ("growing", "static") for one in rounds_of(case, cache, sampler, pretend)]
+        waits.append(str(max(counts.waits for _, counts in found)))
+        assert case.drafted in [drafted for drafted, _ in found]
+    assert_documented(f"| {name} | {' greedily, '.join(waits)} sampled |")
 
 
 def assert_documented(line: str) -> None:

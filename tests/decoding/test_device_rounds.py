@@ -1,4 +1,4 @@
-"""Rounds on the device, of chains and trees: the same texts as on the host where nothing is drawn, and the same
+"""Rounds on the device: the same texts as on the host where nothing is drawn, and the same
 distribution where tokens are. How often the host waits for them: test_budgets.py.
 
 Legend: γ drafted tokens, V vocabulary.
@@ -12,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from static_table import StaticTable
 from tables import goodness
 from test_batch import check_batch, check_plain, streams, summary
-from test_exact_decoding import EXACT, PROMPT, SEEN, Make, batched, chains, decoded, pair, tree
+from test_exact_decoding import EXACT, PROMPT, SEEN, Make, batched, chains, decoded, pair
 from test_rounds import RECIPE
 from toys import blurred, random_prompts, speculative, toy
 
@@ -27,14 +26,11 @@ from distill.decoding import decode as decode_module
 from distill.decoding import on_device as device_round
 from distill.decoding import verify
 from distill.decoding.batch import decode_batch
-from distill.decoding.calibration import FEATURE_TERMS, Calibration
-from distill.decoding.configured import TableDrafter
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import FallbackDrafter, LookupDrafter, ModelDrafter
-from distill.decoding.lengths import AcceptedRatio, Features, Fixed, LengthRule, ProbabilityFloor
+from distill.decoding.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.on_device import RowRound, rounds_on_device
 from distill.decoding.rules import Rules
-from distill.decoding.trees import Shape, TreeDrafter
 from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
@@ -48,7 +44,6 @@ V = 61
 # families: test_families.py.
 MODELS = {kind: toy(kind, seed=3).double() for kind in ("qwen2", "qwen3", "llama", "gemma2", "gemma3")}
 DRAFTS = {kind: blurred(model, 6, 0.03) for kind, model in MODELS.items()}
-FITTED = Calibration(0.3, (0.5, 0.2, -0.3, 0.4, 0.1), FEATURE_TERMS)
 
 
 def static(kind: str) -> tuple[StaticTorchModel, StaticTorchModel]:
@@ -116,15 +111,6 @@ def after_lookups(draft: Any, sampler: Sampler, chance: verify.Random) -> Fallba
         (chains("expected-value", True), "match", Sampler(), 2, 2),
         (lambda *_: LookupDrafter(2), "token", Sampler(1.1), 2, 2),
         (after_lookups, "block", Sampler(), 2, 2),
-        (tree(3, depth=2, branching=2), "match", Sampler(), 2, 2),
-        (tree(2, depth=2, calibration=FITTED), "token", Sampler(1.2), 1, 3),
-        (tree(3, shape=Shape((-1, 0, -1)), best=True), "distinct", Sampler(0.8), 1, 2),
-        (tree(3, depth=2, branching=2), "greedy", Sampler(0.0), 2, 2),
-        (tree(2, shape=Shape((-1, -1))), "token", Sampler(), 1, 2),
-        (tree(2, shape=Shape((-1, 0))), "token", Sampler(1.3), 1, 2),
-        (tree(2, shape=Shape((-1, -1))), "match", Sampler(), 1, 2),
-        (tree(3, shape=Shape((-1, -1, 0)), distinct=True), "distinct", Sampler(), 1, 2),
-        (tree(4, shape=Shape((-1, -1, -1, 0)), distinct=True), "distinct", Sampler(), 1, 2),  # more than tokens
     ],
 )
 def test_the_output_follows_the_targets_distribution(
@@ -143,12 +129,8 @@ def test_a_draft_with_a_sampler_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert found < EXACT and accepted == 2 and set(asked) == {own, Sampler(1.2)}
 
 
-@pytest.mark.parametrize(
-    ("make", "verifier"),
-    [(chains("fixed", True), "greedy"), (tree(2, shape=Shape((-1, -1))), "distinct")],
-)
-def test_pairs_that_are_refused_show(make: Make, verifier: str) -> None:
-    assert decoded(3, make, verifier, Sampler(), 4, rounds=1, on_device=True)[0] > SEEN
+def test_pairs_that_are_refused_show() -> None:
+    assert decoded(3, chains("fixed", True), "greedy", Sampler(), 4, rounds=1, on_device=True)[0] > SEEN
 
 
 def test_the_first_row_of_a_batch_follows_the_targets_distribution() -> None:
@@ -233,19 +215,14 @@ def test_plain_rows_are_plain_texts_of_the_host() -> None:
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize("drafts", ["chain", "chain that looks", "best-first tree", "drawn tree"])
+@pytest.mark.parametrize("drafts", ["chain", "chain that looks"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_no_numbers_are_named(role: str, drafts: str, temperature: float) -> None:
     models = {"target": toy(seed=3), "draft": blurred(toy(seed=3), 6, 0.03)}
     target, draft = (StaticTorchModel(model) for model in models.values())
     rules = Rules(Sampler(temperature), "token" if temperature else "greedy", random=random.Random(1).random)
-    if "tree" in drafts:
-        shape = Shape((-1, -1, 0)) if drafts == "drawn tree" else None
-        best = not temperature
-        drafter: Any = TreeDrafter(draft, rules.sampler, rules.random, 3, depth=2, shape=shape, best=best)
-    else:
-        rule = Fixed(2) if drafts == "chain" else ProbabilityFloor(2, 0.0)
-        drafter = ModelDrafter(draft, rule, rules.sampler, rules.random)
+    rule = Fixed(2) if drafts == "chain" else ProbabilityFloor(2, 0.0)
+    drafter = ModelDrafter(draft, rule, rules.sampler, rules.random)
     rounds = decode(target, drafter, [1, 2, 3], 16, rules, Decoded())
     next(rounds)
     models[role].config._name_or_path = f"the {role}"
@@ -262,32 +239,24 @@ def test_logits_that_are_no_numbers_are_named(role: str, drafts: str, temperatur
             plainly.run([RowRound(0, [5], rules.random)])
 
 
-def chain(rule: LengthRule) -> Make:
-    return lambda draft, sampler, chance: ModelDrafter(draft, rule, sampler, chance)
-
-
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize(
-    ("make", "verifier", "most"),
+    ("rule", "verifier"),
     [
-        (chain(Fixed(2)), "token", 2),
-        (chain(ProbabilityFloor(2, 0.0)), "token", 2),
-        (chain(Fixed(2)), "greedy", 2),
-        (chain(ProbabilityFloor(2, 0.0)), "greedy", 2),
-        (tree(4, depth=2), "match", 2),
-        (tree(3, shape=Shape((-1, -1, 0)), best=True), "match", 2),
-        (tree(3, shape=Shape((-1, -1, 0)), distinct=True), "distinct", 2),
-        (tree(3, shape=Shape((-1, -1, 0))), "token", 3),
+        (Fixed(2), "token"),
+        (ProbabilityFloor(2, 0.0), "token"),
+        (Fixed(2), "greedy"),
+        (ProbabilityFloor(2, 0.0), "greedy"),
     ],
 )
-def test_a_draft_without_tokens_proposes_what_there_is(make: Make, verifier: str, most: int, everywhere: bool) -> None:
+def test_a_draft_without_tokens_proposes_what_there_is(rule: LengthRule, verifier: str, everywhere: bool) -> None:
     """A trimmed head may leave −∞ everywhere, or all but one token: the round goes on with what there is."""
     tables = pair(3, 1)
     tables[1].table[:, 0 if everywhere else 1 :] = -torch.inf
     target, draft = (StaticTable(table) for table in tables)
     rules = Rules(Sampler(0.0 if verifier == "greedy" else 1.0), verifier, random=random.Random(3).random)
-    result = decode_text(target, make(draft, rules.sampler, rules.random), PROMPT, 12, rules)
-    assert len(result.tokens) == 12 and max(one.drafted for one in result.rounds) == (0 if everywhere else most)
+    result = decode_text(target, ModelDrafter(draft, rule, rules.sampler, rules.random), PROMPT, 12, rules)
+    assert len(result.tokens) == 12 and max(one.drafted for one in result.rounds) == (0 if everywhere else 2)
 
 
 def test_what_reads_the_text_stays_on_the_host() -> None:
@@ -315,54 +284,3 @@ def test_contexts_end() -> None:
         for make in (TorchModel, StaticTorchModel):
             found = speculative(make(target), make(draft), [1, 2, 3], 99, 4)
             assert found.tokens == plain(TorchModel(target), [1, 2, 3], 99).tokens
-
-
-# Trees that are chosen without chance.
-
-MIXED = Shape((-1, 0, -1, 1, 2, 0, 3))  # siblings apart, and a level that is not in one piece
-GREEDY: dict[str, Make] = {
-    "best-first": tree(9, depth=3, branching=5),
-    "best-first, calibrated": tree(9, depth=3, calibration=FITTED),
-    "one level": tree(9, depth=1),
-    "one node": tree(1),
-    "shape": tree(7, shape=MIXED, best=True),
-    "shape of one level": tree(3, shape=Shape((-1, -1, -1)), best=True),
-    "lookup, best-first": lambda *given: FallbackDrafter(LookupDrafter(3, shortest=2), tree(9, depth=3)(*given)),
-    "table": lambda *_: TableDrafter(None, 7, 3),
-}
-
-
-@pytest.mark.parametrize("name", GREEDY)
-def test_greedy_trees_are_those_of_the_host(name: str) -> None:
-    """Every round drafts and accepts as many."""
-    accepted, rules = 0, Rules(ends=(7,))
-    for prompt in (*random_prompts(1, V, seed=1, shortest=1), [5, 6, 7, 8] * 3):
-        expected, found = (
-            decode_text(target, GREEDY[name](draft, rules.sampler, rules.random), prompt, 16, rules)
-            for target, draft in ((TorchModel(MODELS["qwen3"]), TorchModel(DRAFTS["qwen3"])), static("qwen3"))
-        )
-        assert summary(found) == summary(expected)
-        accepted += sum(one.accepted for one in found.rounds)
-    assert accepted > 1
-
-
-def test_a_best_first_tree_takes_one_level_more_than_the_last_had_use_for() -> None:
-    """Its text is the target's own whatever the levels are."""
-    target, draft = static("llama")
-    taken, drafter = list[int](), tree(6, depth=6, branching=4)(draft, Rules().sampler, random.random)
-    step, grow = draft.step, draft.grow
-    with mock.patch.object(draft, "grow", lambda *given: (taken.append(len(given[0])), grow(*given))[1]):
-        text = decode_text(target, drafter, [1, 2, 3], 24, Rules())
-    assert step == draft.step and text.tokens == plain(TorchModel(MODELS["llama"]), [1, 2, 3], 24).tokens
-    assert max(taken) == 5 and len(text.rounds) < len(taken) < 5 * len(text.rounds)
-
-
-def test_calibrated_chances_are_those_of_single_distributions() -> None:
-    found = torch.tensor([[0.7, 0.2], [0.99999, 1e-7], [1.0, 0.0], [0.3, 0.3]], dtype=torch.float64)
-    entropy = torch.tensor([0.9, 0.001, 0.0, 2.0], dtype=torch.float64)
-    for position in (0, 3):
-        expected = [
-            FITTED.accept(position, Features(top, second, nats))
-            for (top, second), nats in zip(found.tolist(), entropy.tolist(), strict=True)
-        ]
-        assert FITTED.accept_all(position, found, entropy).tolist() == pytest.approx(expected, rel=1e-12)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.devices import CPU, doubled, has_pinned_memory
+from distill.devices import CPU, doubled, has_float64, has_pinned_memory
 from distill.engines.model import NO_TREES, Ints, PendingTree, Retold, check_call, check_chain, check_lengths
 from distill.engines.torch.hugging_face import logits_of
 from distill.errors import DataError
-from distill.sampler import Place, finite_argmax, place_of
+from distill.sampler import Logits, Place, finite_argmax, place_of
 
 # ── Numbers between the host and a device ──
 # Every answer that the host waits for comes through `fetch`, which counts. A device works through its queue on its own;
@@ -84,6 +84,12 @@ class TorchLogits:
         """A copy [n, V] on the CPU, in fp64 where they were computed so, else in fp32."""
         values = self.values if self.values.dtype == torch.float64 else self.values.float()
         return fetch(values)[0].clone()
+
+
+def for_sampler(logits: Logits) -> Tensor:
+    """Logits [n, V] as a sampler takes them: on their accelerator if it has fp64, as `full` gives them otherwise."""
+    there = isinstance(logits, TorchLogits) and logits.values.device.type != CPU and has_float64(logits.values.device)
+    return logits.values if there else logits.full()  # type: ignore[attr-defined]
 
 
 # ── Masks of our own: what the layers of each kind see of a tree, or of rows of different lengths ──
@@ -181,7 +187,7 @@ class TorchModel:
         self.vocabulary_size: int = min(model.config.vocab_size, vocabulary or model.config.vocab_size)
         self.capacity: int = model.config.max_position_embeddings
         self.max_leaves = sys.maxsize if mask_refusal(model.config) is None else 0
-        # Whether `step` and `grow` may drive it: on a CPU, rounds that draw only what they need gain nothing by it.
+        # Whether `step` may drive it: on a CPU, rounds that draw only what they need gain nothing by it.
         self.steps_on_device = self.device.type != CPU
         self._new_cache = DynamicCache
         self._cache: Any = DynamicCache()
@@ -227,7 +233,13 @@ class TorchModel:
         check_call(tokens, counts, parents, want, self.vocabulary_size)
         old, tree = len(self._tree), self._tree.grown(parents, self._length, self.capacity)
         seen, depths = send(tree.seen(old, len(tree)), self.device, torch.bool), send(tree.depths, self.device)
-        logits = self.grow(send(tokens, self.device), depths, seen, old, self._kept(len(tokens), want))
+        visible = torch.nn.functional.pad(seen[None], (self._length, 0), value=True)  # [1, m, C + N]
+        places = depths + (self._length - 1)
+        of = torch.cat([torch.arange(self._length, device=self.device), places])
+        positions = places[None, old:]
+        masks = layer_masks(self.model, visible, positions, of)
+        ids, kept = send([tokens], self.device), self._kept(len(tokens), want)
+        logits = self._computed(ids, kept, attention_mask=masks, position_ids=positions)[0]
         self._tree = tree
         return TorchLogits(logits, self._place([self._length + depth for depth in tree.depths[old:]], want))
 
@@ -262,26 +274,10 @@ class TorchModel:
         """See `StaticTorchModel.step`; here tokens [1, m] follow those of the steps since the last `commit`."""
         return self._computed(ids, keep)
 
-    @torch.inference_mode()
-    def grow(self, ids: Tensor, depths: Tensor, seen: Tensor, first: int, keep: Tensor | int = 0) -> Tensor:
-        """See `StaticTorchModel.grow`; `keep` as of `step`."""
-        committed, end = self._length, first + len(ids)
-        visible = torch.nn.functional.pad(seen[None, :, :end], (committed, 0), value=True)  # [1, m, C + end]
-        places = depths[:end] + (committed - 1)
-        of = torch.cat([torch.arange(committed, device=self.device), places])
-        positions = places[None, first:]
-        masks = layer_masks(self.model, visible, positions, of)
-        return self._computed(ids[None], keep, attention_mask=masks, position_ids=positions)[0]
-
     def commit(self, lengths: Sequence[int]) -> None:
         """Count as committed what steps wrote, up to this length, and drop the rest."""
         (self._length,) = lengths
         self._trim(self._length)
-
-    def settle(self, parents: Ints, path: Sequence[int]) -> None:
-        """Commit one path of the nodes that `grow` took, which hang below these `parents`, and drop the others."""
-        self._tree = self._tree.grown(parents, self.lengths[0], self.capacity)
-        self.keep([path])
 
     def _computed(self, ids: Tensor, keep: Tensor | int, **inputs: Any) -> Tensor:
         """Logits [1, m, V] of tokens on the device, of all columns or as `keep` says; a failure leaves what was

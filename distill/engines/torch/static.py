@@ -360,20 +360,6 @@ class StaticTorchModel(TorchModel):
         self._reserve(end)
         return self._steps.chain(ids, counts, starts, end, keep, prompt)[..., : self.vocabulary_size]
 
-    @torch.inference_mode()
-    def grow(self, ids: Tensor, depths: Tensor, seen: Tensor, first: int) -> Tensor:  # type: ignore[override]
-        """Logits [m, V] of nodes [m] on the device, the `first` and following ones of a tree of one row.
-
-        `depths` [W] are those of the tree's nodes (1 below the committed end), `seen` [m, W] the nodes that these see:
-        their paths and themselves. Like `step` it commits nothing and waits for nothing; `settle` says what counts.
-        """
-        committed, width = self._lengths[0], _rounded(len(depths))
-        if self._steps.compiled and width > len(depths):  # few shapes
-            depths = torch.nn.functional.pad(depths, (0, width - len(depths)), value=1)
-            seen = torch.nn.functional.pad(seen, (0, width - seen.shape[1]))
-        self._reserve(committed + max(first + len(ids), len(depths)))
-        return self._steps.tree(ids, depths, seen, committed, committed + first)[0, :, : self.vocabulary_size]
-
     def commit(self, lengths: Sequence[int]) -> None:
         """Count as committed what steps wrote: the rows are `lengths` long."""
         self._lengths = [int(length) for length in lengths]
@@ -389,7 +375,9 @@ class StaticTorchModel(TorchModel):
         width = _rounded(len(tree))
         rows = [[*seen, token] for token, seen in zip(tokens, tree.seen(old, width), strict=True)]
         sent = send([[*tree.depths, *[1] * (width + 1 - len(tree))], *rows], self.device)
-        logits = self.grow(sent[1:, -1], sent[0, :-1], sent[1:, :-1].bool(), old)
+        self._reserve(length + width)
+        logits = self._steps.tree(sent[1:, -1], sent[0, :-1], sent[1:, :-1].bool(), length, length + old)
+        logits = logits[0, :, : self.vocabulary_size]
         self._tree = tree
         read = depths if want is None else [depths[index] for index in want]
         picked = _picked(logits, range(len(tokens)) if want is None else want)
