@@ -4,7 +4,6 @@ any two models."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +13,9 @@ import typer
 
 from distill.cli import shared
 from distill.cli.shared import merged, require_used, section_options, takes, takes_gguf_options, takes_sampler
-from distill.errors import DataError, RecipeError
+from distill.errors import RecipeError
 from distill.files import read_result, write_result
-from distill.measuring.evaluation_results import SLICES, EvaluationReport, evaluation_blocks
+from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
 from distill.progress import command_line
 from distill.recipe import Configuration, Gguf, PyTorch, Recipe, SamplerSettings, parse_section
 from distill.recipe.measuring import CACHE_TYPES, OUTTYPES
@@ -25,7 +24,6 @@ from distill.run import Run
 
 # ── `distill eval` ──
 
-CLASS = "class"  # of --by: of prompts rather than positions
 OF_MODELS = ("temperature", "prompts", "text")  # a run has its own
 
 
@@ -35,7 +33,6 @@ def evaluate(
     run: shared.RunArgument = None,
     kl: Annotated[bool, typer.Option("--kl", help="Divergences, and acceptance probability by verifier.")] = False,
     acceptance: Annotated[bool, typer.Option("--acceptance", help="Conditional acceptance of decoded rounds.")] = False,
-    by: Annotated[list[str] | None, typer.Option(help="Acceptance probabilities by this slice or class alone.")] = None,
     outtype: Annotated[
         list[str] | None,
         typer.Option(help="Compare the draft in these GGUF types instead: acceptance, KL, size, speed."),
@@ -56,13 +53,11 @@ def evaluate(
 ) -> None:
     """Measure a target and its draft: divergences and acceptance, with intervals. Both by default; of several targets,
     drafts or types, divergences alone, and how they differ from the first by prompt."""
-    shared.require_known("--by", by, [*SLICES, CLASS])
     shared.require_known("--outtype", outtype, OUTTYPES)
     shared.require_known("--target-outtype", target_outtype, OUTTYPES)
     shared.require_known("--cache-type", cache_type, CACHE_TYPES)
     shared.refuse_idle(
         context,
-        (by, "kl acceptance", "does nothing beside --by, which shows acceptance by slice alone"),
         (target and draft, "runs", shared.NO_RUN),
     )
     typed = bool(target_outtype or outtype or cache_type)
@@ -112,36 +107,16 @@ def evaluate(
             report = evaluate_types(recipe, own_run, types, threads, gguf, command, kl, acceptance)
         else:
             report = read_result(own_run.path("eval.json"), EvaluationReport)
-    _print_report(report, kl, acceptance, by or [], output)
+    _print_report(report, kl, acceptance, output)
 
 
-def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, by: Sequence[str], output: str) -> None:
-    """Print what was asked for of a report: some of its measures, or some slices alone.
-
-    Raises DataError where none of these slices was measured.
-    """
-    if by:
-        measured = {one.slice for one in report.slices} | ({CLASS} if report.classes else set())
-        if not measured & {*by}:
-            raise DataError(
-                f"no acceptance probability by {' or '.join(by)} was measured: all positions are alike there",
-                f"measured are {', '.join(sorted(measured)) or 'none'}",
-            )
-        report = replace(
-            report,
-            domains={},
-            pairs={},
-            positions={},
-            tokens_per_round={},
-            reliability={},
-            classes=report.classes if CLASS in by else [],
-            slices=[one for one in report.slices if one.slice in by],
-        )
+def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, output: str) -> None:
+    """Print what was asked for of a report."""
     if not kl:
         stored = None if report.stored is None else replace(report.stored, bounds={})
         report = replace(report, domains={}, pairs={}, stored=stored)
     if not acceptance:
-        report = replace(report, positions={}, tokens_per_round={}, reliability={})
+        report = replace(report, positions={}, tokens_per_round={}, calibration_error={})
     shared.print_blocks(evaluation_blocks(report), report, output)
 
 

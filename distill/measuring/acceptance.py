@@ -7,19 +7,16 @@ texts, measures the drafts on them and decodes rounds; `as_report` makes the rep
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import numpy
-from numpy.typing import NDArray
 
 from distill.data.packing import Packed, pack
 from distill.data.texts import Prompt, prompt_seed
 from distill.decoding.batch import continue_prompts
-from distill.decoding.calibration import BINS, Recorded, expected_calibration_error
+from distill.decoding.calibration import Recorded, expected_calibration_error
 from distill.decoding.costs import measure_steps, predicted_speedups
 from distill.decoding.decode import Round, plain, room_for
 from distill.decoding.rules import Rules
@@ -28,18 +25,18 @@ from distill.engines.loaded import LoadedPair, growing_decoder
 from distill.errors import DataError
 from distill.gguf.head import open_head
 from distill.measuring.evaluation_results import (
+    CalibrationError,
     ClassResult,
     ComparedPair,
     EvaluationReport,
     PairCosts,
-    Reliability,
-    ReliabilityBin,
     StoredMeasures,
-    Stretch,
 )
 from distill.measuring.measure import (
+    METRICS,
     DecodedRounds,
     Measured,
+    SlicedValues,
     block_values,
     decode_rounds,
     position_acceptance,
@@ -47,77 +44,36 @@ from distill.measuring.measure import (
     text_values,
     tokens_per_round,
 )
-from distill.measuring.slices import METRICS, SlicedValues
 from distill.progress import Progress
 from distill.recipe import Evaluate
 from distill.sampler import Sampler
 from distill.tables import paired_ratio_interval, ratio_interval
 
-# ── What the draft's own probabilities promise of the tokens it drafts, beside what is accepted ──
-# Length rules that stop at a probability (llama.cpp's p_min) or at a product of them take these numbers at their
-# word. Legend: N tokens, U prompts.
-
-SIMULATED = 200  # outcomes drawn to see what error chance alone makes
-
-Rows = list[tuple[float, bool]]  # promised probability, whether it came true
+SIMULATED = 200  # outcomes drawn to see what calibration error chance alone makes
 
 
-def reliability(rounds: Sequence[Sequence[Recorded]]) -> list[Reliability]:
-    """Of the rounds of each prompt: the probability of each drafted token that was judged, and the running product.
+def calibration_error(rounds: Sequence[Sequence[Recorded]]) -> CalibrationError | None:
+    """Of the drafted tokens that were judged, in the rounds of each prompt; None where no token was drafted.
 
-    The product, at each drafted position, is of the probabilities up to there; it comes true where all these tokens
-    are accepted. Nothing where no token was drafted.
+    Length rules that stop at a probability (llama.cpp's p_min) take the draft's probabilities at their word.
     """
-    found = []
-    for of, rows_of in (("token", _tokens), ("product", _products)):
-        rows = [[row for one in own for row in rows_of(one)] for own in rounds]
-        if any(rows):
-            found.append(_measured(of, rows))
-    return found
-
-
-def _tokens(one: Recorded) -> Iterator[tuple[float, bool]]:
-    return ((features.top, accepted) for _, features, accepted in one.judged())
-
-
-def _products(one: Recorded) -> Iterator[tuple[float, bool]]:
-    products = accumulate((features.top for features in one.features), mul)
-    return ((product, position < one.accepted) for position, product in enumerate(products))
-
-
-def _measured(of: str, rows: Sequence[Rows]) -> Reliability:
-    """The figures of promised probabilities and outcomes by prompt."""
-    units = numpy.repeat(numpy.arange(len(rows)), [len(own) for own in rows])
+    rows = [[(seen.top, accepted) for one in own for _, seen, accepted in one.judged()] for own in rounds]
+    if not any(rows):
+        return None
     promised = numpy.array([p for own in rows for p, _ in own])
     true = numpy.array([y for own in rows for _, y in own], dtype=float)
-    places = numpy.minimum((promised * BINS).astype(int), BINS - 1)
-
-    def totals(values: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
-        return numpy.bincount(units, values, len(rows)).astype(float)
-
-    bins = []
-    for place in range(BINS):
-        here = (places == place).astype(float)
-        if here.any():
-            rate = ratio_interval(totals(here * true), totals(here))
-            mean = float((here * promised).sum() / here.sum())
-            bins.append(ReliabilityBin(place / BINS, (place + 1) / BINS, int(here.sum()), mean, rate))
     draws = numpy.random.default_rng(0).random((SIMULATED, len(promised))) < promised
-    return Reliability(
-        of=of,
+    return CalibrationError(
         tokens=len(promised),
         promised=float(promised.mean()),
-        accepted=ratio_interval(totals(true), totals(numpy.ones_like(true))),
+        accepted=ratio_interval([sum(y for _, y in own) for own in rows], [len(own) for own in rows]),
         error=expected_calibration_error(promised, true),
         error_of_chance=float(numpy.mean([expected_calibration_error(promised, drawn) for drawn in draws])),
-        bins=bins,
     )
 
 
 # ── Targets with their drafts, measured behind prompts ──
 
-STRETCH = 16  # tokens of a stretch
-WORST = 3  # stretches shown, each of another prompt
 LONGEST = 8  # tokens drafted a round, at most, where steps are timed
 REPEATS = 7  # of timed steps
 
@@ -166,7 +122,6 @@ def evaluate_pairs(
     decoded: dict[str, DecodedRounds] = {}
     texts: dict[str, list[list[int]]] = {}
     sliced: dict[str, SlicedValues] = {}  # by the target that wrote the texts
-    worst: dict[str, list[Stretch]] = {}
     costs: dict[str, PairCosts] = {}
     names: list[str] = []
     measure = "acceptance_sampling" if options.sampler.temperature else "acceptance_greedy"
@@ -183,16 +138,12 @@ def evaluate_pairs(
             answers = zip(ids, texts[one.writer], strict=True)  # each prompt with its text behind it, which is scored
             own = pack((([*prompt, *text], len(prompt)) for prompt, text in answers), one.block, False)
             if one.writer not in sliced:
-                sliced[one.writer] = SlicedValues.of(own, first.token_bytes, first.ends)
+                sliced[one.writer] = SlicedValues.of(own)
             domains = {"answers": own, **({"files": one.given} if one.given is not None and len(one.given) else {})}
             for domain, blocks in domains.items():
                 values = _values(one.pairs, blocks, options.sampler, size, domain)
                 watched = sliced[one.writer].watch(values) if domain == "answers" else values
                 measured.setdefault(domain, {}).update(sum_by_document(watched))
-            for name in one.pairs:
-                worst[name] = worst_stretches(
-                    sliced[one.writer], name, METRICS.index(measure), texts[one.writer], first.token_bytes
-                )
             if options.costs:
                 depth = sum(len(prompt) + len(text) // 2 for prompt, text in zip(ids, texts[one.writer], strict=True))
                 accepted = {name: measured["answers"][name].divergences().measure(measure).mean for name in one.pairs}
@@ -211,12 +162,12 @@ def evaluate_pairs(
         () if several else one.classes,
         sliced=None if several else next(iter(sliced.values()), None),
     )
-    if options.compared and options.divergences and (costs or len(worst) > 1):
+    if options.compared and options.divergences and (costs or len(measured["answers"]) > 1):
         # Each pair's acceptance beside that of the first, paired by prompt.
         column, count = METRICS.index(measure), len(names)
         (base, first_sums), *others = [(name, by_unit(own, column, count)) for name, own in measured["answers"].items()]
         apart = {name: paired_ratio_interval(*first_sums, *sums) for name, sums in others}
-        pairs = {name: ComparedPair(apart.get(name), worst[name], costs.get(name)) for name in (base, *apart)}
+        pairs = {name: ComparedPair(apart.get(name), costs.get(name)) for name in (base, *apart)}
         report = replace(report, pairs=pairs)
     return report, {name: own.rounds for name, own in decoded.items()}
 
@@ -285,21 +236,6 @@ def by_unit(measured: Measured, column: int, units: int) -> tuple[Any, Any]:
     return sums, counts
 
 
-def worst_stretches(
-    sliced: SlicedValues, draft: str, column: int, texts: Sequence[Sequence[int]], token_bytes: Callable[[int], bytes]
-) -> list[Stretch]:
-    """The stretch of least acceptance of each prompt's text; of these the least accepted."""
-    found = []
-    for number, parts in sliced.values[draft].items():
-        accepted = numpy.concatenate([part[:, column].numpy() for part in parts])
-        ends = range(STRETCH, len(accepted) + 1) or [len(accepted)]
-        at = min(ends, key=lambda end: accepted[max(0, end - STRETCH) : end].mean())
-        tokens = texts[number][max(0, at - STRETCH) : at]
-        text = b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
-        found.append(Stretch(text, float(accepted[max(0, at - STRETCH) : at].mean())))
-    return sorted(found, key=lambda stretch: stretch.acceptance)[:WORST]
-
-
 # ── The report ──
 
 
@@ -326,7 +262,9 @@ def as_report(
         },
         positions={name: position_acceptance(own, options.settings.length) for name, own in rounds.items()},
         tokens_per_round={name: tokens_per_round(own) for name, own in rounds.items()},
-        reliability={name: reliability(own.seen) for name, own in decoded.items()},
+        calibration_error={
+            name: error for name, own in decoded.items() if (error := calibration_error(own.seen)) is not None
+        },
         stored=stored,
     )
     if sliced is not None:

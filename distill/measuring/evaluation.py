@@ -39,8 +39,7 @@ from distill.gguf.importing import file_type, is_gguf, one_engine
 from distill.gguf.writer import export_files
 from distill.measuring.acceptance import LONGEST, EvaluationOptions, TargetWithDrafts, as_report, evaluate_pairs
 from distill.measuring.evaluation_results import Bounds, EvaluationReport, StoredMeasures, evaluation_blocks
-from distill.measuring.measure import Measured, sum_by_document
-from distill.measuring.slices import METRICS, Values
+from distill.measuring.measure import METRICS, Measured, Values, sum_by_document
 from distill.recipe import Chat, Corpus, Evaluate, Gguf, GgufOptions, PyTorch, Recipe, Target, is_path
 from distill.recipe.measuring import UNQUANTISED
 from distill.recipe.recipe import REASON

@@ -29,16 +29,7 @@ MEASURES = {
 RATES = {"top1_agreement", "acceptance_sampling", DRAWN, "acceptance_match", "acceptance_greedy"}  # shown in per cent
 
 # The slices of positions by name, with what their tables are headed by.
-SLICES = {
-    "token": "kind of token",
-    "depth": "tokens before it",
-    "repetition": "in the text before",
-    "part": "part of the reply",
-    "language": "text or code",
-}
-
-# What `Reliability` is of, and its label.
-RELIABILITIES = {"token": "drafted token", "product": "running product"}
+SLICES = {"depth": "tokens before it", "repetition": "in the text before"}
 
 FEW_PROMPTS = 8  # an interval over fewer says nothing
 SIDES = ("before", "after")  # the drafts of a run: as cut, and as trained
@@ -100,7 +91,7 @@ class ClassResult:
 
 @dataclass(frozen=True)
 class SliceResult:
-    """The positions of domain `answers` that share a label of a slice (`evaluation.slices`): acceptance probability as
+    """The positions of domain `answers` that share a label of one of SLICES: acceptance probability as
     served, by draft; `share` is that of all positions."""
 
     slice: str
@@ -111,31 +102,18 @@ class SliceResult:
 
 
 @dataclass(frozen=True)
-class ReliabilityBin:
-    """The tokens whose promised probability lies from `low` to `high`: its mean, and the share that was accepted."""
+class CalibrationError:
+    """How a draft's probabilities of its drafted tokens compare with what was accepted, on greedily decoded rounds.
 
-    low: Figure
-    high: Figure
-    tokens: int
-    promised: Figure
-    accepted: Interval
-
-
-@dataclass(frozen=True)
-class Reliability:
-    """How a draft's own probabilities compare with what was accepted, on greedily decoded rounds.
-
-    `of` is one of RELIABILITIES. `error` is the expected calibration error, `error_of_chance` what it would be on
-    average if every probability were right: so few tokens give it by chance alone.
+    `promised` is their mean; `error` is the expected calibration error, `error_of_chance` what it would be on average
+    if every probability were right: so few tokens give it by chance alone.
     """
 
-    of: str
     tokens: int
     promised: Figure
     accepted: Interval
     error: Figure
     error_of_chance: Figure
-    bins: list[ReliabilityBin]
 
 
 @dataclass(frozen=True)
@@ -201,14 +179,6 @@ SAMPLED_MEANS = (
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A stretch of a target's own text, with the mean acceptance probability of its tokens."""
-
-    text: str
-    acceptance: Figure
-
-
-@dataclass(frozen=True)
 class PairCosts:
     """Of a pair of GGUF files: their sizes, the target's T(1), T(2), … and the draft's step, in seconds.
 
@@ -233,12 +203,11 @@ class PairCosts:
 class ComparedPair:
     """One of several pairs, on its target's own text.
 
-    `difference` is its acceptance probability less that of the first pair, by prompt; None for the first. `worst`
-    are the stretches that it is accepted least on; `costs` is None where no steps were timed.
+    `difference` is its acceptance probability less that of the first pair, by prompt; None for the first. `costs` is
+    None where no steps were timed.
     """
 
     difference: Interval | None
-    worst: list[Stretch]
     costs: PairCosts | None = None
 
 
@@ -261,7 +230,7 @@ class EvaluationReport:
     classes: list[ClassResult] = field(default_factory=list)
     stored: StoredMeasures | None = None
     slices: list[SliceResult] = field(default_factory=list)
-    reliability: dict[str, list[Reliability]] = field(default_factory=dict)
+    calibration_error: dict[str, CalibrationError] = field(default_factory=dict)
     pairs: dict[str, ComparedPair] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -345,8 +314,8 @@ def _change(measure: str, before: Interval, after: Interval) -> str:
     return f"{100 * rise:+.1f} points" if measure in RATES else f"{rise:+.4f}"
 
 
-def pair_blocks(report: EvaluationReport) -> list[Block]:
-    """Each pair beside the first, what its steps predict, and the stretches that it is accepted least on."""
+def pair_table(report: EvaluationReport) -> Table:
+    """Each pair beside the first, and what its steps predict."""
     answers, measure = report.domains["answers"], report.acceptance_measure
     costs = {name: one.costs for name, one in report.pairs.items() if one.costs is not None}
     columns: dict[str, Callable[[str], Cell | Value]] = {
@@ -367,14 +336,8 @@ def pair_blocks(report: EvaluationReport) -> list[Block]:
         }
     fastest = max(costs, key=lambda name: costs[name].tokens_per_second, default=None)
     best = ["best" if name == fastest and costs[name].length else "" for name in report.pairs]
-    worst = [
-        f"{name}: {stretch.acceptance:.3f} in {stretch.text!r}"
-        for name, one in report.pairs.items()
-        for stretch in one.worst
-    ]
     note = f"Acceptance probability: {_of_acceptance(report)}{f' {PREDICTED}' if costs else ''}"
-    table = table_of(report.pairs, columns, report.command, "all pairs", note, best)
-    return [table, "Accepted least:", bullets(worst)]
+    return table_of(report.pairs, columns, report.command, "all pairs", note, best)
 
 
 def _stored(stored: StoredMeasures, command: str) -> list[Table]:
@@ -453,38 +416,17 @@ def position_tables(report: EvaluationReport) -> list[Table]:
     ]
 
 
-def reliability_table(report: EvaluationReport) -> Table:
-    """What a draft's probabilities promise, beside what was accepted: of all tokens, and by bin."""
-    columns: Columns[tuple[str, Reliability]] = {
+def calibration_table(report: EvaluationReport) -> Table:
+    """What a draft's probabilities promise, beside what was accepted."""
+    columns: Columns[tuple[str, CalibrationError]] = {
         "draft": lambda one: one[0],
-        "probability of": lambda one: RELIABILITIES[one[1].of],
         "tokens": lambda one: one[1].tokens,
         "promised": lambda one: Cell(one[1].promised, "%"),
         "accepted": lambda one: Cell(one[1].accepted, "%"),
         "calibration error": lambda one: Cell(one[1].error, ".3f"),
         "by chance alone": lambda one: Cell(one[1].error_of_chance, ".3f"),
     }
-    found = [(draft, one) for draft, parts in report.reliability.items() for one in parts]
-    return table_of(found, columns, report.command, "the draft's own probabilities")
-
-
-def bin_table(report: EvaluationReport) -> Table:
-    """The same by bin of the promised probability."""
-    rows: list[Row] = [
-        [
-            draft,
-            RELIABILITIES[part.of],
-            f"{one.low:.1f} to {one.high:.1f}",
-            one.tokens,
-            Cell(one.promised, "%"),
-            Cell(one.accepted, "%"),
-        ]
-        for draft, parts in report.reliability.items()
-        for part in parts
-        for one in part.bins
-    ]
-    heads = ["draft", "probability of", "between", "tokens", "promised", "accepted"]
-    return Table(heads, rows, report.command, "the draft's own probabilities, by bin")
+    return table_of(report.calibration_error.items(), columns, report.command, "the draft's own probabilities")
 
 
 def evaluation_blocks(report: EvaluationReport) -> list[Block]:
@@ -493,7 +435,7 @@ def evaluation_blocks(report: EvaluationReport) -> list[Block]:
         f"Sampler: {report.sampler_words}. Intervals resample prompts or documents.",
         *([bullets(report.stored.sentences)] if report.stored is not None else []),
         *divergence_tables(report),
-        *(pair_blocks(report) if report.pairs else []),
+        *([pair_table(report)] if report.pairs else []),
         *(position_tables(report) if report.positions else []),
-        *([reliability_table(report), bin_table(report)] if report.reliability else []),
+        *([calibration_table(report)] if report.calibration_error else []),
     ]

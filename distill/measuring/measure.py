@@ -9,20 +9,24 @@ tokens.
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distill import divergences
 from distill.data.packing import Packed, hidden_states, packed_logits, scored_documents
 from distill.decoding.batch import plain_batch
 from distill.decoding.calibration import Recorded, Recorder
+from distill.decoding.costs import range_start
 from distill.decoding.decode import Round, decode_text, plain, room_for
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import LONGEST, Features, NGramIndex, features_of
@@ -30,9 +34,9 @@ from distill.decoding.rules import Rules
 from distill.devices import doubled
 from distill.engines.loaded import with_rows
 from distill.engines.model import Model
+from distill.engines.server_commands import DRAWN_AMONG
 from distill.engines.torch.model import model_name
-from distill.measuring.evaluation_results import Divergences, PositionAcceptance
-from distill.measuring.slices import METRICS, Values, all_metrics
+from distill.measuring.evaluation_results import MEASURES, SLICES, Divergences, PositionAcceptance, SliceResult
 from distill.progress import Progress
 from distill.recipe import Evaluate
 from distill.sampler import Sampler, place_of, require_finite
@@ -44,6 +48,128 @@ HELD = 5 * 2**24  # logits of each model that are held at once of models that re
 TRIED = 16  # positions on which a model's head is compared with its own logits
 Rows = Callable[[int, Tensor], Tensor]  # a block's index and its positions [c] → logits [c, V]
 Sums = NDArray[numpy.float64]
+
+# ── Every measure of single positions, from the logits of both models ──
+
+METRICS = tuple(MEASURES)  # columns of `position_metrics`
+CACHED = 2**20  # logits that the cache of a processor holds
+
+# Of positions of one document: the draft's name, the document's number, the METRICS' least and largest values [N, M],
+# and how many of the text's tokens are the draft's argmax.
+Values = tuple[str, int, Tensor, Tensor, int]
+
+
+def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
+    """All METRICS per position [N, M] in fp32 from logits [N, V_target] and [N, V_draft].
+
+    Columns from `vocabulary` on are padding in both models and get no mass. KL and TV compare the untruncated
+    distributions at temperature 1. The acceptances of rejection sampling and of the draft's argmax use the
+    distributions after the served sampler; llama-server's probabilistic drafts are drawn from the draft's DRAWN_AMONG
+    likeliest tokens at its temperature (NaN under a greedy sampler). Greedy acceptance is that of temperature 0, which
+    is the top-1 agreement by definition. A trimmed draft has −inf at the tokens it cannot propose. The KL from the
+    target would be infinite there, so it is taken between the distributions over the tokens that the draft can propose;
+    the served target's mass on those tokens is the ceiling of its acceptance (1 for a full head).
+    """
+    target = target_logits[:, :vocabulary].float()
+    draft = draft_logits[:, :vocabulary].float()
+    log_p, log_q = target.log_softmax(-1), draft.log_softmax(-1)
+    served_p, served_q = sampler.probabilities(target), sampler.probabilities(draft)
+    absent = torch.isneginf(draft)
+    shared_p = log_p.masked_fill(absent, -torch.inf).log_softmax(-1) if bool(absent.any()) else log_p
+    agreement = divergences.acceptance_greedy(target, draft)
+    accepted = divergences.acceptance_sampling(served_p, served_q)
+    drawn = torch.full_like(accepted, torch.nan)
+    if sampler.temperature:
+        few = divergences.likeliest(draft, DRAWN_AMONG)
+        drawn = divergences.acceptance_sampling(served_p, Sampler(sampler.temperature).probabilities(few))
+    return torch.stack(
+        [
+            divergences.forward_kl(shared_p, log_q),
+            divergences.reverse_kl(log_p, log_q),
+            divergences.total_variation(log_p.exp(), log_q.exp()),
+            agreement,
+            accepted,
+            drawn,
+            divergences.acceptance_match(served_p, draft),
+            agreement,
+            served_p.masked_fill(absent, 0).sum(-1),
+        ],
+        dim=-1,
+    )
+
+
+def all_metrics(
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    sampler: Sampler,
+    vocabulary: int,
+    unusual: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """`position_metrics`, on a CPU in pieces that its cache holds, with fewer passes where all logits are finite.
+
+    Where some are not, `unusual` is called first, which may raise.
+    """
+    target, draft = target_logits[:, :vocabulary], draft_logits[:, :vocabulary]
+    rows = max(1, CACHED // target.shape[-1]) if target.device.type == "cpu" else max(1, len(target))
+    found = []
+    for p, q in zip(target.split(rows), draft.split(rows), strict=True):
+        values = _finite_metrics(p.float(), q.float(), sampler) if vocabulary > DRAWN_AMONG else None
+        if values is None:
+            unusual()
+            values = position_metrics(p, q, sampler, vocabulary)
+        found.append(values)
+    return torch.cat(found)
+
+
+def _finite_metrics(target: Tensor, draft: Tensor, sampler: Sampler) -> Tensor | None:
+    """All METRICS of finite logits [N, V] in fp32; None where some are not."""
+    p, q = target.softmax(-1), draft.softmax(-1)
+    ratio = target - draft  # log p − log q but for a constant of each row
+    expected = torch.stack([torch.linalg.vecdot(p, ratio), -torch.linalg.vecdot(q, ratio)], -1)
+    if not bool(expected.isfinite().all()):
+        return None
+    values, ids = draft.topk(DRAWN_AMONG + 1, dim=-1)
+    # A maximum without its place takes a tenth of the time of one with it: places are looked up where that decides.
+    best, proposed = target.amax(-1), ids[:, 0]
+    several = values[:, 0] == values[:, 1]
+    if bool(several.any()):
+        proposed[several] = draft[several].argmax(-1)
+    agreement = target.gather(-1, proposed[:, None])[:, 0] == best
+    if bool(agreement.any()):
+        agreement[agreement.clone()] = target[agreement].argmax(-1) == proposed[agreement]
+    agreement = agreement.float()
+    # The log of a row's sum of exponentials, from its largest logit and that one's probability.
+    constant = best - p.amax(-1).log() - (values[:, 0] - q.amax(-1).log())
+    accepted = torch.minimum(p, q).sum(-1)
+    served_p, shared = p, accepted
+    if sampler != Sampler():
+        served_p = sampler.probabilities(target)
+        shared = divergences.acceptance_sampling(served_p, sampler.probabilities(draft))
+    drawn = torch.full_like(accepted, torch.nan)
+    if sampler.temperature:
+        few = (values[:, :-1] / sampler.temperature).softmax(-1)
+        drawn = torch.minimum(served_p.gather(-1, ids[:, :-1]), few).sum(-1)
+        tied = values[:, -1] == values[:, -2]  # then more tokens are drawn among
+        if bool(tied.any()):
+            among = divergences.likeliest(draft[tied], DRAWN_AMONG)
+            drawn[tied] = torch.minimum(served_p[tied], Sampler(sampler.temperature).probabilities(among)).sum(-1)
+    return torch.stack(
+        [
+            expected[:, 0] - constant,
+            expected[:, 1] + constant,
+            (1 - accepted).clamp(min=0),
+            agreement,
+            shared,
+            drawn,
+            served_p.gather(-1, proposed[:, None])[:, 0],
+            agreement,
+            served_p.sum(-1),
+        ],
+        dim=-1,
+    )
+
+
+# ── Sums by document ──
 
 
 @dataclass(frozen=True)
@@ -185,6 +311,105 @@ def _require_finite(logits: Sequence[tuple[Any, Tensor]], lengths: Sequence[int]
     """Raise DataError, naming model and position, unless each row [c, V] of each model has a finite largest logit."""
     for model, rows in logits:
         require_finite(rows.amax(-1).tolist(), place_of(model_name(model), lengths))
+
+
+# ── Slices of positions: how deep in the text they stand, and whether their text was there before ──
+
+REPEATED = 3  # tokens in a row that stood in the text before: the last of them is repeated
+LONGEST_LOOP = 32  # tokens after which a loop begins again
+SHORTEST_RUN = 6  # tokens that repeat what stood a period before, and twice the period, until it is called a loop
+
+SHALLOWEST = 64  # tokens of the first bucket of depths
+RARE, OTHER = 0.01, "other"  # of a slice's positions: labels that are joined
+NEW, SEEN, LOOP = "new", "repeated", "loop"
+
+
+@dataclass(frozen=True)
+class SlicedValues:
+    """Values of single positions, of documents that pass through `watch`.
+
+    `labels` are, by document and slice, those of the tokens that its scored positions predict; `values` are the METRICS
+    [N, M] by draft and document, in parts.
+    """
+
+    labels: dict[int, dict[str, list[str]]]
+    values: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, blocks: Packed) -> Self:
+        """For the scored documents of `blocks`."""
+        labels: dict[int, dict[str, list[str]]] = {}
+        for block, document, here in scored_documents(blocks):
+            number, own = blocks.number(block, document), blocks.documents[block] == document
+            ids = blocks.ids[block][own].tolist()
+            found = {"depth": [depth_label(place) for place in range(len(ids))], "repetition": repetition(ids)}
+            places = (here[own].nonzero()[:, 0] + 1).tolist()
+            kept = labels.setdefault(number, {name: [] for name in SLICES})
+            for name, of_tokens in found.items():
+                kept[name] += [of_tokens[place] for place in places]
+        return cls(labels)
+
+    def watch(self, values: Iterable[Values]) -> Iterator[Values]:
+        """The values, unchanged, once they have been noted; of bounds the middle."""
+        for draft, number, least, most, hits in values:
+            self.values.setdefault(draft, {}).setdefault(number, []).append(doubled(least + most).cpu() / 2)
+            yield draft, number, least, most, hits
+
+    def results(self, measure: str) -> list[SliceResult]:
+        """The mean of one of METRICS for each label of each slice, the most frequent first (depths in their order).
+
+        A slice with a single label is left out; labels of less than RARE of the positions are joined as OTHER.
+        """
+        units = numpy.repeat(numpy.arange(len(self.labels)), [len(own["depth"]) for own in self.labels.values()])
+        column = METRICS.index(measure)
+        values = {
+            draft: torch.cat([part[:, column] for number in self.labels for part in own[number]]).numpy()
+            for draft, own in self.values.items()
+        }
+        found = []
+        for name in SLICES:
+            given = [label for own in self.labels.values() for label in own[name]]
+            frequent = {label for label, count in Counter(given).items() if count >= RARE * len(given)}
+            names = numpy.array([label if label in frequent else OTHER for label in given])
+            counts = Counter(names.tolist())
+            order = [label for label, _ in counts.most_common()]
+            if name == "depth":
+                order.sort(key=lambda label: math.inf if label == OTHER else int(label.split()[0]))
+            for label in order if len(order) > 1 else ():
+                here = names == label
+                tokens = numpy.bincount(units[here], minlength=len(self.labels)).astype(float)
+                acceptance = {}
+                for draft, own in values.items():
+                    sums = numpy.bincount(units[here], own[here], len(self.labels)).astype(float)
+                    acceptance[draft] = ratio_interval(sums, tokens)
+                found.append(SliceResult(name, label, counts[label], counts[label] / len(names), acceptance))
+        return found
+
+
+def depth_label(place: int) -> str:
+    """The bucket of so many tokens before: the first ones, then doubling."""
+    low = range_start(place, SHALLOWEST)
+    return f"{low} to {(2 * low or SHALLOWEST) - 1}"
+
+
+def repetition(ids: Sequence[int]) -> list[str]:
+    """Whether each token is part of a loop, else whether it ends REPEATED tokens that stood in the text before."""
+    known: set[tuple[int, ...]] = set()
+    runs = [0] * (LONGEST_LOOP + 1)  # by period: the tokens in a row, up to here, that stand a period before, too
+    found = []
+    for place, token in enumerate(ids):
+        looping = False
+        for period in range(1, min(LONGEST_LOOP, place) + 1):
+            runs[period] = runs[period] + 1 if ids[place - period] == token else 0
+            looping |= runs[period] >= max(2 * period, SHORTEST_RUN)
+        last = tuple(ids[max(0, place - REPEATED + 1) : place + 1])
+        found.append(LOOP if looping else SEEN if last in known else NEW)
+        if len(last) == REPEATED:
+            known.add(last)
+    return found
+
+
+# ── Decoded rounds ──
 
 
 def position_acceptance(rounds: Sequence[Sequence[Round]], length: int) -> list[PositionAcceptance]:

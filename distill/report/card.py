@@ -14,7 +14,7 @@ from distill.export import ExportReport
 from distill.files import from_json, read_json, read_result, write_text
 from distill.folders import ModelSizes
 from distill.machine import machine
-from distill.measuring.evaluation_results import EvaluationReport, divergence_tables, reliability_table
+from distill.measuring.evaluation_results import EvaluationReport, calibration_table, divergence_tables
 from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import measurement_table
 from distill.progress import command_line
@@ -112,7 +112,7 @@ def _acceptance(evaluation: EvaluationReport) -> str:
     if evaluation.stored is not None:
         parts.append(bullets(map(words, evaluation.stored.sentences)))
     tables = divergence_tables(evaluation)
-    tables += [reliability_table(evaluation)] if evaluation.reliability else []
+    tables += [calibration_table(evaluation)] if evaluation.calibration_error else []
     return "\n\n".join([*parts, *map(table, tables)])
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
 from distill.machine import install_extra
-from distill.measuring.evaluation_results import MEASURES, RELIABILITIES, PositionAcceptance, Reliability
+from distill.measuring.evaluation_results import MEASURES, PositionAcceptance
 from distill.measuring.speedup_results import Measurement, SpeedupPart
 from distill.report.tables import TRAINED
 from distill.tables import Interval, clean, known, ratio_interval
@@ -105,17 +105,6 @@ def acceptance_by_position(positions: Sequence[PositionAcceptance]) -> str:
             _measured(axes, 0, "draft", [row.position for row in rows], [row.rate for row in rows])
         axes.set(xlabel="position in the draft", ylabel="conditional acceptance", ylim=(-0.02, 1.02))
         _whole_ticks(axes)
-    return done[0]
-
-
-def reliability(found: Sequence[Reliability]) -> str:
-    """The share accepted over the draft's own probability, with intervals; on the diagonal it keeps its promise."""
-    with _figure("plot-reliability", "Accepted share over the draft's own probability") as (axes, done):
-        axes.plot([0, 1], [0, 1], color=INK, linewidth=1, alpha=0.7, label="as promised")
-        for index, one in enumerate(found):
-            label = f"{RELIABILITIES[one.of]}, error {one.error:.3f}"
-            _measured(axes, index, label, [bin.promised for bin in one.bins], [bin.accepted for bin in one.bins])
-        axes.set(xlabel="probability that the draft gives", ylabel="accepted", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     return done[0]
 
 

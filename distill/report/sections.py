@@ -13,10 +13,9 @@ from distill.errors import DataError
 from distill.export import ExportReport
 from distill.measuring.evaluation_results import (
     EvaluationReport,
-    bin_table,
+    calibration_table,
     divergence_tables,
     position_tables,
-    reliability_table,
 )
 from distill.measuring.speedup_results import Sample, SpeedupPart, SpeedupReport
 from distill.measuring.speedup_tables import measurement_table, step_table
@@ -193,17 +192,9 @@ def positions(evaluation: EvaluationReport) -> Html:
         return absent(f"No rounds were decoded: {REASON}.")
     if not rows:
         return absent("No conditional acceptance by position was measured (`eval --acceptance`).")
-    drawn = [as_plot(partial(plots.acceptance_by_position, rows), "Of the trained draft; bars are intervals.")]
-    tables = position_tables(evaluation)
-    if found := evaluation.reliability.get("after"):
-        caption = (
-            "Can the draft's probabilities be trusted, on which rules such as p_min stop drafting? Below the diagonal "
-            "it is overconfident. The running product multiplies a draft's probabilities up to a token; it is compared "
-            "with how often all of these tokens are accepted."
-        )
-        drawn.append(as_plot(partial(plots.reliability, found), caption))
-        tables += [reliability_table(evaluation), bin_table(evaluation)]
-    return Html(as_plots(*drawn) + as_tables(tables))
+    drawn = as_plot(partial(plots.acceptance_by_position, rows), "Of the trained draft; bars are intervals.")
+    tables = position_tables(evaluation) + ([calibration_table(evaluation)] if evaluation.calibration_error else [])
+    return Html(as_plots(drawn) + as_tables(tables))
 
 
 def divergence(evaluation: EvaluationReport) -> Html:

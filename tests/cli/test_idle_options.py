@@ -24,7 +24,7 @@ PAIR += " compile prepack seed to threads output gguf allow_lossy table"
 
 VALUES = {"output": "csv", "dtype": "float32", "kind": "vllm", "draft_sampling": "greedy", "flash_attn": "on"}
 VALUES |= dict.fromkeys(("must_pay", "temperature", "top_p", "min_p", "p_min"), "0.5")
-VALUES |= dict.fromkeys(("cache_type_k", "cache_type_v"), "bf16") | {"by": "class"}
+VALUES |= dict.fromkeys(("cache_type_k", "cache_type_v"), "bf16")
 # A form of a command, and the parameters that it reads or that make another form of it. Nothing that they name exists.
 FORMS = [
     ("train r.yaml --rehearse", "runs"),
@@ -33,15 +33,11 @@ FORMS = [
     ("train r.yaml --fresh", "runs until dry_run must_pay refresh rehearsal"),
     (
         "eval none",
-        "kl acceptance by outtype target_outtype cache_type threads runs output target draft",
+        "kl acceptance outtype target_outtype cache_type threads runs output target draft",
     ),
     (
         "eval --target a --draft b --text c",
-        "kl acceptance by outtype target_outtype cache_type temperature prompts threads output gguf",
-    ),
-    (
-        "eval --by class",
-        "outtype target_outtype cache_type threads runs output target draft text temperature prompts gguf",
+        "kl acceptance outtype target_outtype cache_type temperature prompts threads output gguf",
     ),
     ("profile a.gguf", "depths max_tokens repeats threads out output gguf"),
     ("profile a", "depths max_tokens repeats threads out output dtype static compile prepack gguf"),

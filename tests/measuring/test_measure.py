@@ -20,7 +20,7 @@ from distill.engines.torch.described import trim_head
 from distill.engines.torch.model import TorchModel
 from distill.errors import DataError
 from distill.measuring import measure
-from distill.measuring.slices import METRICS, all_metrics, position_metrics
+from distill.measuring.measure import METRICS, all_metrics, position_metrics
 from distill.sampler import Sampler
 from distill.tables import Interval, ratio_interval
 
@@ -227,7 +227,7 @@ def test_logits_of_a_few_rows_are_the_model_s_own() -> None:
 )
 def test_fewer_passes_give_the_same_metrics(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, with ties among the likeliest, equal rows, padding, and logits that are not finite."""
-    monkeypatch.setattr("distill.measuring.slices.CACHED", 300)
+    monkeypatch.setattr("distill.measuring.measure.CACHED", 300)
     generator = torch.Generator().manual_seed(2)
     target, draft = (4 * torch.randn(40, 90, generator=generator) for _ in range(2))
     draft[5] = target[5]

@@ -1,4 +1,4 @@
-"""distill/measuring/acceptance.py: by hand, against enumerated rounds, and on draws that keep their promise."""
+"""The calibration error of `eval`: by hand, against enumerated rounds, and on draws that keep their promise."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from toys import random_prompts, speculative
 
 from distill.decoding.calibration import Recorded
 from distill.decoding.lengths import Features
-from distill.measuring.acceptance import reliability
-from distill.measuring.evaluation_results import Reliability
+from distill.measuring.acceptance import calibration_error
+from distill.measuring.evaluation_results import CalibrationError
 from distill.measuring.measure import decode_rounds
 from distill.recipe import Evaluate
 
@@ -22,27 +22,17 @@ def recorded(accepted: int, *tops: float) -> Recorded:
 
 
 def test_by_hand() -> None:
-    """Tokens behind a rejection were not judged, but the running product there did not come true."""
-    token, product = reliability([[recorded(1, 0.9, 0.8, 0.5)], [recorded(2, 0.95, 0.85), recorded(0, 0.3)], []])
-    assert (token.of, product.of) == ("token", "product")
-    # judged: .9 ✓ .8 ✗; .95 ✓ .85 ✓; .3 ✗
-    assert token.tokens == 5 and token.promised == pytest.approx((0.9 + 0.8 + 0.95 + 0.85 + 0.3) / 5)
-    assert token.accepted.mean == 3 / 5
-    assert [(one.low, one.tokens, one.accepted.mean) for one in token.bins] == [(0.3, 1, 0), (0.8, 2, 0.5), (0.9, 2, 1)]
-    assert [one.promised for one in token.bins] == pytest.approx([0.3, 0.825, 0.925])
-    assert token.error == pytest.approx((0.3 + 2 * (0.825 - 0.5) + 2 * (1 - 0.925)) / 5)
-    # products: .9 ✓ .72 ✗ .36 ✗; .95 ✓ .8075 ✓; .3 ✗
-    assert product.tokens == 6 and product.accepted.mean == 3 / 6
-    assert [(one.tokens, one.promised, one.accepted.mean) for one in product.bins] == [
-        (2, pytest.approx(0.33), 0),
-        (1, pytest.approx(0.72), 0),
-        (1, pytest.approx(0.8075), 1),
-        (2, pytest.approx(0.925), 1),
-    ]
-    assert reliability([[]]) == reliability([[Recorded((), 0)]]) == []
+    """Tokens behind a rejection were not judged."""
+    found = calibration_error([[recorded(1, 0.9, 0.8, 0.5)], [recorded(2, 0.95, 0.85), recorded(0, 0.3)], []])
+    assert found is not None
+    # .9 ✓ .8 ✗; .95 ✓ .85 ✓; .3 ✗
+    assert found.tokens == 5 and found.promised == pytest.approx((0.9 + 0.8 + 0.95 + 0.85 + 0.3) / 5)
+    assert found.accepted.mean == 3 / 5
+    assert found.error == pytest.approx((0.3 + 2 * (0.825 - 0.5) + 2 * (1 - 0.925)) / 5)
+    assert calibration_error([[]]) is calibration_error([[Recorded((), 0)]]) is None
 
 
-def promising(count: int, bias: float, seed: int) -> list[Reliability]:
+def promising(count: int, bias: float, seed: int) -> CalibrationError:
     """Drafts of up to three tokens, accepted with the probability that they promise, raised to a power."""
     random, prompts = Random(seed), []
     for _ in range(40):
@@ -52,16 +42,16 @@ def promising(count: int, bias: float, seed: int) -> list[Reliability]:
             accepted = next((at for at, top in enumerate(tops) if random.random() >= top**bias), 3)
             own.append(recorded(accepted, *tops))
         prompts.append(own)
-    return reliability(prompts)
+    found = calibration_error(prompts)
+    assert found is not None
+    return found
 
 
 def test_kept_promises_have_the_error_of_chance() -> None:
-    for one in promising(100, 1, seed=0):
-        assert one.error_of_chance / 3 < one.error < 2 * one.error_of_chance < 0.03, one.of
-        inside = sum(low_high.low <= row.promised <= low_high.high for row in one.bins for low_high in [row.accepted])
-        assert inside >= 7, one.of  # of ten 90 % intervals
-    token, _ = promising(100, 3, seed=0)  # promises p, keeps p³: ∫ p − p³ over judged tokens
-    assert token.error > 0.1 > 5 * token.error_of_chance and token.promised > token.accepted.high
+    kept, broken = promising(100, 1, seed=0), promising(100, 3, seed=0)
+    assert kept.error_of_chance / 3 < kept.error < 2 * kept.error_of_chance < 0.03
+    # promises p, keeps p³: ∫ p − p³ over judged tokens
+    assert broken.error > 0.1 > 5 * broken.error_of_chance and broken.promised > broken.accepted.high
 
 
 def test_decoded_rounds_carry_the_draft_s_probabilities() -> None:
@@ -82,8 +72,8 @@ def test_decoded_rounds_carry_the_draft_s_probabilities() -> None:
                 assert features.top == pytest.approx(float(row.max()), rel=1e-5)
                 assert accepted == (int(row.argmax()) == text[place])
                 judged.append((features.top, accepted))
-    token, product = reliability(found.seen)
-    assert token.tokens == len(judged) and product.tokens == sum(len(one.features) for own in found.seen for one in own)
+    token = calibration_error(found.seen)
+    assert token is not None and token.tokens == len(judged)
     bins: dict[int, list[tuple[float, bool]]] = {}
     for top, accepted in judged:
         bins.setdefault(min(int(10 * top), 9), []).append((top, accepted))

@@ -157,8 +157,8 @@ def test_page_is_whole_fetches_nothing_and_changes_no_result(results: dict[str, 
     before = copy.deepcopy(whole)
     checker = checked(pages.build_page(whole))
     assert cards.build_card(whole) and whole == before
-    # Two of training, positions, reliability, slices, two costs for each of three pairs, a speedup for each backend.
-    assert checker.tags["svg"] == 10
+    # Three of training, positions, costs of each of three pairs, a speedup for each backend.
+    assert checker.tags["svg"] == 9
     assert checker.tags["h1"] == 1 and checker.tags["h2"] == 13
 
 

@@ -20,7 +20,7 @@ from distill.engines.torch.described import trim_head, trimmed_head, write_kept
 from distill.engines.torch.hugging_face import load_model
 from distill.engines.torch.model import TorchModel
 from distill.errors import RecipeError
-from distill.measuring.slices import METRICS, position_metrics
+from distill.measuring.measure import METRICS, position_metrics
 from distill.sampler import Sampler
 from distill.surgery.layers import FAMILIES
 from distill.surgery.vocabulary import (
