@@ -25,7 +25,8 @@ LAYERS = (
     {"planning", "serving"},
     {"export"},
     {"measuring"},
-    {"surgery", "training"},
+    {"training"},
+    {"surgery"},
     {"teacher"},
     {"decoding"},
     {"data"},
@@ -52,9 +53,7 @@ HEIGHT = {room: -depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 # The package names the API's types for checkers; at run time its names load with their first use (test_api.py).
 TYPES = ("distill", "api")
 
-# A priced cut is healed by a short training; sparsity cuts neurons at the end of one (docs/architecture.md).
-ALLOWED = {("surgery", "training"), ("training", "surgery")}
-ALLOWED |= {("sampler", "engines")}  # types alone
+ALLOWED = {("sampler", "engines")}  # types alone
 
 HEAVY = {"torch", "transformers", "datasets", "peft", "accelerate", "llama_cpp", "gguf", "pyarrow", "matplotlib"}
 LIGHT_FILES = ("errors.py", "recipe/recipe.py", "recipe/training.py", "files.py", "machine.py", "run.py")

@@ -315,7 +315,7 @@ def _with(section: Any, values: dict[str, Any]) -> Any:
 def shortened(recipe: Recipe, runs: Path) -> Recipe:
     """The recipe of a rehearsal in the folder `runs`."""
     name = recipe.name[: 100 - len(SUFFIX)] + SUFFIX
-    train, cut, speedup, processes = recipe.train, recipe.cut, recipe.speedup, process_count()
+    train, speedup, processes = recipe.train, recipe.speedup, process_count()
     warming, steps = min(1, train.embedding_steps), STEPS
     if train.sparsity is not None:  # which takes a number of steps to remove anything
         ramp = train.sparsity.ramp
@@ -325,7 +325,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "corpus": _shortened_corpus(recipe),
         "answers.prompts": min(PROMPTS, recipe.answers.prompts),
         "answers.traffic.path": str((runs / name / "traffic.jsonl").resolve()),
-        "cut.score_blocks": min(2, cut.score_blocks),
+        "cut.score_blocks": min(2, recipe.cut.score_blocks),
         "speedup.repeats": 5,
         "train.steps": steps,
         "train.embedding_steps": warming,
@@ -341,9 +341,6 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     if processes > 1:  # each needs a group of prompts and a shard of distributions
         values["answers.group"] = min(recipe.answers.group or PROMPTS, max(1, PROMPTS // processes))
         values["teacher.shard_blocks"] = 1
-    values["cut.heal_steps"] = min(STEPS, cut.heal_steps)
-    if cut.compare:  # the largest one takes the most memory; null leaves all layers
-        values["cut.compare"] = (max(cut.compare, key=lambda one: (one.layers or math.inf, one.mlp_width or math.inf)),)
     return _with(recipe, values)
 
 

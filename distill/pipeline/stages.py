@@ -157,7 +157,7 @@ STAGES = (
         "surgery.stage:cut",
         "cut",
         "corpus:corpus/text-validation.safetensors answers:answers/train-* teacher:teacher/* validation:validation/*",
-        "cut compared",
+        "cut",
         "target donor",
         f"{ROUNDING} cut.allow_full_size",
         pins=(("parent (content)", lambda recipe, run: run.parent()),),
@@ -388,18 +388,11 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     An option with its default is in no key. Of llama.cpp's options, those that change rounding alone are in the keys of
     stages that measure seconds, and in no others.
     """
-    writer, trim = recipe.answers.writer, recipe.cut.trim
-    pair = tuple(f"gguf.{role}.{name}" for role in ("target", "draft") for name in getattr(recipe.gguf, role).given())
+    writer = recipe.answers.writer
     logits = tuple(f"gguf.target.{name}" for name in recipe.gguf.target.given() if name in CHANGES_LOGITS)
     written = logits if writer is not None and writer.gguf is not None else ()
     distributions = logits if recipe.teacher.gguf is not None else ()
     unloaded = () if recipe.target.load else ("target.load",)
-    measured_cuts: tuple[str, ...] = ()
-    if recipe.cut.compare or (trim is not None and trim.size is None and trim.by == "price"):
-        timed = f"{_keys('speedup', 'backends outtype depth repeats')} seed train sampler corpus.block threads {TYPES}"
-        measured_cuts = (*timed.split(), *pair)
-        measured_cuts += () if recipe.pytorch.prepack else ("pytorch.prepack",)
-        measured_cuts += () if recipe.device == "auto" else ("device",)
     turns: tuple[str, ...] = ()
     split = () if recipe.answers.traffic is None else ("corpus.validation", "corpus.test", "chat")
     if any(source.turns > 1 for source in recipe.corpus.asked):  # further turns are written behind the target's answers
@@ -412,6 +405,5 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
         "teacher": distributions,
         "validation": written + distributions,
         "test": written + distributions,
-        "cut": measured_cuts,
         "export": unloaded,
     }

@@ -121,10 +121,7 @@ def _growth(
     if stage in ("teacher", "test"):
         return (1, more), (1, more)
     if stage == "cut":
-        cuts = len(recipe.cut.compare)
-        if not cuts:
-            return (1, 1), (more, more)
-        return (1, cuts), (more, cuts * _ratio(recipe.cut.heal_steps, short.cut.heal_steps))
+        return (1, 1), (more, more)
     if stage == "eval":
         largest = max(more, _ratio(recipe.eval.file_blocks, short.eval.file_blocks))
         return (1, more), (largest, largest)

@@ -155,7 +155,7 @@ SPELLINGS: dict[str, Spelling] = {
 
 
 class Gguf(Section):
-    """How llama.cpp opens GGUF files in profile, speedup, priced cuts with gguf, and as answers.writer or teacher.
+    """How llama.cpp opens GGUF files in profile, speedup, and as answers.writer or teacher.
 
     The names are llama.cpp's own.
     """

@@ -113,7 +113,7 @@ class Recipe(Section):
 
     def _weights_needed(self) -> Iterator[str]:
         """Everything that needs the target's weights where `target.load` is false, each with the remedy."""
-        answers, teacher, cut, train = self.answers, self.teacher, self.cut, self.train
+        answers, teacher, train = self.answers, self.teacher, self.train
         if self.target.quantise is not None or self.target.shard:
             yield "target.quantise and target.shard are for loaded weights: leave them out"
         if answers.prompts and answers.writer is None:
@@ -126,10 +126,6 @@ class Recipe(Section):
             yield "teacher.gguf or teacher.server must give the distributions"
         if self.donor_model == self.target.model:
             yield "cut.donor is the target itself: name another model"
-        if cut.compare:
-            yield "cut.compare times the target: leave it out"
-        if cut.trim is not None and cut.trim.size is None and cut.trim.by == "price":
-            yield "cut.trim.by price times the target: use mass, or give a size"
         if train.acceptance is None:
             yield "train.acceptance is null: cuts and weights are chosen on its validation prompts; give it"
         if train.hidden_states is not None:

@@ -190,35 +190,14 @@ class Transplant(Section):
 class Trim(Section):
     """Restrict the draft to tokens the target writes often; distill's decoders compute only their logits."""
 
-    size: int | None = Field(None, ge=256, description="tokens to keep; null: decided by `by`")
-    by: Literal["mass", "price"] = Field(
-        "mass",
-        description="mass: the fewest tokens that cover `mass` in every domain; price: the number predicted to "
-        "decode fastest",
-    )
+    size: int | None = Field(None, ge=256, description="tokens to keep; null: the fewest that cover `mass`")
     mass: float = Field(0.995, gt=0, le=1, description="share of the target's written tokens to cover in every domain")
 
     @model_validator(mode="after")
     def _only_what_decides_is_given(self) -> Trim:
-        default = type(self).model_fields["mass"].default
-        if self.size is not None and (self.by, self.mass) != ("mass", default):
-            raise ValueError("size is the number of tokens: leave by and mass out")
-        if self.by == "price" and self.mass != default:
-            raise ValueError("by price reads no mass: leave it out")
+        if self.size is not None and self.mass != type(self).model_fields["mass"].default:
+            raise ValueError("size is the number of tokens: leave mass out")
         return self
-
-
-class ComparedCut(Section):
-    """One of the cuts that are priced; null: all."""
-
-    layers: int | None = Field(None, ge=1, description="layers to keep")
-    mlp_width: int | None = Field(None, ge=32, description="MLP neurons to keep per layer")
-
-    @property
-    def name(self) -> str:
-        """What it keeps, in words."""
-        layers = "all layers" if self.layers is None else f"{self.layers} layers"
-        return layers if self.mlp_width is None else f"{layers}, MLP {self.mlp_width}"
 
 
 class Cut(Section):
@@ -246,12 +225,6 @@ class Cut(Section):
         None, ge=32, description="MLP neurons to keep per layer, those that add most to the residual stream; null: all"
     )
     trim: Trim | None = Field(None, description="restrict the head to frequent tokens")
-    compare: tuple[ComparedCut, ...] = Field(
-        (),
-        description="cuts to price first: each is trained briefly; a table has acceptance probability, step cost and "
-        "predicted tokens per second",
-    )
-    heal_steps: int = Field(60, ge=0, description="training steps for each cut that is priced, by compare or trim")
     allow_full_size: bool = Field(
         False, description="allow a draft as costly as its target, such as one without any cut"
     )
@@ -261,9 +234,8 @@ class Cut(Section):
     def _layers_are_given_once(self) -> Cut:
         if self.drop_layers is not None and self.layers is not None:
             raise ValueError("drop_layers names the layers; leave layers out")
-        counted = self.layers is not None or any(one.layers is not None for one in self.compare)
-        if self.layer_rule != "auto" and not counted:
+        if self.layer_rule != "auto" and self.layers is None:
             raise ValueError("layer_rule says which layers go where layers says how many: give layers, or leave it out")
-        if not self.layer_repair and not counted and self.drop_layers is None:
+        if not self.layer_repair and self.layers is None and self.drop_layers is None:
             raise ValueError("layer_repair is for dropped layers, and none are dropped: leave it out")
         return self

@@ -24,7 +24,7 @@ from distill.report import tables as draft_tables
 from distill.report.page import PLACES, build_page, limits, uses
 from distill.report.tables import Parent, RunResults
 from distill.run import Run, now
-from distill.surgery.results import Comparison, CutReport, SparsityReport
+from distill.surgery.results import CutReport, SparsityReport
 from distill.tables import Table, bullets, clean, markdown, number, placeless, significant, size
 from distill.training.saved import STORED, TrainingSummary, evaluated_weights, trained_tokens, training_steps
 
@@ -199,7 +199,6 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         draft=replace(cut.draft, path="draft"),
         cuts=cut.changes,
         parent=None if parent is None else from_json(parent, Parent, "parent.json"),
-        compared=found(Comparison, "compared", "compared.json"),
         sparsity=found(SparsityReport, "draft", "sparsity.json"),
         steps=training_steps(lines),
         evaluated=evaluated_weights(lines),

@@ -126,8 +126,8 @@ def _questions(found: QuestionTexts, command: str) -> Html:
 
 
 def cuts(results: RunResults) -> Html:
-    """Sizes and KL after each operation on the donor, and the cuts that were compared."""
-    return Html(as_table(draft_tables.cuts(results)) + (as_table(results.compared.table()) if results.compared else ""))
+    """Sizes and KL after each operation on the donor."""
+    return as_table(draft_tables.cuts(results))
 
 
 def sparsity(results: RunResults) -> Html:

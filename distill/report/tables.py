@@ -12,7 +12,7 @@ from distill.folders import ModelSizes
 from distill.measuring.evaluation_results import MEASURES, EvaluationReport, form_of
 from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import speedup_of
-from distill.surgery.results import Change, Comparison, SparsityReport
+from distill.surgery.results import Change, SparsityReport
 from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, size, table_of
 from distill.training.saved import Evaluation, TrainingStep, TrainingSummary, trained_tokens
 
@@ -47,7 +47,6 @@ class RunResults:
     donor: ModelSizes | None = None
     cuts: list[Change] = field(default_factory=list)
     parent: Parent | None = None
-    compared: Comparison | None = None
     sparsity: SparsityReport | None = None
     steps: list[TrainingStep] = field(default_factory=list)
     evaluated: list[Evaluation] = field(default_factory=list)

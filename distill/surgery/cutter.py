@@ -251,8 +251,6 @@ SHAPE = {
 def check_shape(config: Any, settings: Cut) -> None:
     """Raise RecipeError for cuts that a model of this configuration does not allow, with the possible ones."""
     checks: list[tuple[str, Callable[[Any, Any], object], Any]] = [
-        *(("compare.layers", check_layers, one.layers) for one in settings.compare),
-        *(("compare.mlp_width", check_width, one.mlp_width) for one in settings.compare),
         ("layers", check_layers, settings.layers),
         ("drop_layers", lambda config, text: parse_layers(text, config.num_hidden_layers), settings.drop_layers),
         ("mlp_width", check_width, settings.mlp_width),
@@ -289,8 +287,6 @@ def check_cut(recipe: Recipe) -> list[str]:
     sparsity, full = recipe.train.sparsity, settings.mlp_width or config.intermediate_size
     if sparsity is not None and sparsity.mlp_width is not None:
         require_fewer(sparsity.mlp_width, full)
-    if settings.compare:
-        lines.append(f"compared before the cut: {'; '.join(one.name for one in settings.compare)}")
     layers = config.num_hidden_layers
     kept, _ = _left(settings, layers, full)
     return [*lines, f"cut: {layers} layers -> {kept}, MLP {config.intermediate_size} -> {full}"]

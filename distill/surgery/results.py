@@ -1,5 +1,4 @@
-"""What became of the donor: surgery.json beside its weights, and cut/cut.json, compared/compared.json and
-draft/sparsity.json as dataclasses."""
+"""What became of the donor: surgery.json beside its weights, cut/cut.json and draft/sparsity.json as dataclasses."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from typing import Any
 from distill.errors import DataError
 from distill.files import has_form, read_object, write_json
 from distill.folders import ModelSizes
-from distill.tables import Cell, Columns, Table, table_of
 
 
 @dataclass(frozen=True)
@@ -126,58 +124,6 @@ class CutReport:
     draft: ModelSizes
     changes: list[Change]
     context: int | None
-
-
-@dataclass(frozen=True)
-class PricedCut:
-    """A cut with its measurements and the speed predicted from them.
-
-    `kl` in nats; `acceptance` the probability Σ min(p, q) at the recipe's sampler, on the validation split;
-    `draft_seconds` D; `length` the best γ (0: plain decoding is faster); `tokens_per_second` predicted with it;
-    `speedup` over plain.
-    """
-
-    name: str
-    parameters: int
-    kl: float | None
-    acceptance: float
-    draft_seconds: float
-    length: int
-    tokens_per_second: float
-    speedup: float
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """compared/compared.json: the cuts that a recipe lists, priced; `target_seconds` are T(1..)."""
-
-    backend: str
-    heal_steps: int
-    target_seconds: list[float]
-    cuts: list[PricedCut]
-    command: str
-
-    def table(self) -> Table:
-        """A row for each cut, as listed."""
-        steps = ", ".join(
-            f"T({m}) {1e3 * seconds:.2f}" for m, seconds in enumerate(self.target_seconds, 1) if m in (1, 2, 5, 9, 17)
-        )
-        columns: Columns[PricedCut] = {
-            "cut": lambda one: one.name,
-            "parameters": lambda one: one.parameters,
-            "KL, nats": lambda one: Cell(one.kl, ".3f"),
-            "acceptance probability": lambda one: Cell(one.acceptance, "%"),
-            "D, ms": lambda one: Cell(1e3 * one.draft_seconds, "significant"),
-            "best γ": lambda one: one.length,
-            "predicted tokens/s": lambda one: Cell(one.tokens_per_second, ".1f"),
-            "predicted speedup": lambda one: Cell(one.speedup, "×"),
-        }
-        note = (
-            f"Acceptance probability, Σ min(p, q), on the validation split after {self.heal_steps} training steps. "
-            f"Steps in {self.backend}: D of the draft, T(m) of the target over m tokens ({steps} ms). γ: drafted; 0: "
-            "plain decoding is faster."
-        )
-        return table_of(self.cuts, columns, self.command, title="Cuts compared", note=note)
 
 
 @dataclass(frozen=True)

@@ -322,16 +322,6 @@ def smallest_size(counts: Mapping[str, Counts], order: Sequence[int], forced: in
     return min(size, len(order))
 
 
-def sizes_between(smallest: int, largest: int) -> list[int]:
-    """Sizes that a price search tries: multiples of 256 from `smallest`, each a quarter larger, and `largest`."""
-    sizes = []
-    size = -(-smallest // MULTIPLE) * MULTIPLE
-    while size < largest:
-        sizes.append(size)
-        size = -(-int(size * 1.25) // MULTIPLE) * MULTIPLE
-    return [*sizes, largest]
-
-
 def check_size(size: int | None, forced: int, vocabulary: int, stored: int) -> None:
     """Raise RecipeError for an impossible size."""
     least = max(forced, stored + 1)

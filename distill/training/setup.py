@@ -142,20 +142,6 @@ def merge(model: Any, init: Path | None = None) -> Any:
     return plain.requires_grad_(True)
 
 
-@contextlib.contextmanager
-def adapted(model: Any, settings: Adapter | None, seed: int = 0) -> Iterator[Any]:
-    """Adapters within a `with` block, merged in place at its end, as for healing a cut; without settings, nothing.
-
-    The base is never quantised, whatever settings.base is: a quantised base is merged into the weights of a folder, and
-    a cut under trial has none.
-    """
-    if settings is None:
-        yield model
-        return
-    yield attach(model, settings, seed)
-    merge(model)
-
-
 # ── The state of a training ──
 
 ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"  # the variable that decides accelerate's device

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distill.data.packing import Packed, epoch_order, scored_states
 from distill.engines.torch.hugging_face import load_config
-from distill.errors import DataError, RecipeError
+from distill.errors import RecipeError
 from distill.machine import has_instructions
 from distill.recipe import Loss, Recipe, Train
 from distill.recipe.recipe import REASON
@@ -383,31 +383,3 @@ def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) ->
     none = torch.empty(0, device=device)
     distributions = CompactTeacher(none.long().view(0, 1), none.view(0, 1), {1.0: none}, source.vocabulary)
     return replace(blocks, mask=torch.zeros_like(blocks.mask)), distributions
-
-
-def heal(model: Any, source: TeacherSource, settings: Train, loss: LossSettings, steps: int, seed: int) -> None:
-    """Train a cut model in place for a few steps, to compare cuts.
-
-    Rate, optimizer and schedule are those of `settings`, the schedule over these steps alone; fp32, one process.
-    """
-    assert settings.rate is not None, "see with_rate"
-    device = next(model.parameters()).device
-    learner = Learner(model, Columns(source.vocabulary, None, device), settings.chunk)
-    optimizer = make_optimizer(model, settings)
-    model.train()
-    for step in range(steps):
-        index = batch_blocks(step, settings.batch, source.blocks, seed)
-        total, sums = learner(source.packed.take(index).to(device), source.teacher(index, device), loss)
-        mean = total / sums["positions"].clamp(min=1)
-        mean.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        rate = settings.rate * rate_share(step, steps, settings)
-        set_rates(optimizer, rate, rate)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if not math.isfinite(mean.item()):
-            raise DataError(
-                f"the loss is not finite at step {step} of the healing that compares cuts (loss {mean.item()})",
-                "check the target's and the donor's weights, or lower train.rate",
-            )
-    model.eval()

@@ -248,14 +248,13 @@ RECORDS = [
     *("parent.json", "provenance.json", "metrics.jsonl", "eval.json", "speedup.json", "training.json"),
     *("cut/cut.json", "cut/surgery.json", "gguf/export.json", "speedup/calibration.json", "speedup/validation.json"),
     *("corpus/prompts-test.jsonl", "corpus/documents-test.jsonl", "answers/train-00000.jsonl", "cut/kept_tokens.json"),
-    *("teacher/entries.json", "draft/sparsity.json", "compared/compared.json", "config.yaml"),
+    *("teacher/entries.json", "draft/sparsity.json", "config.yaml"),
 ]
 MADE: dict[str, Any] = {  # valid contents of files that the tiny run does not have
     "stages/redo.json": {"asked": ["eval"], "started": ["eval"]},
     "parent.json": {"generation": 2, "run": "tiny.1", "digest": "0" * 64, "files": {}, "traffic": None},
     "cut/kept_tokens.json": {"format": 1, "vocabulary": 400, "kept": [0, 1, 2, 5, 399], "forced": 2},
     "draft/sparsity.json": {"sentence": "a", "layers": [], "before": 1, "after": 1},
-    "compared/compared.json": {"backend": "gguf", "heal_steps": 1, "target_seconds": [], "cuts": [], "command": ""},
 }
 
 

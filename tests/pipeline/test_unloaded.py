@@ -289,8 +289,6 @@ Change = Callable[[dict[str, Any]], object]
             "answers.writer must name; teacher.gguf or teacher.server; cut.donor is the target itself: name another",
         ),
         (lambda v: v["cut"].update(donor=v["target"]["model"]), "cut.donor is the target itself"),
-        (lambda v: v.update(cut={"donor": "./d", "compare": [{"layers": 1}]}), "cut.compare times the target"),
-        (lambda v: v["cut"].update(trim={"by": "price"}), "cut.trim.by price times the target"),
         (lambda v: v["train"].update(acceptance=None), "train.acceptance is null: cuts and weights are chosen"),
         (lambda v: v["train"].update(hidden_states={}), "train.hidden_states reads the target's hidden states"),
     ],
@@ -410,7 +408,7 @@ def test_a_journal_that_a_kill_left_goes(place: Path, from_file: Path, tmp_path:
 
 def _after_teacher(folder: str, names: list[str]) -> set[str]:
     """What a copy of a run leaves out, so that it stands behind stage `teacher`."""
-    late = {"validation", "test", "cut", "checkpoints", "draft", "training.json", "compared"}
+    late = {"validation", "test", "cut", "checkpoints", "draft", "training.json"}
     if Path(folder).name == "stages":
         return {name for name in names if Path(name).stem not in ("corpus", "answers", "teacher")}
     return late & set(names) if (Path(folder) / "config.yaml").exists() else set()

@@ -1,4 +1,4 @@
-"""Stage `cut` in whole runs: transplant, trim, compared cuts, sparsity, each by the command line on the tiny world."""
+"""Stage `cut` in whole runs: transplant, trim, sparsity, each by the command line on the tiny world."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distill.data.packing import Packed
 from distill.data.texts import drop_reason, read_answers
 from distill.engines.torch.hugging_face import load_config, load_tokenizer
-from distill.files import read_result
 from distill.gguf import families
 from distill.gguf.families import kinds_of
 from distill.gguf.writer import export_gguf
 from distill.recipe import load_recipe
 from distill.run import Run
-from distill.surgery.results import Comparison
 from distill.surgery.stage import comparison_blocks, score_blocks
 
 
@@ -72,7 +70,6 @@ def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: 
     before, after = (state_of(run / name) for name in ("cut", "draft"))
     assert all(not torch.equal(before[name], after[name]) for name in before if name.endswith("proj.weight"))
     assert read(run / "eval.json")["domains"]["answers"]["after"]["acceptance_sampling"]["mean"] > 0
-    assert not (run / "compared" / "transplant").exists()
 
 
 def test_only_the_embeddings_move_at_first(begun: Path, world: Path, tmp_path: Path) -> None:
@@ -91,54 +88,6 @@ def test_trimmed_draft(begun: Path, world: Path, tmp_path: Path) -> None:
     assert set(domains) == {"before", "after", "after, full head"}
     assert domains["after"]["acceptance_ceiling"]["mean"] <= 1 + 1e-6  # a sum of probabilities in fp32
     assert domains["after, full head"]["acceptance_ceiling"]["mean"] == pytest.approx(1, abs=1e-5)
-
-
-def test_listed_cuts_are_compared_and_the_named_one_is_made(
-    begun: Path, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    compare = [{"layers": 1, "mlp_width": 64}, {"layers": 3}, {"mlp_width": 96}]
-    cut = {"layers": 2, "mlp_width": 64, "compare": compare, "heal_steps": 2}
-    run = run_with(begun, world, tmp_path, "cut", cut=cut, speedup={"backends": ["pytorch"]})
-    found = read_result(run / "compared" / "compared.json", Comparison)
-    assert [one.name for one in found.cuts] == ["1 layers, MLP 64", "3 layers", "all layers, MLP 96"]
-    assert found.cuts[0].parameters < found.cuts[2].parameters < found.cuts[1].parameters
-    assert found.cuts[1].acceptance > found.cuts[0].acceptance > 0, "all of the target, but for two steps"
-    for one in found.cuts:
-        speeds = [
-            sum(one.acceptance**i for i in range(n + 1)) / (seconds + n * one.draft_seconds)
-            for n, seconds in enumerate(found.target_seconds)
-        ]
-        assert one.tokens_per_second == pytest.approx(max(speeds)) == pytest.approx(speeds[one.length])
-    config = read(run / "cut" / "config.json")
-    assert (config["num_hidden_layers"], config["intermediate_size"]) == (2, 64)
-    said = capsys.readouterr().err
-    assert said.index("| 3 layers |") < said.index("layers: layers 3 -> 2")
-    # Killed after two cuts: the record is gone, what was measured stays and is not measured again.
-    files = [run / "compared" / name for name in ("target.json", "1layers-MLP64.json", "3layers.json")]
-    stamps = [path.stat().st_mtime_ns for path in files]
-    (run / "compared" / "alllayers-MLP96.json").unlink()
-    record = read(run / "stages" / "cut.json")
-    (run / "stages" / "cut.begun.json").write_text(json.dumps(record["inputs"]))
-    (run / "stages" / "cut.json").unlink()
-    assert tiny.call("train", world / f"{tmp_path.name}.yaml", "--runs", tmp_path, "--until", "cut") == 0
-    assert [path.stat().st_mtime_ns for path in files] == stamps and (
-        run / "compared" / "alllayers-MLP96.json"
-    ).exists()
-
-
-@tiny.needs_llama
-def test_steps_of_gguf_files_are_priced(begun: Path, world: Path, tmp_path: Path) -> None:
-    cut = {"compare": [{"layers": 1}], "heal_steps": 1}
-    run = run_with(begun, world, tmp_path, "cut", cut=cut, speedup={"backends": ["gguf", "pytorch"]})
-    found = read_result(run / "compared" / "compared.json", Comparison)
-    assert found.backend == "gguf" and len(found.target_seconds) == 17 and found.cuts[0].draft_seconds > 0
-
-
-def test_trim_by_price(begun: Path, world: Path, tmp_path: Path) -> None:
-    run = run_with(begun, world, tmp_path, "cut", cut={"trim": {"by": "price"}, "heal_steps": 2})
-    kept = read(run / "cut" / "kept_tokens.json")
-    best = max(kept["tried"], key=lambda row: row["tokens_per_second"])
-    assert len(kept["kept"]) == best["size"] and all(0 < row["mass"] <= 1 for row in kept["tried"])
 
 
 def test_group_lasso_narrows_the_draft(begun: Path, world: Path, tmp_path: Path) -> None:
@@ -200,7 +149,6 @@ def test_without_validation_text_cuts_are_compared_on_other_answers(begun: Path,
         ({"cut": {"trim": {"size": 300}}}, "cut.trim.size"),
         ({"cut": {"transplant": {"overrides": {"<|endoftex|>": "x"}}}}, "<|endoftext|>"),
         ({"train": {"sparsity": {"mlp_width": 512}}}, "sparsity"),
-        ({"cut": {"compare": [{"layers": 4}]}}, "cut.compare.layers: 4 layers"),
     ],
 )
 def test_impossible_cuts_are_refused_before_any_work(

@@ -30,7 +30,6 @@ from distill.surgery.vocabulary import (
     expected_shares,
     keep,
     rank_tokens,
-    sizes_between,
     smallest_size,
 )
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head
@@ -185,12 +184,6 @@ def test_expected_shares_are_the_mean_distribution(kind: str) -> None:
     likeliest = int(numpy.argmax(numpy.delete(found, 5)))
     assert rank_tokens(counts, [], found)[:2] == [5, likeliest + (likeliest >= 5)]
     assert rank_tokens(counts, [7], found)[:2] == [7, 5]
-
-
-def test_sizes_between() -> None:
-    found = sizes_between(300, 4000)
-    assert found[0] == 512 and found[-1] == 4000 and all(size % 256 == 0 for size in found[:-1])
-    assert found == sorted(set(found)) and sizes_between(5000, 4000) == [4000]
 
 
 def test_always_kept(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from distill.errors import RecipeError, RunError
 from distill.recipe import Adapter, Train, parse_section
 from distill.teacher.distributions import DenseTeacher, Head
 from distill.training import setup
-from distill.training.setup import adapted, attach, layer_names, load_base, merge
-from distill.training.step import Columns, Learner, heal, loss_settings
+from distill.training.setup import attach, layer_names, load_base, merge
+from distill.training.step import Columns, Learner, loss_settings
 
 torch.set_num_threads(1)
 
@@ -124,25 +124,6 @@ def test_the_start_depends_on_the_seed_alone() -> None:
     other = trainable(attach(toy(), Adapter(rank=2), seed=4))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
-
-
-def test_healing_with_adapters() -> None:
-    """`heal` of training/step.py takes an adapted model as it is; the cut has the healed distribution after the
-    merge."""
-    store = store_of(toy(seed=5), data())
-    model = toy("qwen3")
-    before, names = logits(model), list(model.state_dict())
-    with adapted(model, Adapter(rank=4, train_outer=True)) as inner:
-        first = loss_of(inner, store, torch.arange(2)).item()
-        heal(inner, store, TRAIN, LOSS, 6, 0)
-        last = loss_of(inner, store, torch.arange(2)).item()
-        healed = logits(inner)
-    assert last < first
-    torch.testing.assert_close(logits(model), healed, rtol=1e-5, atol=1e-5)
-    assert list(model.state_dict()) == names and not torch.equal(healed, before)
-    same = toy()
-    with adapted(same, None) as inner:
-        assert inner is same and all(p.requires_grad for p in inner.parameters())
 
 
 def test_settings_that_clash() -> None:
