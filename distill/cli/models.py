@@ -72,42 +72,18 @@ def transplant(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Model or tokenizer folder with the vocabulary.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default as stored.")] = None,
-    text: Annotated[list[Path] | None, typer.Option(help="The target's text: what DONOR cannot draft.")] = None,
 ) -> None:
     """Give a model the vocabulary of another, byte for byte, so that it can draft for it."""
     from distill.surgery.vocabulary import folders_of
     from distill.surgery.vocabulary import transplant as write
 
     require_new_folder(out)
-    texts = shared.read_texts(text) if text else []
     folders = folders_of(shared.local_reference(donor), shared.local_reference(target))
     announce(out)
     change = write(*folders, out, dtype=dtype)
     print(change.sentence())
     print("\n".join(report_lines(change.details)))
-    if texts:
-        print(gain_line(texts, *folders))
     print(f"written: {out}")
-
-
-def gain_line(texts: list[str], donor: Path, target: Path) -> str:
-    """The gain of the transplant: the share of the texts' target tokens that the donor's vocabulary lacks."""
-    from collections import Counter
-
-    from distill.decoding.other_vocabulary import transplant_gain
-    from distill.engines.torch.hugging_face import encode, load_tokenizer
-    from distill.vocabulary.vocabulary import Vocabulary
-
-    tokenizer = load_tokenizer(str(target))
-    counts = Counter(token for text in texts for token in encode(tokenizer, text))
-    if not counts:
-        raise DataError("--text holds no text", "give text that the target wrote, or leave it out")
-    found = transplant_gain(counts, Vocabulary.read(target), Vocabulary.read(donor), worst=5)
-    missing = ", ".join(f"{token!r} {share:.1%}" for token, share in found["missing"])
-    return (
-        f"of {counts.total()} tokens of the text, {found['gain']:.1%} are not in the donor's vocabulary: without a "
-        f"transplant it cannot draft them{f' ({missing})' if missing else ''}"
-    )
 
 
 def report_lines(details: dict[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ from distill.decoding.lengths import (
     Proposal,
 )
 from distill.decoding.ngrams import ORDER, Guess, Mixture, NGramTable
-from distill.decoding.other_vocabulary import DraftReader, other_vocabulary_drafter
+from distill.decoding.other_vocabulary import DraftReader, StringMatchDrafter
 from distill.decoding.trees import Leaves, Shape, Tree, TreeDrafter, calibrated
 from distill.decoding.verify import Random, refusal
 from distill.engines.model import SPARE_NODES, Model, RecentContext
@@ -287,8 +287,12 @@ def make_drafter(
     tree = fitted.trees.get(configuration.title) if tree is None else tree
     price = LookupPrice(fitted.costs.without_draft()) if configuration.rule == "expected-value" else None
     if configuration.other_vocabulary:
+        if configuration.length_rule != "fixed":
+            raise ValueError("drafter string drafts fixed lengths only")
         assert isinstance(draft, DraftReader)
-        return other_vocabulary_drafter(configuration, draft, sampler, random)
+        return StringMatchDrafter(
+            draft, configuration.max_length, sampler, random, configuration.verified_by == "match"
+        )
     if configuration.counts_ngrams:
         counted = TableDrafter(
             fitted.table,

@@ -1,32 +1,25 @@
-"""Lossless drafting with a model of another vocabulary, without a transplant.
+"""Lossless drafting with a model of another vocabulary, without a transplant: string-level exact match of Timor et al.
+2025 (arXiv 2502.05202).
 
-Two methods of Timor et al. 2025 (arXiv 2502.05202). Token-level intersection proposes from the draft's distribution
-over the tokens that both vocabularies have; every verifier works as usual. String-level exact match proposes the text
-of the draft in the target's tokens; only the target's choice decides. With both, the draft reads the context's text in
-its own tokens, written anew every round. The tokens it reads affect speed, never the output's distribution.
-
-Legend: V ids of the target, S shared tokens.
+The draft reads the context's text in its own tokens, written anew every round, and its text is proposed in the target's
+tokens. The tokens it reads affect speed, never the output's distribution.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby, islice
-from typing import Any
 
-import torch
-
-from distill.decoding.drafters import NOTHING, Drafter, ModelDrafter, distribution_sampler
-from distill.decoding.lengths import Fixed, LengthRule, Proposal
+from distill.decoding.drafters import distribution_sampler
+from distill.decoding.lengths import Proposal
 from distill.decoding.verify import Random, draw_token
 from distill.devices import pick_device
 from distill.engines.loaded import LoadedPair, torch_decoder
-from distill.engines.model import AroundModel, Ints, Model, check_lengths
+from distill.engines.model import Model
 from distill.engines.torch.hugging_face import load_model, text_folder
-from distill.engines.torch.model import TorchLogits
 from distill.errors import PairError
-from distill.recipe import Configuration, Target
+from distill.recipe import Target
 from distill.sampler import Logits, Sampler
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import Vocabulary, role_counterparts, stand_ins
@@ -48,50 +41,6 @@ def named_tokens(source: Vocabulary, destination: Vocabulary) -> dict[int, int]:
     return {
         number: twin for number, twin in [*by_name, *by_role] if source.is_named(number) and destination.is_named(twin)
     }
-
-
-def shared_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
-    """Target ids to the draft ids that mean the same, one to one, by ascending target id.
-
-    `named_tokens` decides for special and added tokens. Others need the same bytes and kind; of several the same string
-    comes first, then the lowest ids. A <0xNN> token without a counterpart takes an ordinary token of that byte.
-    """
-    shared: dict[int, int] = {}
-    taken: set[int] = set()
-    for number, twin in named_tokens(target, draft).items():
-        if twin not in taken:
-            shared[number] = twin
-            taken.add(twin)
-    keys: tuple[Callable[[Vocabulary, int], Hashable], ...] = (
-        lambda vocabulary, i: (vocabulary.bytes_of[i], vocabulary.kinds[i], vocabulary.tokens[i]),
-        lambda vocabulary, i: (vocabulary.bytes_of[i], vocabulary.kinds[i]),
-        lambda vocabulary, i: (vocabulary.bytes_of[i], vocabulary.kinds[i] == "added"),
-    )
-    for key in keys:
-        free: dict[Hashable, list[int]] = {}
-        for number in range(draft.size - 1, -1, -1):
-            if number not in taken and draft.is_text(number):
-                free.setdefault(key(draft, number), []).append(number)
-        for number in range(target.size):
-            if number not in shared and target.is_text(number) and (twins := free.get(key(target, number))):
-                shared[number] = twins.pop()
-                taken.add(shared[number])
-    return dict(sorted(shared.items()))
-
-
-def transplant_gain(
-    counts: Mapping[int, int], target: Vocabulary, draft: Vocabulary, worst: int = 10
-) -> dict[str, Any]:
-    """The gain of a transplant, from the `counts` of the ids that the target wrote.
-
-    `mass` is the share of written tokens that intersection can draft, an upper bound of its acceptance rate; `gain` the
-    rest, which only a transplanted draft can propose; `missing` the `worst` most frequent of these with their shares.
-    """
-    shared, total = shared_tokens(target, draft), sum(counts.values())
-    left = sorted(((count, -i) for i, count in counts.items() if i not in shared and count), reverse=True)
-    gain = sum(count for count, _ in left) / total if total else 0.0
-    missing = [(target.shown(-i), count / total) for count, i in left[:worst]]
-    return {"shared": len(shared), "mass": 1 - gain if total else 0.0, "gain": gain, "missing": missing}
 
 
 def incomplete(data: bytes) -> bytes:
@@ -233,80 +182,6 @@ class DraftReader:
         return logits
 
 
-class SharedModel(AroundModel):
-    """A draft as a model of the target's ids: its logits at shared tokens, −∞ elsewhere.
-
-    The first tokens after a rollback are read with the whole text. Those after them were drafted, so they are shared
-    and read one to one. Chains only, and only the logits after the last token. `capacity` counts the draft's own
-    tokens. PairError where no token is shared.
-    """
-
-    def __init__(self, reader: DraftReader) -> None:
-        super().__init__(reader.model)
-        translator = reader.translator
-        shared = shared_tokens(translator.source.vocabulary, translator.destination.vocabulary)
-        self.shared = {target: draft for target, draft in shared.items() if target < reader.rows}
-        if not self.shared:
-            raise PairError("target and draft share no token", "draft text (drafter string), or transplant")
-        self.reader, self.vocabulary_size, self.max_leaves = reader, reader.rows, 0
-        self._target_ids = torch.tensor(list(self.shared.keys()))  # [S]
-        self._draft_ids = torch.tensor(list(self.shared.values()))
-        self._drafting = False
-
-    def extend(
-        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
-    ) -> Logits:
-        """Logits [1, V] after the last of these ids, of a context that the draft can write (`DraftReader.room`)."""
-        assert parents is None and want is not None and list(want) == [len(tokens) - 1], "chains and last logits only"
-        if self._drafting and all(token in self.shared for token in tokens):
-            logits = self.reader.append([self.shared[token] for token in tokens])
-        else:
-            own = self.reader.translator.ids([*self.text, *tokens])
-            assert own, "the draft cannot write this context"
-            logits = self.reader.read(own)
-        self.text += tokens
-        self._drafting = True
-        values = logits.full()  # [1, the draft's ids]
-        mapped = values.new_full((1, self.vocabulary_size), -torch.inf)
-        mapped[:, self._target_ids] = values[:, self._draft_ids]
-        return TorchLogits(mapped, logits.place)
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget the tokens beyond `lengths[0]`; the draft's own cache follows with the next ones."""
-        (length,) = check_lengths(lengths, self.lengths)
-        del self.text[length:]
-        self._drafting = False
-
-
-class IntersectionDrafter(ModelDrafter):
-    """Token-level intersection: a ModelDrafter whose distribution is the draft's over shared tokens, in target ids.
-
-    The sampler works on that distribution (its logits are −∞ elsewhere). So tokens are drawn from the distributions in
-    the proposal, and every verifier stays lossless.
-    """
-
-    def __init__(
-        self, reader: DraftReader, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False
-    ) -> None:
-        super().__init__(SharedModel(reader), rule, sampler, random, argmax)
-        self.reader = reader
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Read the prompt's text, if it fits."""
-        self.model.rollback([0])
-        self.index.begin()
-        self.reader.begin(prompt)
-
-    def room(self, length: int) -> int:
-        """An upper bound, the draft's context; `propose` counts the text in the draft's tokens."""
-        return self.model.capacity
-
-    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """As ModelDrafter; nothing where the draft cannot write the context, or has no room after it."""
-        limit = min(limit, self.reader.room(context))
-        return super().propose(context, limit, ends) if limit > 0 else NOTHING
-
-
 class StringMatchDrafter:
     """String-level exact match: the draft continues the text; the target's tokens of this text are proposed.
 
@@ -408,15 +283,3 @@ def read_with(pair: LoadedPair, target: Target, draft: str, device: str) -> Draf
     place, own = pick_device(pair.pytorch.draft_device or device), Vocabulary.read(text_folder(draft))
     model = torch_decoder(load_model(draft, target.dtype, place), own.size, pair.pytorch, is_draft=True)
     return DraftReader(model, pair.vocabulary, own, pair.target.vocabulary_size)
-
-
-def other_vocabulary_drafter(
-    configuration: Configuration, reader: DraftReader, sampler: Sampler, random: Random
-) -> Drafter:
-    """The drafter that a configuration of OTHER_VOCABULARY names; ValueError for a rule other than fixed lengths."""
-    if configuration.length_rule != "fixed":
-        raise ValueError(f"drafter {configuration.drafter} drafts fixed lengths only")
-    argmax = configuration.verified_by == "match"
-    if configuration.drafter == "intersection":
-        return IntersectionDrafter(reader, Fixed(configuration.max_length), sampler, random, argmax)
-    return StringMatchDrafter(reader, configuration.max_length, sampler, random, argmax)

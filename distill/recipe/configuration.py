@@ -13,9 +13,7 @@ from pydantic import Field, model_validator
 
 from distill.recipe.target import Section
 
-DrafterName = Literal[
-    "none", "draft", "lookup", "lookup+draft", "tree", "lookup+tree", "table", "intersection", "string"
-]
+DrafterName = Literal["none", "draft", "lookup", "lookup+draft", "tree", "lookup+tree", "table", "string"]
 RuleName = Literal["fixed", "p_min", "start-continue", "ratio", "beta", "expected-value"]
 CalibrationName = Literal["none", "features", "context"]
 VerifierName = Literal["greedy", "match", "token", "block", "distinct"]
@@ -31,7 +29,6 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 TREES = ("tree", "lookup+tree")
 DETERMINISTIC = ("lookup", *TREES, "table", "string")  # drafters whose tokens come without a distribution of their own
-OTHER_VOCABULARY = ("intersection", "string")  # drafters for a draft whose tokens are not the target's
 # What a setting that is left out means, where something reads it.
 LENGTH, P_MIN, START, MORE, FLOOR = 8, 0.5, 0.5, 0.7, 0.3
 CALIBRATION: CalibrationName = "features"
@@ -48,8 +45,7 @@ class Configuration(Section):
         description="what proposes tokens ([decoding](decoding.md)). draft: the draft model; tree: a tree of its "
         "likeliest tokens; lookup: what followed the longest earlier match in the text; lookup+draft, lookup+tree: "
         "these where the lookup finds nothing; table: n-grams of the target's answers and the text; none: plain "
-        "decoding. For a draft of another vocabulary (`distill generate`): intersection: through the tokens both "
-        "share; string: through its text",
+        "decoding; string: the text of a draft of another vocabulary (`generate`, `speedup` of any two models)",
     )
     rule: RuleName | None = Field(
         None,
@@ -200,7 +196,7 @@ class Configuration(Section):
     @property
     def other_vocabulary(self) -> bool:
         """Whether it uses a draft of another vocabulary."""
-        return self.drafter in OTHER_VOCABULARY
+        return self.drafter == "string"
 
     @property
     def branches(self) -> bool:

@@ -321,14 +321,9 @@ def test_profile_of_types(gguf_toys: tuple[Path, Path], capsys: Capture) -> None
 def test_a_draft_of_another_vocabulary_as_it_is(world: Path, tmp_path: Path, capsys: Capture) -> None:
     tiny.build_model(tmp_path, layers=2, vocabulary=350, seeds=range(40, 60))
     pair = ("--target", world / "target", "--draft", tmp_path, "--tokens", 10)
-    greedy, sampled = (
-        [
-            tiny.shown(capsys, "generate", "def alpha(", *pair, "--drafter", drafter, "--temperature", temperature)
-            for drafter in ("intersection", "string")
-        ]
-        for temperature in (0, 0.8)
-    )
-    assert greedy[0] == greedy[1] and all(text.startswith("def alpha(") for text in greedy + sampled)
+    for temperature in (0, 0.8):
+        options = ("--drafter", "string", "--temperature", temperature)
+        assert tiny.shown(capsys, "generate", "def alpha(", *pair, *options).startswith("def alpha(")
     # A drafter that reads the draft's ids as the target's own.
     assert "does not fit the target" in tiny.refused(capsys, "generate", "def alpha(", *pair, "--drafter", "draft")
     assert "--drafter string" in tiny.refused(capsys, "generate", "def alpha(", *pair)

@@ -438,7 +438,6 @@ PRICED = "--lengths {0} --configuration '{{rule: expected-value, drafter: {1}, l
     ("target", "draft", "options", "drafters"),
     [
         ("target", "other", "--lengths 2 --drafter string", ["string"]),
-        ("target", "other", "--lengths 2 --drafter intersection", ["intersection"]),
         ("draft", "target", "--lengths 2", ["draft"]),  # larger than its target
         ("target", "", "--lengths 4 --drafter lookup", ["lookup"]),
         # Its costs are the target's steps, also where the context is as long as the texts.
