@@ -271,7 +271,7 @@ def cut(
 def transplant(donor: str | Path, target: str | Path, out: str | Path, **settings: Any) -> Change:
     """Write `donor` with the vocabulary of `target` to a new folder, so that it can draft for it.
 
-    `settings` are those of `distill.surgery.vocabulary.transplant`: rows, overrides, decay, dtype.
+    `settings` are those of `distill.surgery.vocabulary.transplant`: rows, overrides, dtype.
     DataError for an impossible transplant and a folder that is not empty.
     """
     require_new_folder(Path(out))

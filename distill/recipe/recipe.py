@@ -128,8 +128,6 @@ class Recipe(Section):
             yield "cut.donor is the target itself: name another model"
         if train.acceptance is None:
             yield "train.acceptance is null: cuts and weights are chosen on its validation prompts; give it"
-        if train.hidden_states is not None:
-            yield "train.hidden_states reads the target's hidden states: leave it out"
 
 
 def left_out(recipe: Recipe) -> dict[str, str]:

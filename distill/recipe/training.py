@@ -70,16 +70,6 @@ class Acceptance(Section):
     )
 
 
-class HiddenStates(Section):
-    """A loss on the final hidden state, the head's input: its squared distance to the target's, relative to its size.
-
-    Needs a draft of the target's hidden size and a teacher of kind exact or online. Its weight falls linearly to 0.
-    """
-
-    weight: float = Field(0.1, gt=0, le=1e6, description="initial weight, relative to the other losses")
-    end: float = Field(0.8, gt=0, le=1, description="share of the steps after which the weight has reached 0")
-
-
 class Train(Section):
     """How the draft is trained on the target's distributions."""
 
@@ -106,12 +96,6 @@ class Train(Section):
         description="peak learning rate; null: by the share of the donor that is left "
         "([training](training.md#the-rate))",
     )
-    matrix_rate: float | None = Field(
-        None,
-        gt=0,
-        le=10,
-        description="muon: another peak rate for the layers' matrices; null: the same",
-    )
     schedule: Literal["cosine", "wsd"] = Field(
         "cosine",
         description="rate after the warm-up: cosine: falls along a cosine; wsd: constant, then falls linearly over "
@@ -129,7 +113,6 @@ class Train(Section):
         description="of both distributions in forward_kl, reverse_kl and jsd; these losses are multiplied by its "
         "square",
     )
-    hidden_states: HiddenStates | None = Field(None, description="also learn the target's final hidden states")
     chunk: int = Field(256, ge=1, description="positions per chunk of the head and its loss")
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept")
@@ -156,8 +139,6 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _settings_fit(self) -> Train:
-        if self.matrix_rate is not None and self.optimizer != "muon":
-            raise ValueError(f"matrix_rate is for optimizer muon; optimizer is {self.optimizer}")
         if self.adapter is not None and self.sparsity is not None:
             raise ValueError("sparsity changes the draft's own weights, which adapters freeze; leave one out")
         if self.adapter is not None and self.embedding_steps and not self.adapter.train_outer:
@@ -177,13 +158,6 @@ class Transplant(Section):
 
     overrides: dict[str, str] = Field(
         {}, description="for target tokens such as turn markers: text whose donor tokens initialise them"
-    )
-    decay: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="weight of each donor subtoken in the head's row of a token that the donor lacks, relative to "
-        "the one before; 1: their mean",
     )
 
 
@@ -208,11 +182,10 @@ class Cut(Section):
     )
     transplant: Transplant | None = Field(None, description="needed if the donor has another vocabulary")
     layers: int | None = Field(None, ge=1, description="layers to keep; null: all")
-    layer_rule: Literal["auto", "greedy", "influence", "last-but-one"] = Field(
+    layer_rule: Literal["auto", "greedy", "influence"] = Field(
         "auto",
         description="which layers are dropped. greedy: one at a time, that whose removal adds least KL to the "
-        "target; influence: those that change the hidden state least; last-but-one: the last ones before the final "
-        "layer; auto: greedy up to 28 layers, influence above",
+        "target; influence: those that change the hidden state least; auto: greedy up to 28 layers, influence above",
     )
     drop_layers: str | None = Field(
         None, description="layers to drop, by number (the first is 0), such as `14-21` or `3,7,9-11`"

@@ -314,8 +314,7 @@ def planned_layers(recipe: Recipe) -> dict[str, Any]:
     count, kept = config.num_hidden_layers, range(cut.layers or config.num_hidden_layers)
     if cut.drop_layers is not None:
         return layer_settings(config, sorted({*range(count)} - {*parse_layers(cut.drop_layers, count)}))
-    last = [count - 1] if cut.layer_rule == "last-but-one" else [kept[-1]]
-    return layer_settings(config, [*kept[:-1], *last])
+    return layer_settings(config, kept)
 
 
 def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | None:

@@ -278,7 +278,6 @@ def choose_layers(
     """The layers that stay, ascending, and a report of why; the model is left as it was.
 
     With n = L − keep:
-    last-but-one  drops the n layers before the last (all but the last when n = L − 1).
     influence     drops the n of least block influence over `blocks`, the first and the last excepted, which read the
                   embeddings and feed the head; when one layer is kept it is the first. Men et al. 2024.
     greedy        removes, n times, the layer without which `loss(model)` is lowest: L + (L − 1) + … evaluations on the
@@ -299,9 +298,7 @@ def choose_layers(
         assert keep is not None
         check_layers(model.config, keep)
         possible = _possible(model.config, keep)
-        if rule == "last-but-one":
-            dropped = range(keep - 1, count - 1)
-        elif rule == "greedy":
+        if rule == "greedy":
             steps, evaluations = _greedy(model, count - keep, loss, possible)
             report |= {"evaluations": evaluations, "steps": steps}
             dropped = [step["removed"] for step in steps]

@@ -138,7 +138,6 @@ def load_donor(
         text_folder(recipe.target.model),
         folder,
         overrides=settings.overrides,
-        decay=settings.decay,
         dtype="float32",
     )
     model = load_model(str(folder), "float32", device, trimmed=False)

@@ -73,13 +73,12 @@ class Subtokens:
         ids = self.ids[self.offsets[1:][counts > 0] - 1]
         return Mixture(offsets_of(counts > 0), ids, numpy.ones(len(ids), numpy.float32))
 
-    def front_loaded(self, decay: float) -> Mixture:
-        """The mixture of the head: the mean of the subtokens, the j-th weighted decay**j."""
+    def mean(self) -> Mixture:
+        """The mixture of the head: the mean of the subtokens."""
         counts = numpy.diff(self.offsets)
         starts = self.offsets[:-1]
         row_of = numpy.repeat(numpy.arange(len(counts)), counts)
-        weights = decay ** (numpy.arange(len(self.ids)) - starts[row_of]).astype(numpy.float64)
-        weights /= numpy.bincount(row_of, weights, len(counts))[row_of]
+        weights = 1.0 / counts[row_of]
         # A row of one repeated subtoken is that subtoken's row, to the bit.
         repeats = (self.ids == self.ids[starts[row_of]]) | (counts[row_of] == 1)
         single = numpy.bincount(row_of, ~repeats, len(counts)) == 0

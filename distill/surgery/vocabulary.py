@@ -69,23 +69,20 @@ def transplant(
     rows: int | None = None,
     overrides: Mapping[str, str] | None = None,
     dtype: str | None = None,
-    decay: float = 1.0,
 ) -> Change:
     """Write `destination`: the donor with the target's tokenizer, and rows for it made from the donor's rows.
 
     A token with the same bytes as a donor token gets its row. For another, the input row is that of its last subtoken
-    and the head row the mean of its subtokens, the j-th weighted decay**j. Ids without a token get zero rows. `dtype`
+    and the head row the mean of its subtokens. Ids without a token get zero rows. `dtype`
     casts the weights (None: as stored). What stood there is replaced. Raises DataError before any work where the
     transplant is impossible.
     """
     if dtype is not None and dtype not in WRITTEN:
         raise DataError(f"dtype `{dtype}` cannot be written", f"choose {', '.join(WRITTEN)}")
-    if not decay > 0:
-        raise DataError(f"decay is {decay}; it must be positive", "0.5 halves the weight from subtoken to subtoken")
     inputs = check_transplant(donor, target, rows=rows, overrides=overrides)
     subtokens = map_subtokens(inputs.donor, inputs.target, overrides)
     details = describe_subtokens(subtokens, inputs.donor, inputs.target)
-    mixtures = {EMBEDDING: subtokens.last(), HEAD: subtokens.front_loaded(decay)}
+    mixtures = {EMBEDDING: subtokens.last(), HEAD: subtokens.mean()}
     same = inputs.donor.same_as(inputs.target)
     mixtures = {name: _with_padding(mixture, inputs, same) for name, mixture in mixtures.items()}
     details |= {"padding_rows": inputs.rows - inputs.target.size, "same_vocabulary": same, "zero_rows": 0}

@@ -32,7 +32,7 @@ from distill.training.saved import (
     save_checkpoint,
 )
 from distill.training.setup import Training, merge, set_up, tracked, warn_missing_classes
-from distill.training.step import CLIP, STATES, body_share, rate_share, scored_blocks, set_rates, states_weight
+from distill.training.step import CLIP, body_share, rate_share, scored_blocks, set_rates
 from distill.training.validation import ended, evaluate_weights, evaluation_due, loading, stepping, take_best, writing
 
 STOPPING = "interrupted: the training stops after this step and is saved; a second signal ends it at once"
@@ -119,7 +119,6 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
     """Gradients over all micro-batches and processes, one optimizer step; the means over the step for the log."""
     accelerator, learner, settings = work.accelerator, work.learner, work.settings
     micro_batches = work.micro_batches(step)
-    on_states = states_weight(step, settings)
     sums: dict[str, torch.Tensor] = {}
     for number, index in enumerate(micro_batches, 1):
         blocks, distributions = scored_blocks(work.source, index, accelerator.device)
@@ -127,7 +126,7 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
         # Processes exchange gradients once, with the last micro-batch.
         with contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner):
             with accelerator.autocast():
-                total, own = learner(blocks, distributions, work.loss, on_states)
+                total, own = learner(blocks, distributions, work.loss)
             accelerator.backward(total)
         sums = {name: value + sums.get(name, 0) for name, value in own.items()}
     totals = dict(zip(sums, accelerator.reduce(torch.stack([*sums.values()]), "sum").tolist(), strict=True))
@@ -143,7 +142,7 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
                     parameter.grad = None
     norm = accelerator.clip_grad_norm_(learner.parameters(), CLIP)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    shares: dict[str, float] = {**work.loss.losses, **({STATES: on_states} if on_states else {})}
+    shares = work.loss.losses
     losses = {name: totals.pop(f"loss/{name}") / scored for name in shares}
     loss = sum(shares[name] * value for name, value in losses.items())
     if not math.isfinite(norm) or not math.isfinite(loss):

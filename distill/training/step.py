@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from distill.data.packing import Packed, epoch_order, scored_states
-from distill.engines.torch.hugging_face import load_config
 from distill.errors import RecipeError
 from distill.machine import has_instructions
 from distill.recipe import Loss, Recipe, Train
 from distill.recipe.recipe import REASON
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import require_ramp
-from distill.teacher.distributions import CompactTeacher, DenseTeacher, Teacher, logit_form
+from distill.teacher.distributions import CompactTeacher, Teacher, logit_form
 from distill.teacher.store import TeacherSource
 from distill.training.losses import LossSettings, LossSums, head_loss
 
@@ -98,17 +97,15 @@ def make_optimizer(model: Any, settings: Train) -> torch.optim.AdamW | MuonAndAd
     """The recipe's optimizer of the parameters that learn."""
     assert settings.rate is not None, "see with_rate"
     if settings.optimizer == "muon":
-        scale = (settings.matrix_rate or settings.rate) / settings.rate
-        return MuonAndAdamW(parameter_groups(model, muon=True, scale=scale), settings.rate)
+        return MuonAndAdamW(parameter_groups(model, muon=True), settings.rate)
     return torch.optim.AdamW(parameter_groups(model), lr=settings.rate, betas=BETAS)
 
 
-def parameter_groups(model: Any, *, muon: bool = False, scale: float = 1.0) -> list[dict[str, Any]]:
+def parameter_groups(model: Any, *, muon: bool = False) -> list[dict[str, Any]]:
     """The parameters that learn, in groups without weight decay.
 
     Embeddings and head are a group of their own (`outer`), because they may learn before the rest. With `muon`, the
-    matrices of the layers are marked so and learn at `scale` times the rate. Parameters without gradient are in no
-    group.
+    matrices of the layers are marked so. Parameters without gradient are in no group.
     """
     outer = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
     # A table of positions is no map between activations either.
@@ -119,13 +116,7 @@ def parameter_groups(model: Any, *, muon: bool = False, scale: float = 1.0) -> l
         orthogonal = muon and not is_outer and parameter.ndim == 2 and id(parameter) not in tables
         kinds.setdefault((is_outer, orthogonal), []).append(parameter)
     return [
-        {
-            "params": kinds[is_outer, orthogonal],
-            "weight_decay": 0.0,
-            "outer": is_outer,
-            "muon": orthogonal,
-            "scale": scale if orthogonal else 1.0,
-        }
+        {"params": kinds[is_outer, orthogonal], "weight_decay": 0.0, "outer": is_outer, "muon": orthogonal}
         for is_outer, orthogonal in sorted(kinds, reverse=True)
     ]
 
@@ -133,7 +124,7 @@ def parameter_groups(model: Any, *, muon: bool = False, scale: float = 1.0) -> l
 def set_rates(optimizer: Any, rate: float, body_rate: float) -> None:
     """Give the groups the rates of a step: embeddings and head, and the body."""
     for group in optimizer.param_groups:
-        group["lr"] = (rate if group["outer"] else body_rate) * group["scale"]
+        group["lr"] = rate if group["outer"] else body_rate
 
 
 # ── Learning rates ──
@@ -210,30 +201,6 @@ def loss_settings(settings: Train, temperature: float) -> LossSettings:
     return LossSettings({name: weight for name, weight in loss.items() if weight > 0}, settings.temperature)
 
 
-def states_weight(step: int, settings: Train) -> float:
-    """The weight of the loss on hidden states in a step: a line from the first step down to 0."""
-    states = settings.hidden_states
-    if states is None:
-        return 0.0
-    return states.weight * max(0.0, 1 - step / (states.end * settings.steps))
-
-
-def check_hidden_states(settings: Train, kind: str, draft: int, target: int) -> None:
-    """Raise RecipeError for a loss on hidden states that a teacher's kind or the hidden sizes exclude."""
-    if settings.hidden_states is None:
-        return
-    if kind == "compact":
-        raise RecipeError(
-            "train.hidden_states needs the target's hidden states, which a compact teacher does not keep",
-            "use teacher.kind exact or online, or leave train.hidden_states out",
-        )
-    if draft != target:
-        raise RecipeError(
-            f"train.hidden_states needs one hidden size on both sides; the draft's is {draft}, the target's {target}",
-            "leave it out, or cut the draft from the target",
-        )
-
-
 def check_training(recipe: Recipe) -> list[str]:
     """The plan of the recipe's training as lines to print; RecipeError for settings that exclude each other."""
     settings, teacher = with_rate(recipe.train, kept_share(recipe)), recipe.teacher
@@ -244,9 +211,6 @@ def check_training(recipe: Recipe) -> list[str]:
             "which a compact teacher does not keep",
             "add it to teacher.temperatures, or use teacher.kind exact or online",
         )
-    if settings.hidden_states is not None:
-        target, donor = (load_config(name).get_text_config() for name in (recipe.target.model, recipe.donor_model))
-        check_hidden_states(settings, teacher.kind, donor.hidden_size, target.hidden_size)
     if settings.sparsity is not None:
         require_ramp(settings.steps, settings.embedding_steps, settings.sparsity.ramp)
     positions = settings.batch * recipe.corpus.block
@@ -254,12 +218,7 @@ def check_training(recipe: Recipe) -> list[str]:
     loss = ", ".join(f"{weight:g} {name}" for name, weight in mixture.items())
     lines = [f"train: {settings.steps} steps of {positions} positions at up to {settings.rate:g}: {loss}"]
     if settings.optimizer == "muon":
-        assert settings.rate is not None
-        scale = (settings.matrix_rate or settings.rate) / settings.rate
-        lines.append("train: the layers' matrices learn by Muon" + (f", at {scale:g} times the rate" * (scale != 1)))
-    if settings.hidden_states is not None:
-        weight, last = settings.hidden_states.weight, round(settings.hidden_states.end * settings.steps)
-        lines.append(f"train: {weight:g} of the loss on hidden states at first, none from step {last} on")
+        lines.append("train: the layers' matrices learn by Muon")
     chosen = "the last weights are taken"
     if settings.acceptance is not None and settings.sparsity is None:
         verifying = protocol_of(settings, recipe.sampler.temperature)
@@ -274,7 +233,6 @@ def check_training(recipe: Recipe) -> list[str]:
 
 # ── One training step's loss on blocks of a teacher, over the whole head or over a trimmed one's kept columns ──
 
-STATES = "hidden_states"  # the name of the loss on them
 CLIP = 1.0  # the largest norm of a gradient
 
 
@@ -313,45 +271,15 @@ class Learner(torch.nn.Module):
         self.draft = draft
         self.columns, self.chunk = columns, chunk
 
-    def forward(
-        self, blocks: Packed, teacher: Teacher, loss: LossSettings, states_weight: float = 0.0
-    ) -> tuple[Tensor, LossSums]:
-        """Σ ℓ over the N scored positions, and the sums for the log; divide by their number over the whole step.
-
-        `states_weight` is the weight of the loss on hidden states.
-        """
+    def forward(self, blocks: Packed, teacher: Teacher, loss: LossSettings) -> tuple[Tensor, LossSums]:
+        """Σ ℓ over the N scored positions, and the sums for the log; divide by their number over the whole step."""
         hidden = scored_states(self.draft, blocks)  # [N, H]
         head = self.draft.lm_head
         weight = self.columns.rows(head.weight)
         bias = None if getattr(head, "bias", None) is None else self.columns.rows(head.bias)
         teacher = self.columns.teacher(teacher)
         labels = self.columns.labels(blocks.labels().long()[blocks.mask])
-        total, sums = head_loss(hidden, weight, teacher, labels, loss, self.chunk, bias, logit_form(self.draft.config))
-        if states_weight:
-            error = state_error(hidden, target_states(teacher, hidden))
-            total = total + states_weight * error
-            sums[f"loss/{STATES}"] = error.detach().to(sums["positions"])
-        return total, sums
-
-
-def target_states(teacher: Teacher, like: Tensor) -> Tensor:
-    """The target's final hidden states at the positions of a teacher, in the form of the draft's [N, H]."""
-    if not len(teacher):  # a process without blocks has no states either
-        return torch.zeros_like(like)
-    assert isinstance(teacher, DenseTeacher), "a compact teacher keeps no hidden states"
-    return teacher.hidden.to(like.device)
-
-
-def state_error(hidden: Tensor, target: Tensor) -> Tensor:
-    """Σ ‖h − h*‖² / ‖h*‖² over the positions, in fp32: hidden h and target h* [N, H].
-
-    Relative to each position's own state, so that neither the scale of the states nor the split into micro-batches
-    counts.
-    """
-    with torch.autocast(hidden.device.type, enabled=False):
-        expected = target.detach().float()
-        error = (hidden.float() - expected).square().sum(-1) / expected.square().sum(-1).clamp(min=1e-12)
-        return error.sum()
+        return head_loss(hidden, weight, teacher, labels, loss, self.chunk, bias, logit_form(self.draft.config))
 
 
 def batch_blocks(step: int, batch: int, count: int, seed: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a draft learns from the same tokens: optimisers, schedules, hidden states, or any other settings of `train`.
+"""What a draft learns from the same tokens: optimisers, schedules, or any other settings of `train`.
 
     python scripts/benchmarks/learning.py runs/demo --to learning/                # trains what is missing; resumes
     python scripts/benchmarks/learning.py runs/demo --to learning/ --seeds 0 --only adamw muon           # to screen
@@ -8,8 +8,8 @@
 
 RUN is a run that has cut/ (`distill train recipes/demo.yaml --until cut`); its corpus, answers, teacher and cut are
 used as they are, but a configuration that names a key of `cut` makes a cut of its own. A configuration is a name and
-overrides, in which @X is X times the rate of the training; what it does not name is AdamW, a cosine and no
-hidden states, and for the rest the run's recipe; with --of-recipe all else is as the recipe has it. Each is
+overrides, in which @X is X times the rate of the training; what it does not name is AdamW and a cosine, and
+for the rest the run's recipe; with --of-recipe all else is as the recipe has it. Each is
 trained by stage `train` itself, for the same steps on the same blocks in the same order, in a process of its own;
 nothing but the last weights is taken. A stopped training goes on from its last checkpoint.
 
@@ -53,16 +53,9 @@ from distill.training.saved import training_steps
 PLAIN = (
     "train.acceptance=null",
     "train.optimizer=adamw",
-    "train.matrix_rate=null",
     "train.schedule=cosine",
-    "train.hidden_states=null",
 )
-MUON = "train.optimizer=muon"
-CONFIGURATIONS: dict[str, str] = {
-    "adamw": "",
-    "muon": MUON,
-    "muon, hidden states": f"{MUON} train.hidden_states={{weight: 0.1, end: 0.8}}",
-}
+CONFIGURATIONS = {"adamw": "", "muon": "train.optimizer=muon"}
 SHARED = ("corpus", "answers", "teacher", "cut", "stages")
 SPLITS = ("validation", "test")
 PROTOCOLS = ("sampling", "match", "greedy")

@@ -290,7 +290,6 @@ Change = Callable[[dict[str, Any]], object]
         ),
         (lambda v: v["cut"].update(donor=v["target"]["model"]), "cut.donor is the target itself"),
         (lambda v: v["train"].update(acceptance=None), "train.acceptance is null: cuts and weights are chosen"),
-        (lambda v: v["train"].update(hidden_states={}), "train.hidden_states reads the target's hidden states"),
     ],
 )
 def test_recipes_that_need_the_weights_are_refused(change: Change, expected: str, place: Path) -> None:

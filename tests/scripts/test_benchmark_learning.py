@@ -29,25 +29,24 @@ SMALL = ("--steps", 3, "--batch", 2, "--new-tokens", 8)
 
 def test_overrides_take_multiples_of_the_rate(script: Any) -> None:
     assert script.overrides_of("", 0.1) == []
-    text = "train.optimizer=muon train.acceptance={every: 5, prompts: 9} train.matrix_rate=@2.5"
+    text = "train.optimizer=muon train.acceptance={every: 5, prompts: 9} train.final_rate_share=@25"
     assert script.overrides_of(text, 0.002) == [
         "train.optimizer=muon",
         "train.acceptance={every: 5, prompts: 9}",
-        "train.matrix_rate=0.005",
+        "train.final_rate_share=0.05",
     ]
 
 
 def test_every_configuration_starts_from_adamw(script: Any, tmp_path: Path) -> None:
-    """The demo's own recipe trains with Muon and hidden states: that must not reach the others; nor must a schedule."""
+    """The demo's own recipe trains with Muon: that must not reach the others; nor must a schedule."""
     own = ["train.schedule=wsd"]
     recipe = load_recipe(tiny.ROOT / "recipes" / "demo.yaml", own)
-    assert recipe.train.optimizer == "muon" and recipe.train.hidden_states is not None
+    assert recipe.train.optimizer == "muon"
     (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
     options = SimpleNamespace(run=tmp_path, steps=30, batch=2, of_recipe=False)
     for name, text in script.CONFIGURATIONS.items():
         train = script.recipe_of(options, text, 1e-3, 0).train
         assert train.optimizer == ("muon" if "muon" in name else "adamw")
-        assert (train.hidden_states is not None) == ("hidden states" in name)
         assert train.schedule == ("wsd" if "wsd" in name else "cosine")
 
 
@@ -64,13 +63,13 @@ def test_each_training_is_that_of_the_stage_and_is_made_once(
 
     monkeypatch.setattr(script, "train_apart", here)
     to = tmp_path / "to"
-    asked = ("--only", "adamw", "high muon", "--add", "high muon: train.optimizer=muon train.matrix_rate=@2")
+    asked = ("--only", "adamw", "high muon", "--add", "high muon: train.optimizer=muon train.rate=@2")
     grid = ("--rates", 0.001, 0.02, "--seeds", 0, 1)
     run(script, monkeypatch, ready, "--to", to, *SMALL, *asked, *grid)
     output = capsys.readouterr().out
     assert len(drafts) == 6 and not list((to / "work").iterdir())  # two rates, then the best with the other seed
     overrides = ("train.steps=3", "train.batch=2", "train.rate=0.02", "train.acceptance=null", "train.optimizer=muon")
-    made = trained(world, ready, tmp_path / "own", *overrides, "train.matrix_rate=0.04")
+    made = trained(world, ready, tmp_path / "own", *overrides, "train.rate=0.04")
     own = load_file(made / "draft" / "model.safetensors")
     assert all(torch.equal(value, own[name]) for name, value in drafts["high_muon-0.02-0"].items())
     found = {path.stem: json.loads(path.read_text()) for path in to.glob("*.json")}
@@ -92,7 +91,7 @@ def test_each_training_is_that_of_the_stage_and_is_made_once(
     run(script, monkeypatch, ready, "--to", to, "--table", "--base", "high muon")
     assert "The difference is to high muon" in capsys.readouterr().out
     other = ("--only", "high muon", "--add", "high muon: train.optimizer=muon")
-    with pytest.raises(SystemExit, match=r"holds high muon with .*matrix_rate"):
+    with pytest.raises(SystemExit, match=r"holds high muon with .*rate"):
         run(script, monkeypatch, ready, "--to", to, *SMALL, *other, *grid)
 
 

@@ -61,7 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # beside those of toys.FAMILIES
 }
 PLAIN, ODD = [*CASES], ["gemma3_text", "granite", "cohere2"]  # of the others, those of most parts of their own
 CASES |= {name: SETTINGS.get(name, {}) for name in FAMILIES if name not in KINDS}
-RULES = ("last-but-one", "influence", "greedy", "explicit")
+RULES = ("influence", "greedy", "explicit")
 
 
 def small(case: str, layers: int = 3, seed: int = 0, **changes: Any) -> Any:
@@ -244,9 +244,6 @@ def test_layer_rules_for_every_number() -> None:
     model = small("qwen2", layers=6)
     influence = block_influence(model, BLOCKS)
     for keep in range(1, 7):
-        n = 6 - keep
-        kept, _ = chosen(model, keep, "last-but-one")
-        assert kept == [i for i in range(6) if not 5 - n <= i < 5]
         kept, report = chosen(model, keep, "influence")
         assert report["influence"] == influence and len(kept) == keep and 0 in kept and (5 in kept or keep == 1)
         gone = set(report["dropped"]) - {0, 5}
@@ -343,7 +340,7 @@ def test_cuts_that_cannot_be(kind: str) -> None:
     for act in (
         lambda: check_layers(config, 1),
         lambda: check_width(config, 32),
-        lambda: chosen(model, 1, "last-but-one"),
+        lambda: chosen(model, 1, "influence"),
         lambda: narrow(model, BLOCKS, 32),
     ):
         with pytest.raises(DataError, match="`gpt_neox` is not supported") as raised:
