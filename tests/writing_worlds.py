@@ -149,7 +149,7 @@ class BadServer:
         new = encode(self.tokenizer, text)
         count = len(prompt) if isinstance(prompt, list) else len(encode(self.tokenizer, prompt))
         choice: dict[str, Any] = {"finish_reason": "stop", "index": 0}
-        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        choice |= {"message": {"content": text}, "token_ids": new} if chat else {"text": text}
         if kind == "empty text":
             choice["text"] = ""
         if kind == "length":

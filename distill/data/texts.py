@@ -262,8 +262,7 @@ class AskedQuestions:
     """The questions that the target wrote for one source of kind target.
 
     Of `asked` texts `usable` passed the filters, and the first `kept` of them are used; `wanted` were requested.
-    `dropped` counts the others by reason, `turns` conversations by their user's turns, `dropped_turns` further turns by
-    reason.
+    `dropped` counts the others by reason.
     `median_tokens` and `most_tokens` are the lengths that half and nine tenths of the questions do not exceed,
     `distinct` the shares of different 1-, 2- and 3-grams of words among all, `repeated` the share of texts asked for
     that repeat others or nearly do.
@@ -279,8 +278,6 @@ class AskedQuestions:
     usable: int
     kept: int
     dropped: dict[str, int]
-    turns: dict[str, int]
-    dropped_turns: dict[str, int]
     median_tokens: float
     most_tokens: float
     distinct: list[float]

@@ -393,13 +393,9 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     written = logits if writer is not None and writer.gguf is not None else ()
     distributions = logits if recipe.teacher.gguf is not None else ()
     unloaded = () if recipe.target.load else ("target.load",)
-    turns: tuple[str, ...] = ()
     split = () if recipe.answers.traffic is None else ("corpus.validation", "corpus.test", "chat")
-    if any(source.turns > 1 for source in recipe.corpus.asked):  # further turns are written behind the target's answers
-        answered = _keys("answers", "new_tokens stop repetition_penalty keep_truncated")
-        turns = ("sampler", "corpus.block", *answered.split())
     return {
-        "questions": written + turns,
+        "questions": written,
         # Served texts hold held-out ones, too, which are kept where the target is not loaded.
         "answers": written + split + (() if recipe.answers.traffic is None else unloaded),
         "teacher": distributions,

@@ -21,9 +21,8 @@ from distill.files import is_utf8
 from distill.recipe.target import HOTTEST, Section
 
 # The keys that sources of kind target alone have, and those that they lack.
-OF_TARGET = ("questions", "openings", "tokens", "temperature", "top_p", "turns")
+OF_TARGET = ("questions", "openings", "tokens", "temperature", "top_p")
 OF_FILES = ("path", "pattern", "form", "field", "fields", "given", "subset", "hub_split", "exclude")
-MOST_TURNS = 16
 
 
 class Source(Section):
@@ -59,12 +58,6 @@ class Source(Section):
     )
     temperature: float = Field(1.0, gt=0, le=HOTTEST, description="target: sampling temperature of its questions")
     top_p: float = Field(0.99, gt=0, le=1, description="target: top-p of its questions; 1: off")
-    turns: int = Field(
-        1,
-        ge=1,
-        le=MOST_TURNS,
-        description="target: maximum user turns of a conversation that it writes",
-    )
     pattern: str = Field("**/*.py", description="tree: pattern that file paths must match")
     form: Literal["auto", "text", "prompt", "messages", "conversations", "turns"] = Field(
         "auto",

@@ -98,17 +98,10 @@ class Recipe(Section):
 
     def _can_ask_the_target(self) -> None:
         """Raise ValueError where sources of kind target ask for what the writer or section chat does not give."""
-        asked = self.corpus.asked
-        if asked and self.answers.writer is not None and self.answers.writer.api == "chat":
+        if self.corpus.asked and self.answers.writer is not None and self.answers.writer.api == "chat":
             raise ValueError(
                 "corpus.sources of kind target continue the beginning of a prompt, and answers.writer.api chat sends "
                 "whole messages: use api: completions"
-            )
-        longest = max((source.turns for source in asked), default=1)
-        if longest > self.chat.turns:
-            raise ValueError(
-                f"corpus.sources: turns is {longest}, and chat.turns lets the target answer {self.chat.turns}: raise "
-                "chat.turns, or lower turns"
             )
 
     def _weights_needed(self) -> Iterator[str]:

@@ -191,7 +191,8 @@ class Writer(Servers):
     gguf: str | None = Field(None, description="a GGUF file of the target")
     api: Literal["completions", "chat"] = Field(
         "completions",
-        description="completions: send the rendered prompt; chat: send the messages",
+        description="completions: send the rendered prompt; chat: send the messages, to servers that return token "
+        "ids (vLLM)",
     )
     missing: float = Field(
         0.0,
@@ -224,11 +225,6 @@ class TeacherServer(Servers):
         min_length=1, description="base URLs of servers that run the target, such as http://localhost:8000/v1"
     )
     model: str = Field(min_length=1, description="its name on the servers, as /v1/models lists it")
-    prompts: Literal["ids", "text"] = Field(
-        "ids",
-        description="text: for servers that do not take token ids; texts that tokenize to other ids are then skipped "
-        "and counted",
-    )
 
 
 # ── The target, its sampler, its answers and the store of its distributions ──
@@ -381,10 +377,6 @@ class TeacherStore(Section):
         lt=1,
         description="compact: store as few entries as hold this mass on average; null: store `top_k`",
     )
-    temperatures: tuple[float, ...] = Field(
-        (1.0,),
-        description="compact: temperatures that losses can use; must include 1",
-    )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="exact: number type of the stored hidden states; null: the target's"
     )
@@ -398,18 +390,9 @@ class TeacherStore(Section):
         None, description="compact: take the distributions from servers that run the target"
     )
 
-    @field_validator("temperatures")
-    @classmethod
-    def _temperatures_hold_one(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if any(not 0 < temperature <= HOTTEST for temperature in value):
-            raise ValueError(f"temperatures must be positive and at most {HOTTEST}")
-        if 1 not in value or len(set(value)) < len(value):
-            raise ValueError("temperatures must include 1, and none twice")
-        return value
-
     @model_validator(mode="after")
     def _settings_of_other_kinds(self) -> TeacherStore:
-        for name, kind in (("mass", "compact"), ("temperatures", "compact"), ("dtype", "exact")):
+        for name, kind in (("mass", "compact"), ("dtype", "exact")):
             if self.kind != kind and getattr(self, name) not in (None, type(self).model_fields[name].default):
                 raise ValueError(f"{name} is a setting of kind {kind}, but kind is {self.kind}")
         for name in ("gguf", "server"):
@@ -417,6 +400,4 @@ class TeacherStore(Section):
                 raise ValueError(f"{name} gives the entries of a compact store, but kind is {self.kind}")
         if self.gguf is not None and self.server is not None:
             raise ValueError("gguf and server are two teachers; give one")
-        if self.server is not None and self.temperatures != (1.0,):
-            raise ValueError("a server gives distributions at temperature 1 alone: leave temperatures at [1.0]")
         return self

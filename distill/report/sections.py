@@ -118,10 +118,6 @@ def _questions(found: QuestionTexts, command: str) -> Html:
     for one in found.sources:
         if one.dropped:
             notes.append(f"Texts left out of {one.file}: {listed(one.dropped)}.")
-        if len(one.turns) > 1 or one.dropped_turns:
-            turns = ", ".join(f"{number(count)} of {turn}" for turn, count in one.turns.items())
-            over = f"; ended early: {listed(one.dropped_turns)}" if one.dropped_turns else ""
-            notes.append(f"User's turns of the conversations in {one.file}: {turns}{over}.")
     return Html(as_table(draft_tables.questions(found.sources, command)) + as_list(notes))
 
 

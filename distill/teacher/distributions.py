@@ -7,7 +7,7 @@ entries, C columns of the draft's head (V, or the kept tokens of a trimmed head)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,15 +41,14 @@ class TeacherChunk:
 
 @dataclass(frozen=True)
 class CompactTeacher:
-    """Distributions from a compact store: ids [N, K], log p [N, K] at temperature 1, and per temperature T the log of
-    the sum of p^(1/T) over the tokens outside [N].
+    """Distributions from a compact store, at temperature 1: ids [N, K], log p [N, K], log of the others' mass [N].
 
     In a trimmed teacher, `place` [V] is the column of each id, `columns` for trimmed ids.
     """
 
     ids: Tensor
     log_probabilities: Tensor
-    log_tails: Mapping[float, Tensor]
+    log_tail: Tensor
     columns: int
     place: Tensor | None = field(default=None, repr=False)
 
@@ -57,20 +56,10 @@ class CompactTeacher:
         return len(self.ids)
 
     def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
-        """The distributions of some positions, of softmax(logits / temperature); DataError for one that is not
-        stored."""
-        if temperature not in self.log_tails:
-            stored = ", ".join(f"{value:g}" for value in self.log_tails)
-            raise DataError(
-                f"the teacher store holds temperatures {stored}, not {temperature:g}: its tail's mass there is unknown",
-                "add it to teacher.temperatures, or train with teacher.kind exact or online",
-            )
+        """The distributions of some positions."""
+        assert temperature == 1, "the tail's mass at another temperature is unknown"
         ids, logs = self.ids[rows].long(), self.log_probabilities[rows].float()
-        tail = self.log_tails[temperature][rows].float().clamp(min=EMPTY)
-        if temperature != 1:
-            logs = logs / temperature
-            normaliser = torch.logaddexp(logs.logsumexp(-1), tail)
-            logs, tail = logs - normaliser.unsqueeze(-1), tail - normaliser
+        tail = self.log_tail[rows].float().clamp(min=EMPTY)
         if self.place is not None:
             ids = self.place[ids]
             gone = ids == self.columns
@@ -185,7 +174,7 @@ class DenseTeacher:
 
     @torch.no_grad()
     def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
-        """As of CompactTeacher; any temperature."""
+        """The distributions of some positions, of softmax(logits / temperature)."""
         if self.kept is not None and self.log_sums is not None and temperature == 1:
             logs = self.head.logits(self.hidden[rows], self.kept) - self.log_sums()[rows].unsqueeze(-1)
             others = torch.log1p(-logs.exp().sum(-1).clamp(max=1))

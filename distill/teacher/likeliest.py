@@ -1,7 +1,7 @@
 """The target's likeliest tokens at scored positions, which a compact store holds: read from a model in transformers,
 from quantised weights in llama.cpp, or from a server.
 
-Legend: n blocks, S positions, N scored positions, c of them at once, V vocabulary, K entries, M temperatures.
+Legend: n blocks, S positions, N scored positions, c of them at once, V vocabulary, K entries.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 
 from distill.data.packing import Packed, packed_logits, scored_documents
-from distill.data.texts import decoded
 from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.torch.hugging_face import encode, load_config, load_shared, load_tokenizer, real_tokens
+from distill.engines.torch.hugging_face import load_config, load_shared, load_tokenizer, real_tokens
 from distill.errors import DataError, EndpointError
 from distill.files import has_form, reference_digest
 from distill.recipe import GgufOptions, Recipe
 from distill.recipe.measuring import CHANGES_LOGITS
 from distill.run import Run
 from distill.teacher.endpoint import Endpoint, Refused, Unanswered
-from distill.teacher.store import compress, log_tail_at
+from distill.teacher.store import compress
 from distill.teacher.writers import require_gguf
 
 ROWS = 512  # positions whose logits are read at once
@@ -36,20 +35,20 @@ CACHED = 2**20  # cells of logits, 4 MB
 
 @dataclass(frozen=True)
 class Entries:
-    """ids int32 [N, K], log_probabilities [N, K] at temperature 1, log_tails [N, M], on the CPU."""
+    """ids int32 [N, K], log_probabilities [N, K] and log_tail [N] at temperature 1, on the CPU."""
 
     ids: Tensor
     log_probabilities: Tensor
-    log_tails: Tensor
+    log_tail: Tensor
 
     @classmethod
-    def join(cls, parts: list[Entries], k: int, temperatures: int) -> Entries:
+    def join(cls, parts: list[Entries], k: int) -> Entries:
         """The parts one after the other; without any, entries of no position."""
-        none = cls(torch.empty(0, k, dtype=torch.int32), torch.empty(0, k), torch.empty(0, temperatures))
+        none = cls(torch.empty(0, k, dtype=torch.int32), torch.empty(0, k), torch.empty(0))
         return cls(*(torch.cat([getattr(part, one.name) for part in parts or [none]]) for one in fields(cls)))
 
 
-def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int, temperatures: tuple[float, ...]) -> Entries:
+def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int) -> Entries:
     """The entries of distributions given as logits [c, V], part by part."""
     parts = []
     for part in rows:
@@ -58,12 +57,8 @@ def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int, temperatures: tu
         for logits in part.split(max(1, size)):
             chunk = compress(logits, k, vocabulary)
             assert chunk.ids is not None
-            tails = [
-                chunk.log_tail if value == 1 else log_tail_at(logits, chunk.ids, value, vocabulary)
-                for value in temperatures
-            ]
-            parts.append(Entries(chunk.ids.cpu(), chunk.log_probabilities.cpu(), torch.stack(tails, -1).cpu()))
-    return Entries.join(parts, k, len(temperatures))
+            parts.append(Entries(chunk.ids.cpu(), chunk.log_probabilities.cpu(), chunk.log_tail.cpu()))
+    return Entries.join(parts, k)
 
 
 # ── Readers: a target that gives its distributions on packed blocks; `origin` goes into the store's manifest ──
@@ -77,11 +72,11 @@ class ModelReader:
         self.origin: dict[str, Any] = {"kind": "model"}
 
     @torch.inference_mode()
-    def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
+    def __call__(self, blocks: Packed, k: int) -> Entries:
         """The k likeliest tokens at the scored positions of some blocks, block by block."""
         logits = packed_logits(self.model, blocks).flatten(0, 1)  # [n·S, V]
         scored = blocks.mask.flatten().nonzero().squeeze(-1).to(logits.device)
-        return entries_of((logits[rows] for rows in scored.split(ROWS)), k, self.vocabulary, temperatures)
+        return entries_of((logits[rows] for rows in scored.split(ROWS)), k, self.vocabulary)
 
     def close(self) -> None:
         """Nothing to free: the model goes with its last reference."""
@@ -89,13 +84,11 @@ class ModelReader:
 
 @dataclass(frozen=True)
 class Document:
-    """One packed document with scored positions: its ids up to the last of them and the token after that, which
-    positions are scored, its block and its number there."""
+    """One packed document with scored positions: its ids up to the last of them and the token after that, and which
+    positions are scored."""
 
     ids: list[int]
     scored: list[int]
-    block: int = 0
-    number: int = 0
 
 
 def listed_documents(blocks: Packed) -> list[Document]:
@@ -104,7 +97,7 @@ def listed_documents(blocks: Packed) -> list[Document]:
     for block, number, here in scored_documents(blocks):
         own = blocks.documents[block] == number
         scored = here[own].nonzero().squeeze(-1).tolist()
-        listed.append(Document(blocks.ids[block][own][: scored[-1] + 2].tolist(), scored, block, number))
+        listed.append(Document(blocks.ids[block][own][: scored[-1] + 2].tolist(), scored))
     return listed
 
 
@@ -136,9 +129,9 @@ class GgufReader:
         if changing:
             self.origin["options"] = changing
 
-    def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
+    def __call__(self, blocks: Packed, k: int) -> Entries:
         """As of ModelReader."""
-        return entries_of(self._rows(blocks), k, self.vocabulary, temperatures)
+        return entries_of(self._rows(blocks), k, self.vocabulary)
 
     def _rows(self, blocks: Packed) -> Iterator[Tensor]:
         """Logits [c, V] of the scored positions; valid until the next are asked for."""
@@ -163,7 +156,6 @@ class GgufReader:
 # the first token has none. vLLM applies no temperature to them.
 # Legend: N scored positions, K entries, V tokens.
 
-PROBE = "How are you?"
 MAX_PADDING = 32  # entries asked for beyond K, for padding rows that may be among the likeliest
 BYTES_PER_ENTRY = 70  # of JSON
 EXCESS = 1e-3  # by which rounding may lift a sum of probabilities above 1
@@ -182,9 +174,9 @@ class ServerReader:
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.teacher.server is not None
-        self.settings, self.tokenizer = recipe.teacher.server, load_tokenizer(recipe.target.model)
+        self.settings = recipe.teacher.server
         config = load_config(recipe.target.model).get_text_config()
-        self.vocabulary = real_tokens(config, self.tokenizer)
+        self.vocabulary = real_tokens(config, load_tokenizer(recipe.target.model))
         self.padding = min(config.vocab_size - self.vocabulary, MAX_PADDING)
         k = min(recipe.teacher.top_k, self.vocabulary - 1)
         self.largest_request = k + self.padding
@@ -199,20 +191,16 @@ class ServerReader:
                         f"{url} serves a context of {context} tokens, and corpus.block + 1 = {needed} are needed",
                         f"start vLLM with --max-model-len {needed}, or lower corpus.block",
                     )
-            ids = [0, 1 % self.vocabulary]
-            if self.settings.prompts == "text":  # the texts of any two tokens together may be one token
-                ids = encode(self.tokenizer, PROBE)
             for _ in self.settings.urls:  # requests take turns: each server gets one
-                self._read(Document(ids, [0]), k)
+                self._read(Document([0, 1 % self.vocabulary], [0]), k)
         except BaseException:
             self.close()
             raise
 
-    def __call__(self, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> Entries:
-        """As of ModelReader; temperature 1 alone."""
-        assert temperatures == (1.0,), "a server gives distributions at temperature 1"
+    def __call__(self, blocks: Packed, k: int) -> Entries:
+        """As of ModelReader."""
         parts = self.endpoint.each(lambda document: self._read(document, k), listed_documents(blocks))
-        return Entries.join(parts, k, 1)
+        return Entries.join(parts, k)
 
     def announcement(self, blocks: Packed) -> str:
         """What the servers will be asked for, to print before the first request."""
@@ -225,41 +213,26 @@ class ServerReader:
             "temperature 1, the evaluation uses the served sampler"
         )
 
-    def scorable(self, blocks: Packed) -> tuple[Packed, int]:
-        """The blocks without the scores of documents that cannot be sent as text, and how many those are."""
-        if self.settings.prompts == "ids":
-            return blocks, 0
-        mask = blocks.mask.clone()
-        changed = [
-            one
-            for one in listed_documents(blocks)
-            if encode(self.tokenizer, decoded(self.tokenizer, one.ids)) != one.ids
-        ]
-        for document in changed:
-            mask[document.block][blocks.documents[document.block] == document.number] = False
-        return replace(blocks, mask=mask), len(changed)
-
     def close(self) -> None:
         """End the connections."""
         self.endpoint.close()
 
     def _read(self, document: Document, k: int) -> Entries:
         """The entries of one document's scored positions."""
-        ids, text = document.ids, self.settings.prompts == "text"
         body = {
             "model": self.settings.model,
-            "prompt": decoded(self.tokenizer, ids) if text else ids,
+            "prompt": document.ids,
             "prompt_logprobs": k + self.padding,
             "max_tokens": 1,  # 0 is refused by some versions
             "temperature": 0,
             "add_special_tokens": False,
             "return_token_ids": True,
         }
-        places = self._places(self._reply(body), ids)
+        places = self._places(self._reply(body), document.ids)
         rows = [self._entries(places[position + 1], position + 1, k) for position in document.scored]
         tokens = torch.tensor([tokens for tokens, _ in rows], dtype=torch.int32)
         logs = torch.tensor([logs for _, logs in rows], dtype=torch.float64)
-        return Entries(tokens, logs.float(), log_tails(logs).float().unsqueeze(-1))
+        return Entries(tokens, logs.float(), log_tails(logs).float())
 
     def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
         """A server's reply; EndpointError, with what to do, where none comes."""
@@ -269,8 +242,8 @@ class ServerReader:
             hint = "see the server's log"
             if "greater than max allowed" in refusal.detail:
                 hint = "start vLLM with a larger --max-logprobs, or lower teacher.top_k"
-            elif self.settings.prompts == "ids":
-                hint = "if the server takes no token ids as a prompt, set teacher.server.prompts: text"
+            elif refusal.reason == "status 422":
+                hint = "the server may take no token ids as a prompt: use vLLM, which does"
             raise EndpointError(
                 f"a server of {self.settings.model} refused a request ({refusal.reason}): {refusal.detail}", hint
             ) from None
@@ -337,27 +310,19 @@ class ServerReader:
 Reader = ModelReader | GgufReader | ServerReader
 
 
-def open_reader(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, opened: ExitStack) -> tuple[Reader, Packed]:
-    """The target as the recipe's teacher reads it, and the blocks that it can score."""
+def open_reader(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, opened: ExitStack) -> Reader:
+    """The target as the recipe's teacher reads it."""
     settings = recipe.teacher
     if settings.gguf is not None:
         run.say(f"  distributions from {settings.gguf}")
         options = recipe.gguf_options("target")
-        return GgufReader(settings.gguf, recipe.target.model, blocks.ids.shape[1], vocabulary, options), blocks
+        return GgufReader(settings.gguf, recipe.target.model, blocks.ids.shape[1], vocabulary, options)
     if settings.server is None:
-        return ModelReader(load_shared(recipe.target, pick_device(recipe.device)), vocabulary), blocks
+        return ModelReader(load_shared(recipe.target, pick_device(recipe.device)), vocabulary)
     reader = ServerReader(recipe)
     opened.callback(lambda: run.say(f"  server: {reader.endpoint.summary()}"))
-    blocks, left_out = reader.scorable(blocks)
-    if left_out:
-        run.say(f"  {left_out} documents are not scored: sent as text, they would be read as other tokens")
-    if not int(blocks.mask.sum()):
-        raise DataError(
-            "no document gives its own tokens when it is sent as text",
-            "set teacher.server.prompts: ids, or serve the target with the tokenizer of target.model",
-        )
     run.say(f"  {reader.announcement(blocks)}")
-    return reader, blocks
+    return reader
 
 
 def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
@@ -377,21 +342,21 @@ def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
         ]
 
 
-def compact_distributions(reader: Reader, blocks: Packed, k: int, temperatures: tuple[float, ...]) -> dict[str, Tensor]:
-    """top_ids, top_log_probabilities [n, S, K] and log_tails [n, S, M]; zeros where the mask scores nothing."""
-    entries = reader(blocks, k, temperatures)
+def compact_distributions(reader: Reader, blocks: Packed, k: int) -> dict[str, Tensor]:
+    """top_ids, top_log_probabilities [n, S, K] and log_tails [n, S, 1]; zeros where the mask scores nothing."""
+    entries = reader(blocks, k)
     shape = blocks.mask.shape
     top_ids = torch.zeros(*shape, k, dtype=torch.int32)
     logs = torch.zeros(*shape, k, dtype=torch.float16)
-    tails = torch.zeros(*shape, len(temperatures))
+    tails = torch.zeros(*shape, 1)
     top_ids[blocks.mask], logs[blocks.mask] = entries.ids, entries.log_probabilities.half()
-    tails[blocks.mask] = entries.log_tails
+    tails[blocks.mask] = entries.log_tail.unsqueeze(-1)
     return {"top_ids": top_ids, "top_log_probabilities": logs, "log_tails": tails}
 
 
 def mean_masses(reader: Reader, blocks: Packed, k: int) -> Tensor:
     """The mass [K] of the 1, 2, … likeliest tokens, the mean over the scored positions of some blocks, in fp64."""
-    logs = reader(blocks, k, (1.0,)).log_probabilities
+    logs = reader(blocks, k).log_probabilities
     return logs.double().exp().cumsum(-1).sum(0) / max(1, len(logs))
 
 

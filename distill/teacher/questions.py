@@ -27,7 +27,6 @@ from distill.data.texts import (
     AskedQuestions,
     Prompt,
     QuestionTexts,
-    drop_reason,
     is_looping,
     listed,
     read_answers,
@@ -39,7 +38,7 @@ from distill.errors import DataError, RecipeError, printable
 from distill.files import write_result
 from distill.recipe import Recipe, SamplerSettings, Source
 from distill.run import Run
-from distill.teacher.answers import AnswerRules, rules_of, write_answers, writer_kind
+from distill.teacher.answers import rules_of, write_answers, writer_kind
 
 # ── Which texts are usable questions, and how varied those are ──
 
@@ -142,29 +141,22 @@ def lengths(counts: Sequence[int]) -> tuple[float, float]:
     return float(median(counts)), float(sorted(counts)[math.ceil(0.9 * len(counts)) - 1])
 
 
-# ── The conversations ──
+# ── What is asked ──
 
 OPENINGS = 4  # are shown
 TEXTS_PER_QUESTION = 3  # are asked for at most
 
 
-@dataclass
-class Conversation:
-    """A numbered conversation: its messages so far, and whether the template is rendered with thinking on."""
+@dataclass(frozen=True)
+class Question:
+    """A numbered question: the messages before it (a system prompt or none), whether the template is rendered with
+    thinking on, how it begins, and its text once it is written."""
 
     id: str
-    messages: list[dict[str, Any]]
+    before: list[dict[str, Any]]
     thinking: bool | None
-    opening: str = ""  # of the user's first message
-
-    @property
-    def texts(self) -> list[str]:
-        """The user's messages."""
-        return [message["content"] for message in self.messages if message["role"] == "user"]
-
-    def add(self, text: str, role: str = "user") -> None:
-        """Append a message."""
-        self.messages = [*self.messages, {"role": role, "content": text}]
+    opening: str = ""
+    text: str = ""
 
 
 class Asking:
@@ -179,11 +171,6 @@ class Asking:
         tokenizer = load_tokenizer(recipe.target.model)
         self.plain = not tokenizer.chat_template
         self.template = (PlainTexts if self.plain else ChatTemplate)(tokenizer, recipe.chat)
-        if self.plain and source.turns > 1:
-            raise RecipeError(
-                f"corpus.sources: turns {source.turns} of a target without a chat template, which writes texts",
-                "leave turns out",
-            )
         self.chat = ChatPrompts(self.template, recipe.corpus.block - recipe.answers.new_tokens, recipe.seed)
         self.ends = end_ids(recipe.target.model, tokenizer)
         self.rules = rules_of(recipe, tokenizer)
@@ -212,16 +199,18 @@ class Asking:
                 "raise corpus.block, or lower tokens of the source, or answers.new_tokens",
             )
 
-    def begin(self, number: int) -> Conversation:
-        """The conversation of a numbered text, with the system prompt and the thinking that the seed draws for it."""
+    def begin(self, number: int) -> Question:
+        """A numbered question, with the system prompt and the thinking that the seed draws for it."""
         name = f"question-{self.number}-{number:07d}"
         openings = self.source.openings
         opening = self.chat.draw(name, "opening", openings) if openings else ""
-        return Conversation(name, self.chat.system(name), self.chat.thinking(name), opening)
+        return Question(name, self.chat.system(name), self.chat.thinking(name), opening)
 
-    def record(self, conversation: Conversation) -> dict[str, Any]:
-        """The line of a conversation in the file of questions; of a target without a template, of its text."""
-        return {"text": conversation.texts[0]} if self.plain else {"messages": conversation.messages}
+    def record(self, question: Question) -> dict[str, Any]:
+        """The line of a question in its file; of a target without a template, of its text."""
+        if self.plain:
+            return {"text": question.text}
+        return {"messages": [*question.before, {"role": "user", "content": question.text}]}
 
     def header(self, messages: list[dict[str, Any]], thinking: bool | None, opening: str = "") -> UserHeader:
         """The user header behind messages, with the message's opening; DataError, with the reason, where it cannot be
@@ -238,14 +227,13 @@ class Asking:
                 f"the target's chat template has no user header that questions could be written behind: {error}",
                 "use other corpus.sources than kind: target",
             ) from error
-        if len(messages) < 2:  # the same for many conversations
-            self._headers[name] = header
+        self._headers[name] = header  # the same for many questions
         return header
 
     def first_header(self) -> UserHeader:
         """The header of the first text; with its opening where a target without a template begins no text itself."""
         first = self.begin(0)
-        return self.header(first.messages, None, first.opening if self.plain else "")
+        return self.header(first.before, None, first.opening if self.plain else "")
 
     def writing(self, ends: Sequence[str]) -> Recipe:
         """The recipe of a writer of questions, which end before each of the texts `ends`, too."""
@@ -264,7 +252,6 @@ def check_questions(recipe: Recipe) -> list[str]:
     for number, source in enumerate(recipe.corpus.asked):
         asking = Asking(recipe, source, number)
         header = asking.first_header()
-        turns = f", up to {source.turns} user's turns each" if source.turns > 1 else ""
         limits = f"of at most {source.tokens} tokens, at temperature {source.temperature:g} and top-p {source.top_p:g}"
         count = TEXTS_PER_QUESTION * (source.questions or 0)
         if asking.plain:
@@ -275,7 +262,7 @@ def check_questions(recipe: Recipe) -> list[str]:
             )
         else:
             lines += [
-                f"questions: {source.questions} of the target's own, from at most {count} texts {limits}{turns}",
+                f"questions: {source.questions} of the target's own, from at most {count} texts {limits}",
                 f"written behind the template's user header ({len(header.ids)} tokens): {header.text!r}"
                 + ("" if header.end is None else f", up to {header.end!r}"),
             ]
@@ -295,7 +282,7 @@ SUMMARY = "summary.json"
 
 
 def questions(recipe: Recipe, run: Run) -> list[Path]:
-    """Write the conversations of each source of kind target to questions/target.jsonl (target-2.jsonl, …), and
+    """Write the questions of each source of kind target to questions/target.jsonl (target-2.jsonl, …), and
     summary.json.
 
     Texts are asked for as stage `answers` asks for answers, shared among processes and resumed as those are.
@@ -303,10 +290,10 @@ def questions(recipe: Recipe, run: Run) -> list[Path]:
     share = process_index(), process_count()
     summaries = []
     for number, (source, name) in enumerate(zip(recipe.corpus.asked, question_files(recipe.corpus), strict=True)):
-        asking = _Questions(recipe, source, number, run, share)
-        conversations, summary = asking.ask(name)
+        asking = Asking(recipe, source, number)
+        kept, summary = _ask(asking, run, share, name)
         if share[0] == 0:
-            write_lines(run.path("questions", name), map(asking.record, conversations))
+            write_lines(run.path("questions", name), map(asking.record, kept))
             _say(run, summary)
         summaries.append(summary)
     if share[0] == 0:
@@ -315,145 +302,84 @@ def questions(recipe: Recipe, run: Run) -> list[Path]:
     return [run.path("questions")]
 
 
-class _Questions(Asking):
-    """The questions of one source, as they are written in a run; `share` as of stage `questions`."""
-
-    def __init__(self, recipe: Recipe, source: Source, number: int, run: Run, share: tuple[int, int]) -> None:
-        super().__init__(recipe, source, number)
-        self.run, self.share = run, share
-
-    def ask(self, name: str) -> tuple[list[Conversation], AskedQuestions]:
-        """The conversations of a source, and what is known about them."""
-        goal = self.source.questions
-        assert goal is not None
-        begun: list[Conversation] = []
-        reasons: list[str] = []
-        usable: list[Conversation] = []
-        repeated: Counter[str] = Counter()
-        for number in itertools.count(1):
-            if len(usable) >= goal or len(begun) >= TEXTS_PER_QUESTION * goal:
-                break
-            count = _next(self.recipe.answers.batch, goal, len(usable), len(begun))
-            fresh = [self.begin(place) for place in range(len(begun), len(begun) + count)]
-            written = self._write_turn(fresh, f"asked-{self.number}-round-{number}")
-            for one, (text, reason) in zip(fresh, written, strict=True):
-                one.add(text)
-                reasons.append(reason)
-            begun += fresh
-            sound = [one for one, reason in zip(begun, reasons, strict=True) if not reason]
-            verdicts = repeats([one.texts[0] for one in sound])
-            usable = [one for one, verdict in zip(sound, verdicts, strict=True) if not verdict]
-            repeated = Counter(filter(None, verdicts))
-        dropped = Counter(filter(None, reasons)) + repeated
-        if not usable:
-            raise DataError(
-                f"the target wrote no usable question in {len(begun)} texts: {listed(dropped)}",
-                "raise tokens of this corpus source (and use --redo questions), or use other sources"
-                + ("" if self.plain else ": the target may not be an instruct model"),
-            )
-        kept = usable[:goal]
-        dropped_turns: Counter[str] = Counter()
-        going = kept
-        for turn in range(2, self.source.turns + 1):
-            going = self._go_on(going, f"asked-{self.number}-turn-{turn}", dropped_turns)
-        return kept, self._summary(name, len(begun), kept, dropped, dropped_turns)
-
-    def _write_turn(self, conversations: Sequence[Conversation], name: str) -> list[tuple[str, str]]:
-        """The target's next user's message of each conversation, with the reason why it is not usable, else nothing."""
-        openings = ["" if one.texts else one.opening for one in conversations]
-        headers = [
-            self.header(one.messages, one.thinking, opening)
-            for one, opening in zip(conversations, openings, strict=True)
-        ]
-        recipe = self.writing(sorted({header.end for header in headers if header.end is not None}))
-        rules = replace(self.rules, new_tokens=self.source.tokens, keep_truncated=True)
-        prompts = [
-            Prompt(f"{one.id}/{len(one.texts) + 1}", header.ids, "target")
-            for one, header in zip(conversations, headers, strict=True)
-        ]
-        turns = []
-        answers = self._written(recipe, prompts, rules, name, "texts")
-        for one, header, opening, answer in zip(conversations, headers, openings, answers, strict=True):
-            # The opening as it was asked with: its last tokens may have been left for the target to write.
-            empty = self.template.prompt([]) if self.plain else self.header(one.messages, one.thinking).ids
-            begun = header.ids[len(empty) :] if opening else []
-            # A text that was cut short may end within a character.
-            text = rules.text_of([*begun, *answer.answer]).strip().rstrip("\ufffd" if self.plain else "")
-            reason = fault(self.template, one.messages, answer, text, one.thinking)
-            turns.append((text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")))
-        return turns
-
-    def _written(self, recipe: Recipe, prompts: list[Prompt], rules: AnswerRules, name: str, what: str) -> list[Answer]:
-        """What the target writes behind prompts, in their order; each process takes its share and reads all."""
-        write_answers(recipe, self.run, prompts, rules, self.share, "questions", name, f"questions, {what}", idle=True)
-        barrier()
-        answers = read_answers(self.run, name, "questions")
-        if [one.id for one in answers] != [prompt.id for prompt in prompts]:
-            raise DataError(
-                f"{self.run.path('questions')} holds other texts than were asked for",
-                "make it again with `distill train RECIPE --redo questions`",
-            )
-        return answers
-
-    def _go_on(self, conversations: Sequence[Conversation], name: str, dropped: Counter[str]) -> list[Conversation]:
-        """Let the target answer each conversation and write the user's next turn; those that have it now.
-
-        The others stay as they were, and are counted in `dropped`.
-        """
-        prompts = [
-            Prompt(f"{one.id}/{len(one.texts)}/answer", self.template.prompt(one.messages, one.thinking), "target")
-            for one in conversations
-        ]
-        answered = []
-        answers = self._written(self.recipe, prompts, self.rules, f"{name}-answers", "answers")
-        for one, answer in zip(conversations, answers, strict=True):
-            reason = drop_reason(answer) or ("" if answer.ended else "truncated")
-            if reason:  # a user would not go on after such an answer
-                dropped[f"answer: {reason}"] += 1
-                continue
-            longer = replace(one)
-            longer.add(self.rules.text_of(answer.answer), "assistant")
-            answered.append((one, longer))
-        going = []
-        texts = self._write_turn([longer for _, longer in answered], f"{name}-texts")
-        for (one, longer), (text, reason) in zip(answered, texts, strict=True):
-            reason = reason or (EQUAL if text in one.texts else "")
-            if not reason:
-                longer.add(text)
-                ids = self.template.prompt(longer.messages, one.thinking)
-                reason = "no room in the block" if len(ids) > self.chat.longest else ""
-            if reason:
-                dropped[reason] += 1
-                continue
-            one.messages = longer.messages
-            going.append(one)
-        return going
-
-    def _summary(
-        self, name: str, asked: int, kept: Sequence[Conversation], dropped: Counter[str], dropped_turns: Counter[str]
-    ) -> AskedQuestions:
-        source, texts = self.source, [one.texts[0] for one in kept]
-        middle, long = lengths([len(encode(self.template.tokenizer, text)) for text in texts])
-        turns = Counter(len(one.texts) for one in kept)
-        return AskedQuestions(
-            file=name,
-            header=self.first_header().text,
-            temperature=source.temperature,
-            top_p=source.top_p,
-            tokens=source.tokens,
-            wanted=source.questions or 0,
-            asked=asked,
-            usable=asked - dropped.total(),
-            kept=len(kept),
-            dropped=dict(sorted(dropped.items())),
-            turns={str(number): turns[number] for number in sorted(turns)},
-            dropped_turns=dict(sorted(dropped_turns.items())),
-            median_tokens=middle,
-            most_tokens=long,
-            distinct=[round(distinct(texts, length), 4) for length in (1, 2, 3)],
-            repeated=round((dropped[EQUAL] + dropped[ALIKE]) / asked, 4),
-            examples=[text[:SHOWN_CHARACTERS] for text in texts[:EXAMPLES]],
+def _ask(asking: Asking, run: Run, share: tuple[int, int], name: str) -> tuple[list[Question], AskedQuestions]:
+    """The usable questions of a source, and what is known about them; `share` as of stage `questions`."""
+    goal = asking.source.questions
+    assert goal is not None
+    asked: list[Question] = []
+    reasons: list[str] = []
+    usable: list[Question] = []
+    repeated: Counter[str] = Counter()
+    for number in itertools.count(1):
+        if len(usable) >= goal or len(asked) >= TEXTS_PER_QUESTION * goal:
+            break
+        count = _next(asking.recipe.answers.batch, goal, len(usable), len(asked))
+        fresh = [asking.begin(place) for place in range(len(asked), len(asked) + count)]
+        for question, text, reason in _written(asking, run, share, fresh, f"asked-{asking.number}-round-{number}"):
+            asked.append(replace(question, text=text))
+            reasons.append(reason)
+        sound = [one for one, reason in zip(asked, reasons, strict=True) if not reason]
+        found = repeats([one.text for one in sound])
+        usable = [one for one, reason in zip(sound, found, strict=True) if not reason]
+        repeated = Counter(filter(None, found))
+    dropped = Counter(filter(None, reasons)) + repeated
+    if not usable:
+        raise DataError(
+            f"the target wrote no usable question in {len(asked)} texts: {listed(dropped)}",
+            "raise tokens of this corpus source (and use --redo questions), or use other sources"
+            + ("" if asking.plain else ": the target may not be an instruct model"),
         )
+    kept = usable[:goal]
+    return kept, _summary(asking, name, len(asked), [one.text for one in kept], dropped)
+
+
+def _written(
+    asking: Asking, run: Run, share: tuple[int, int], fresh: Sequence[Question], name: str
+) -> Iterator[tuple[Question, str, str]]:
+    """Each question with its text and the reason why that is not usable, else nothing; each process writes its share
+    and reads all."""
+    headers = [asking.header(one.before, one.thinking, one.opening) for one in fresh]
+    recipe = asking.writing(sorted({header.end for header in headers if header.end is not None}))
+    rules = replace(asking.rules, new_tokens=asking.source.tokens, keep_truncated=True)
+    prompts = [Prompt(f"{one.id}/1", header.ids, "target") for one, header in zip(fresh, headers, strict=True)]
+    write_answers(recipe, run, prompts, rules, share, "questions", name, "questions, texts", idle=True)
+    barrier()
+    answers = read_answers(run, name, "questions")
+    if [one.id for one in answers] != [prompt.id for prompt in prompts]:
+        raise DataError(
+            f"{run.path('questions')} holds other texts than were asked for",
+            "make it again with `distill train RECIPE --redo questions`",
+        )
+    for one, header, answer in zip(fresh, headers, answers, strict=True):
+        # The opening as it was asked with: its last tokens may have been left for the target to write.
+        empty = asking.template.prompt([]) if asking.plain else asking.header(one.before, one.thinking).ids
+        begun = header.ids[len(empty) :] if one.opening else []
+        # A text that was cut short may end within a character.
+        text = rules.text_of([*begun, *answer.answer]).strip().rstrip("\ufffd" if asking.plain else "")
+        reason = fault(asking.template, one.before, answer, text, one.thinking)
+        yield one, text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")
+
+
+def _summary(asking: Asking, name: str, asked: int, texts: Sequence[str], dropped: Counter[str]) -> AskedQuestions:
+    source = asking.source
+    middle, long = lengths([len(encode(asking.template.tokenizer, text)) for text in texts])
+    return AskedQuestions(
+        file=name,
+        header=asking.first_header().text,
+        temperature=source.temperature,
+        top_p=source.top_p,
+        tokens=source.tokens,
+        wanted=source.questions or 0,
+        asked=asked,
+        usable=asked - dropped.total(),
+        kept=len(texts),
+        dropped=dict(sorted(dropped.items())),
+        median_tokens=middle,
+        most_tokens=long,
+        distinct=[round(distinct(texts, length), 4) for length in (1, 2, 3)],
+        repeated=round((dropped[EQUAL] + dropped[ALIKE]) / asked, 4),
+        examples=[text[:SHOWN_CHARACTERS] for text in texts[:EXAMPLES]],
+    )
 
 
 def _next(batch: int, goal: int, usable: int, asked: int) -> int:
@@ -477,9 +403,5 @@ def _say(run: Run, found: AskedQuestions) -> None:
         f"  their tokens: median {found.median_tokens:g}, nine tenths at most {found.most_tokens:g}; different among "
         f"all words {words}, 2-grams {pairs}, 3-grams {triples}; texts that repeat others: {100 * found.repeated:.1f} %"
     )
-    if len(found.turns) > 1 or found.dropped_turns:
-        turns = ", ".join(f"{count} of {number}" for number, count in found.turns.items())
-        over = f"; conversations that end early: {listed(found.dropped_turns)}" if found.dropped_turns else ""
-        run.say(f"  user's turns: {turns}{over}")
     for text in found.examples:
         run.say(f"  such as: {printable(' '.join(text.split()))}")

@@ -106,7 +106,7 @@ def write_store(
     # A server is sent a whole shard at once, so that it always has requests waiting.
     batch = settings.batch if settings.server is None else size
     with ExitStack() as opened:
-        blocks, metadata, distributions = _maker(recipe, run, blocks, vocabulary, main, all_entries, opened)
+        metadata, distributions = _maker(recipe, run, blocks, vocabulary, main, all_entries, opened)
         if main:
             hidden = config.get_text_config().hidden_size
             each = bytes_per_position(settings, hidden, recipe.target.dtype, metadata.get("k"))
@@ -143,12 +143,11 @@ def write_store(
 
 def _maker(
     recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, main: bool, all_entries: bool, opened: ExitStack
-) -> tuple[Packed, dict[str, Any], Distributions]:
-    """The blocks that can be scored, the manifest's entries for a kind of store, and the function from blocks to the
-    tensors of their shard."""
+) -> tuple[dict[str, Any], Distributions]:
+    """The manifest's entries for a kind of store, and the function from blocks to the tensors of their shard."""
     settings = recipe.teacher
     if settings.kind == "online":
-        return blocks, {}, lambda part: {}
+        return {}, lambda part: {}
     if settings.kind == "exact":
         model = load_shared(recipe.target, pick_device(recipe.device))
         head = Head.of(model, vocabulary)
@@ -159,15 +158,15 @@ def _maker(
             save_shard(path, {name: value.cpu().clone() for name, value in tensors.items()})
         dtype = settings.dtype or recipe.target.dtype
         metadata: dict[str, Any] = {"hidden_dtype": dtype, "logit_form": asdict(head.form)}
-        return blocks, metadata, lambda part: exact_distributions(model, part, DTYPES[dtype])
-    reader, blocks = open_reader(recipe, run, blocks, vocabulary, opened)
+        return metadata, lambda part: exact_distributions(model, part, DTYPES[dtype])
+    reader = open_reader(recipe, run, blocks, vocabulary, opened)
     opened.callback(reader.close)
-    k, temperatures = min(settings.top_k, vocabulary - 1), settings.temperatures
+    k = min(settings.top_k, vocabulary - 1)
     mass = None if all_entries else settings.mass
     if mass is not None:
         k = _entries(recipe, run, reader, blocks, k, mass, main)
-    metadata = {"k": k, "mass": mass, "temperatures": list(temperatures), "origin": reader.origin}
-    return blocks, metadata, lambda part: compact_distributions(reader, part, k, temperatures)
+    metadata = {"k": k, "mass": mass, "origin": reader.origin}
+    return metadata, lambda part: compact_distributions(reader, part, k)
 
 
 def shard_tensors(blocks: Packed, distributions: Distributions, batch: int) -> dict[str, Tensor]:

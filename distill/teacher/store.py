@@ -1,10 +1,10 @@
 """The teacher store: the packed blocks and the target's distributions on them, in checksummed shards.
 
-Legend: n blocks of a shard, S positions, K entries, V vocabulary, H the target's hidden size, M temperatures. A shard
-is a safetensors file with the packed blocks (ids and positions int32, documents int16 where that holds their numbers,
+Legend: n blocks of a shard, S positions, K entries, V vocabulary, H the target's hidden size. A shard is a safetensors
+file with the packed blocks (ids and positions int32, documents int16 where that holds their numbers,
 mask) and, where its kind is
 
-- compact: top_ids int32 [n, S, K], top_log_probabilities fp16 [n, S, K], log_tails fp32 [n, S, M];
+- compact: top_ids int32 [n, S, K], top_log_probabilities fp16 [n, S, K], log_tails fp32 [n, S, 1];
 - exact: hidden [n, S, H], after the final norm; the head stands in head.safetensors, once;
 - online: nothing else.
 
@@ -54,7 +54,10 @@ def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
     Columns from `vocabulary` on are padding and hold no mass. The tail is summed over the tokens outside the top K,
     never as one minus the sum of the others. DataError for logits that are not finite.
     """
-    logits = _without_padding(logits, vocabulary)
+    logits = logits.float()
+    if vocabulary < logits.shape[-1]:
+        logits = logits.clone()
+        logits[:, vocabulary:] = -math.inf
     values, ids = logits.topk(k, dim=-1)
     if not bool(values[:, 0].isfinite().all()):
         require_finite(values[:, 0].tolist(), lambda row: f"the target at scored position {row} of a batch")
@@ -69,30 +72,13 @@ def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
     return TeacherChunk(ids.to(torch.int32), values - values[:, :1] - total.log(), tail.clamp(min=EMPTY))
 
 
-def log_tail_at(logits: Tensor, ids: Tensor, temperature: float, vocabulary: int) -> Tensor:
-    """The log of the sum of p^(1/T) over the tokens outside `ids` [N, K] [N], for distributions given as logits [N,
-    V]."""
-    logits = _without_padding(logits, vocabulary)
-    logs = (logits - logits.logsumexp(-1, keepdim=True)) / temperature
-    return logs.scatter_(-1, ids.long(), -math.inf).logsumexp(-1).clamp(min=EMPTY)
-
-
-def _without_padding(logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits [N, V] in fp32, −inf from `vocabulary` on."""
-    logits = logits.float()
-    if vocabulary < logits.shape[-1]:
-        logits = logits.clone()
-        logits[:, vocabulary:] = -math.inf
-    return logits
-
-
 def bytes_per_position(settings: Settings, hidden: int, dtype: str, k: int | None = None) -> int:
     """Bytes per position on disk in a store of these settings, with a target of that hidden size and type.
 
     `k` is the number of entries of a compact store, where it is known to be below `top_k`.
     """
     if settings.kind == "compact":
-        return (k or settings.top_k) * (4 + 2) + 4 * len(settings.temperatures) + PACKED_BYTES
+        return (k or settings.top_k) * (4 + 2) + 4 + PACKED_BYTES
     return PACKED_BYTES + (hidden * TYPE_BYTES[settings.dtype or dtype] if settings.kind == "exact" else 0)
 
 
@@ -169,8 +155,7 @@ class TeacherStore:
         if self.manifest["kind"] == "compact":
             names = ("top_ids", "top_log_probabilities", "log_tails")
             ids, logs, tails = (found.to(device) for found in self._scored(names, index))
-            by_temperature = {value: tails[:, at] for at, value in enumerate(self.manifest["temperatures"])}
-            return CompactTeacher(ids, logs, by_temperature, self.vocabulary)
+            return CompactTeacher(ids, logs, tails[:, 0], self.vocabulary)
         assert self._head is not None, "an online teacher has no distributions on disk"
         self._head = self._head.to(device)
         (hidden,) = self._scored(("hidden",), index)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from distill.data.records import CLOSING, OPENING, THOUGHT, normal
 from distill.data.texts import Reply, Request, decoded, listed
 from distill.decoding.batch import continue_prompts, refill
 from distill.decoding.rules import Stop, stop_before, token_bytes
@@ -51,6 +49,13 @@ def require_gguf(target: str, path: str, setting: str) -> VocabularyMetadata:
     return pair.draft
 
 
+def _stop_of(recipe: Recipe, ends: Sequence[int]) -> Stop | None:
+    """What ends an answer before a stop string; None without any."""
+    if not recipe.answers.stop:
+        return None
+    return stop_before(token_bytes(Vocabulary.read(text_folder(recipe.target.model)), ends), recipe.answers.stop)
+
+
 class _LocalWriter:
     """A model whose rows finished texts leave to waiting prompts; see `distill.teacher.answers.Writer`.
 
@@ -62,10 +67,7 @@ class _LocalWriter:
 
     def __init__(self, recipe: Recipe, ends: Sequence[int], vocabulary: int) -> None:
         self.ends, self.vocabulary = ends, vocabulary
-        self.stop: Stop | None = None
-        if recipe.answers.stop:
-            bytes_of = token_bytes(Vocabulary.read(text_folder(recipe.target.model)), ends)
-            self.stop = stop_before(bytes_of, recipe.answers.stop)
+        self.stop = _stop_of(recipe, ends)
         self.sampler = replace(Sampler.of(recipe.sampler), repetition_penalty=recipe.answers.repetition_penalty)
         self.notes: list[str] = []
 
@@ -147,11 +149,7 @@ class GgufWriter(_LocalWriter):
 MAX_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
 LARGEST_SEED = 2**31
 STOPPED = ("stop", "tool_calls")
-REJOIN = "a chat reply that cannot be rejoined to the target's own text"
 OTHER_PROMPT = "the server read other tokens than the prompt's"
-# Before and after the thinking, and before the content: servers keep them, or strip them.
-LINE_BREAKS = ("", "", ""), ("\n", "\n", "\n\n"), ("", "\n", "\n\n"), ("\n", "\n", "\n"), ("", "", "\n\n")
-CALL, CALLED = "<tool_call>", "</tool_call>"  # Hermes, Qwen
 
 
 class ServerWriter:
@@ -169,6 +167,7 @@ class ServerWriter:
         self.settings, self.recipe, self.tokenizer = settings, recipe, tokenizer
         self.together = settings.concurrency
         self.ends, self.vocabulary = end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer)
+        self.stop = _stop_of(recipe, self.ends)
         self.endpoint = Endpoint(settings, "answers.writer")
         self.notes: Counter[str] = Counter()
         self.first_faults: dict[str, str] = {}  # what the server said about the first of each kind
@@ -316,15 +315,14 @@ class ServerWriter:
         answer = self.endpoint.post("chat/completions", body, self._require_choice)
         if not self._read_prompt(answer, request.ids):
             return Reply(request.id, [], False, OTHER_PROMPT)
-        choice, prompt = answer["choices"][0], decoded(self.tokenizer, request.ids)
-        if self._given_ids(choice) is not None and not self._stop_string(choice):
-            return self._reply(request, answer, "", prompt)
-        ended = choice["finish_reason"] in STOPPED
-        for text in texts_of(choice["message"], prompt):
-            generated = len(encode(self.tokenizer, text))
-            if (answer.get("usage") or {}).get("completion_tokens") in (generated, generated + ended):
-                return self._reply(request, answer, text, prompt)
-        return Reply(request.id, [], False, REJOIN)
+        if answer["choices"][0].get("token_ids") is None:
+            raise EndpointError(
+                "a chat reply without token_ids: the text of a message is not the target's own, which had thinking "
+                "and tool calls taken out of it",
+                "serve the target with vLLM, which returns them, or use answers.writer.api: completions, which any "
+                "server with OpenAI's API takes (llama-server, SGLang)",
+            )
+        return self._reply(request, answer, "", "")
 
     def _require_choice(self, found: dict[str, Any]) -> None:
         """Raise Unanswered for a reply without a finished choice."""
@@ -362,7 +360,10 @@ class ServerWriter:
         """The reply of a server's answer with this text after the request's prompt, which is given as text too."""
         choice = answer["choices"][0]
         ended, by_string = choice["finish_reason"] in STOPPED, self._stop_string(choice)
-        new = None if by_string else self._given_ids(choice)
+        new = self._given_ids(choice)
+        if new is not None and by_string and self.stop is not None:
+            stopped = self.stop(new, 0)
+            new = new[: stopped.kept] if stopped.ended else new
         if new is None:
             if not ended:
                 text = text.rstrip("\ufffd")  # the beginning of a character whose other tokens were not generated
@@ -398,33 +399,3 @@ class ServerWriter:
             *(f"{count} {what}" for what, count in sorted(self.notes.items())),
             *(f"{what}, the first: {detail}" for what, detail in self.first_faults.items() if detail),
         ]
-
-
-# ── Replies of the chat API ──
-
-
-def texts_of(message: dict[str, Any], prompt: str) -> Iterator[str]:
-    """The texts that a server may have made this chat message of, the likeliest first; none for one without text.
-
-    Servers take thinking, content and tool calls apart and may change white space, so a text counts as the target's own
-    only where it has as many tokens as the server says that it generated.
-    `prompt` is the rendered prompt: where it opens the thinking itself, the text does not.
-    """
-    try:
-        message = normal({"role": "assistant", "content": "", **message})
-    except ValueError:
-        return
-    content, thinking = message["content"], message.get(THOUGHT)
-    functions = [call.get("function", call) for call in message.get("tool_calls", ())]
-    calls = [json.dumps({name: one[name] for name in ("name", "arguments")}, ensure_ascii=False) for one in functions]
-    called = "\n".join(f"{CALL}\n{call}\n{CALLED}" for call in calls)
-    if called:
-        content = f"{content.rstrip()}\n{called}" if content.strip() else called
-    if not thinking:
-        if content:
-            yield content
-        return
-    opened = prompt.rstrip().endswith(OPENING)
-    for begin, end, rest in LINE_BREAKS:
-        before = "" if opened else f"{OPENING}{begin}"
-        yield f"{before}{thinking}{end}{CLOSING}{rest if content else ''}{content}"

@@ -204,12 +204,10 @@ def loss_settings(settings: Train, temperature: float) -> LossSettings:
 def check_training(recipe: Recipe) -> list[str]:
     """The plan of the recipe's training as lines to print; RecipeError for settings that exclude each other."""
     settings, teacher = with_rate(recipe.train, kept_share(recipe)), recipe.teacher
-    lacking = {1.0, settings.temperature} - set(teacher.temperatures)
-    if teacher.kind == "compact" and lacking:
+    if teacher.kind == "compact" and settings.temperature != 1:
         raise RecipeError(
-            f"the losses ask for distributions at temperature {', '.join(f'{value:g}' for value in sorted(lacking))}, "
-            "which a compact teacher does not keep",
-            "add it to teacher.temperatures, or use teacher.kind exact or online",
+            f"train.temperature is {settings.temperature:g}, and a compact teacher keeps distributions at 1 alone",
+            "use teacher.kind exact or online, or leave train.temperature at 1",
         )
     if settings.sparsity is not None:
         require_ramp(settings.steps, settings.embedding_steps, settings.sparsity.ramp)
@@ -309,5 +307,5 @@ def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) ->
         return source.packed.take(index).to(device), source.teacher(index, device)
     blocks = source.packed.take(torch.zeros(1, dtype=torch.long)).to(device)
     none = torch.empty(0, device=device)
-    distributions = CompactTeacher(none.long().view(0, 1), none.view(0, 1), {1.0: none}, source.vocabulary)
+    distributions = CompactTeacher(none.long().view(0, 1), none.view(0, 1), none, source.vocabulary)
     return replace(blocks, mask=torch.zeros_like(blocks.mask)), distributions

@@ -126,13 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stored = states[blocks.mask]
         top = [head.logits(part).log_softmax(-1).topk(ENTRIES) for part in stored.split(512)]
     ids, logs = torch.cat([part.indices for part in top]), torch.cat([part.values for part in top])
-    tails = {1.0: torch.log1p(-logs.exp().sum(-1).clamp(max=1 - 1e-6))}
+    tail = torch.log1p(-logs.exp().sum(-1).clamp(max=1 - 1e-6))
     losses = LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1})
 
     @torch.no_grad()
     def distributions(kind: str) -> Teacher:
         if kind == "compact":
-            return CompactTeacher(ids.int(), logs.half(), tails, vocabulary)
+            return CompactTeacher(ids.int(), logs.half(), tail, vocabulary)
         if kind == "exact":
             return head.teacher(stored)
         found = [hidden_states(target, blocks.take(slice(i, i + 4))) for i in range(0, len(blocks), 4)]

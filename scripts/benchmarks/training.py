@@ -94,7 +94,7 @@ def compact(inputs: Inputs) -> Step:
     head = inputs.target_head()
     found = [compress(inputs.target[part] @ head.T, a.k, a.vocabulary) for part in inputs.parts()]
     ids, logs, tail = (torch.cat([getattr(x, n) for x in found]) for n in ("ids", "log_probabilities", "log_tail"))
-    return ours(inputs, CompactTeacher(ids, logs.half(), {1.0: tail}, a.vocabulary))
+    return ours(inputs, CompactTeacher(ids, logs.half(), tail, a.vocabulary))
 
 
 def whole(inputs: Inputs) -> Step:

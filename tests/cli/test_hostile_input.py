@@ -102,7 +102,7 @@ def test_repeated_parts_that_grow_without_bound(recipe: Path) -> None:
         ("train.rate=1.0e+300", "train.rate: must be at most 10"),
         ("train.rate=.inf", "train.rate: must be a finite number"),
         ("train.loss={jsd: 1.0e+300}", "must lie between 0 and 1e6"),
-        ("teacher.temperatures=[1, .inf]", "teacher.temperatures.1: must be a finite number"),
+        ("speedup.lengths=[1, .inf]", "speedup.lengths.1: an integer is needed"),
         ("threads=100000", "threads: must be at most 1024"),
         (f"seed={2**64}", "integers up to"),
         (f"train.steps='{'9' * 5000}'", "train.steps: an integer is needed"),

@@ -87,7 +87,7 @@ def test_loss_over_kept_columns(stored: int) -> None:
     hidden, head, target = (torch.randn(*shape, generator=generator) for shape in ((N, H), (V, H), (N, V)))
     labels = torch.randint(0, V, (N,), generator=generator)
     found = compress(3 * target, stored, V)
-    teacher = CompactTeacher(found.ids, found.log_probabilities, {1.0: found.log_tail}, V)
+    teacher = CompactTeacher(found.ids, found.log_probabilities, found.log_tail, V)
     columns, settings = Columns(V, kept, CPU), LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1})
     by_hand = torch.tensor([kept.index(label) if label in kept else K for label in labels.tolist()])
     assert torch.equal(columns.labels(labels), by_hand) and columns.count == K
@@ -167,7 +167,7 @@ def test_expected_shares_are_the_mean_distribution(kind: str) -> None:
         if kind == "dense" or not len(hidden):
             return dense
         found = compress(dense.chunk(slice(0, len(hidden))).log_probabilities, 8, vocabulary)
-        return CompactTeacher(found.ids, found.log_probabilities, {1.0: found.log_tail}, vocabulary)
+        return CompactTeacher(found.ids, found.log_probabilities, found.log_tail, vocabulary)
 
     mask = torch.zeros(4, 300, dtype=torch.bool)
     for block, count in enumerate(scored):

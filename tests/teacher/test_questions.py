@@ -1,4 +1,4 @@
-"""Questions that the target itself writes: headers, filters, rounds, further turns, resuming, every writer, reports."""
+"""Questions that the target itself writes: headers, filters, rounds, resuming, every writer, reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from writing_worlds import BadServer, interrupted
 
 from distill.data.chat_template import ChatTemplate
 from distill.data.corpus import corpus
-from distill.data.packing import Packed
 from distill.data.sources import read_documents, split_of, with_questions
 from distill.data.texts import AskedQuestions, CorpusTexts, QuestionTexts, Reply, Request, read_prompts
 from distill.engines.torch.hugging_face import encode, load_tokenizer
@@ -116,11 +115,10 @@ CHAT_SERVER = {"writer": {"urls": ["http://localhost:1/v1"], "api": "chat"}}
         (ASKING | {"path": "x"}, {}, r"sources.0.path: a source of kind target reads no file .* leave path out"),
         (ASKING | {"pattern": "*"}, {}, "pattern: for files and data sets alone, and this source is of kind target"),
         (ASKING | {"given": False, "form": "text"}, {}, "form, given: for files and data sets alone"),
-        ({"kind": "jsonl", "path": "a", "turns": 2}, {}, "turns: for kind target alone, and this source is of kind j"),
+        ({"kind": "jsonl", "path": "a", "top_p": 1}, {}, "top_p: for kind target alone, and this source is of kind j"),
         ({"kind": "tree", "path": "a", "tokens": 96}, {}, "tokens: for kind target alone"),
         ({"kind": "jsonl"}, {}, "corpus.sources.0.path: is missing"),
         (ASKING | {"temperature": 0}, {}, "temperature: must be above 0"),
-        (ASKING | {"turns": 5}, {}, "turns is 5, and chat.turns lets the target answer 4"),
         (ASKING, {"answers": CHAT_SERVER}, "api chat sends whole messages: use api: completions"),
         (ASKING, {"target": {"model": "m", "load": False}, "answers": {"prompts": 0, "traffic": {"path": "t"}}}, "qu"),
         (ASKING | {"openings": ["How", "Translate "]}, {}, "ends in a space"),
@@ -153,8 +151,6 @@ def test_the_key_holds_what_the_questions_depend_on(talking: Path, tmp_path: Pat
         assert parts(override) == before, override
     for override in ("corpus.sources.0.temperature=0.7", "chat.system=[]", "seed=1", "answers.group=4"):
         assert parts(override) != before, override
-    two = "corpus.sources.0.turns=2"
-    assert parts(two, "answers.new_tokens=20") != parts(two) and parts(two, "sampler.temperature=0.5") != parts(two)
 
 
 # ── headers ──
@@ -207,7 +203,6 @@ def test_what_check_refuses(talking: Path, capsys: Capture) -> None:
     for overrides, said in (
         ((plain,), "chat.system: the target has no chat template"),
         (opened[:2], "begin with no token of their own"),
-        ((*opened, "corpus.sources.0.turns=2"), "turns 2 of a target without a chat"),
         ((*opened, "answers.prompt_tokens=64"), "answers.prompt_tokens 64, which are cut"),
         (("corpus.sources.0.tokens=90",), "a question of corpus.sources may have 90 tokens"),
     ):
@@ -351,14 +346,11 @@ def test_too_few_are_told_and_none_refused(told_to: Any, capsys: Capture) -> Non
 def test_questions_begin_with_an_opening_drawn_for_each(told_to: Any) -> None:
     """The target continues the opening, and what it adds is checked together with it."""
     openings = ["Translate into French:", "List the names in this text:\n\n"]
-    more = [f"corpus.sources.0.openings={json.dumps(openings)}", "corpus.sources.0.turns=2", "corpus.block=256"]
+    more = [f"corpus.sources.0.openings={json.dumps(openings)}", "corpus.block=256"]
     recipe, run, script = told_to(lambda asked: "" if asked.seed % 5 == 0 else f" {sentence(asked)}", *more)
     tokenizer = load_tokenizer(recipe.target.model)
-    begun = [one for one in script.asked if one.id.endswith("/1")]
-    written = [tokenizer.decode(one.ids).partition("<|im_start|>user\n")[2] for one in begun]
+    written = [tokenizer.decode(one.ids).partition("<|im_start|>user\n")[2] for one in script.asked]
     assert set(written) == set(openings), "nothing but the opening stands behind the header"
-    again = [tokenizer.decode(one.ids) for one in script.asked if one.id.endswith("/2")]
-    assert again and not any(text.endswith(tuple(openings)) for text in again), "a later turn is free"
     found = [next(one["content"] for one in messages if one["role"] == "user") for messages in lines_of(run)]
     assert len(found) == 24 and all(text.startswith(tuple(openings)) for text in found)
     assert all(text.endswith("?") for text in found), "an opening with nothing behind it is no question"
@@ -378,8 +370,7 @@ def gguf(talking: Path) -> Path:
 def test_interrupted_questions_end_in_equal_bytes(
     talking: Path, gguf: Path, tmp_path: Path, monkeypatch: Patch, kind: Any
 ) -> None:
-    """Among the first questions and among further turns."""
-    more = ["corpus.sources.0.questions=16", "corpus.sources.0.turns=2", "corpus.block=192"]
+    more = ["corpus.sources.0.questions=16"]
     if kind is GgufWriter:
         more.append(f"answers.writer={json.dumps({'gguf': str(gguf)})}")
     recipe, whole = worlds.begin(talking, tmp_path / "whole", *more)
@@ -388,7 +379,6 @@ def test_interrupted_questions_end_in_equal_bytes(
     interrupted(monkeypatch, kind, (1, 7, 5), lambda: questions(recipe, run))
     questions(recipe, run)
     assert tiny.contents(run.path("questions")) == tiny.contents(whole.path("questions"))
-    assert sorted(summary_of(run).turns) == ["1", "2"]
 
 
 # ── writers ──
@@ -460,43 +450,6 @@ def test_labels_weights_and_other_sources(told_to: Any, tmp_path: Path) -> None:
     assert Counter(one.label for one in read_prompts(run, "train")) == {"given": 9, "own": 3}
 
 
-def talk(request: Request) -> str | list[int]:
-    """An answer or a question by the request's name; the first two conversations end early."""
-    number, turn = int(request.id.partition("/")[0].rpartition("-")[2]), request.id.partition("/")[2]
-    if turn.endswith("answer"):
-        return [] if number == 0 else f"Answer {turn[0]} to {number}."
-    return "" if number == 1 and turn == "2" else f"{turn} {sentence(request)}"
-
-
-def test_further_turns(told_to: Any, capsys: Capture) -> None:
-    more = ("corpus.sources.0.turns=3", "corpus.block=256", "corpus.tokens=9999", "sampler.temperature=0.5")
-    recipe, run, script = told_to(talk, *more, "chat.system=[]")
-    found = summary_of(run)
-    assert (found.turns, found.dropped_turns) == ({"1": 2, "3": 22}, {"answer: empty": 1, WORDLESS: 1})
-    assert "conversations that end early: 1 answer: empty, 1 " in capsys.readouterr().err
-    by_stage = Counter((one.sampler.temperature, one.sampler.top_p) for one in script.recipes)
-    assert by_stage[(0.5, 1.0)] == 2, "answers are drawn by the served sampler"
-    kinds = {request.id.partition("/")[2]: request for request in script.asked}
-    assert set(kinds) == {"1", "2", "3", "1/answer", "2/answer"} and kinds["1/answer"].limit == 24
-    tokenizer = load_tokenizer(recipe.target.model)
-    last = tokenizer.decode(kinds["3"].ids)
-    assert last.count("<|im_start|>user\n") == 3 and last.endswith("<|im_end|>\n<|im_start|>user\n")
-    lines = lines_of(run)
-    assert [len(messages) for messages in lines] == [1, 1, *[5] * 22]
-
-    corpus(recipe, run)
-    prompts = read_prompts(run, "train")
-    for prompt in prompts:
-        assert prompt.chat is not None and prompt.chat["turns"] == []
-        assert prompt.chat["messages"] in lines, "the last question is asked, behind the target's own answers"
-        assert prompt.ids == ChatTemplate(tokenizer, recipe.chat).prompt(prompt.chat["messages"])
-    given = Packed.load(run.path("corpus", "text-train.safetensors"))
-    scored = tokenizer.decode(given.labels()[given.mask].tolist())
-    conversations = sum(len(prompt.chat["messages"]) == 5 for prompt in prompts if prompt.chat)
-    assert conversations and scored.count("Answer 1 to") >= conversations, "its answers are learnt from"
-    assert "?" not in scored, "its questions are not"
-
-
 # ── rehearsals and reports ──
 
 
@@ -511,8 +464,8 @@ def test_a_rehearsal_asks_fewer(talking: Path, tmp_path: Path) -> None:
 
 def test_the_page_shows_questions_and_escapes_them(asked: Path, talking: Path) -> None:
     own = Run(asked, load_recipe(talking / "recipe.yaml"))
-    told = {"dropped": {NOT_ENDED: 50, EQUAL: 4}, "turns": {"1": 20, "2": 180}, "distinct": [0.31, 0.744, 0.92]}
-    told |= {"dropped_turns": {"answer: looping": 20}, "repeated": 0.0156, "median_tokens": 14.5, "wanted": 200}
+    told = {"dropped": {NOT_ENDED: 50, EQUAL: 4}, "distinct": [0.31, 0.744, 0.92]}
+    told |= {"repeated": 0.0156, "median_tokens": 14.5, "wanted": 200}
     one = replace(summary_of(own), **told, examples=["<script>alert(1)</script>", "What is & why?", "x" * 500])
     results = RunResults.__new__(RunResults)
     corpus = read_result(own.path("corpus", "summary.json"), CorpusTexts)
@@ -522,7 +475,7 @@ def test_the_page_shows_questions_and_escapes_them(asked: Path, talking: Path) -
     page = texts(results)
     assert "<script>" not in page and "&lt;script&gt;alert(1)" in page and "What is &amp; why?" in page
     told = ("14.5", "31.0 %", "74.4 %", "92.0 %", "1.6 %", "50 not ended within the limit; 4 equal to another")
-    assert all(words in page for words in (*told, "20 of 1, 180 of 2; ended early: 20 answer: looping"))
+    assert all(words in page for words in told)
 
 
 def test_a_target_without_a_template_writes_texts(talking: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -546,10 +499,10 @@ def test_a_target_without_a_template_writes_texts(talking: Path, tmp_path: Path,
 @pytest.mark.slow
 def test_a_whole_run_without_any_data(talking: Path, tmp_path: Path, capsys: Capture) -> None:
     recipe = talking / "recipe.yaml"
-    assert tiny.call("train", recipe, "--runs", tmp_path, "corpus.sources.0.turns=2", "corpus.block=192") == 0
+    assert tiny.call("train", recipe, "--runs", tmp_path) == 0
     page = (tmp_path / "tiny" / "report.html").read_text()
     assert "self-asked questions" in page
     capsys.readouterr()
     assert "| questions |" in tiny.shown(capsys, "train", recipe, "--runs", tmp_path, "--rehearse")
-    changed = ("corpus.sources.0.questions=30", "corpus.sources.0.turns=2", "corpus.block=192")
-    assert "corpus.sources.0.questions: 24 -> 30" in tiny.refused(capsys, "train", recipe, "--runs", tmp_path, *changed)
+    changed = "corpus.sources.0.questions=30"
+    assert "corpus.sources.0.questions: 24 -> 30" in tiny.refused(capsys, "train", recipe, "--runs", tmp_path, changed)

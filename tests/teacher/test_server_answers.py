@@ -28,7 +28,7 @@ from distill.run import Run
 from distill.serving.server import LlamaServer, started
 from distill.teacher import endpoint
 from distill.teacher.answers import answers
-from distill.teacher.writers import OTHER_PROMPT, ServerWriter, texts_of
+from distill.teacher.writers import OTHER_PROMPT, ServerWriter
 
 
 @pytest.fixture(scope="module")
@@ -257,56 +257,33 @@ def test_retry_after_and_delays(monkeypatch: Patch) -> None:
 # ── chat ──
 
 
-@pytest.mark.parametrize(
-    ("message", "prompt", "whole"),
-    [
-        ({"content": "so it is"}, "ask", "so it is"),
-        ({"content": "yes", "reasoning_content": "why not"}, "ask", "<think>\nwhy not\n</think>\n\nyes"),
-        ({"content": "yes", "reasoning": "why not\n"}, "ask <think> \n", "why not\n</think>\n\nyes"),
-        ({"content": "\n\nyes", "reasoning_content": "\nwhy\n"}, "ask", "<think>\nwhy\n</think>\n\nyes"),
-        (
-            {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1}'}}]},
-            "ask",
-            '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
-        ),
-        ({"content": 3}, "ask", None),
-        ({"content": None}, "ask", None),
-        ({"tool_calls": [{"function": {"name": 1}}]}, "ask", None),
-    ],
-)
-def test_chat_replies_are_rejoined(message: dict[str, Any], prompt: str, whole: str | None) -> None:
-    found = list(texts_of(message, prompt))
-    assert whole in found if whole else not found
-
-
 def test_chat_requests_and_replies(world: Path, tokenizer: Any, tmp_path: Path) -> None:
-    """A reply counts where its text has the tokens that the server counted, else it is dropped by name."""
-    replies: list[tuple[dict[str, Any], int]] = []
-    ids = encode(tokenizer, "a b c d")
+    """The server's ids are the answer, up to a stop string; a server that gives none is refused."""
+    choices: list[dict[str, Any]] = []
+    ids, end = encode(tokenizer, "a b c d"), tokenizer.eos_token_id
 
     class Chat(BadServer):
         def completion(self, body: dict[str, Any], prompt: Any, kind: str) -> dict[str, Any]:
-            message, tokens = replies.pop(0)
-            choice = {"message": message, "finish_reason": "stop"}
-            usage = {"prompt_tokens": len(ids), "completion_tokens": tokens}
-            return {"model": "tiny", "choices": [choice], "usage": usage}
+            choice = {"message": {"content": "yes it is"}, "finish_reason": "stop", **choices.pop(0)}
+            return {"model": "tiny", "choices": [choice], "usage": {"prompt_tokens": len(ids)}}
 
     with Chat(tokenizer, ok) as server:
         tools = "chat.tools=[{type: function, function: {name: add, parameters: {type: object}}}]"
-        recipe, _ = begin(world, tmp_path, 1, served(server.url, api="chat"), tools)
+        recipe, _ = begin(world, tmp_path, 1, served(server.url, api="chat"), tools, "answers.stop=[' it']")
         writer = ServerWriter(recipe, tokenizer, load_config(recipe.target.model))
         request = Request("r", ids, 1, 60, [{"role": "user", "content": "hello"}], {"enable_thinking": False})
-        replies.append(({"content": "yes it is"}, len(encode(tokenizer, "yes it is")) + 1))
+        whole = encode(tokenizer, "<think>\nhm hm\n</think>\n\nyes")
+        choices.append({"token_ids": [*whole, end], "stop_reason": None})
         reply = writer._ask(request)
-        assert reply.ended and tokenizer.decode(reply.ids[:-1]) == "yes it is" and not reply.dropped
+        assert reply.ended and reply.ids == [*whole, end] and not reply.dropped
         assert server.bodies[-1]["messages"] == request.messages
         assert server.bodies[-1]["chat_template_kwargs"] == {"enable_thinking": False}
         assert server.bodies[-1]["tools"] == list(recipe.chat.tools) != []
-        whole = encode(tokenizer, "<think>\nhm hm\n</think>\n\nyes")
-        replies.append(({"content": "yes", "reasoning_content": "hm hm"}, len(whole) + 1))
-        assert writer._ask(request).ids[:-1] == whole
-        replies.append(({"content": "yes", "reasoning_content": "hm"}, 40))
-        assert "cannot be rejoined" in writer._ask(request).dropped
+        choices.append({"token_ids": [*whole, *encode(tokenizer, " it")], "stop_reason": " it"})
+        assert writer._ask(request).ids == whole
+        choices.append({})
+        with pytest.raises(EndpointError, match=r"without token_ids[\s\S]*vLLM[\s\S]*api: completions"):
+            writer._ask(request)
         writer.close()
 
 

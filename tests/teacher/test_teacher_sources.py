@@ -28,8 +28,8 @@ from distill.pipeline.stages import Contents, difference, find_stage, key_parts
 from distill.recipe import GgufOptions, Recipe
 from distill.run import Run
 from distill.teacher import endpoint
-from distill.teacher.likeliest import MAX_PADDING, PROBE, GgufReader, listed_documents, log_tails
-from distill.teacher.stage import teacher, training_blocks
+from distill.teacher.likeliest import MAX_PADDING, GgufReader, listed_documents, log_tails
+from distill.teacher.stage import teacher
 from distill.teacher.store import TeacherStore
 
 torch.set_num_threads(1)
@@ -131,9 +131,9 @@ def test_pieces_of_a_long_document_give_the_same(target: Path, tmp_path: Path, m
     for size in (512, 5):
         monkeypatch.setattr("distill.teacher.likeliest.ROWS", size)
         reader = GgufReader(str(target / "q8_0.gguf"), str(target), 80, SIZE, GgufOptions(threads=1))
-        found.append(reader(blocks, 12, (1.0, 2.0)))
+        found.append(reader(blocks, 12))
         reader.close()
-    for name in ("ids", "log_probabilities", "log_tails"):
+    for name in ("ids", "log_probabilities", "log_tail"):
         assert torch.equal(getattr(found[0], name), getattr(found[1], name))
     assert len(found[0].ids) == int(blocks.mask.sum())
 
@@ -244,7 +244,7 @@ REFUSED = {
     "a hole": r"not of the form that vLLM returns: None",
     "few": r"of which \d are of tokens, and 10 are needed[\s\S]*--max-logprobs 17",
     "raw logits": "are not log-probabilities",
-    "text alone": r"status 422\): Input should be a valid string[\s\S]*teacher\.server\.prompts: text",
+    "text alone": r"status 422\): Input should be a valid string[\s\S]*takes? no token ids as a prompt: use vLLM",
     "500": r"6 times in a row, the last time: status 500[\s\S]*same command",
     "wrong JSON": "the last time: a reply that is not a JSON object",
     "cut": "the last time: broken connection",
@@ -293,28 +293,6 @@ def test_a_key_stands_nowhere(target: Path, model: Any, tmp_path: Path, monkeypa
             teacher(recipe, run)
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert KEY.encode() not in written and KEY not in capsys.readouterr().err and KEY not in recipe.model_dump_json()
-
-
-def test_prompts_as_text(target: Path, model: Any, tmp_path: Path, capsys: Capture) -> None:
-    """Documents whose text is read as the same ids are scored, the others left out and counted."""
-    tokenizer = full_tokenizer()
-    words = "def f(self): return self.value + other.value"
-    with VllmServer(model, tokenizer=tokenizer, max_logprobs=64).running() as one:
-        recipe, run = served(tmp_path, target, one, prompts="text")
-        spelled = tokenizer(words, add_special_tokens=False)["input_ids"]
-        torn = tokenizer.convert_tokens_to_ids(list("return"))  # as a piece that begins inside a word
-        pack([(spelled, 1), (torn, 1)], 24, split_long=True).save(run.path("corpus", "text-train.safetensors"))
-        run.path("answers", "train-00000.jsonl").write_text("")
-        blocks = training_blocks(recipe, run)[0]
-        teacher(recipe, run)
-        assert {body["prompt"] for body in one.requests} == {words, PROBE}
-        manifest = read_json(run.path("teacher", "manifest.json"))
-        assert manifest["scored_positions"] == len(spelled) - 1 < int(blocks.mask.sum())
-        one.tokenizer = toy_tokenizer(260)
-        run.path("teacher", "shard-00000.safetensors").unlink()
-        with pytest.raises(EndpointError, match="its ids are not those of the target's tokenizer"):
-            teacher(recipe, run)
-    assert "1 documents are not scored" in capsys.readouterr().err
 
 
 def test_the_server_can_move_without_a_new_store(target: Path, tmp_path: Path) -> None:

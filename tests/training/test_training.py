@@ -514,7 +514,7 @@ def test_other_errors_are_not_of_memory() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.temperature=2", "teacher.temperatures"),
+        ("train.temperature=2", "a compact teacher keeps distributions at 1 alone"),
         ("train.trackers=[wandb]", "not installed"),
         ("train.adapter={rank: 2, base: int4}", "bitsandbytes"),
     ],
