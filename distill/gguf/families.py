@@ -62,8 +62,9 @@ class Family:
     window; a file may state another number. Where `window_layers` is given, llama.cpp computes windows in models of so
     many layers alone. `no_positions_every`: every so many layers have no positions. `large_layers` are those of the
     largest model of a family, by which llama.cpp knows it and scales its queries by hidden size over heads. `epsilon`
-    is the key of that of the norms. `scales`: keys in config.json, and below the architecture's name in GGUF. `tied`:
-    whether the head must be, or must not be, the embeddings. `own_head_size`: heads need not make up the hidden size.
+    is the key of that of the norms. `scales` and `caps` (of logits; a file may lack them): keys in config.json, and
+    below the architecture's name in GGUF. `tied`: whether the head must be, or must not be, the embeddings.
+    `own_head_size`: heads need not make up the hidden size. `constants`: what else config.json says of every file.
     """
 
     architecture: str
@@ -83,9 +84,11 @@ class Family:
     rotates_part: bool = False
     epsilon: str = "rms_norm_eps"
     scales: Mapping[str, str] = field(default_factory=dict)
+    caps: tuple[str, ...] = ()
     tied: bool | None = None
     own_head_size: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
 
 LLAMA_BIASES = frozenset(PLAIN) - frozenset(NORMS)
@@ -101,11 +104,18 @@ GEMMA3 = {**GEMMA, "sliding_window": 4096, "query_pre_attn_scalar": 256}
 GEMMA2 = {**GEMMA3, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _LLAMA = Family("llama", PLAIN, interleaved=True, llama_keys=True)
 _GEMMA = Family("gemma", PLAIN, norm_shift=1.0, activation=GELU, ropes=("default",), tied=True, defaults=GEMMA)
+_QWEN = Family(
+    "qwen2",
+    PLAIN,
+    ropes=("default", "linear", "yarn"),
+    constants={"use_sliding_window": False, "sliding_window": None},
+)
+NO_BIASES = {"attention_bias": False}
 FAMILIES: Mapping[str, Family] = {
     "llama": replace(_LLAMA, more_biases=LLAMA_BIASES, ropes=("default", "linear", "llama3")),
     "mistral": replace(_LLAMA, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-    "qwen2": Family("qwen2", PLAIN, biases=QKV, states_head_size=False, ropes=("default", "linear", "yarn")),
-    "qwen3": Family("qwen3", {**PLAIN, **HEAD_NORMS}, ropes=("default", "linear", "yarn")),
+    "qwen2": replace(_QWEN, biases=QKV, states_head_size=False),
+    "qwen3": replace(_QWEN, architecture="qwen3", parts={**PLAIN, **HEAD_NORMS}),
     "gemma": _GEMMA,
     "gemma2": replace(
         _GEMMA,
@@ -113,6 +123,7 @@ FAMILIES: Mapping[str, Family] = {
         parts={**FOUR_NORMS, **ATTENTION, **MLP},
         full_every=2,
         large_layers=46,
+        caps=("attn_logit_softcapping", "final_logit_softcapping"),
         defaults=GEMMA2,
     ),
     "gemma3_text": replace(
@@ -122,6 +133,7 @@ FAMILIES: Mapping[str, Family] = {
         ropes=("default", "linear"),
         full_every=6,
         large_layers=62,
+        caps=("final_logit_softcapping",),
         defaults=GEMMA3,
     ),
     "phi3": Family(
@@ -133,6 +145,7 @@ FAMILIES: Mapping[str, Family] = {
         no_positions_every=4,
         states_head_size=False,
         defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
+        constants=NO_BIASES | {"no_rope_layer_interval": 4},
     ),
     "granite": replace(
         _LLAMA,
@@ -142,6 +155,7 @@ FAMILIES: Mapping[str, Family] = {
         scales=GRANITE_SCALES,
         own_head_size=False,
         defaults=dict.fromkeys(GRANITE_SCALES, 1.0),
+        constants=NO_BIASES,
     ),
     "olmo2": Family(
         "olmo2",
@@ -151,6 +165,7 @@ FAMILIES: Mapping[str, Family] = {
         tied=False,
         own_head_size=False,
         defaults={"rms_norm_eps": 1e-5},
+        constants=NO_BIASES,
     ),
     "exaone4": Family(
         "exaone4",
@@ -200,8 +215,21 @@ FAMILIES: Mapping[str, Family] = {
         tied=True,
         own_head_size=False,
         defaults={"tie_word_embeddings": True, "sliding_window": 4096, "logit_scale": 0.0625, "layer_norm_eps": 1e-5},
+        constants=NO_BIASES,
     ),
 }
+# model_type by llama.cpp's architecture: the first family that is written as it (mistral is written as llama).
+MODEL_TYPES = {family.architecture: kind for kind, family in reversed(list(FAMILIES.items()))}
+# Keys of config.json and those below the architecture's name in GGUF, in the order of files.
+SIZES = {
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+}
+EPSILONS = {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "layer_norm_eps": "attention.layer_norm_epsilon"}
 OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -213,8 +241,8 @@ LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
     "rope_factors_long.weight",
     "rope_factors_short.weight",
 )
-# Keys below the architecture's name of what config.json has too.
-YARN_KEYS = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+# Settings of yarn in config.json, and below rope.scaling. in GGUF.
+YARN_KEYS = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # which llama.cpp takes, whatever a file of these families says
 _OWN_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)\.(weight|bias)")
 _GGUF_LAYER = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
@@ -233,6 +261,27 @@ class Sizes:
     mlp: int
     vocabulary: int
     tied: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Sizes:
+        """The sizes by a config.json that names them all, but for the size of heads that make up the hidden size."""
+        family, hidden, heads = FAMILIES[config["model_type"]], config["hidden_size"], config["num_attention_heads"]
+        return Sizes(
+            family=family,
+            hidden=hidden,
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=config["num_key_value_heads"],
+            head_size=(family.own_head_size and config.get("head_dim")) or hidden // heads,
+            mlp=config["intermediate_size"],
+            vocabulary=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the family."""
+        return self.family.architecture
 
     @property
     def query_scale(self) -> int:

@@ -1,5 +1,5 @@
-"""What config.json says of a model that is exported, and the keys of a GGUF file for it: general.*, and the
-architecture's (sizes, rotary embedding, scales)."""
+"""config.json as keys of a GGUF file, the architecture's (sizes, rotary embedding, scales), and back; and the keys
+general.* of every file."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ import distill
 from distill.errors import DataError
 from distill.folders import Floats, read_config
 from distill.gguf.families import (
+    ATTENTION,
+    EPSILONS,
     FAMILIES,
+    GELU,
     LLAMA3_FACTORS,
     LONG_FACTORS,
+    MLP,
+    MODEL_TYPES,
     SHORT_FACTORS,
+    SIZES,
     YARN_BETAS,
     YARN_KEYS,
+    Family,
     Sizes,
     orders,
     period_of,
 )
-from distill.gguf.head import ARRAY, STRING
+from distill.gguf.head import ARRAY, STRING, FileHead, shortest
 
 # ── Sizes and settings by config.json; what llama.cpp would compute differently is refused ──
 
@@ -44,7 +51,6 @@ class Shape(Sizes):
     `notes`: what llama.cpp leaves out, for the reader of the export.
     """
 
-    architecture: str
     rotated: int
     context: int
     epsilon: float
@@ -63,8 +69,8 @@ class _Config:
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         self.folder, self.values = folder, values
 
-    def number(self, key: str, default: int | None = None) -> int:
-        value = default if (stated := self.values.get(key)) is None else stated
+    def number(self, key: str) -> int:
+        value = self.values.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise DataError(f"{self.folder}/config.json: {key} is {value!r}, not a positive integer", CORRECT)
         return value
@@ -102,26 +108,18 @@ def read_shape(folder: Path, changes: Mapping[str, Any] = MappingProxyType({})) 
     # An explicit null is no default: the layers of a Mistral without a window see everything.
     config |= {key: None for key in ("sliding_window",) if key in stated and stated[key] is None}
     values = _Config(folder, config)
-    hidden, heads, layers = (values.number(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+    for key in (*SIZES, "vocab_size", *(("head_dim",) if family.own_head_size and "head_dim" in config else ())):
+        values.number(key)
+    sizes, context = Sizes.of(config), config["max_position_embeddings"]
     rope, local = _rope(config)
-    head_size = values.number("head_dim", hidden // heads) if family.own_head_size else hidden // heads
-    context = values.number("max_position_embeddings")
-    window, period, notes = _window(values, kind, context, layers)
+    window, period, notes = _window(values, kind, context, sizes.layers)
     notes += _unread_by_llama(rope, family.architecture)
     shape = Shape(
-        architecture=family.architecture,
-        family=family,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=values.number("num_key_value_heads", heads),
-        head_size=head_size,
-        rotated=_rotated(values, kind, rope, head_size),
-        mlp=values.number("intermediate_size"),
-        vocabulary=values.number("vocab_size"),
+        **vars(sizes),
+        rotated=_rotated(values, kind, rope, sizes.head_size),
         context=context,
         epsilon=values.real(family.epsilon, config.get(family.epsilon, 1e-6)),
-        tied=bool(config.get("tie_word_embeddings", False)),
         rope_theta=values.real("rope_theta", rope["rope_theta"]),
         rope=rope,
         local_theta=None if local is None else values.real("rope_local_base_freq", local),
@@ -236,7 +234,7 @@ def _refuse_by_family(values: _Config, kind: str, shape: Shape) -> None:
         stated = config["query_pre_attn_scalar"]
         if stated != shape.query_scale:
             values.refuse(f"query_pre_attn_scalar {stated!r} (llama.cpp takes {shape.query_scale}): it")
-        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        for key in shape.family.caps:
             if config.get(key) is not None or kind == "gemma2":
                 values.real(key, config.get(key))
         if kind == "gemma3_text" and config.get("attn_logit_softcapping"):
@@ -258,9 +256,344 @@ def _refuse_by_family(values: _Config, kind: str, shape: Shape) -> None:
         values.refuse(f"{'an untied' if shape.family.tied else 'a tied'} head on {shape.architecture}")
 
 
-# ── The keys ──
+# ── The architecture's keys, written by config.json ──
+# Those that are read back below, beside the tables of families.py.
 
 DEFAULT_THETA = 10000.0  # llama.cpp's, where a file names none
+HEAD_SIZES = ("attention.key_length", "attention.value_length")
+WINDOW, PERIOD = "attention.sliding_window", "attention.sliding_window_pattern"
+ROTATED, THETA, LOCAL_THETA = "rope.dimension_count", "rope.freq_base", "rope.freq_base_swa"
+SCALING, FACTOR, ORIGINAL = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
+ATTENTION_FACTOR, MSCALE = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
+BETA = "attention.temperature_scale"
+
+
+def add_model_fields(writer: Any, shape: Shape) -> None:
+    """Write the architecture's keys to a gguf.GGUFWriter, those of llama.cpp's converter."""
+    for key, value in _model_fields(shape).items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{shape.architecture}.{key}", value)
+
+
+def _model_fields(shape: Shape) -> dict[str, int | float | str]:
+    family, config, rope, kind = shape.family, shape.config, shape.rope, shape.rope["rope_type"]
+    fields: dict[str, int | float | str] = {theirs: config[own] for own, theirs in SIZES.items()}
+    fields[EPSILONS[family.epsilon]] = shape.epsilon
+    if family.states_head_size or shape.head_size * shape.heads != shape.hidden:
+        fields |= dict.fromkeys(HEAD_SIZES, shape.head_size)
+    if family.llama_keys:
+        fields["vocab_size"] = shape.vocabulary
+    if family.llama_keys or family.rotates_part:
+        fields[ROTATED] = shape.rotated
+    if shape.architecture not in ("gemma", "gemma2") or shape.rope_theta != DEFAULT_THETA:
+        fields[THETA] = shape.rope_theta
+    if shape.local_theta is not None and shape.architecture == "gemma3":
+        fields[LOCAL_THETA] = shape.local_theta
+    if shape.window is not None:
+        fields[WINDOW] = shape.window
+        if shape.period != family.full_every:
+            fields[PERIOD] = shape.period
+    elif shape.architecture == "phi3":
+        fields[WINDOW] = config.get("sliding_window") or 0
+    if kind in ("linear", "yarn"):
+        fields |= {SCALING: kind, FACTOR: float(rope["factor"])}
+    if kind == "yarn":
+        given = {theirs: rope.get(own) for own, theirs in YARN_KEYS.items()}
+        fields |= {f"rope.scaling.{key}": float(value) for key, value in given.items() if value is not None}
+        if rope.get("mscale_all_dim"):
+            fields[MSCALE] = float(rope["mscale_all_dim"])
+    beta = rope.get("llama_4_scaling_beta")
+    if kind == "yarn" or beta or shape.architecture == "phi3":
+        fields[ORIGINAL] = _original_context(shape)
+    if beta:
+        fields[BETA] = float(beta)
+    if kind == "longrope":
+        fields[ATTENTION_FACTOR] = longrope_attention(shape.context, _original_context(shape))
+    scales = {**{key: key for key in family.caps}, **family.scales}
+    return fields | {theirs: float(config[own]) for own, theirs in scales.items() if config.get(own)}
+
+
+def longrope_attention(context: int, original: int) -> float:
+    """What transformers multiplies attention by, where config.json does not say, in a longrope of `context` positions
+    over `original` ones."""
+    return math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original else 1.0
+
+
+def _original_context(shape: Shape) -> int:
+    key = "original_max_position_embeddings"
+    original = shape.rope.get(key, shape.config.get(key, shape.context))
+    if not isinstance(original, int) or isinstance(original, bool) or original < 2:
+        raise DataError(f"config.json: {key} is {original!r}, not a number of positions", CORRECT)
+    return original
+
+
+def rope_tensors(shape: Shape) -> dict[str, Floats]:
+    """The frequency factors [D/2] of llama3 and of longrope (for long texts and for short ones) by GGUF's names."""
+    rope = shape.rope
+    if rope["rope_type"] == "llama3":
+        try:
+            factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+            original = float(rope["original_max_position_embeddings"])
+        except (KeyError, TypeError, ValueError):
+            raise DataError(f"incomplete llama3 rope scaling in config.json: {dict(rope)}", hint=CORRECT) from None
+        return {LLAMA3_FACTORS: llama3_divisors(shape.rope_theta, shape.head_size, factor, low, high, original)}
+    if rope["rope_type"] != "longrope":
+        return {}
+    tensors = {}
+    for key, name in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS)):
+        factors = rope.get(key)
+        numbers = isinstance(factors, list) and all(
+            isinstance(value, int | float) and abs(value) < 1e30 for value in factors
+        )
+        if not numbers or len(factors or ()) != shape.rotated // 2:
+            raise DataError(f"config.json: {key} of longrope must hold {shape.rotated // 2} numbers", CORRECT)
+        tensors[name] = np.array(factors, dtype=np.float32)
+    return tensors
+
+
+def llama3_divisors(theta: float, size: int, factor: float, low: float, high: float, original: float) -> Floats:
+    """Llama 3's frequency divisors [D/2] for heads of `size` D, as in transformers' `_compute_llama3_parameters`."""
+    import torch
+
+    # Single precision and torch's own power, like the converter's, so that the factors are its bits.
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    divisors = []
+    for frequency in 1.0 / (theta**exponents):
+        wavelength = 2 * math.pi / frequency
+        if wavelength < original / high:
+            divisors.append(1.0)
+        elif wavelength > original / low:
+            divisors.append(factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            divisors.append(float(1 / ((1 - smooth) / factor + smooth)))
+    return np.array(divisors, dtype=np.float32)
+
+
+# ── config.json from the metadata of a GGUF file: the inverse ──
+
+FOLDER = "give the Hugging Face folder of this model"
+DEFAULT_WINDOW = 4096  # llama.cpp's
+READ_ROPE_KEYS = (
+    *("freq_base", "freq_base_swa", "dimension_count", "scale_linear"),
+    *(f"scaling.{key}" for key in ("type", "factor", "attn_factor", "original_context_length", "finetuned")),
+)
+# Below rope.scaling., with the values that change nothing.
+UNREAD_YARN: dict[str, tuple[float, ...]] = {
+    "yarn_ext_factor": (1.0, -1.0),
+    "yarn_log_multiplier": (0.0,),
+    **{f"{start}{name}": (value,) for name, value in YARN_BETAS.items() for start in ("", "yarn_")},
+}
+# The sizes in the order in which config.json is written.
+CONFIG_ORDER = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+LLAMA3_CONTEXT = 8192  # original context of every Llama 3; any other gives the same factors with other low and high
+
+
+def family_of(head: FileHead) -> tuple[str, Family]:
+    """The model_type of a file and its family; DataError for an architecture that is not known, by its name."""
+    kind = MODEL_TYPES.get(head.architecture)
+    if kind is None:
+        head.refuse(
+            f"architecture {head.architecture!r} cannot be imported",
+            f"known: {', '.join(sorted(MODEL_TYPES))}; give the Hugging Face folder of this model",
+        )
+    if head.own("expert_count"):
+        head.refuse(f"a mixture of {head.own('expert_count')} experts cannot be imported", "give its folder")
+    return kind, FAMILIES[kind]
+
+
+def configuration(head: FileHead, factors: Mapping[str, Floats]) -> dict[str, Any]:
+    """The values of config.json, without the ids of special tokens and the type of the weights.
+
+    `factors`: the tensors of rotary factors by name (rope_freqs, rope_factors_long, rope_factors_short).
+    Raises DataError for an architecture that is not known, and for values that transformers cannot hold.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    kind, family = family_of(head)
+    embedding = head.shapes.get("token_embd.weight")
+    if embedding is None or len(embedding) != 2:
+        head.refuse("it has no matrix token_embd.weight")
+    heads, hidden = head.count(SIZES["num_attention_heads"]), head.count(SIZES["hidden_size"])
+    size = head.count(HEAD_SIZES[0], hidden // heads)
+    if head.count(HEAD_SIZES[1], size) != size:
+        head.refuse("its keys and values differ in width, which transformers cannot hold")
+    config: dict[str, Any] = {"architectures": [CLASSES[kind]], "model_type": kind}
+    for key in CONFIG_ORDER:
+        default = heads if key == "num_key_value_heads" else None
+        config[key] = head.count(SIZES[key], default) if key in SIZES else embedding[1]
+    config |= {
+        family.epsilon: head.real(EPSILONS[family.epsilon]),
+        "tie_word_embeddings": "output.weight" not in head.shapes,
+        "use_cache": True,
+        "hidden_activation" if family.activation == GELU else "hidden_act": family.activation,
+    }
+    if not family.own_head_size:
+        if size * heads != hidden:
+            head.refuse(f"heads of {size} do not make up a hidden size of {hidden}, as {kind} has them in transformers")
+    elif family.states_head_size or size * heads != hidden:
+        config["head_dim"] = size
+    rope = _read_rope(head, family, config, size, factors)
+    return config | {"rope_parameters": rope} | _by_family(head, kind, config, rope)
+
+
+def _read_rope(
+    head: FileHead, family: Family, config: Mapping[str, Any], size: int, factors: Mapping[str, Floats]
+) -> dict[str, Any]:
+    """The parameters of the rotary embedding."""
+    theta, stated = head.real(THETA, DEFAULT_THETA), head.text(f"{head.architecture}.{SCALING}")
+    # llama.cpp divides all frequencies by the factor, whatever the kind but `none`, and those of two kinds by tensors.
+    scaled = next((key for key in (FACTOR, "rope.scale_linear") if head.own(key) is not None), "")
+    factor = head.real(scaled) if stated != "none" and scaled and head.own(scaled) else 1.0
+    attention = head.real(ATTENTION_FACTOR, 1.0)
+    kind = "yarn" if stated == "yarn" else "default" if factor == 1 else "linear"
+    tensor = next((name for name in (LLAMA3_FACTORS, LONG_FACTORS) if name in factors), None)
+    if tensor is not None:
+        if kind != "default":
+            head.refuse(f"it scales the rotary embedding twice, by {tensor} and by rope scaling {kind!r}", FOLDER)
+        kind = "llama3" if tensor == LLAMA3_FACTORS else "longrope"
+    elif stated == "longrope":
+        head.refuse(f"its rope scaling is longrope, and it has no {LONG_FACTORS}")
+    if kind not in family.ropes:
+        head.refuse(f"rope scaling {kind!r} on {head.architecture} cannot be imported", FOLDER)
+    if attention != 1 and kind not in ("yarn", "longrope"):
+        head.refuse(f"rope.scaling.attn_factor {attention} on rope scaling {kind!r} cannot be imported", FOLDER)
+    _refuse_unread(head, kind, factor)
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": theta}
+    original, usual = _stated_context(head), 1.0
+    if kind == "llama3":
+        rope |= _llama3(head, factors[LLAMA3_FACTORS], theta, size, original or LLAMA3_CONTEXT)
+    if kind in ("linear", "yarn"):
+        rope["factor"] = factor
+    if kind == "longrope":
+        for key, name in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS)):
+            if name not in factors:
+                head.refuse(f"it has no {name}")
+            rope[key] = [shortest(value) for value in factors[name]]
+    if kind in ("yarn", "longrope"):
+        context = config["max_position_embeddings"]
+        rope["original_max_position_embeddings"] = original = original or context
+        usual = longrope_attention(context, original) if kind == "longrope" else 1.0
+        # llama.cpp's yarn has a factor of its own besides; transformers' longrope has one that llama.cpp's lacks.
+        if not math.isclose(attention, usual, rel_tol=1e-6):
+            rope["attention_factor"] = shortest(attention * (yarn_attention(factor) if kind == "yarn" else 1))
+    rotated = head.count(ROTATED, size)
+    if rotated != size or "partial_rotary_factor" in family.defaults:
+        if not family.rotates_part:
+            head.refuse(f"a rotary embedding of {rotated} of {size} dimensions on {head.architecture}")
+        rope["partial_rotary_factor"] = rotated / size
+    return rope
+
+
+def _refuse_unread(head: FileHead, kind: str, factor: float) -> None:
+    """Raise DataError for a rotary embedding with settings that llama.cpp does not read for these architectures, and
+    transformers may: nobody could say which one the model was trained with."""
+    unread = UNREAD_YARN | {"yarn_attn_factor": (1.0, yarn_attention(factor))}
+    neutral: dict[str, tuple[float, ...]] = dict.fromkeys(READ_ROPE_KEYS, ())  # no values: any will do
+    neutral |= {f"scaling.{key}": values if kind == "yarn" else () for key, values in unread.items()}
+    if head.architecture == "mistral3":
+        neutral["scaling.yarn_log_multiplier"] = ()
+    if head.architecture != "gemma3":
+        neutral["freq_base_swa"] = (head.real(THETA, DEFAULT_THETA),)
+    start = f"{head.architecture}.rope."
+    for key in (name.removeprefix(start) for name in head.values if name.startswith(start)):
+        value, allowed = head.own(f"rope.{key}"), neutral.get(key, (0.0,))
+        same = isinstance(value, int | float) and any(math.isclose(value, one, rel_tol=1e-6) for one in allowed)
+        if allowed and not same:
+            head.refuse(f"{start}{key} is {value!r:.40}, which llama.cpp does not read and transformers may", FOLDER)
+
+
+def _stated_context(head: FileHead) -> int | None:
+    """Positions that the embedding was made for before it was scaled; None where the file does not say."""
+    return head.count(ORIGINAL) if head.own(ORIGINAL) else None
+
+
+def _llama3(head: FileHead, divisors: Floats, theta: float, size: int, original: int) -> dict[str, Any]:
+    """The settings of Llama 3's rope scaling that give these divisors [D/2] of the frequencies.
+
+    Between two wavelengths, 1 / divisor runs linearly in the frequency from 1 / factor to 1: two points give the line,
+    and with it low and high for a given original context. Raises DataError for divisors of another rule.
+    """
+    frequencies = theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
+    factor = shortest(float(divisors.max()))
+    expected = divisors.astype(np.float64)
+    between = (divisors > 1) & (divisors < divisors.max())
+    candidates = [(1.0, 4.0)]
+    if between.sum() >= 2 and len(divisors) == len(frequencies):
+        share = (1 / expected[between] - 1 / factor) / (1 - 1 / factor)
+        slope, start = np.polyfit(original * frequencies[between] / (2 * math.pi), share, 1)
+        candidates.append((round(-start / slope, 4), round((1 - start) / slope, 4)))
+    for low, high in candidates:
+        if len(divisors) != len(frequencies) or not 0 < low < high or factor <= 0:
+            continue
+        if np.allclose(llama3_divisors(theta, size, factor, low, high, original), divisors, rtol=1e-4, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    head.refuse("its rope_freqs.weight is not of Llama 3's rule, the only one that transformers has for it")
+
+
+def _by_family(head: FileHead, kind: str, config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What one family alone has in its config.json."""
+    family = FAMILIES[kind]
+    values: dict[str, Any] = {own: head.real(theirs, family.defaults[own]) for own, theirs in family.scales.items()}
+    if family.full_every:
+        values |= _read_windows(head, family, config["num_hidden_layers"])
+    if "query_pre_attn_scalar" in family.defaults:
+        values["query_pre_attn_scalar"] = Sizes.of(config).query_scale
+    for key in family.caps:
+        default = family.defaults.get(key)
+        values[key] = None if head.own(key) is default is None else head.real(key, default)
+    if family.more_biases:
+        biases = {name.split(".")[2] for name in head.shapes if name.startswith("blk.") and name.endswith(".bias")}
+        for key, parts in (("attention_bias", ATTENTION), ("mlp_bias", MLP)):
+            values[key] = any(theirs in biases for theirs, _ in parts.values())
+    values |= family.constants
+    original = _stated_context(head) or config["max_position_embeddings"]
+    if kind == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": head.real(LOCAL_THETA, DEFAULT_THETA)}
+        values["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    if kind == "phi3":
+        values |= {"original_max_position_embeddings": original, "sliding_window": head.own(WINDOW) or None}
+    if kind == "ministral3":
+        more: dict[str, Any] = {"llama_4_scaling_beta": head.real(BETA) if head.own(BETA) else 0.0}
+        more["original_max_position_embeddings"] = original
+        more |= {"mscale": 1.0, "mscale_all_dim": head.real(MSCALE)} if head.own(MSCALE) else {}
+        values["rope_parameters"] = {**rope, **more}
+    return values
+
+
+def _read_windows(head: FileHead, family: Family, layers: int) -> dict[str, Any]:
+    """The window and the kinds of layers of a family that mixes them.
+
+    llama.cpp reads every how many layers one has no window (0: all have one), and passes over a list of layers.
+    """
+    if family.window_layers not in (0, layers):
+        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    stated, period = head.values.get(f"{head.architecture}.{PERIOD}"), family.full_every
+    if stated is not None and not isinstance(stated, list):
+        if not isinstance(stated, int) or isinstance(stated, bool) or stated < 0:
+            head.refuse_value(PERIOD, "be a number of layers")
+        period = stated
+    full = [period > 0 and index % period == period - 1 for index in range(layers)]
+    if isinstance(stated, list) and [not one for one in stated] != full:
+        head.refuse(
+            f"{PERIOD} lists another order of windows than every {period}th layer without, which llama.cpp computes"
+        )
+    usual = DEFAULT_WINDOW if head.architecture in ("gemma2", "exaone4") else None
+    kinds = ["full_attention" if one else "sliding_attention" for one in full]
+    return {"sliding_window": head.count(WINDOW, usual), "layer_types": kinds}
+
+
+# ── The keys general.*, of every file ──
+
 INTEGERS = (4, 5)  # of gguf.GGUFValueType, 32 bits
 
 
@@ -352,124 +685,3 @@ def _require_forms(folder: Path, writer: Any) -> None:
             )
         if entry.type in INTEGERS and not -(2**31) <= entry.value < 2**31:
             raise DataError(f"{folder}: {key} is {entry.value}, too large for GGUF", "correct that entry, or remove it")
-
-
-def add_model_fields(writer: Any, shape: Shape) -> None:
-    """Write the architecture's keys to a gguf.GGUFWriter, those of llama.cpp's converter."""
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.mlp)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    add_epsilon = writer.add_layer_norm_rms_eps if shape.family.epsilon == "rms_norm_eps" else writer.add_layer_norm_eps
-    add_epsilon(shape.epsilon)
-    if shape.family.states_head_size or shape.head_size * shape.heads != shape.hidden:
-        writer.add_key_length(shape.head_size)
-        writer.add_value_length(shape.head_size)
-    if shape.family.llama_keys:
-        writer.add_vocab_size(shape.vocabulary)
-    if shape.family.llama_keys or shape.family.rotates_part:
-        writer.add_rope_dimension_count(shape.rotated)
-    if shape.architecture not in ("gemma", "gemma2") or shape.rope_theta != DEFAULT_THETA:
-        writer.add_rope_freq_base(shape.rope_theta)
-    if shape.local_theta is not None and shape.architecture == "gemma3":
-        writer.add_rope_freq_base_swa(shape.local_theta)
-    if shape.window is not None:
-        writer.add_sliding_window(shape.window)
-        if shape.period != shape.family.full_every:
-            writer.add_sliding_window_pattern(shape.period)
-    elif shape.architecture == "phi3":
-        writer.add_sliding_window(shape.config.get("sliding_window") or 0)
-    _add_rope_scaling(writer, shape)
-    _add_scales(writer, shape)
-
-
-def _add_rope_scaling(writer: Any, shape: Shape) -> None:
-    import gguf
-
-    rope, kind = shape.rope, shape.rope["rope_type"]
-    if kind == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(rope["factor"]))
-    if kind == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(float(rope["factor"]))
-        for name, key in YARN_KEYS.items():
-            if rope.get(name) is not None:
-                writer.add_float32(f"{shape.architecture}.rope.scaling.yarn_{key}", float(rope[name]))
-        if rope.get("mscale_all_dim"):
-            writer.add_rope_scaling_yarn_log_mul(float(rope["mscale_all_dim"]))
-    if kind == "yarn" or rope.get("llama_4_scaling_beta") or shape.architecture == "phi3":
-        writer.add_rope_scaling_orig_ctx_len(_original_context(shape))
-    if rope.get("llama_4_scaling_beta"):
-        writer.add_attn_temperature_scale(float(rope["llama_4_scaling_beta"]))
-    if kind == "longrope":
-        writer.add_rope_scaling_attn_factors(longrope_attention(shape.context, _original_context(shape)))
-
-
-def longrope_attention(context: int, original: int) -> float:
-    """What transformers multiplies attention by, where config.json does not say, in a longrope of `context` positions
-    over `original` ones."""
-    return math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original else 1.0
-
-
-def _original_context(shape: Shape) -> int:
-    key = "original_max_position_embeddings"
-    original = shape.rope.get(key, shape.config.get(key, shape.context))
-    if not isinstance(original, int) or isinstance(original, bool) or original < 2:
-        raise DataError(f"config.json: {key} is {original!r}, not a number of positions", CORRECT)
-    return original
-
-
-def _add_scales(writer: Any, shape: Shape) -> None:
-    config = shape.config
-    if shape.architecture == "gemma2":
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-    if shape.architecture in ("gemma2", "gemma3") and config.get("final_logit_softcapping"):
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    for name, key in shape.family.scales.items():
-        writer.add_float32(f"{shape.architecture}.{key}", float(config[name]))
-
-
-def rope_tensors(shape: Shape) -> dict[str, Floats]:
-    """The frequency factors [D/2] of llama3 and of longrope (for long texts and for short ones) by GGUF's names."""
-    rope = shape.rope
-    if rope["rope_type"] == "llama3":
-        try:
-            factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-            original = float(rope["original_max_position_embeddings"])
-        except (KeyError, TypeError, ValueError):
-            raise DataError(f"incomplete llama3 rope scaling in config.json: {dict(rope)}", hint=CORRECT) from None
-        return {LLAMA3_FACTORS: llama3_divisors(shape.rope_theta, shape.head_size, factor, low, high, original)}
-    if rope["rope_type"] != "longrope":
-        return {}
-    tensors = {}
-    for key, name in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS)):
-        factors = rope.get(key)
-        numbers = isinstance(factors, list) and all(
-            isinstance(value, int | float) and abs(value) < 1e30 for value in factors
-        )
-        if not numbers or len(factors or ()) != shape.rotated // 2:
-            raise DataError(f"config.json: {key} of longrope must hold {shape.rotated // 2} numbers", CORRECT)
-        tensors[name] = np.array(factors, dtype=np.float32)
-    return tensors
-
-
-def llama3_divisors(theta: float, size: int, factor: float, low: float, high: float, original: float) -> Floats:
-    """Llama 3's frequency divisors [D/2] for heads of `size` D, as in transformers' `_compute_llama3_parameters`."""
-    import torch
-
-    # Single precision and torch's own power, like the converter's, so that the factors are its bits.
-    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
-    divisors = []
-    for frequency in 1.0 / (theta**exponents):
-        wavelength = 2 * math.pi / frequency
-        if wavelength < original / high:
-            divisors.append(1.0)
-        elif wavelength > original / low:
-            divisors.append(factor)
-        else:
-            smooth = (original / wavelength - low) / (high - low)
-            divisors.append(float(1 / ((1 - smooth) / factor + smooth)))
-    return np.array(divisors, dtype=np.float32)

@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 from distill.errors import DataError, RunError
 from distill.files import split_parts, write_atomically, write_folder, write_json, write_text
 from distill.folders import ITEM_BYTES, Floats, from_floats, pin_tokenizer, to_floats, write_header
-from distill.gguf.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS
+from distill.gguf.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS, Sizes
+from distill.gguf.fields import configuration
 from distill.gguf.head import FileHead, known_type, open_head, type_name
-from distill.gguf.imported import ImportedTokenizer, configuration, read_tokenizer, sizes_of
 from distill.gguf.library import require_loadable
+from distill.gguf.tokenizer import ImportedTokenizer, imported_tokenizer
 from distill.progress import Progress, note
 
 # ── The tensors as model.safetensors: dequantised and put back into Hugging Face's order ──
@@ -95,7 +96,7 @@ def sources(head: FileHead, config: Mapping[str, Any]) -> dict[str, Source]:
     Raises DataError, with the name, for a tensor that the family does not have, that is missing, of another shape than
     the metadata give, or of a type that the gguf package cannot read.
     """
-    sizes, model = sizes_of(config), f"a {config['model_type']} of transformers"
+    sizes, model = Sizes.of(config), f"a {config['model_type']} of transformers"
     biases = {*sizes.family.biases}
     for name, parts in (("attention_bias", ATTENTION), ("mlp_bias", MLP)):
         biases |= parts.keys() & sizes.family.more_biases if config.get(name) else set()
@@ -263,7 +264,7 @@ def read_import(path: Path, dtype: Dtype | None = None) -> Import:
     head = open_head(path)
     require_loadable(head)
     config = configuration(head, rotary_factors(head))
-    tokenizer = read_tokenizer(head)
+    tokenizer = imported_tokenizer(head)
     tensors = sources(head, config)
     types = stored_types(tensors, dtype)
     main_type = Counter(types[name] for name in tensors).most_common(1)[0][0]

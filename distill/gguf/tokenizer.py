@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer (byte-level or SentencePiece BPE) as llama.cpp's tokenizer.ggml.* keys.
+"""A Hugging Face tokenizer (byte-level or SentencePiece BPE) as llama.cpp's tokenizer.ggml.* keys, and back.
 
 For byte-level BPE, llama.cpp has its own pre-tokenizers under fixed names. A wrong name loads and gives wrong ids. So
 the name is derived from the rules in tokenizer.json; rules that are not known here are compared with llama.cpp's by
@@ -22,8 +22,23 @@ from tokenizers.models import BPE
 from distill.errors import DataError
 from distill.files import read_utf8
 from distill.folders import read_config
-from distill.gguf.head import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, token_key, write_head
-from distill.vocabulary.encoding import IGNORE_MERGES, STEPS
+from distill.gguf.head import (
+    BYTE,
+    CONTROL,
+    FILL_ROLES,
+    NO_TOKEN,
+    NORMAL,
+    TURN_ENDS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    FileHead,
+    stated_ends,
+    token_key,
+    types_and_ends,
+    write_head,
+)
+from distill.vocabulary.encoding import IGNORE_MERGES, PRE_STEPS, STEPS, pre_tokenizer_of
 from distill.vocabulary.files import (
     added_around,
     merge_pairs,
@@ -491,3 +506,192 @@ def _merges_of(path: Path, model: Mapping[str, Any]) -> list[str]:
     if spaced is not None:
         raise DataError(f"{path}: merge {spaced!r} contains a space", hint="only byte-level merges can be exported")
     return [" ".join(merge) for merge in merges]
+
+
+# ── The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json: the inverse ──
+# The ids are llama.cpp's for the file. Where llama.cpp treats a text otherwise than the tokenizer that the model
+# was trained with (it never normalises; SentencePiece gets its space after every special token), the file cannot
+# tell.
+
+READ_KINDS = ("gpt2", "llama")
+# The model of a tokenizer.json, but for its vocabulary and merges.
+PLAIN_BPE: dict[str, Any] = {
+    "type": "BPE",
+    **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+    **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
+}
+
+
+@dataclass(frozen=True)
+class ImportedTokenizer:
+    """The content of tokenizer.json and of tokenizer_config.json, and what config.json says of the vocabulary.
+
+    `ids`: role to id. `ends`: the ids that end an answer. `templates`: chat templates by name, the main one `default`.
+    `retyped`: tokens whose type llama.cpp changes by their names.
+    """
+
+    content: dict[str, Any]
+    settings: dict[str, Any]
+    ids: dict[str, int]
+    ends: list[int]
+    templates: dict[str, str]
+    tokens: list[str]
+    retyped: list[str]
+
+
+def imported_tokenizer(head: FileHead) -> ImportedTokenizer:
+    """The tokenizer of a loadable file's head (see require_loadable); DataError, with the name, for a kind or a
+    pre-tokenizer that is not known."""
+    kind = head.text("tokenizer.ggml.model") or head.refuse("it holds no tokenizer")
+    if kind not in READ_KINDS:
+        head.refuse(
+            f"its tokenizer is of the kind {kind!r}", f"known: {', '.join(READ_KINDS)}; give the model's folder"
+        )
+    named = head.texts("tokenizer.ggml.tokens") or head.refuse("it holds no tokens")
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(named)]
+    types = head.numbers("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    scores = head.numbers("tokenizer.ggml.scores") or [0.0] * len(tokens)
+    real = [types[index] != UNUSED or token != f"[PAD{index}]" for index, token in enumerate(tokens)]
+    if len({token for index, token in enumerate(tokens) if real[index]}) < sum(real):
+        head.refuse("two of its tokens are the same text", "no tokenizer of transformers can hold such a vocabulary")
+    ids = _ids(head, len(tokens))
+    stated, (types, ends) = types, types_and_ends(tokens, types, ids)
+    listed = [(token, index) for index, token in enumerate(tokens) if real[index]]
+    added = {token: index for token, index in listed if types[index] in (CONTROL, USER_DEFINED, UNKNOWN)}
+    strips = _stripping(head, added)
+    parts = _byte_level(head, listed) if kind == "gpt2" else _spaced(head, listed, types, scores, ids)
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added(token, index, types[index], token in strips) for token, index in added.items()],
+        **parts,
+        "post_processor": _template_around(head, tokens, ids),
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": head.count("context_length"),
+        **{f"{role}_token": tokens[number] for role, number in ids.items() if role in NAMED_ROLES},
+    }
+    retyped = [token for token, index in listed if types[index] != stated[index]]
+    return ImportedTokenizer(content, settings, ids, ends, _templates(head), tokens, retyped)
+
+
+def _added(token: str, index: int, kind: int, strips: bool) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": strips, "normalized": False}
+    return {"id": index, "content": token, **flags, "special": kind != USER_DEFINED}
+
+
+def _ids(head: FileHead, tokens: int) -> dict[str, int]:
+    """The ids that the file names, by role; eos by llama.cpp's default where it names none."""
+    ids: dict[str, int] = {}
+    for role in (*NAMED_ROLES, *TURN_ENDS, *FILL_ROLES):
+        number = head.values.get(token_key(role), NO_TOKEN)
+        if number != NO_TOKEN:
+            ids[role] = number
+    if "eos" not in ids:
+        default = stated_ends(head).eos
+        if default is None or default >= tokens:
+            head.refuse("it names no token that ends a text (tokenizer.ggml.eos_token_id)")
+        ids["eos"] = default
+    return ids
+
+
+def _stripping(head: FileHead, added: Mapping[str, int]) -> set[str]:
+    """The tokens that take the spaces behind them away, in models that llama.cpp knows by their name."""
+    name = (head.text("general.name") or "").lower()
+    return added.keys() - {"<unk>", "<s>", "<|endoftext|>"} if "phi-3" in name or "phi3" in name else set()
+
+
+def _byte_level(head: FileHead, listed: list[tuple[str, int]]) -> dict[str, Any]:
+    pre = head.text("tokenizer.ggml.pre") or "default"
+    if pre not in PRE_STEPS:
+        head.refuse(
+            f"its pre-tokenizer {pre!r} is not known here",
+            f"give the model's Hugging Face folder; known: {', '.join(sorted(PRE_STEPS))}",
+        )
+    vocabulary = {token for token, _ in listed}
+    merges = []
+    for merge in head.texts("tokenizer.ggml.merges"):
+        space = merge.find(" ", 1)  # a part may begin with a space
+        left, right = merge[:space], merge[space + 1 :]
+        if space < 0 or left + right not in vocabulary or left not in vocabulary or right not in vocabulary:
+            head.refuse(f"merge {merge!r:.40} joins what are no tokens", "copy the file again")
+        merges.append([left, right])
+    return {
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer_of(PRE_STEPS[pre]),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {**PLAIN_BPE, "ignore_merges": pre in IGNORE_MERGES, "vocab": dict(listed), "merges": merges},
+    }
+
+
+def _spaced(
+    head: FileHead, listed: list[tuple[str, int]], types: list[Any], scores: list[Any], ids: Mapping[str, int]
+) -> dict[str, Any]:
+    """SentencePiece BPE: llama.cpp merges the pair whose token has the highest score, tokenizers the first listed."""
+    merged = {token: index for token, index in listed if types[index] not in (CONTROL, UNKNOWN, BYTE)}
+    pairs = []
+    for token, index in merged.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in merged and right in merged:
+                pairs.append((-scores[index], index, merged[left], merged[right], left, right))
+    pairs.sort(key=lambda pair: pair[:4])
+    spaced = head.flag("tokenizer.ggml.add_space_prefix", True)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    prepend = [{"type": "Prepend", "prepend": SPACE}] if spaced else []
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if spaced else []),
+    ]
+    unknown = next((token for token, index in listed if types[index] == UNKNOWN or index == ids.get("unk")), None)
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prepend, replace]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            **PLAIN_BPE,
+            "unk_token": unknown,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": dict(listed),
+            "merges": [[left, right] for *_, left, right in pairs],
+        },
+    }
+
+
+def _template_around(head: FileHead, tokens: list[str], ids: Mapping[str, int]) -> dict[str, Any] | None:
+    """The post-processor that puts bos before a text and eos after it, where the file or llama.cpp says so."""
+    stated = stated_ends(head)
+    bos = ids.get("bos", stated.bos) if stated.add_bos else None
+    before, after = [] if bos is None else [bos], [ids["eos"]] if stated.add_eos else []
+    if not before and not after:
+        return None
+    first, last = (
+        [{"SpecialToken": {"id": tokens[number], "type_id": 0}} for number in side] for side in (before, after)
+    )
+    single = [*first, {"Sequence": {"id": "A", "type_id": 0}}, *last]
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            tokens[number]: {"id": tokens[number], "ids": [number], "tokens": [tokens[number]]}
+            for number in (*before, *after)
+        },
+    }
+
+
+def _templates(head: FileHead) -> dict[str, str]:
+    """Chat templates by name."""
+    templates = {"default": head.text("tokenizer.chat_template")}
+    for name in head.texts("tokenizer.chat_templates"):
+        templates[name] = head.text(f"tokenizer.chat_template.{name}")
+    wrong = [name for name in templates if not name.replace("_", "").replace("-", "").isalnum()]
+    if wrong:
+        head.refuse(f"chat template {wrong[0]!r:.40} has a name that no file can have", "copy the file again")
+    return {name: text for name, text in templates.items() if text is not None}

@@ -28,10 +28,9 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.errors import DataError
 from distill.files import reference_digest, split_parts
 from distill.gguf.head import END_NAMES, FILL_NAMES, NO_END, SHOWN_NAMES, open_head
-from distill.gguf.imported import read_tokenizer
 from distill.gguf.importing import file_type, folder_of, read_import, write_import
 from distill.gguf.library import GgufFile
-from distill.gguf.tokenizer import GgufTokenizer
+from distill.gguf.tokenizer import GgufTokenizer, imported_tokenizer
 from distill.gguf.writer import export_gguf
 
 assert cache  # each test has a cache of its own
@@ -97,7 +96,7 @@ def test_types_ends_and_ids_are_those_of_llama_cpp(kind: str, token_type: int, t
     each = {*END_NAMES, *SHOWN_NAMES, *NO_END, "<|im_start|>", "<other>", *itertools.chain(*FILL_NAMES.values())}
     for names in [*((name,) for name in sorted(each)), *COMBINED] if token_type in (1, 4) else COMBINED:
         own = write_tokenizer(tmp_path / "v.gguf", vocabulary(kind, names, token_type))
-        found = read_tokenizer(open_head(tmp_path / "v.gguf"))
+        found = imported_tokenizer(open_head(tmp_path / "v.gguf"))
         with contextlib.closing(GgufFile(tmp_path / "v.gguf", vocabulary_only=True)) as file:
             llama = file.library
             ends = [one for one in range(file.head_rows) if llama.llama_vocab_is_eog(file.vocabulary, one)]
@@ -118,7 +117,7 @@ def test_a_key_that_names_a_token_comes_before_its_name(tmp_path: Path) -> None:
     exported = vocabulary("gpt2", names, 1)
     keys = {"fim_pre": 28, "fim_pad": 30, "eot": 31}
     own = write_tokenizer(tmp_path / "v.gguf", GgufTokenizer(**{**vars(exported), "ids": {**exported.ids, **keys}}))
-    assert read_tokenizer(open_head(tmp_path / "v.gguf")).ends == [0, 30, 31]
+    assert imported_tokenizer(open_head(tmp_path / "v.gguf")).ends == [0, 30, 31]
     check_ids(own, tmp_path / "v.gguf", ["a<PRE>b<|fim_prefix|>", "<PAD>zz<turn>"])
 
 
@@ -131,7 +130,7 @@ def test_phi_3_takes_spaces_behind_its_markers_away(tmp_path: Path) -> None:
         tmp_path / "v.gguf", tmp_path / "n.gguf", {"general.name": "Phi-3 mini", "llama.context_length": 9}
     )
     texts = ["<|user|>  a b<|end|> \n c", "<s> a</s> a<|endoftext|> b"]
-    found = read_tokenizer(open_head(named))
+    found = imported_tokenizer(open_head(named))
     check_ids(own, tmp_path / "v.gguf", texts)
     check_ids(type(own).from_str(json.dumps(found.content)), named, texts)
 

@@ -26,7 +26,6 @@ from distill.engines.torch import hugging_face
 from distill.errors import DataError
 from distill.export import as_llama_reads, check_texts
 from distill.gguf.head import open_head
-from distill.gguf.imported import read_tokenizer as read_imported
 from distill.gguf.importing import read_import
 from distill.gguf.library import GgufFile
 from distill.gguf.tokenizer import (
@@ -34,6 +33,7 @@ from distill.gguf.tokenizer import (
     PROBE,
     GgufTokenizer,
     add_tokenizer,
+    imported_tokenizer,
     read_pieces,
     read_tokenizer,
     write_vocabulary,
@@ -45,7 +45,7 @@ assert exported and small_tokenizer  # fixtures
 
 
 def read_back(path: Path) -> Tokenizer:
-    found = read_imported(open_head(path))
+    found = imported_tokenizer(open_head(path))
     return Tokenizer.from_str(json.dumps(found.content))
 
 
