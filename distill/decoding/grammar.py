@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.engines.llama_cpp.model import GgufModel, GrammarPlace, open_grammar, token_bytes_and_ends
+from distill.engines.llama_cpp.model import GgufModel, token_bytes_and_ends
 from distill.errors import DataError
 from distill.files import kind_of, parse_json
 from distill.machine import install_extra
@@ -233,34 +233,6 @@ STUCK = "allow texts that this vocabulary can write, or simplify the grammar"
 Bits = NDArray[np.uint8]  # [⌈V / 8⌉], a bit for each token, the lowest first
 
 
-class _Guided:
-    """A position in a grammar of llguidance; it never changes."""
-
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
-
-    def allowed(self) -> Bits:
-        """The tokens that may follow; the bits of end tokens are ignored."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():
-            raise _stuck(self._matcher)
-        return bits
-
-    def accepting(self) -> bool:
-        """Whether the text may end here."""
-        return bool(self._matcher.is_accepting())
-
-    def after(self, token: int) -> _Guided:
-        """The position after one more allowed token."""
-        matcher = self._matcher.deep_copy()
-        if not matcher.consume_token(token):
-            raise _stuck(matcher)
-        return _Guided(matcher)
-
-
-Position = _Guided | GrammarPlace
-
-
 def _stuck(matcher: Any) -> DataError:
     reason = str(matcher.get_error()).split("\n")[0]
     return DataError(f"the grammar cannot go on: {reason}", STUCK)
@@ -270,20 +242,22 @@ class State:
     """The tokens that may follow a text. `forced` is the only one allowed, None where there are several.
 
     A text is `over` when it has ended or the grammar rules it out: only the end token may follow. Ids from `rows` on
-    are never allowed; DataError where no other one is.
+    are never allowed; DataError where no other one is. `matcher` is llguidance's, which is copied before it goes on.
     """
 
-    __slots__ = ("_bits", "accepting", "after", "forced", "position")
+    __slots__ = ("_bits", "accepting", "after", "forced", "matcher")
 
-    def __init__(self, position: Position | None, ends: Sequence[int], size: int, rows: int) -> None:
-        self.position = position
+    def __init__(self, matcher: Any | None, ends: Sequence[int], size: int, rows: int) -> None:
+        self.matcher = matcher
         self.after: dict[int, State] = {}
-        self.accepting = position is not None and position.accepting()
-        if position is None:
+        self.accepting = matcher is not None and bool(matcher.is_accepting())
+        if matcher is None:
             allowed = np.zeros(size, dtype=bool)
             allowed[next((end for end in ends if end < rows), ends[0])] = True
         else:
-            allowed = _unpacked(position.allowed(), size)
+            allowed = _unpacked(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), size)
+            if matcher.is_error():
+                raise _stuck(matcher)
             allowed[list(ends)] = self.accepting
         missing = int(allowed[rows:].sum())
         allowed[rows:] = False
@@ -298,7 +272,7 @@ class State:
     @property
     def over(self) -> bool:
         """Whether the text has ended or is ruled out."""
-        return self.position is None
+        return self.matcher is None
 
     def allows(self, token: int) -> bool:
         """Whether this token may follow."""
@@ -323,9 +297,9 @@ class Constraint:
     the grammar allows nothing at all.
     """
 
-    def __init__(self, position: Position, tokens: Tokens, warnings: Sequence[str] = ()) -> None:
+    def __init__(self, matcher: Any, tokens: Tokens, warnings: Sequence[str]) -> None:
         self.warnings = warnings
-        self.ends, self._size, self._position = tokens.ends, len(tokens.bytes_of), position
+        self.ends, self._size, self._matcher = tokens.ends, len(tokens.bytes_of), matcher
         self.begin(0)
 
     def begin(self, start: int, rows: int | None = None) -> None:
@@ -335,15 +309,18 @@ class Constraint:
         """
         self.start, self._rows = start, self._size if rows is None else rows
         self._over = State(None, self.ends, self._size, self._rows)
-        self.root = State(self._position, self.ends, self._size, self._rows)
+        self.root = State(self._matcher, self.ends, self._size, self._rows)
 
     def next(self, state: State, token: int) -> State:
         """The state after one more token, made once."""
-        if state.position is None or token in self.ends or not state.allows(token):
+        if state.matcher is None or token in self.ends or not state.allows(token):
             return self._over
         following = state.after.get(token)
         if following is None:
-            following = state.after[token] = State(state.position.after(token), self.ends, self._size, self._rows)
+            matcher = state.matcher.deep_copy()
+            if not matcher.consume_token(token):
+                raise _stuck(matcher)
+            following = state.after[token] = State(matcher, self.ends, self._size, self._rows)
         return following
 
     def state(self, context: Sequence[int]) -> State:
@@ -402,15 +379,7 @@ def constraint(kind: str, text: str, tokens: Tokens) -> Constraint:
     problem = messages[0] if guided is None else guided.get_error()
     if problem:
         raise DataError(f"the {kind} grammar cannot be used: {_first(problem)}", HINTS.get(kind, "correct it"))
-    return Constraint(_Guided(guided), tokens, messages)
-
-
-def llama_constraint(text: str, model: GgufModel) -> Constraint:
-    """A constraint from a GBNF grammar, by llama.cpp itself; it forces a token only where no other one fits.
-
-    DataError for a grammar that llama.cpp refuses. The model must stay open.
-    """
-    return Constraint(open_grammar(model, text), Tokens.of_gguf(model))
+    return Constraint(guided, tokens, messages)
 
 
 def _json_grammar(matcher: Any, text: str) -> str:

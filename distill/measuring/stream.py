@@ -14,7 +14,7 @@ from distill.decoding.calibration import Calibration
 from distill.decoding.configured import NO_COSTS, Fitted, make_drafter, require_trees
 from distill.decoding.decode import Decoded, decode, plain_steps
 from distill.decoding.drafters import Drafter
-from distill.decoding.grammar import Constraint, Tokens, constraint, llama_constraint
+from distill.decoding.grammar import Constraint, Tokens, constraint
 from distill.decoding.other_vocabulary import DraftReader, read_with
 from distill.decoding.round_costs import pair_costs
 from distill.decoding.rules import BytesOf, Constrained, Forced, Rules, characters, require_lossless, stop_before
@@ -171,10 +171,8 @@ def _continue(
 
 
 def _constraint(pair: LoadedPair, kind: str, grammar: str) -> Constraint:
-    """A grammar over the pair's vocabulary; GBNF for a GGUF target is read by llama.cpp itself."""
+    """A grammar over the pair's vocabulary."""
     if isinstance(pair.target, GgufModel):
-        if kind == "gbnf":
-            return llama_constraint(grammar, pair.target)
         return constraint(kind, grammar, Tokens.of_gguf(pair.target))
     return constraint(kind, grammar, Tokens.of(pair.vocabulary, pair.ends))
 

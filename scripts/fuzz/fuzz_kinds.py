@@ -799,24 +799,6 @@ def read_grammar(world: World, found: tuple[str, str]) -> Readers:
     return [steps]
 
 
-def llama_grammars(world: World) -> Strategy:
-    return grammars(world).map(lambda found: found[1])
-
-
-def read_llama_grammar(world: World, found: str) -> Readers:
-    from distill.decoding.grammar import llama_constraint
-    from distill.engines.llama_cpp.model import GgufModel
-
-    def steps() -> None:
-        with GgufModel(world.finished / "gguf" / "draft-f16.gguf", context=32, batch=16, threads=1) as model:
-            rules = llama_constraint(found, model)
-            state = rules.root
-            for _ in range(3):
-                state = rules.next(state, int(state.mask(model.vocabulary_size).argmax()))
-
-    return [steps]
-
-
 # ── logs of benchmarks, texts ──
 
 
@@ -1032,7 +1014,6 @@ KINDS = [
     Kind("teacher shards", 1, shards, read_shards, batch=100),
     Kind("checkpoints", 1, checkpoint_files, read_checkpoints, batch=100),
     Kind("grammars", 5, grammars, read_grammar),
-    Kind("grammars in llama.cpp", 0.3, llama_grammars, read_llama_grammar, isolated=True, batch=50),
     Kind("logs of llama-batched-bench", 10, bench_logs, read_bench_log),
     Kind("folders of texts", 5, text_folders, read_text_folder),
     Kind("command lines", 1.5, command_lines, run_command, batch=100),

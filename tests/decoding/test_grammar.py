@@ -1,4 +1,4 @@
-"""Constrained decoding: masks, states that follow the cache, forced tokens, the distribution, both backends."""
+"""Constrained decoding: masks, states that follow the cache, forced tokens, the distribution, both engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from toys import random_prompts
 from distill.decoding.batch import plain_batch
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
-from distill.decoding.grammar import Constraint, State, Tokens, constraint, lark, llama_constraint
+from distill.decoding.grammar import Constraint, State, Tokens, constraint, lark
 from distill.decoding.lengths import ROOT, AcceptedRatio, Fixed
 from distill.decoding.rules import Constrained, Forced, Rules
 from distill.decoding.trees import Shape, TreeDrafter
@@ -486,8 +486,7 @@ HEAD = r"def ([a-z_]{1,5}|é)\((self(, ([a-z_]{1,5}|é)){0,}){0,1}\):\n"
 
 
 @needs_llama
-@pytest.mark.parametrize("engine", ["llguidance", "llama.cpp"])
-def test_gguf_text(gguf_toys: tuple[Path, Path], engine: str) -> None:
+def test_gguf_text(gguf_toys: tuple[Path, Path]) -> None:
     with (
         GgufModel(gguf_toys[0], context=128, threads=1, pad_single=True, max_leaves=12) as target,
         GgufModel(gguf_toys[1], context=128, threads=1, max_leaves=12) as draft,
@@ -495,34 +494,12 @@ def test_gguf_text(gguf_toys: tuple[Path, Path], engine: str) -> None:
         tokens = Tokens.of_gguf(target)
         folder = Vocabulary.read(gguf_toys[0].parent / "target")
         assert tokens.bytes_of == Tokens.of(folder, tokens.ends).bytes_of
-        grammar = constraint("gbnf", GBNF, tokens) if engine == "llguidance" else llama_constraint(GBNF, target)
+        grammar = constraint("gbnf", GBNF, tokens)
 
         def valid(found: list[int]) -> bool:
             return bool(re.fullmatch(HEAD, target.detokenize(found).decode()))
 
         check_ways(target, draft, grammar, valid, 1)
-
-
-@needs_llama
-def test_both_engines_agree_on_gbnf(gguf_toys: tuple[Path, Path]) -> None:
-    """What llguidance allows llama.cpp does, and where nothing is certain they allow the same."""
-    with GgufModel(gguf_toys[0], context=32, threads=1) as target:
-        ours = constraint("gbnf", GBNF, Tokens.of_gguf(target))
-        theirs = llama_constraint(GBNF, target)
-        draws, same, steps = random.Random(0), 0, 0
-        for _ in range(30):
-            a, b = ours.root, theirs.root
-            while not a.over and steps < 3000:
-                left, right = (allowed_by(state, target.vocabulary_size) for state in (a, b))
-                assert left == right or (len(left) == 1 and left < right)
-                assert a.accepting == b.accepting
-                same, steps = same + (left == right), steps + 1
-                token = draws.choice(sorted(left))
-                a, b = ours.next(a, token), theirs.next(b, token)
-            assert b.over
-        assert same > steps / 3
-        with pytest.raises(DataError, match=r"llama\.cpp refuses"):
-            llama_constraint("root ::= other", target)
 
 
 # The command.
