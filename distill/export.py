@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.data.texts import first_difference, read_documents_of
+from distill.data.samples import first_difference
 from distill.divergences import forward_kl
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer, local_folder
 from distill.engines.torch.model import model_name
 from distill.errors import DataError, DistillError
-from distill.files import read_result, read_utf8, write_result
+from distill.files import read_json, read_result, read_utf8, write_result
 from distill.folders import Floats
 from distill.gguf.fields import Origin, Shape, read_shape
 from distill.gguf.head import open_head
@@ -304,7 +304,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
         run.say("  no file is written: export.outtypes is empty")
         write_result(folder / "export.json", ExportReport(run.command, files))
         return [folder]
-    texts = read_documents_of(run, "test")
+    texts = read_json(run.path("corpus", "documents-test.json"), [str])
     sources = {"draft": run.path("draft")}
     own = own_file(recipe)
     if recipe.target.load:

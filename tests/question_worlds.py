@@ -13,7 +13,7 @@ import tiny
 import torch
 from tiny import Patch
 
-from distill.data.texts import Reply, Request
+from distill.data.samples import Reply, Request
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.recipe import Recipe, load_recipe
 from distill.run import Run

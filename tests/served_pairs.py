@@ -15,7 +15,7 @@ import tiny
 import torch
 import toys
 
-from distill.data.texts import Prompt
+from distill.data.samples import Sample
 
 TARGET = tiny.ROOT / "data" / "demo-target"
 CHATML = (
@@ -73,7 +73,7 @@ def deaf_to(model: Any, text: str) -> Any:
     return changed
 
 
-def prompts(target: Path, size: int, shortest: int = 0, render: Callable[[str], str] = str) -> list[Prompt]:
+def prompts(target: Path, size: int, shortest: int = 0, render: Callable[[str], str] = str) -> list[Sample]:
     """Eight pieces of code of the test split, `size` characters each of files longer than `shortest`, as `render` puts
     them."""
     from distill.gguf.library import GgufFile
@@ -82,7 +82,7 @@ def prompts(target: Path, size: int, shortest: int = 0, render: Callable[[str], 
     pieces = [text[start : start + size] for text in texts for start in (400, 1600) if len(text) > shortest][:8]
     with contextlib.closing(GgufFile(target, vocabulary_only=True)) as file:
         ids = [file.tokenize(render(piece), parse_special=True) for piece in pieces]
-    return [Prompt(str(place), one) for place, one in enumerate(ids)]
+    return [Sample(str(place), one) for place, one in enumerate(ids)]
 
 
 def build(folder: Path) -> dict[str, Path]:

@@ -17,8 +17,7 @@ import pytest
 import tiny
 from loopback import LoopbackHandler, running
 
-from distill.data.texts import Reply, Request
-from distill.files import write_text
+from distill.data.samples import Reply, Request, Sample, read_samples, write_samples
 from distill.recipe import Recipe, load_recipe
 from distill.run import Run
 
@@ -32,19 +31,19 @@ def begin(world: Path, folder: Path, prompts: int, *overrides: str) -> tuple[Rec
     recipe = load_recipe(world / "recipe.yaml", overrides)
     run = Run(folder, recipe)
     tokenizer = load_tokenizer(recipe.target.model)
-    lines = []
+    samples = []
     for number in range(prompts):
         start = 12 + 7 * (number // 20)  # after the first line, which is nearly the same in all
         ids = encode(tokenizer, tiny.document(number % 20))[start:][: 3 + number * 5 % 6]
-        lines.append(json.dumps({"id": f"p{number}", "ids": ids, "source": "code"}))
-    write_text(run.path("corpus", "prompts-train.jsonl"), "\n".join(lines) + "\n")
+        samples.append(Sample(f"p{number}", ids, source="code"))
+    write_samples(run.path("corpus", "prompts-train.arrow"), samples)
     return recipe, run
 
 
 def answer_lines(run: Run) -> list[dict[str, Any]]:
-    """The lines of all files of answers, in the order of the files."""
-    paths = sorted(run.path("answers").glob("train-*.jsonl"))
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    """The rows of all files of answers, in the order of the files."""
+    paths = sorted(run.path("answers").glob("train-*.arrow"))
+    return [vars(one) for path in paths for one in read_samples(path, "answers")]
 
 
 class Interrupted(Exception):

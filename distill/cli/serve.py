@@ -30,7 +30,7 @@ from distill.serving.results import ServeReport
 if TYPE_CHECKING:
     from distill.data.chat_template import ChatTemplate
     from distill.data.recorder import Recording
-    from distill.data.texts import Prompt
+    from distill.data.samples import Sample
     from distill.serving.load import Load
 
 # ── The pair, the prompts and the load that `distill serve-check` takes ──
@@ -108,7 +108,7 @@ def room_of(files: PairFiles, behind: int) -> int:
     return room
 
 
-Prompts = tuple["list[Prompt]", "list[Prompt]", dict[str, int]]  # measured, for choosing settings; left out, by reason
+Prompts = tuple["list[Sample]", "list[Sample]", dict[str, int]]  # measured, for choosing settings; left out, by reason
 
 
 def prompts_of_files(files: PairFiles, paths: list[Path], count: int, size: int, spare: int, room: int) -> Prompts:
@@ -123,13 +123,13 @@ def prompts_of_files(files: PairFiles, paths: list[Path], count: int, size: int,
 
 def prompts_of_run(files: PairFiles, count: int, spare: int, room: int) -> Prompts:
     """Up to `count` of the run's test prompts, and `spare` of its validation prompts."""
-    from distill.data.texts import read_prompts
+    from distill.data.samples import read_prompts
 
     assert files.run is not None
     fitting, left_out = {}, {}
     for split in ("test", "validation"):
         own = read_prompts(files.run, split)
-        fitting[split] = [prompt for prompt in own if 1 < len(prompt.ids) <= room]
+        fitting[split] = [prompt for prompt in own if 1 < len(prompt.prompt) <= room]
         if missing := len(own) - len(fitting[split]):
             left_out[f"{split} prompts of more than {room} tokens, which the context has no room for"] = missing
     measured, choosing = fitting["test"][:count], fitting["validation"][:spare]
@@ -258,7 +258,7 @@ def serve_check(
             sampler=sampler,
             concurrency=tuple(counts),
             arrivals=arriving,
-            choosing=[prompt.ids for prompt in choosing],
+            choosing=[one.prompt for one in choosing],
             made=files.made,
             predicted=predicted_acceptance(files.run, n_max if url is not None else length),
             template=template_of(files.target, stack),
@@ -273,7 +273,7 @@ def serve_check(
             report = check_addresses(settings, places, kept.append)
         else:
             assert server is not None and files.target is not None
-            longest = max(len(prompt.ids) for prompt in (*measured, *choosing))
+            longest = max(len(prompt.prompt) for prompt in (*measured, *choosing))
             started = LlamaServer(
                 binary=require_binary(server),
                 target=files.target,

@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Any
 
 from distill.data.records import CLOSING, OPENING, THINKING, THOUGHT, normal
-from distill.data.texts import decoded
+from distill.data.samples import decoded
 from distill.engines.torch.hugging_face import encode, encode_text
 from distill.errors import DataError, RecipeError
 from distill.recipe import Chat
@@ -300,7 +300,7 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def messages_after(chat: Mapping[str, Any], answers: Sequence[str]) -> list[dict[str, Any]]:
-    """The messages up to the question that follows so many answers; `chat` is a Prompt's: messages up to the first
+    """The messages up to the question that follows so many answers; `chat` is a Sample's: messages up to the first
     question, further `turns` of the user, and `thinking`."""
     messages = list(chat["messages"])
     for answer, turn in zip(answers, chat.get("turns") or [], strict=False):

@@ -12,11 +12,11 @@ from typing import Any
 from distill.data.chat_template import ChatTemplate
 from distill.data.packing import Packed, concatenate, pack
 from distill.data.prompts import ChatPrompts, cut_prompts
-from distill.data.sources import SPLITS, UNREAD, Document, Split, read_documents, require_splits, with_questions
-from distill.data.texts import CorpusTexts, Prompt, SplitTexts, count_texts, write_lines
+from distill.data.samples import SPLITS, CorpusTexts, Sample, Split, SplitTexts, count_texts, write_samples
+from distill.data.sources import UNREAD, Document, read_documents, require_splits, with_questions
 from distill.engines.torch.hugging_face import encode_text, end_ids, load_tokenizer
 from distill.errors import DataError
-from distill.files import write_atomically, write_result
+from distill.files import write_atomically, write_json, write_result
 from distill.progress import Caution
 from distill.recipe import Corpus, Recipe
 from distill.run import Run
@@ -29,7 +29,7 @@ FEW_DOCUMENTS = 8  # an interval over fewer is too narrow
 
 
 def corpus(recipe: Recipe, run: Run) -> list[Path]:
-    """Write text-SPLIT.safetensors (packed blocks), prompts-SPLIT.jsonl and summary.json to corpus/."""
+    """Write text-SPLIT.safetensors (packed blocks), prompts-SPLIT.arrow, documents-test.json and summary.json."""
     folder = run.path("corpus")
     tokenizer = load_tokenizer(recipe.target.model)
     ends = end_ids(recipe.target.model, tokenizer)
@@ -63,17 +63,14 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         length = recipe.answers.prompt_tokens
         prompts = cut_prompts(own, to_ids, counts[split], length, stride, recipe.seed, chat, weights)
         _require_prompts(recipe, split, prompts, counts[split])
-        write_lines(folder / f"prompts-{split}.jsonl", (prompt.line() for prompt in prompts))
+        write_samples(folder / f"prompts-{split}.arrow", prompts)
         total = sum(tokens.total() for tokens in given.values())
-        asked = count_texts((prompt.label, prompt.mode, len(prompt.ids)) for prompt in prompts)
+        asked = count_texts((one.label, one.mode, len(one.prompt)) for one in prompts)
         kept = {name: dict(tokens) for name, tokens in given.items()}
         summary[split] = SplitTexts(len(own), total, len(packed), len(prompts), kept, asked)
         short = f" of {counts[split]} asked for" if len(prompts) < counts[split] else ""
         run.say(f"  {split}: {len(own)} documents, {total} tokens kept, {len(prompts)} prompts{short}")
-    write_lines(
-        folder / "documents-test.jsonl",
-        ({"name": one.name, "text": one.plain_text} for one in documents if one.split == "test"),
-    )
+    write_json(folder / "documents-test.json", [one.plain_text for one in documents if one.split == "test"])
     if chat is not None:
         dropped += chat.dropped
     if dropped:
@@ -101,7 +98,7 @@ def weights_of(corpus: Corpus) -> dict[str, float] | None:
     return weights
 
 
-def _require_prompts(recipe: Recipe, split: Split, prompts: list[Prompt], count: int) -> None:
+def _require_prompts(recipe: Recipe, split: Split, prompts: list[Sample], count: int) -> None:
     """Raise for too few prompts of a split, before the expensive stages."""
     if len(prompts) < min(count, 2):
         raise DataError(
@@ -224,7 +221,7 @@ def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
         if prompt is None:
             continue
         decode = chat.template.tokenizer.decode
-        lines = [f"a prompt, as the target's template writes it ({len(prompt.ids)} tokens):", decode(prompt.ids)]
+        lines = [f"a prompt, as the target's template writes it ({len(prompt.prompt)} tokens):", decode(prompt.prompt)]
         given = next(chat.given(document), None)
         if given is not None:
             lines += [

@@ -15,8 +15,8 @@ from typing import Any
 from distill.data.chat_template import ChatTemplate
 from distill.data.record_files import holds_records
 from distill.data.records import CLOSING, LISTS, PROMPTS, THINKING
+from distill.data.samples import Sample
 from distill.data.sources import Document, read_documents
-from distill.data.texts import Prompt
 from distill.engines.torch.hugging_face import encode_text, load_tokenizer
 from distill.errors import DataError
 from distill.files import require_path
@@ -50,7 +50,7 @@ class ChatPrompts:
         self.dropped: Counter[str] = Counter()
         self._told: set[tuple[str, str]] = set()  # names of documents, and the arguments that were counted
 
-    def prompt(self, document: Document) -> Prompt | None:
+    def prompt(self, document: Document) -> Sample | None:
         """The prompt of a conversation's first question, with the user's further turns; None for one left out."""
         try:
             template = self._template_of(document)
@@ -62,7 +62,8 @@ class ChatPrompts:
         if len(ids) > self.longest:
             self.dropped["prompts too long for corpus.block"] += 1
             return None
-        return Prompt(document.name, ids, document.source, chat, document.label)
+        mode: Any = {None: "", True: "thinking", False: "no thinking"}[chat["thinking"]]
+        return Sample(document.name, ids, [], document.split, document.source, document.label, mode, chat=chat)
 
     def given(self, document: Document) -> Iterator[tuple[list[int], list[int]]]:
         """Prompt and answer of each of a conversation's answers, as token ids; of held-out text the last one alone,
@@ -150,7 +151,7 @@ def cut_prompts(
     seed: int,
     chat: ChatPrompts | None = None,
     weights: Mapping[str, float] | None = None,
-) -> list[Prompt]:
+) -> list[Sample]:
     """At most `count` prompts: of exactly `tokens` ids each from texts, of any length from conversations.
 
     All beginnings come before all second parts, and so on, each round in an order drawn from the seed, so that few
@@ -172,7 +173,7 @@ def cut_prompts(
     candidates.sort(key=lambda candidate: candidate[:2])
     if weights is not None:
         candidates = _mixed(candidates, weights)
-    prompts: list[Prompt] = []
+    prompts: list[Sample] = []
     for _, _, document, offset in candidates:
         if len(prompts) == count:
             break
@@ -182,7 +183,8 @@ def cut_prompts(
             continue
         ids = encode(document.text[offset : offset + tokens * CHARACTERS_PER_TOKEN])[:tokens]
         if len(ids) == tokens:
-            prompts.append(Prompt(f"{document.name}@{offset}", ids, document.source, label=document.label))
+            name = f"{document.name}@{offset}"
+            prompts.append(Sample(name, ids, [], document.split, document.source, document.label))
     return prompts
 
 
@@ -219,8 +221,8 @@ class UserPrompts:
     """Prompts that are measured, others of the same files for what has to be fitted, what was left out and why, and the
     plain texts of the files."""
 
-    measured: list[Prompt]
-    others: list[Prompt]
+    measured: list[Sample]
+    others: list[Sample]
     dropped: dict[str, int]
     texts: list[str]
 

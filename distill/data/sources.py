@@ -10,16 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from distill.data.record_files import Record, holds_records, read_json_records, read_records
 from distill.data.records import Messages, count_fields, form_of, questions, read_conversation, unread_fields
+from distill.data.samples import SPLITS, Split
 from distill.errors import DataError
 from distill.files import names_of, read_utf8
 from distill.recipe import Corpus, Source
 
-Split = Literal["train", "validation", "test"]
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 PIECE = 16_384  # characters, some 4,000 tokens: several blocks, and hundreds of pieces in a book or a log
 
 

@@ -10,15 +10,15 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from distill.data.records import THINKING, THOUGHT, normal
+from distill.data.samples import SPLITS, Sample, fault_of, write_samples
 from distill.data.sources import split_of
-from distill.data.texts import Answer, Prompt, is_looping, write_lines
 from distill.errors import DataError
 from distill.files import has_form, names_of, parse_object, read_json, write_json
 from distill.recipe import Chat, Recipe
@@ -217,16 +217,12 @@ def encode_line(
     return ids, answer
 
 
-HeldOut = dict[str, tuple[Prompt, Answer]]  # by the prompt's name, with the first answer to it
-
-
 @dataclass
 class Sorted:
-    """The lines of a file, sorted: answers to learn from, held-out prompts, faults, counts of cut lines, and of the
-    arguments of requests that the target's template lacks."""
+    """The lines of a file, sorted: samples by split, of held-out ones the first of each prompt; faults, counts of cut
+    lines, and of the arguments of requests that the target's template lacks."""
 
-    train: list[Answer] = field(default_factory=list)
-    held_out: dict[str, HeldOut] = field(default_factory=lambda: {"validation": {}, "test": {}})  # by split
+    samples: dict[str, dict[str, Sample]] = field(default_factory=lambda: {split: {} for split in SPLITS})  # by name
     bad: list[str] = field(default_factory=list)
     too_long: int = 0
     cut: int = 0
@@ -269,17 +265,16 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
             continue
         fits, answer = len(answer) <= room, answer[:room]
         ended = line.ended and fits
-        if split == "train":
-            found.cut += not fits
-            found.train.append(Answer(f"{line.name}@{line.number}", prompt, answer, is_looping(answer), SOURCE, ended))
-        else:  # a prompt that is served often is measured once
-            first = Answer(line.name, prompt, answer, is_looping(answer), SOURCE, ended)
-            found.held_out[split].setdefault(line.name, (Prompt(line.name, prompt, SOURCE), first))
+        found.cut += split == "train" and not fits
+        # A held-out prompt that is served often is measured once.
+        name = f"{line.name}@{line.number}" if split == "train" else line.name
+        sample = Sample(name, prompt, answer, split, SOURCE, ended=ended, dropped=fault_of(answer))
+        found.samples[split].setdefault(name, sample)
     return found
 
 
 def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
-    """Write answers/train-traffic-NNNNN.jsonl, prompts-validation.jsonl, prompts-test.jsonl and traffic.json.
+    """Write answers/train-traffic-NNNNN.arrow, prompts-validation.arrow, prompts-test.arrow and traffic.json.
 
     Does nothing where they exist. Raises DataError when the file no longer begins with the pinned part, or when no line
     of it can be learnt from; the pin is then deleted, so that the next command reads the file as it is then.
@@ -298,23 +293,21 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
             f"{_unpin(run)} reads it as it is then",
         )
     found = sort_lines(recipe, read_lines(pin), tokenizer)
-    if not found.train:  # only then is the pin deleted
+    train = [*found.samples["train"].values()]
+    if not train:  # only then is the pin deleted
         raise no_answers(found, pin, _unpin(run))
-    files: dict[str, Sequence[Answer | Prompt]] = {
-        f"prompts-{split}.jsonl": [prompt for prompt, _ in own.values()] for split, own in found.held_out.items()
+    files: dict[str, Iterable[Sample]] = {
+        f"train-traffic-{number:05d}.arrow": train[start : start + LINES_PER_FILE]
+        for number, start in enumerate(range(0, len(train), LINES_PER_FILE))
     }
-    for number, start in enumerate(range(0, len(found.train), LINES_PER_FILE)):
-        files[f"train-traffic-{number:05d}.jsonl"] = found.train[start : start + LINES_PER_FILE]
-    if not recipe.target.load:  # what the target has answered need not be asked again
-        for split, own in found.held_out.items():
-            files[f"traffic-{split}-00000.jsonl"] = [answer for _, answer in own.values()]
-    for name, rows in files.items():
-        write_lines(folder / name, map(asdict, rows))
-    counts = {"train": len(found.train), **{split: len(own) for split, own in found.held_out.items()}}
+    files |= {f"prompts-{split}.arrow": found.samples[split].values() for split in ("validation", "test")}
+    for name, samples in files.items():
+        write_samples(folder / name, samples)
+    counts = {split: len(own) for split, own in found.samples.items()}
     counts |= {"bad": len(found.bad), "too_long": found.too_long, "cut": found.cut}
     write_json(path, {**pin, **counts, "files": list(files)})
     run.say(
-        f"  traffic, lines {pin['start_line'] + 1} to {pin['lines']}: {len(found.train)} answers to learn from, "
+        f"  traffic, lines {pin['start_line'] + 1} to {pin['lines']}: {len(train)} answers to learn from, "
         f"{counts['validation']} validation and {counts['test']} test prompts"
     )
     if found.too_long or found.cut:
@@ -336,14 +329,14 @@ def no_answers(found: Sorted, pin: dict[str, Any], again: str) -> DataError:
     return DataError(
         f"{pin['path']} has no answer in lines {pin['start_line'] + 1} to {pin['lines']}: {len(found.bad)} bad "
         f"lines{found.first_fault}; {found.too_long} too long for corpus.block; "
-        f"{sum(map(len, found.held_out.values()))} prompts of other splits{unfinished}",
+        f"{sum(map(len, found.samples.values()))} prompts of other splits{unfinished}",
         f"correct the file; then {again} reads it again",
     )
 
 
 def _unpin(run: Run) -> str:
     """Delete the pin, unless generated answers would be lost with it; the command that reads the file again."""
-    if any(run.path("answers").glob("train-[0-9]*.jsonl")):
+    if any(run.path("answers").glob("train-[0-9]*.arrow")):
         return "`distill train RECIPE --redo answers`"
     run.path("stages", "answers.begun.json").unlink()
     return "the same command"
@@ -358,11 +351,12 @@ def check_traffic(recipe: Recipe) -> list[str]:
         return []
     pin = pin_of(Path(settings.path))
     found = sort_lines(recipe, islice(read_lines(pin), MOST_LINES), load_tokenizer(recipe.target.model))
-    if not found.train and pin["lines"] <= MOST_LINES:
+    train = found.samples["train"]
+    if not train and pin["lines"] <= MOST_LINES:
         raise no_answers(found, pin, "the same command")
     return [
         f"traffic {settings.path}: {pin['lines']} lines; of the first {min(MOST_LINES, pin['lines'])}, "
-        f"{len(found.train)} answers to learn from, {len(found.bad)} bad lines{found.first_fault}, "
+        f"{len(train)} answers to learn from, {len(found.bad)} bad lines{found.first_fault}, "
         f"{found.too_long} too long",
         *(f"warning: {sentence}" for sentence in found.sentences),
     ]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.texts import Reply, Request
+from distill.data.samples import Reply, Request
 from distill.decoding.decode import Decoded, Round, add_tokens
 from distill.decoding.drafters import NONE, ChainDraft, ModelDrafter, distribution_sampler, largest_logit_decides
 from distill.decoding.lengths import Fixed, LengthRule, NGramIndex, Proposal

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 
 from distill.data.packing import Packed, pack
-from distill.data.texts import Prompt, prompt_seed
+from distill.data.samples import Sample, prompt_seed
 from distill.decoding.batch import continue_prompts
 from distill.decoding.calibration import Recorded, expected_calibration_error
 from distill.decoding.costs import measure_steps, predicted_speedups
@@ -103,7 +103,7 @@ class TargetWithDrafts:
     Targets of one `writer` read the texts that the first of them wrote."""
 
     pairs: Mapping[str, LoadedPair]
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Sample]
     block: int
     classes: Sequence[str] = ()
     given: Packed | None = None
@@ -126,7 +126,7 @@ def evaluate_pairs(
     names: list[str] = []
     measure = "acceptance_sampling" if options.sampler.temperature else "acceptance_greedy"
     for one in targets:
-        first, ids = next(iter(one.pairs.values())), [prompt.ids for prompt in one.prompts]
+        first, ids = next(iter(one.pairs.values())), [sample.prompt for sample in one.prompts]
         size = min(model.vocabulary_size for pair in one.pairs.values() for model in (pair.target, pair.draft))
         if names and names != [prompt.id for prompt in one.prompts]:
             what = f"{', '.join(one.pairs)}: there is room for other prompts than with the models before"
@@ -202,7 +202,7 @@ def _step_costs(pairs: Mapping[str, LoadedPair], accepted: Mapping[str, float], 
 
 def _continued(pair: LoadedPair, opened: TargetWithDrafts, options: EvaluationOptions, size: int) -> list[list[int]]:
     """The target's own continuations, each drawn with its own seed."""
-    ids = [prompt.ids for prompt in opened.prompts]
+    ids = [one.prompt for one in opened.prompts]
     seeds = [prompt_seed(options.seed, prompt.id) for prompt in opened.prompts]
     limit = min(options.settings.new_tokens, opened.block - max(map(len, ids)))  # served prompts may be long
     texts: list[list[int]] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distill.data.packing import Packed
-from distill.data.texts import read_prompts
+from distill.data.samples import read_prompts
 from distill.decoding.calibration import (
     FITTED,
     TABLE_TERMS,
@@ -98,7 +98,7 @@ def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
 
     The pieces have `tokens` tokens, first ones of all documents, then later ones.
     """
-    asked = [prompt.ids for prompt in read_prompts(run, "validation") if prompt.chat is not None]
+    asked = [one.prompt for one in read_prompts(run, "validation") if one.chat is not None]
     blocks = Packed.load(run.path("corpus", "text-validation.safetensors"))
     pieces: list[tuple[int, list[int]]] = []
     for ids, documents in zip(blocks.ids, blocks.documents, strict=True):

@@ -19,7 +19,7 @@ from torch import Tensor
 from distill import divergences
 from distill.data.packing import Packed, pack, scored_documents, scored_states
 from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
-from distill.data.texts import read_prompts
+from distill.data.samples import read_prompts
 from distill.decoding.decode import Round
 from distill.devices import pick_device
 from distill.engines.loaded import LoadedPair, load_pair, pair_of_models
@@ -231,7 +231,7 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
         sampled={name: ratio_interval(found.hits, found.counts) for name, found in measured["answers"].items()},
         left_out=left_out,
     )
-    classes = [", ".join(filter(None, (answer.label, answer.mode))) for answer in texts.answers]
+    classes = [answer.kind for answer in texts.answers]
     return as_report(measured, {}, EvaluationOptions(Sampler(), recipe.eval, run.command), classes, stored)
 
 

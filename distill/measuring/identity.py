@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.texts import first_difference
+from distill.data.samples import first_difference
 from distill.decoding.costs import measure_steps
 from distill.decoding.decode import plain
 from distill.divergences import forward_kl

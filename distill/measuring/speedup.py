@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distill.data.prompts import UserPrompts, read_user_prompts, sources_of
-from distill.data.texts import read_prompts
+from distill.data.samples import read_prompts
 from distill.decoding.configured import check_configurations
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import read_with
@@ -143,7 +143,7 @@ def _in_turns(
 
 
 def _prompts(recipe: Recipe, run: Run) -> list[list[int]]:
-    return [prompt.ids for prompt in read_prompts(run, "test")][: recipe.speedup.prompts]
+    return [one.prompt for one in read_prompts(run, "test")][: recipe.speedup.prompts]
 
 
 def _read_own(recipe: Recipe, run: Run, backend: str) -> OwnDistributions:
@@ -262,7 +262,7 @@ def measure_any_pair(
     prompts = _read_prompts(settings, own_draft, files, chat or Chat(), count, prompt_tokens)
     if batches and max(batches) > len(prompts.measured):
         raise RecipeError(f"--batch {max(batches)} needs as many prompts, and there are {len(prompts.measured)}")
-    measured, spare = [prompt.ids for prompt in prompts.measured], [prompt.ids for prompt in prompts.others]
+    measured, spare = [one.prompt for one in prompts.measured], [one.prompt for one in prompts.others]
     counted = None if table is None else open_table(table, settings.target.model)
     longest_step = max(settings.speedup.max_tokens, *(one.max_length + 1 for one in configurations))
     with load_pair(

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from distill.data.texts import read_answers
+from distill.data.samples import read_answers
 from distill.data.traffic import SOURCE, pin_of
 from distill.engines.torch.hugging_face import load_config
 from distill.progress import duration

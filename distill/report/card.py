@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from distill.data.texts import AnswerTexts, CorpusTexts, QuestionTexts
+from distill.data.samples import AnswerTexts, CorpusTexts, QuestionTexts
 from distill.export import ExportReport
 from distill.files import from_json, read_json, read_result, write_text
 from distill.folders import ModelSizes

@@ -8,7 +8,7 @@ from functools import partial
 from html import escape
 from itertools import starmap
 
-from distill.data.texts import QuestionTexts
+from distill.data.samples import QuestionTexts
 from distill.errors import DataError
 from distill.export import ExportReport
 from distill.measuring.evaluation_results import (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distill.data.texts import AnswerTexts, AskedQuestions, CorpusTexts, QuestionTexts, SplitTexts, TextCount
+from distill.data.samples import AnswerTexts, AskedQuestions, CorpusTexts, QuestionTexts, SplitTexts, TextCount
 from distill.export import ExportedFile, ExportReport, Parity
 from distill.folders import ModelSizes
 from distill.measuring.evaluation_results import MEASURES, EvaluationReport, form_of

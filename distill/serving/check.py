@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distill.data.chat_template import ChatTemplate
-from distill.data.texts import Prompt
+from distill.data.samples import Sample
 from distill.engines.server_commands import SAMPLING
 from distill.errors import ServingError
 from distill.machine import machine
@@ -62,7 +62,7 @@ class CheckSettings:
     server's start and a reply.
     """
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Sample]
     limit: int
     repeats: int = 3
     sampler: SamplerSettings = GREEDY
@@ -79,7 +79,7 @@ class CheckSettings:
     @property
     def ids(self) -> list[list[int]]:
         """The token ids of the prompts."""
-        return [prompt.ids for prompt in self.prompts]
+        return [one.prompt for one in self.prompts]
 
     @property
     def samples(self) -> int:
@@ -344,7 +344,7 @@ def _compare_template(check: Check, client: LlamaClient) -> None:
         return
     conversations = {}  # the user's message of each prompt that is a conversation of one, by the prompt's place
     for place, prompt in enumerate(settings.prompts):
-        text = template.tokenizer.decode(prompt.ids)
+        text = template.tokenizer.decode(prompt.prompt)
         if text.startswith(before) and text.endswith(behind) and len(text) > len(before) + len(behind):
             conversations[place] = text[len(before) : len(text) - len(behind)]
     if not conversations:

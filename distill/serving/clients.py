@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy
 
-from distill.data.texts import Prompt
+from distill.data.samples import Sample
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed, Proposal
@@ -400,7 +400,7 @@ def interleaved(
     return replayed
 
 
-def by_class(prompts: Sequence[Prompt], texts: Sequence[Counts], replayed: Mapping[str, Replayed]) -> list[ServedClass]:
+def by_class(prompts: Sequence[Sample], texts: Sequence[Counts], replayed: Mapping[str, Replayed]) -> list[ServedClass]:
     """The figures of each class of prompts, where there are several; without intervals for a class of one prompt."""
     names = [prompt.kind or prompt.source or "prompts" for prompt in prompts]
     classes = []

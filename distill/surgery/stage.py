@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distill.data.packing import Packed, pack
-from distill.data.texts import Answer, drop_reason, read_answers
+from distill.data.samples import Sample, read_answers
 from distill.devices import pick_device
 from distill.engines.torch.described import empty_model, write_kept
 from distill.engines.torch.hugging_face import (
@@ -175,12 +175,12 @@ def match_rows(model: Any, rows: int, real: int) -> list[Change]:
     return [Change("rows", before, size_of(model), details={"rows": rows, "donor_rows": present, "tokens": real})]
 
 
-def _own_blocks(recipe: Recipe, answers: list[Answer]) -> Packed:
-    kept = ((a.prompt + a.answer, len(a.prompt)) for a in answers if not drop_reason(a))
+def _own_blocks(recipe: Recipe, answers: list[Sample]) -> Packed:
+    kept = ((a.prompt + a.answer, len(a.prompt)) for a in answers if not a.dropped)
     return pack(kept, recipe.corpus.block, split_long=False)
 
 
-def score_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
+def score_blocks(recipe: Recipe, run: Run, answers: list[Sample]) -> Packed:
     """The text on which neurons, layers and heads are scored and refitted: the target's first answers, packed; of few
     answers those on which no cut is compared."""
     text = Packed.load(run.path("corpus", "text-validation.safetensors"))
@@ -189,13 +189,13 @@ def score_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
     return own if len(own) else text
 
 
-def compared_answers(answers: list[Answer]) -> int:
+def compared_answers(answers: list[Sample]) -> int:
     """How many of the last answers cuts may be compared on, where there is no validation text: half of them, because a
     cut fits those that it was made from."""
     return max(1, len(answers) // 2)
 
 
-def comparison_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed:
+def comparison_blocks(recipe: Recipe, run: Run, answers: list[Sample]) -> Packed:
     """The text on which cuts are compared: that of the validation split, or the target's last answers where the corpus
     has questions alone. DataError where there is neither."""
     text = Packed.load(run.path("corpus", "text-validation.safetensors"))
@@ -206,7 +206,7 @@ def comparison_blocks(recipe: Recipe, run: Run, answers: list[Answer]) -> Packed
 
 
 def trim(
-    recipe: Recipe, run: Run, model: Any, vocabulary: int, answers: list[Answer]
+    recipe: Recipe, run: Run, model: Any, vocabulary: int, answers: list[Sample]
 ) -> tuple[list[int], dict[str, Any], Change]:
     """Choose the kept tokens by the target's own text and its distributions there; the model itself stays whole."""
     settings = recipe.cut.trim

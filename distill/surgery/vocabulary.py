@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.data.texts import Answer
+from distill.data.samples import Sample
 from distill.devices import doubled
 from distill.engines.torch.hugging_face import load_config, local_folder, text_folder
 from distill.errors import DataError, RecipeError
@@ -247,7 +247,7 @@ Counts = NDArray[numpy.int64]
 Shares = NDArray[numpy.float64]
 
 
-def count_tokens(answers: Sequence[Answer], vocabulary: int) -> dict[str, Counts]:
+def count_tokens(answers: Sequence[Sample], vocabulary: int) -> dict[str, Counts]:
     """Counts [V] of the tokens that the target wrote, by domain; DataError where it wrote none."""
     tokens: dict[str, list[int]] = {}
     for answer in answers:

@@ -18,21 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from distill.data.chat_template import ChatTemplate, messages_after, next_prompt
-from distill.data.texts import (
-    Answer,
+from distill.data.samples import (
+    TEXT_FAULTS,
     AnswerTexts,
-    Prompt,
     Reply,
     Request,
+    Sample,
     count_texts,
     decoded,
-    drop_reason,
-    is_looping,
+    fault_of,
     listed,
     prompt_seed,
     read_answers,
     read_prompts,
-    write_lines,
+    write_samples,
 )
 from distill.data.traffic import write_traffic
 from distill.devices import any_process, barrier, process_count, process_index, shards, share_of
@@ -74,7 +73,7 @@ class AnswerRules:
     text_of: Callable[[Sequence[int]], str]
     template: ChatTemplate | None = None
 
-    def request(self, name: str, prompt: Prompt, ids: list[int], texts: list[str]) -> Request | None:
+    def request(self, name: str, prompt: Sample, ids: list[int], texts: list[str]) -> Request | None:
         """The next request after answers with these texts; None where the block has no room left for it."""
         limit = min(self.new_tokens, self.room - len(ids))
         if limit < 1:
@@ -83,7 +82,7 @@ class AnswerRules:
         arguments = (prompt.chat or {}).get("arguments") or {}
         return Request(name, ids, prompt_seed(self.seed, name), limit, messages, arguments)
 
-    def next_prompt(self, prompt: Prompt, texts: list[str]) -> list[int] | None:
+    def next_prompt(self, prompt: Sample, texts: list[str]) -> list[int] | None:
         """The next prompt of a conversation after answers with these texts; None where it is over."""
         if self.template is None or prompt.chat is None:
             return None
@@ -110,17 +109,17 @@ class Conversation:
     """A prompt and its answers so far; a prompt without further turns has one. `request` is None where it is over."""
 
     number: int
-    prompt: Prompt
+    prompt: Sample
     group: Group
     request: Request | None = None
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Sample] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
     def begin(self, rules: AnswerRules, known: dict[str, Reply]) -> None:
         """Go on to the first request that no reply in `known` answers."""
-        self.request = rules.request(self.prompt.id, self.prompt, self.prompt.ids, [])
+        self.request = rules.request(self.prompt.id, self.prompt, self.prompt.prompt, [])
         if self.request is None:
-            self._add(self.prompt.id, self.prompt.ids, Reply("", [], False, "no room in the block"), rules)
+            self._add(self.prompt.id, self.prompt.prompt, Reply("", [], False, "no room in the block"), rules)
         while self.request is not None and self.request.id in known:
             self.take(known[self.request.id], rules)
 
@@ -129,20 +128,18 @@ class Conversation:
         assert self.request is not None
         answer = self._add(self.request.id, self.request.ids, reply, rules)
         self.request = None
-        if not answer.ended or drop_reason(answer):
+        if not answer.ended or answer.dropped:
             return  # a user would not go on after such an answer
         self.texts.append(rules.text_of(answer.answer))
         ids = rules.next_prompt(self.prompt, list(self.texts))
         if ids is not None:
             self.request = rules.request(f"{self.prompt.id}/{len(self.texts)}", self.prompt, ids, self.texts)
 
-    def _add(self, name: str, ids: list[int], reply: Reply, rules: AnswerRules) -> Answer:
-        own, looping = self.prompt, is_looping(reply.ids)
+    def _add(self, name: str, ids: list[int], reply: Reply, rules: AnswerRules) -> Sample:
         ids = ids if reply.prompt is None else reply.prompt
-        dropped = reply.dropped or ("" if reply.ended or rules.keep_truncated else "truncated")
-        self.answers.append(
-            Answer(name, ids, reply.ids, looping, own.source, reply.ended, own.label, self.number, dropped, own.mode)
-        )
+        dropped = reply.dropped or ("" if reply.ended or rules.keep_truncated else "truncated") or fault_of(reply.ids)
+        own = replace(self.prompt, id=name, prompt=ids, answer=reply.ids, ended=reply.ended, dropped=dropped)
+        self.answers.append(replace(own, number=self.number, chat=None))
         return self.answers[-1]
 
 
@@ -151,7 +148,7 @@ class Group:
     """Prompts whose answers make one file."""
 
     path: Path
-    prompts: list[tuple[int, Prompt]]
+    prompts: list[tuple[int, Sample]]
     conversations: list[Conversation] = field(default_factory=list)
 
     @property
@@ -179,19 +176,19 @@ class Group:
         """Write the file, in prompt order, and remove the journal; nothing while a conversation goes on."""
         if any(one.request is not None for one in self.conversations):
             return
-        write_lines(self.path, (asdict(answer) for one in self.conversations for answer in one.answers))
+        write_samples(self.path, (answer for one in self.conversations for answer in one.answers))
         self.journal.unlink(missing_ok=True)
 
 
-def groups_of(prompts: Sequence[Prompt], size: int, folder: Path, name: str = "train") -> list[Group]:
+def groups_of(prompts: Sequence[Sample], size: int, folder: Path, name: str = "train") -> list[Group]:
     """The groups of a list of prompts, the longest prompts first, so that texts of a group have like lengths.
 
     The longest also take the most memory: where it does not suffice, that shows at once.
     """
-    order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].ids), number))
+    order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].prompt), number))
     return [
         Group(
-            folder / f"{name}-{group:05d}.jsonl", [(number, prompts[number]) for number in order[start : start + size]]
+            folder / f"{name}-{group:05d}.arrow", [(number, prompts[number]) for number in order[start : start + size]]
         )
         for group, start in enumerate(range(0, len(order), size))
     ]
@@ -200,7 +197,7 @@ def groups_of(prompts: Sequence[Prompt], size: int, folder: Path, name: str = "t
 def write_answers(
     recipe: Recipe,
     run: Run,
-    prompts: list[Prompt],
+    prompts: list[Sample],
     rules: AnswerRules,
     share: tuple[int, int],
     stage: str = "answers",
@@ -208,7 +205,7 @@ def write_answers(
     what: str = "answers, prompts",
     idle: bool = False,
 ) -> int:
-    """Write this process's share of the answers to prompts, as STAGE/NAME-NNNNN.jsonl; the number of all files.
+    """Write this process's share of the answers to prompts, as STAGE/NAME-NNNNN.arrow; the number of all files.
 
     `what` is counted in the progress. With `idle`, there may be more processes than groups. Raises DataError where two
     prompts have one name, by which replies find their prompts.
@@ -368,14 +365,14 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
 def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:
     """Write manifest.json with the target, the sampler and counts of answers."""
     answers = read_answers(run, "train")
-    dropped = Counter(filter(None, map(drop_reason, answers)))
+    dropped = Counter(one.dropped for one in answers if one.dropped)
     found = AnswerTexts(
         answers=len(answers),
         answer_tokens=sum(len(one.answer) for one in answers),
-        not_ended=sum(not one.ended and not one.dropped for one in answers),
+        not_ended=sum(not one.ended and one.dropped in ("", *TEXT_FAULTS) for one in answers),
         writer=writer_kind(recipe),
         dropped=dict(sorted(dropped.items())),
-        by_class=count_texts((one.label, one.mode, len(one.answer)) for one in answers if not drop_reason(one)),
+        by_class=count_texts((one.label, one.mode, len(one.answer)) for one in answers if not one.dropped),
     )
     reasons = "".join(f", {count} dropped: {reason}" for reason, count in found.dropped.items())
     run.say(

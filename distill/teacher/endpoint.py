@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 import httpx2
 
-from distill.data.texts import listed
+from distill.data.samples import listed
 from distill.errors import EndpointError, server_words
 from distill.files import parse_object
 from distill.recipe.target import Servers

@@ -21,21 +21,20 @@ from typing import Any
 
 from distill.data.chat_template import ChatTemplate, Message, PlainTexts, UserHeader
 from distill.data.prompts import ChatPrompts
-from distill.data.sources import question_files
-from distill.data.texts import (
-    Answer,
+from distill.data.samples import (
+    TEXT_FAULTS,
     AskedQuestions,
-    Prompt,
     QuestionTexts,
+    Sample,
     is_looping,
     listed,
     read_answers,
-    write_lines,
 )
+from distill.data.sources import question_files
 from distill.devices import barrier, process_count, process_index
 from distill.engines.torch.hugging_face import encode, end_ids, load_tokenizer
 from distill.errors import DataError, RecipeError, printable
-from distill.files import write_result
+from distill.files import write_result, write_text
 from distill.recipe import Recipe, SamplerSettings, Source
 from distill.run import Run
 from distill.teacher.answers import rules_of, write_answers, writer_kind
@@ -54,12 +53,12 @@ _WORD = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]|[^\W\u0e00-\u0eff
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufeff\ufffd\ufffe\uffff\ud800-\udfff]")
 
 
-def fault(template: ChatTemplate, before: Sequence[Message], answer: Answer, text: str, thinking: bool | None) -> str:
+def fault(template: ChatTemplate, before: Sequence[Message], answer: Sample, text: str, thinking: bool | None) -> str:
     """The reason why a text is not usable as a question behind the messages `before`; empty where it is.
 
     `text` is the decoded `answer`, without its end and the white space around it.
     """
-    if answer.dropped:
+    if answer.dropped not in ("", *TEXT_FAULTS):
         return answer.dropped
     if not answer.ended and not isinstance(template, PlainTexts):
         return NOT_ENDED
@@ -293,7 +292,8 @@ def questions(recipe: Recipe, run: Run) -> list[Path]:
         asking = Asking(recipe, source, number)
         kept, summary = _ask(asking, run, share, name)
         if share[0] == 0:
-            write_lines(run.path("questions", name), map(asking.record, kept))
+            lines = (json.dumps(asking.record(one)) + "\n" for one in kept)
+            write_text(run.path("questions", name), "".join(lines))
             _say(run, summary)
         summaries.append(summary)
     if share[0] == 0:
@@ -341,7 +341,7 @@ def _written(
     headers = [asking.header(one.before, one.thinking, one.opening) for one in fresh]
     recipe = asking.writing(sorted({header.end for header in headers if header.end is not None}))
     rules = replace(asking.rules, new_tokens=asking.source.tokens, keep_truncated=True)
-    prompts = [Prompt(f"{one.id}/1", header.ids, "target") for one, header in zip(fresh, headers, strict=True)]
+    prompts = [Sample(f"{one.id}/1", header.ids, source="target") for one, header in zip(fresh, headers, strict=True)]
     write_answers(recipe, run, prompts, rules, share, "questions", name, "questions, texts", idle=True)
     barrier()
     answers = read_answers(run, name, "questions")

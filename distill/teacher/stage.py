@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from distill.data.packing import Packed, concatenate, fitted_order, hidden_states, pack
-from distill.data.texts import Answer, decoded, drop_reason, listed, read_answers
+from distill.data.samples import Sample, decoded, listed, read_answers
 from distill.decoding.ngrams import ORDER, Expected, NGramTable, count_ngrams, write_table
 from distill.devices import barrier, doubled, pick_device, process_count, process_index, share_of
 from distill.engines.server_commands import IK_INSERTED, suffix_depth
@@ -57,8 +57,8 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
     Also a sentence about dropped answers, or an empty string. Raises DataError when no position is left.
     """
     answers = read_answers(run, "train")
-    kept = [answer for answer in answers if not drop_reason(answer)]
-    reasons = Counter(filter(None, map(drop_reason, answers)))
+    kept = [answer for answer in answers if not answer.dropped]
+    reasons = Counter(answer.dropped for answer in answers if answer.dropped)
     texts = [(one.prompt + one.answer, len(one.prompt)) for one in packed_order(kept, recipe)]
     own = pack(texts, recipe.corpus.block, split_long=False)
     text = Packed.load(run.path("corpus", "text-train.safetensors"))
@@ -66,12 +66,12 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
     dropped = f"{reasons.total()} of {len(answers)} answers dropped: {listed(reasons)}" if reasons else ""
     if not int(blocks.mask.sum()):
         what = "no answer and no corpus text is left to learn from"
-        hint = "see the answers in answers/train-*.jsonl; ask for more (answers.prompts), or give text (corpus.tokens)"
+        hint = "ask for more answers (answers.prompts), or give text (corpus.tokens)"
         raise DataError(f"{what}: {dropped}" if dropped else what, hint)
     return blocks, dropped
 
 
-def packed_order(answers: Sequence[Answer], recipe: Recipe) -> list[Answer]:
+def packed_order(answers: Sequence[Sample], recipe: Recipe) -> list[Sample]:
     """The answers in the order in which blocks hold them."""
     lengths = [len(one.prompt) + len(one.answer) for one in answers]
     return [answers[index] for index in fitted_order(lengths, recipe.corpus.block)]
@@ -246,20 +246,20 @@ def table(recipe: Recipe, run: Run) -> list[Path]:
     return [path]
 
 
-def learnt_answers(run: Run) -> list[Answer]:
+def learnt_answers(run: Run) -> list[Sample]:
     """The answers that training learns from, never held-out ones; DataError where all were dropped."""
-    kept = [answer for answer in read_answers(run, "train") if not drop_reason(answer)]
+    kept = [answer for answer in read_answers(run, "train") if not answer.dropped]
     if not kept:
         raise DataError("no answer is left to count n-grams of: all were dropped", "answers/ says why")
     return kept
 
 
-def counted_text(answer: Answer) -> list[int]:
+def counted_text(answer: Sample) -> list[int]:
     """The ids that n-grams are counted of: an answer behind the last tokens of its prompt."""
     return [*answer.prompt[-ORDER:], *answer.answer]
 
 
-def expected_tokens(store: TeacherStore, answers: Sequence[Answer], device: torch.device) -> list[Expected]:
+def expected_tokens(store: TeacherStore, answers: Sequence[Sample], device: torch.device) -> list[Expected]:
     """The target's likeliest tokens at each token of the answers, which a store holds in this order, before its text;
     DataError where it holds others."""
     scored = [one.answer if one.prompt else one.answer[1:] for one in answers]
@@ -324,7 +324,7 @@ def export_lookup(recipe: Recipe, run: Run, server: str, path: Path) -> LookupFi
 Written = tuple[bytes, str, int]  # the file, what it has, and how many tokens
 
 
-def _static_cache(recipe: Recipe, answers: Sequence[Answer]) -> Written:
+def _static_cache(recipe: Recipe, answers: Sequence[Sample]) -> Written:
     """llama.cpp's static lookup cache: of each bigram int32 ids[4], the number of tokens that follow it, and of each
     of those its id and count."""
     texts = [counted_text(answer) for answer in answers]
@@ -343,7 +343,7 @@ def _static_cache(recipe: Recipe, answers: Sequence[Answer]) -> Written:
     return found.tobytes(), f"{len(sizes)} bigrams, {len(third.tokens)} tokens after them", sum(map(len, texts))
 
 
-def _suffix_corpus(recipe: Recipe, answers: Sequence[Answer]) -> Written:
+def _suffix_corpus(recipe: Recipe, answers: Sequence[Sample]) -> Written:
     """ik_llama.cpp's binary corpus: int32 ids, one text after the other; it knows no mark between them."""
     ids = numpy.concatenate([numpy.asarray(counted_text(answer), "<i4") for answer in answers])
     if suffix_depth(len(ids)) < SHALLOWEST:
@@ -352,7 +352,7 @@ def _suffix_corpus(recipe: Recipe, answers: Sequence[Answer]) -> Written:
     return ids.tobytes(), f"{len(ids)} ids", len(ids)
 
 
-def _external_corpus(recipe: Recipe, answers: Sequence[Answer]) -> Written:
+def _external_corpus(recipe: Recipe, answers: Sequence[Sample]) -> Written:
     """SGLang's JSON lines: the text of each, special tokens included, which SGLang tokenizes again."""
     tokenizer = load_tokenizer(recipe.target.model)
     texts = [counted_text(answer) for answer in answers]
@@ -363,7 +363,7 @@ def _external_corpus(recipe: Recipe, answers: Sequence[Answer]) -> Written:
     return _json_lines(lines), content, sum(map(len, again))
 
 
-def _requests(recipe: Recipe, answers: Sequence[Answer]) -> Written:
+def _requests(recipe: Recipe, answers: Sequence[Sample]) -> Written:
     """Requests to /v1/completions for texts like the answers: vLLM's cache holds what it wrote itself, nothing else."""
     sampler = recipe.sampler.model_dump(mode="json") | {"repetition_penalty": recipe.answers.repetition_penalty}
     stop = {"stop": list(recipe.answers.stop)} if recipe.answers.stop else {}
@@ -378,7 +378,7 @@ def _json_lines(values: Sequence[Any]) -> bytes:
     return "".join(json.dumps(value) + "\n" for value in values).encode()
 
 
-FORMS: dict[str, tuple[str, Callable[[Recipe, Sequence[Answer]], Written]]] = {  # by server: the file's usual name
+FORMS: dict[str, tuple[str, Callable[[Recipe, Sequence[Sample]], Written]]] = {  # by server: the file's usual name
     "llama.cpp": ("llama.cpp-static.bin", _static_cache),
     "ik_llama": ("ik_llama-corpus.bin", _suffix_corpus),
     "sglang": ("sglang-corpus.jsonl", _external_corpus),

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from distill.data.packing import Packed, concatenate, pack, scored_states
-from distill.data.texts import Answer, listed, read_answers
+from distill.data.samples import TEXT_FAULTS, Sample, listed, read_answers, read_prompts
 from distill.engines.torch.hugging_face import load_config, load_target, load_tokenizer
 from distill.errors import DataError
 from distill.files import digest, read_json, reference_digest
@@ -197,14 +197,15 @@ def head_path(folder: Path) -> Path:
 
 Split = Literal["validation", "test"]
 ANSWERS = "answers"  # the name of the files of answers
-READABLE = ("", "truncated")  # reasons for which an answer is not learnt from, but says what the target wrote
+# Reasons for which an answer is not learnt from, but says what the target wrote.
+READABLE = ("", "truncated", *TEXT_FAULTS)
 
 
 @dataclass(frozen=True)
 class HeldOut:
     """Held-out texts: the answers, and their blocks, one document each; the given text's blocks; what was left out."""
 
-    answers: list[Answer]
+    answers: list[Sample]
     own: Packed
     given: Packed
     dropped: dict[str, int]
@@ -247,9 +248,9 @@ def sizes(recipe: Recipe, split: Split) -> tuple[int, int]:
     return recipe.train.acceptance.prompts, recipe.train.acceptance.new_tokens
 
 
-def served_answers(run: Run, split: Split) -> list[Answer]:
+def served_answers(run: Run, split: Split) -> list[Sample]:
     """Held-out answers of served traffic: the target has written them already."""
-    return read_answers(run, f"traffic-{split}")
+    return [one for one in read_prompts(run, split) if one.answer]
 
 
 # ── The distributions that a draft learns ──

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from distill.data.texts import Reply, Request, decoded, listed
+from distill.data.samples import Reply, Request, decoded, listed
 from distill.decoding.batch import continue_prompts, refill
 from distill.decoding.rules import Stop, stop_before, token_bytes
 from distill.devices import pick_device, shards

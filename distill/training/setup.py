@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.texts import AnswerTexts, lacking_classes, read_prompts
+from distill.data.samples import AnswerTexts, lacking_classes, read_prompts
 from distill.devices import CPU, is_main, make_current, pick_device, process_count, shards
 from distill.engines.torch.described import read_kept
 from distill.engines.torch.hugging_face import check_folder, load_config, load_model, load_shared, load_weights, shard

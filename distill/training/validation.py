@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.data.packing import scored_states
-from distill.data.texts import Prompt, prompt_seed, read_prompts
+from distill.data.samples import Sample, prompt_seed, read_prompts
 from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded
 from distill.decoding.rules import Rules
@@ -126,14 +126,14 @@ class ServedTarget:
         self.sampler = Sampler(temperature=0) if protocol == "greedy" else sampler
         self.protocol, self.seed = protocol, seed
 
-    def decode(self, draft: Any, prompts: Sequence[Prompt], new_tokens: int, length: int) -> list[Decoded]:
+    def decode(self, draft: Any, prompts: Sequence[Sample], new_tokens: int, length: int) -> list[Decoded]:
         """Decode B prompts with γ = `length`; each has random numbers of its own, the same at every call.
 
         Together, or one by one with models that take no rows of different lengths.
         """
         rules = Rules(self.sampler, VERIFIERS[self.protocol], self.ends)
         randoms = [random.Random(prompt_seed(self.seed, prompt.id)).random for prompt in prompts]
-        ids = [prompt.ids for prompt in prompts]
+        ids = [one.prompt for one in prompts]
         target, small = (growing_decoder(model, self.vocabulary, prepack=False) for model in (self.model, draft))
         decode = partial(decode_batch, limit=new_tokens, rules=rules, length=length, argmax=self.protocol == "match")
         if not (target.max_leaves and small.max_leaves):
@@ -143,7 +143,7 @@ class ServedTarget:
         return decode(rows[0], rows[1], ids, randoms=randoms)
 
     @torch.inference_mode()
-    def expected(self, draft: Any, prompts: Sequence[Prompt], texts: Sequence[Sequence[int]]) -> list[float]:
+    def expected(self, draft: Any, prompts: Sequence[Sample], texts: Sequence[Sequence[int]]) -> list[float]:
         """Sums [B] of the probability to be accepted at each position of these texts, which follow the prompts.
 
         On the same texts at each call and without chance, so that two drafts are compared far more sharply than by
@@ -151,7 +151,7 @@ class ServedTarget:
         """
         sums = []
         for prompt, text in zip(prompts, texts, strict=True):
-            ids = torch.tensor([[*prompt.ids, *text]], device=self.model.device)
+            ids = torch.tensor([[*prompt.prompt, *text]], device=self.model.device)
             own, drafts = (self._logits(model, ids, len(text)) for model in (self.model, draft))
             if self.protocol == "greedy":
                 chances = divergences.acceptance_greedy(own, drafts)

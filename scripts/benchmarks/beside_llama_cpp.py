@@ -141,7 +141,7 @@ def measure(arguments: argparse.Namespace) -> str:
     room = context - tokens - arguments.n_max - 2
     corpus = Corpus(sources=sources_of([arguments.prompts]))
     read = read_user_prompts(str(target), corpus, Chat(), arguments.count, 0, arguments.prompt_tokens, room)
-    asked = [prompt.ids for prompt in read.measured]
+    asked = [one.prompt for one in read.measured]
     prompts = with_texts(target, asked)
     if len(prompts) < 2:
         raise DataError(f"{arguments.prompts}: {len(prompts)} of {len(asked)} prompts can be used", "give others")

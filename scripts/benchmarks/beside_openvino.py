@@ -200,7 +200,7 @@ def convert(python: str, model: Path, kind: str, place: Path) -> Path:
 
 def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Every way to decode, and what all of them are given."""
-    from distill.data.texts import read_prompts
+    from distill.data.samples import read_prompts
     from distill.engines.torch.hugging_face import end_ids, load_tokenizer
     from distill.gguf.importing import read_import, write_import
     from distill.gguf.writer import export_gguf
@@ -240,7 +240,7 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
             add("openvino", model, dtype=kind, drafter="lookup", length=length)
         small = convert(options.openvino, Path(draft), kind, folder / f"draft-{kind}")
         add("openvino", model, dtype=kind, drafter="draft", length=1, draft=str(small))
-    prompts = [prompt.ids for prompt in read_prompts(run, "test")][: options.count]
+    prompts = [one.prompt for one in read_prompts(run, "test")][: options.count]
     ends = end_ids(str(source), load_tokenizer(str(source)))
     given = {"run": str(run.folder), "folder": str(folder), "prompts": prompts, "tokens": options.tokens}
     given |= {"threads": thread_count(options.threads), "ends": ends}

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from beside_llama_cpp import simple, simple_command
 from grow_target import grow
 
-from distill.data.texts import read_prompts
+from distill.data.samples import read_prompts
 from distill.decoding.decode import Decoded, decode_text
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed
@@ -211,7 +211,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     folder = options.run.resolve()
     run = Run(folder, load_recipe(folder / "config.yaml"))
-    prompts = [one.ids[: options.prompt_tokens] for one in read_prompts(run, "test")]
+    prompts = [one.prompt[: options.prompt_tokens] for one in read_prompts(run, "test")]
     prompts = [one for one in prompts if len(one) == options.prompt_tokens]
     names = options.case or [f"{e}-{s}-{p}" for e in ENGINES for s in SIZES for p in PAIRS]
     found = read_json(options.to, {"cases": dict}) if options.to.exists() else {"cases": {}}

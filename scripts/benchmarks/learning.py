@@ -37,7 +37,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from distill.data.texts import Prompt, prompt_seed, read_prompts
+from distill.data.samples import Sample, prompt_seed, read_prompts
 from distill.decoding.batch import continue_prompts
 from distill.engines.torch.hugging_face import end_ids, load_model, load_tokenizer
 from distill.errors import DistillError
@@ -64,11 +64,11 @@ PROTOCOLS = ("sampling", "match", "greedy")
 class Texts:
     """The target's continuations of some prompts and its distributions there, on which all drafts are measured."""
 
-    def __init__(self, target: Any, recipe: Recipe, prompts: list[Prompt], options: Any, vocabulary: int) -> None:
+    def __init__(self, target: Any, recipe: Recipe, prompts: list[Sample], options: Any, vocabulary: int) -> None:
         sampler = Sampler.of(recipe.sampler)
         ends = end_ids(recipe.target.model, load_tokenizer(recipe.target.model))
         seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in prompts]
-        ids = [prompt.ids for prompt in prompts]
+        ids = [one.prompt for one in prompts]
         limit = min(options.new_tokens, target.config.max_position_embeddings - max(map(len, ids)))
         answers: list[list[int]] = []
         for start in range(0, len(ids), recipe.answers.batch):

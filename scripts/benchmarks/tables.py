@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from distill.cli.shared import numbers
-from distill.data.texts import drop_reason, read_answers
+from distill.data.samples import read_answers
 from distill.decoding.calibration import TABLE_TERMS, fit_calibration
 from distill.decoding.configured import LOOKED_UP, TableCalibration, TableDrafter, guesses
 from distill.decoding.costs import StepCosts
@@ -60,7 +60,7 @@ def main() -> None:
     run = Run(given.run, load_recipe(given.run / "config.yaml"))
     steps = numbers(given.costs, "--costs", float, "1,1.1,1.2")
     costs = StepCosts((*steps, *[steps[-1]] * (NODES + 1 - len(steps))), 0.0, 0.0)
-    answers = [one for one in read_answers(run, "train") if not drop_reason(one)]
+    answers = [one for one in read_answers(run, "train") if not one.dropped]
     stored = packed_order(answers, run.recipe)
     likely = dict(zip(map(id, stored), expected_tokens(TeacherStore(run), stored, torch.device("cpu")), strict=True))
     held: list[Text] = [(one.prompt, one.answer[: given.tokens]) for one in answers[::5]]

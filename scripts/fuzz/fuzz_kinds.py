@@ -247,7 +247,7 @@ RECORDS = [
     *("stages/corpus.json", "stages/train.json", "stages/eval.json", "stages/redo.json", "stages/train.begun.json"),
     *("parent.json", "provenance.json", "metrics.jsonl", "eval.json", "speedup.json", "training.json"),
     *("cut/cut.json", "cut/surgery.json", "gguf/export.json", "speedup/calibration.json", "speedup/validation.json"),
-    *("corpus/prompts-test.jsonl", "corpus/documents-test.jsonl", "answers/train-00000.jsonl", "cut/kept_tokens.json"),
+    *("corpus/prompts-test.arrow", "corpus/documents-test.json", "answers/train-00000.arrow", "cut/kept_tokens.json"),
     *("teacher/entries.json", "draft/sparsity.json", "config.yaml"),
 ]
 MADE: dict[str, Any] = {  # valid contents of files that the tiny run does not have
@@ -262,9 +262,8 @@ def records(world: World) -> Strategy:
     found = []
     for name in RECORDS:
         path = world.finished / name
-        if name.endswith(".jsonl"):
-            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:6]]
-            files = lines_of(lines)
+        if name.endswith(".arrow"):
+            files = edited_bytes(path.read_bytes())
         elif name.endswith(".yaml"):
             files = Tree(yaml.safe_load(path.read_text(encoding="utf-8"))).files()
         else:
@@ -294,7 +293,7 @@ def _record_readers(world: World, name: str, path: Path) -> Readers:
     import torch
 
     from distill.cli.shared import find_run
-    from distill.data.texts import read_answers, read_documents_of, read_prompts
+    from distill.data.samples import read_answers, read_prompts
     from distill.engines.torch.described import read_kept
     from distill.files import read_json
     from distill.measuring.calibrate import load_calibrations, load_texts, read_ranks
@@ -310,10 +309,10 @@ def _record_readers(world: World, name: str, path: Path) -> Readers:
     refresh: Readers = [lambda: plan_refresh(traffic, run)]
     if name.startswith("stages/"):
         return [partial(plan_run, recipe, run), *(partial(run.verify, stage) for stage in ("eval", "corpus")), *refresh]
-    if name in ("corpus/prompts-test.jsonl", "corpus/documents-test.jsonl", "answers/train-00000.jsonl"):
-        texts: Readers = [lambda: _ids(read_prompts(run, "test")), lambda: _ids(read_answers(run, "train"))]
-        return [*texts, lambda: read_documents_of(run, "test")]
+    if name.endswith(".arrow"):
+        return [lambda: _ids(read_prompts(run, "test")), lambda: _ids(read_answers(run, "train"))]
     own: dict[str, Readers] = {
+        "corpus/documents-test.json": [lambda: read_json(path, [str])],
         "config.yaml": [lambda: find_run("tiny", run.folder.parent)],
         "cut/surgery.json": [lambda: read_changes(path.parent)],
         "cut/kept_tokens.json": [lambda: torch.tensor((read_kept(path.parent) or {"kept": []})["kept"])],
@@ -343,7 +342,7 @@ def _ids(found: Sequence[Any]) -> None:
     import torch
 
     for one in found:
-        torch.tensor([*getattr(one, "ids", ()), *getattr(one, "prompt", ()), *getattr(one, "answer", ())])
+        torch.tensor([*one.prompt, *one.answer], dtype=torch.int32)
 
 
 def _printed(path: Path, kind: Any, blocks_of: Callable[[Any], Any]) -> None:

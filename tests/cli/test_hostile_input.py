@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pyarrow
+import pyarrow.feather
 import pytest
 import tiny
 import yaml
@@ -17,8 +19,8 @@ from tiny import Capture, Patch
 
 from distill.cli import app as application
 from distill.cli.shared import find_run, local_reference, numbers, read_texts
+from distill.data.samples import Sample, read_prompts, write_samples
 from distill.data.sources import read_documents
-from distill.data.texts import read_prompts
 from distill.data.traffic import parse_line
 from distill.errors import DataError, DistillError, RecipeError
 from distill.recipe import Corpus, Recipe, Source, load_recipe, parse_recipe
@@ -302,13 +304,19 @@ def test_wrong_records(world: Path, tmp_path: Path, capsys: Capture, text: str, 
     assert f"{name} is damaged" in tiny.refused(capsys, "train", world / "recipe.yaml", "--runs", tmp_path, "--dry-run")
 
 
-@pytest.mark.parametrize("line", ["{}", "[]", "{", '{"id": "a", "ids": ["x"]}', '{"id": "a", "ids": 3}'])
-def test_wrong_lines_of_prompts(recipe: Path, tmp_path: Path, line: str) -> None:
+def test_damaged_files_of_prompts(recipe: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", load_recipe(recipe))
-    (run.folder / "corpus").mkdir(parents=True)
-    run.path("corpus", "prompts-test.jsonl").write_text(f'{{"id": "a", "ids": [1]}}\n{line}\n')
-    with pytest.raises(DataError, match=r"prompts-test.jsonl is damaged: line 2"):
-        read_prompts(run, "test")
+    path = run.path("corpus", "prompts-test.arrow")
+    samples = [Sample("a", [1, 2], chat={"messages": [{"role": "user", "content": "\ud800"}]}), Sample("b", [3])]
+    write_samples(path, samples)
+    assert read_prompts(run, "test") == samples
+    whole = path.read_bytes()
+    other = pyarrow.table({"id": ["a"], "prompt": [[1]]})
+    pyarrow.feather.write_feather(other, str(tmp_path / "other"))
+    for data in (b"", b"{}", whole[:100], whole[:-30], b"\0" * len(whole), (tmp_path / "other").read_bytes()):
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=r"prompts-test.arrow is damaged: "):
+            read_prompts(run, "test")
 
 
 def test_metrics_of_other_forms_are_left_out(recipe: Path, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from distill.data.chat_template import ChatTemplate, PlainTexts, next_prompt
 from distill.data.corpus import pack_given
 from distill.data.prompts import ChatPrompts, cut_prompts
 from distill.data.records import THINKING, normal
+from distill.data.samples import read_answers, read_prompts
 from distill.data.sources import Document
-from distill.data.texts import read_answers, read_prompts
 from distill.data.traffic import encode_line, parse_line
 from distill.engines.torch.hugging_face import encode
 from distill.errors import DataError, RecipeError
@@ -209,15 +209,15 @@ def test_questions_from_the_file_to_the_evaluation(tmp_path: Path, capsys: Captu
     for prompt in found:
         assert prompt.chat is not None
         own, more = written[prompt.id], written.get(f"{prompt.id}/1")
-        assert (own.label, own.mode, own.prompt) == (prompt.label, prompt.mode, prompt.ids)
+        assert (own.label, own.mode, own.prompt) == (prompt.label, prompt.mode, prompt.prompt)
         if more is not None:  # the target ended its first answer, and was asked the second question
-            assert prompt.chat["turns"] and own.ended and more.prompt[:4] == prompt.ids[:4]
+            assert prompt.chat["turns"] and own.ended and more.prompt[:4] == prompt.prompt[:4]
     manifest = json.loads(run.path("answers", "manifest.json").read_text())
     assert sum(one["texts"] for one in manifest["by_class"]) == len(written) - sum(manifest["dropped"].values())
     assert {one.mode for one in found} == {"thinking", "no thinking"}
     asked = json.loads(run.path("corpus", "summary.json").read_text())["train"]["asked"]
     assert sum(one["texts"] for one in asked) == 12
-    assert sum(one["tokens"] for one in asked) == sum(len(one.ids) for one in found)
+    assert sum(one["tokens"] for one in asked) == sum(len(one.prompt) for one in found)
     report = read_result(run.path("eval.json"), EvaluationReport)
     own = report.domains["answers"]["after"]
     assert "files" not in report.domains, "a corpus of questions has no given text"

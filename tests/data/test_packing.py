@@ -261,7 +261,7 @@ def test_prompts_are_exact_distinct_and_beginnings_first() -> None:
     for prompt in prompts:
         name, _, offset = prompt.id.rpartition("@")
         at = int(offset)
-        assert len(prompt.ids) == 15 and prompt.ids == by_character(texts[name][at : at + 15])
+        assert len(prompt.prompt) == 15 and prompt.prompt == by_character(texts[name][at : at + 15])
         assert at == 0 or texts[name][at - 1] == "\n"  # later pieces start at a line
         if offsets.get(name):
             assert at - offsets[name][-1] >= 50

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from toys import blurred, random_prompts, toy
 
-from distill.data.texts import first_difference
+from distill.data.samples import first_difference
 from distill.decoding.batch import decode_batch, plain_batch
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.drafters import ModelDrafter

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_export import needs_llama
 from toys import Scripted, blurred, random_prompts, save_toy, speculative, toy, toy_tokenizer
 
-from distill.data.texts import first_difference
+from distill.data.samples import first_difference
 from distill.decoding.decode import Decoded, decode, plain, room_for
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import LengthRule

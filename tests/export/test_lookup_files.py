@@ -17,7 +17,7 @@ import served_pairs
 import tiny
 import wheel_server
 
-from distill.data.texts import Answer, drop_reason, read_answers
+from distill.data.samples import Sample, read_answers
 from distill.engines import server_commands
 from distill.engines.server_commands import drafting_from_texts
 from distill.errors import DataError
@@ -30,13 +30,13 @@ from distill.teacher.stage import FORMS
 Capture = pytest.CaptureFixture[str]
 
 
-def learnt(run: Path) -> list[Answer]:
-    found = [one for one in read_answers(Run(run, load_recipe(run / "config.yaml")), "train") if not drop_reason(one)]
+def learnt(run: Path) -> list[Sample]:
+    found = [one for one in read_answers(Run(run, load_recipe(run / "config.yaml")), "train") if not one.dropped]
     assert len(found) > 4
     return found
 
 
-def texts_of(answers: list[Answer]) -> list[list[int]]:
+def texts_of(answers: list[Sample]) -> list[list[int]]:
     return [one.prompt[-4:] + one.answer for one in answers]
 
 
@@ -105,7 +105,7 @@ def test_what_a_server_takes_is_in_its_command(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("distill.teacher.stage.IK_INSERTED", 60)
     monkeypatch.setattr(server_commands, "IK_INSERTED", 60)
     with pytest.raises(DataError, match=r"11 tokens of answers: ik_llama\.cpp reads at most 10"):
-        FORMS["ik_llama"][1](None, [Answer("a", [1, 2, 3, 4], [5] * 7, False)])  # type: ignore[arg-type]
+        FORMS["ik_llama"][1](None, [Sample("a", [1, 2, 3, 4], [5] * 7)])  # type: ignore[arg-type]
 
 
 class Printed(LlamaServer):
@@ -127,11 +127,11 @@ def test_a_llama_server_drafts_from_the_file(tmp_path: Path) -> None:
 
     def served(server: LlamaServer) -> tuple[list[list[int]], int]:
         with started(server, 60) as running, closing(Http(running.url, 60)) as http:
-            texts = [LlamaClient(http).complete(prompt.ids, 32) for prompt in prompts]
+            texts = [LlamaClient(http).complete(prompt.prompt, 32) for prompt in prompts]
         return [text.tokens for text in texts], sum(text.counts.accepted for text in texts)
 
     texts, _ = served(plain)
-    answers = [Answer(one.id, one.ids, new, False) for one, new in zip(prompts, texts, strict=True)]
+    answers = [Sample(one.id, one.prompt, new) for one, new in zip(prompts, texts, strict=True)]
     file.write_bytes(FORMS["llama.cpp"][1](None, [*answers, *answers])[0])  # type: ignore[arg-type]
     without, own = served(replace(plain, further=tuple(command[:4])))
     drafted, accepted = served(replace(plain, further=tuple(command)))

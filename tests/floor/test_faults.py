@@ -95,8 +95,8 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
-        ("answers/train-00001.jsonl", "teacher"),
-        ("corpus/prompts-test.jsonl", "speedup"),
+        ("answers/train-00001.arrow", "teacher"),
+        ("corpus/prompts-test.arrow", "speedup"),
         ("cut/model.safetensors", "train"),
         ("draft/model.safetensors", "eval"),
         ("draft/model.safetensors", "generate"),
@@ -130,14 +130,14 @@ def test_corrupted_teacher_shard(world: Path, copied: Path, capsys: Capture) -> 
 def test_truncated_answers(world: Path, copied: Path, capsys: Capture) -> None:
     """Only the damaged file is made again."""
     whole = tiny.contents(copied / "answers")
-    path = copied / "answers" / "train-00001.jsonl"
-    untouched = (copied / "answers" / "train-00000.jsonl").stat().st_mtime_ns
+    path = copied / "answers" / "train-00001.arrow"
+    untouched = (copied / "answers" / "train-00000.arrow").stat().st_mtime_ns
     path.write_bytes(path.read_bytes()[:-30])
     assert train(world, copied.parent, "--until", "train") == 0
     said = capsys.readouterr().err
-    assert "train-00001.jsonl" in said and "2 of 3 groups exist" in said
+    assert "train-00001.arrow" in said and "2 of 3 groups exist" in said
     assert tiny.contents(copied / "answers") == whole
-    assert (copied / "answers" / "train-00000.jsonl").stat().st_mtime_ns == untouched
+    assert (copied / "answers" / "train-00000.arrow").stat().st_mtime_ns == untouched
     assert "train: up to date" in said
 
 

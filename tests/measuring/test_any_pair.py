@@ -333,7 +333,7 @@ def asked(place: Path, name: str, target: str = "target", **more: Any) -> Any:
 @pytest.mark.parametrize("name", ["chat.jsonl", "texts.jsonl"])
 def test_a_gguf_file_gives_the_prompts_of_its_folder(name: str, place: Path) -> None:
     folder, file = asked(place, name), asked(place, name, "target.gguf")
-    assert [prompt.ids for prompt in file.measured] == [prompt.ids for prompt in folder.measured]
+    assert [one.prompt for one in file.measured] == [one.prompt for one in folder.measured]
 
 
 def test_prompts_to_fit_on_are_others(place: Path) -> None:

@@ -19,7 +19,7 @@ from test_cost import counting
 from test_measure import rounds_of
 from toys import Scripted, random_prompts, speculative, toy
 
-from distill.data.texts import first_difference
+from distill.data.samples import first_difference
 from distill.decoding.configured import Fitted
 from distill.decoding.decode import Decoded, Round, plain
 from distill.decoding.rules import Rules

@@ -29,7 +29,7 @@ from scipy.stats import chisquare
 
 from distill.cli import serve
 from distill.data.chat_template import ChatTemplate
-from distill.data.texts import Prompt
+from distill.data.samples import Sample
 from distill.data.traffic import Line, pin_of, read_lines
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.server_commands import (
@@ -93,19 +93,19 @@ def template(pairs: dict[str, Path]) -> Iterator[ChatTemplate]:
 
 
 @pytest.fixture(scope="module")
-def prompts(pairs: dict[str, Path], template: ChatTemplate) -> list[Prompt]:
+def prompts(pairs: dict[str, Path], template: ChatTemplate) -> list[Sample]:
     """Conversations about code of the test split."""
     return served_pairs.prompts(
         pairs["target"], 160, render=lambda text: template.text([{"role": "user", "content": text}])
     )
 
 
-def wanted(prompts: list[Prompt], **changes: Any) -> CheckSettings:
+def wanted(prompts: list[Sample], **changes: Any) -> CheckSettings:
     return CheckSettings(prompts, LIMIT, **({"repeats": 1, "concurrency": (1,), "seconds": (60.0, 120.0)} | changes))
 
 
 def test_the_server_accepts_what_our_decoder_accepts(
-    settings: LlamaServer, prompts: list[Prompt], template: ChatTemplate
+    settings: LlamaServer, prompts: list[Sample], template: ChatTemplate
 ) -> None:
     asked = wanted(prompts, concurrency=(1, 4), arrivals=(Load(rate=20.0),), template=template, predicted=0.5)
     found = check_started(asked, settings)
@@ -162,7 +162,7 @@ def test_slots_share_one_cache(settings: LlamaServer, further: tuple[str, ...], 
 def test_what_costs_acceptance_is_named(
     settings: LlamaServer,
     pairs: dict[str, Path],
-    prompts: list[Prompt],
+    prompts: list[Sample],
     template: ChatTemplate,
     draft: str,
     changes: dict[str, Any],
@@ -194,18 +194,18 @@ def test_a_draft_that_does_not_fit_is_not_used_in_silence(settings: LlamaServer,
         pass
 
 
-def test_a_killed_server_is_one_message(settings: LlamaServer, prompts: list[Prompt]) -> None:
+def test_a_killed_server_is_one_message(settings: LlamaServer, prompts: list[Sample]) -> None:
     with started(settings, 60) as running:
         client = LlamaClient(Http(running.url, 60, death=running.death))
-        reply = client.complete(prompts[0].ids, 8)
+        reply = client.complete(prompts[0].prompt, 8)
         assert reply.count == len(reply.tokens) == 8 and 0 < reply.first_seconds <= reply.seconds
         assert client.vocabulary_size() == 4096 and client.build()
         running.process.send_signal(signal.SIGKILL)
         with pytest.raises(ServingError, match=r"signal 9|cannot be reached"):
-            client.complete(prompts[0].ids, 8)
+            client.complete(prompts[0].prompt, 8)
 
 
-def test_refusals_of_the_real_program(settings: LlamaServer, prompts: list[Prompt]) -> None:
+def test_refusals_of_the_real_program(settings: LlamaServer, prompts: list[Sample]) -> None:
     removed = "does not know" if settings.binary != BUILD else r"has been removed[\s\S]*no longer has that option"
     for further, message in (
         (("--nonsense", "1"), r"invalid argument: --nonsense[\s\S]*does not know"),
@@ -218,10 +218,10 @@ def test_refusals_of_the_real_program(settings: LlamaServer, prompts: list[Promp
     with started(replace(settings, context=256), 60) as running:
         client = LlamaClient(Http(running.url, 60))
         with pytest.raises(ServingError, match=r"context[\s\S]*shorter prompts"):
-            client.complete(prompts[0].ids * 8, 8)
+            client.complete(prompts[0].prompt * 8, 8)
 
 
-def test_both_ways_to_draft_are_ours(settings: LlamaServer, pairs: dict[str, Path], prompts: list[Prompt]) -> None:
+def test_both_ways_to_draft_are_ours(settings: LlamaServer, pairs: dict[str, Path], prompts: list[Sample]) -> None:
     """Under a sampler: best tokens compared with the target's draw, and drawn ones under rejection sampling."""
     sampled, draws = wanted(prompts[:5], repeats=2, sampler=SAMPLED), settings.has(SAMPLING)
     found = check_started(sampled, replace(settings, probabilistic=draws))
@@ -338,10 +338,10 @@ def test_every_printed_option_is_known_to_the_server(settings: LlamaServer) -> N
 
 
 def test_the_server_s_distributions_are_those_of_its_file(
-    settings: LlamaServer, pairs: dict[str, Path], prompts: list[Prompt]
+    settings: LlamaServer, pairs: dict[str, Path], prompts: list[Sample]
 ) -> None:
     """Token by token, with and without a draft beside it."""
-    ids = prompts[0].ids
+    ids = prompts[0].prompt
     with GgufModel(pairs["target"], context=256) as model:
         logs = model.extend(ids).full()[-1].log_softmax(-1)
     with started(settings, 60) as server:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import served_pairs
 
-from distill.data.texts import Prompt
+from distill.data.samples import Sample
 from distill.engines.server_commands import vllm
 from distill.errors import ServingError
 from distill.recipe import SamplerSettings
@@ -39,7 +39,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def prompts(pairs: dict[str, Path]) -> list[Prompt]:
+def prompts(pairs: dict[str, Path]) -> list[Sample]:
     """Code of the test split."""
     return served_pairs.prompts(pairs["target"], 200, shortest=1900)
 
@@ -79,7 +79,7 @@ def served(command: str, log: Path) -> Iterator[str]:
 )
 def test_vllm_accepts_what_our_decoder_accepts(
     pairs: dict[str, Path],
-    prompts: list[Prompt],
+    prompts: list[Sample],
     tmp_path: Path,
     sampler: SamplerSettings,
     probabilistic: bool,

@@ -24,7 +24,7 @@ from loopback import LoopbackHandler, running
 from tiny import Capture, Patch
 from vllm_serving import VERSION, VllmServing
 
-from distill.data.texts import Prompt
+from distill.data.samples import Sample
 from distill.decoding.decode import Decoded, Round
 from distill.engines.server_commands import SAMPLING
 from distill.errors import EndpointError, RecipeError, ServingError
@@ -83,7 +83,7 @@ def settings(files: tuple[Path, Path], tmp_path: Path) -> LlamaServer:
 
 
 def wanted(**changes: Any) -> CheckSettings:
-    prompts = changes.pop("prompts", None) or [Prompt(str(place), ids) for place, ids in enumerate(PROMPTS)]
+    prompts = changes.pop("prompts", None) or [Sample(str(place), ids) for place, ids in enumerate(PROMPTS)]
     return CheckSettings(prompts, LIMIT, **({"repeats": 1, "concurrency": (1, 3), "seconds": (20.0, 20.0)} | changes))
 
 
@@ -441,7 +441,7 @@ def test_the_fastest_settings_are_found(settings: LlamaServer, best: DraftSettin
 def test_one_prompt_has_no_interval() -> None:
     """A class of two prompts beside one of one: its figures without bounds, in the table too."""
     kinds = ["many", "one", "many"]
-    prompts = [Prompt(str(place), [1, 2], label=kind) for place, kind in enumerate(kinds)]
+    prompts = [Sample(str(place), [1, 2], label=kind) for place, kind in enumerate(kinds)]
     plainly, drafting = (
         [[Reply([1] * 6, Counts.of_text(6, 8, 2 + place), 6, 0.1, seconds + place)] for place in range(3)]
         for seconds in (2, 1)
@@ -468,7 +468,7 @@ def test_a_running_pair_of_llama_servers(settings: LlamaServer) -> None:
             check_addresses(wanted(), Addresses(draft.url, draft.url))
         with pytest.raises(ServingError, match=r"without a draft: it says so"):
             check_addresses(wanted(), Addresses(plain.url))
-        large = replace(wanted(), prompts=[Prompt("a", [1, 4000]), Prompt("b", [2, 3])])
+        large = replace(wanted(), prompts=[Sample("a", [1, 4000]), Sample("b", [2, 3])])
         with pytest.raises(ServingError, match=r"400 tokens, and the prompts have token 4000"):
             check_addresses(large, Addresses(draft.url))
     with started(replace(settings, p_min=0.75), 20) as early:

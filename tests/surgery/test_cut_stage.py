@@ -15,7 +15,7 @@ from toys import save_toy, toy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.data.packing import Packed
-from distill.data.texts import drop_reason, read_answers
+from distill.data.samples import read_answers
 from distill.engines.torch.hugging_face import load_config, load_tokenizer
 from distill.gguf import families
 from distill.gguf.families import kinds_of
@@ -120,7 +120,7 @@ def test_without_validation_text_cuts_are_compared_on_other_answers(begun: Path,
     text = Packed.load(path)
     assert len(text) and torch.equal(comparison_blocks(run.recipe, run, []).ids, text.take(slice(0, 16)).ids)
     text.take(slice(0, 0)).save(path)
-    answers = [one for one in read_answers(run, "train") if not drop_reason(one)]
+    answers = [one for one in read_answers(run, "train") if not one.dropped]
 
     def read_by(blocks: Packed) -> set[int]:
         rows = [

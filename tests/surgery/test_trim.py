@@ -14,7 +14,7 @@ from toys import random_prompts, save_toy, speculative, toy, toy_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill import divergences
-from distill.data.texts import Answer
+from distill.data.samples import Sample
 from distill.decoding.decode import plain
 from distill.engines.torch.described import trim_head, trimmed_head, write_kept
 from distill.engines.torch.hugging_face import load_model
@@ -130,8 +130,8 @@ def test_ceiling_bounds_acceptance() -> None:
     torch.testing.assert_close(got["forward_kl"], divergences.forward_kl(p, q), rtol=1e-4, atol=1e-5)
 
 
-def answers_of(domain: str, ids: list[int]) -> Answer:
-    return Answer("x", [1, 2], ids, False, domain)
+def answers_of(domain: str, ids: list[int]) -> Sample:
+    return Sample("x", [1, 2], ids, source=domain)
 
 
 def test_sizes_cover_every_domain() -> None:

@@ -19,8 +19,8 @@ from writing_worlds import BadServer, interrupted
 
 from distill.data.chat_template import ChatTemplate
 from distill.data.corpus import corpus
+from distill.data.samples import AskedQuestions, CorpusTexts, QuestionTexts, Reply, Request, read_prompts
 from distill.data.sources import read_documents, split_of, with_questions
-from distill.data.texts import AskedQuestions, CorpusTexts, QuestionTexts, Reply, Request, read_prompts
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError, RecipeError
 from distill.files import read_json, read_result
@@ -492,8 +492,8 @@ def test_a_target_without_a_template_writes_texts(talking: Path, tmp_path: Path,
     texts = {line["text"] for line in lines}
     assert len(texts) == len(lines) == 24 and all(text.startswith(("The", "A module")) for text in texts)
     prompts = read_prompts(Run(run, load_recipe(run / "config.yaml")), "train")
-    assert prompts and all(one.chat is None and len(one.ids) == 12 for one in prompts)
-    assert all(any(text.startswith(tokenizer.decode(one.ids)) for text in texts) for one in prompts)
+    assert prompts and all(one.chat is None and len(one.prompt) == 12 for one in prompts)
+    assert all(any(text.startswith(tokenizer.decode(one.prompt)) for text in texts) for one in prompts)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import wheel_server
 from tiny import Capture, Patch
 from writing_worlds import BadServer, answer_lines, begin
 
-from distill.data.texts import Request, read_answers
+from distill.data.samples import Request, Sample, read_answers, write_samples
 from distill.engines.torch.hugging_face import encode, load_config, load_tokenizer
 from distill.errors import DataError, EndpointError
 from distill.files import read_json
@@ -308,12 +308,12 @@ def test_the_chat_api_is_asked_turn_by_turn(world: Path, tokenizer: Any, tmp_pat
     with BadServer(own, behave) as server:
         overrides = (f"target.model={model}", served(server.url, api="chat"), "corpus.block=200")
         recipe, run = begin(world, tmp_path / "run", 0, *overrides)
-        lines = []
+        samples = []
         for number in range(8):
             chat = {"messages": [{"role": "user", "content": f"q{number}"}], "turns": ["and", "then"][: number % 3]}
             rendered = own.apply_chat_template(chat["messages"], tokenize=False, add_generation_prompt=True)
-            lines.append(json.dumps({"id": f"p{number}", "ids": encode(own, rendered), "chat": chat, "label": "talk"}))
-        run.path("corpus", "prompts-train.jsonl").write_text("\n".join(lines) + "\n")
+            samples.append(Sample(f"p{number}", encode(own, rendered), label="talk", chat=chat))
+        write_samples(run.path("corpus", "prompts-train.arrow"), samples)
         answers(recipe, run)
         bodies = server.bodies
     written = {one.id: one for one in read_answers(run, "train") if not one.dropped}

@@ -8,7 +8,6 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -16,6 +15,7 @@ import torch
 from test_ngrams import place_in
 from tiny import Capture
 
+from distill.data.samples import read_samples
 from distill.decoding.ngrams import LEAST, ORDER, NGramTable
 from distill.engines.torch.hugging_face import load_model
 from distill.teacher.stage import LIKELIEST, TABLE_FILE
@@ -34,19 +34,16 @@ def counted(world: Path, finished: Path, tmp_path_factory: pytest.TempPathFactor
     return runs / "tiny"
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for file in sorted(path.parent.glob(path.name)) for line in file.read_text().splitlines()]
-
-
 def test_a_run_counts_its_train_answers_and_nothing_else(counted: Path, world: Path) -> None:
     """Every n-gram of the table, against the answers' files and the target asked anew: none of a held-out text."""
     table = NGramTable.open(counted.joinpath(*TABLE_FILE), tokenizer_digest(str(world / "target")))
-    answers = [one for one in lines(counted / "answers" / "train-*.jsonl") if not one["looping"] and not one["dropped"]]
+    files = sorted((counted / "answers").glob("train-*.arrow"))
+    answers = [one for file in files for one in read_samples(file, "answers") if not one.dropped]
     assert len(answers) >= 4 and table.about["texts"] == str(len(answers))
     model = load_model(str(world / "target"), "float32", torch.device("cpu"))
     expected = Counter[tuple[int, ...]]()
     for one in answers:
-        whole, first = [*one["prompt"], *one["answer"]], len(one["prompt"])
+        whole, first = [*one.prompt, *one.answer], len(one.prompt)
         with torch.no_grad():
             rows = model(torch.tensor([whole])).logits[0, first - 1 : -1].softmax(-1)
         for place in range(max(first - ORDER, 0), len(whole)):
@@ -65,7 +62,7 @@ def test_a_run_counts_its_train_answers_and_nothing_else(counted: Path, world: P
             assert best == pytest.approx({t: expected[(*context, t)] for t in best}, rel=0.02, abs=0.02)
     assert {*table.levels[0].tokens.tolist()} <= {ngram[0] for ngram in expected if len(ngram) == 1}
     for one in answers:  # the drawn tokens are all there, however unlikely
-        whole = [*one["prompt"][-ORDER:], *one["answer"]]
+        whole = [*one.prompt[-ORDER:], *one.answer]
         assert all(len(place_in(table, whole[end - ORDER : end])) == ORDER for end in range(ORDER, len(whole) + 1))
 
 

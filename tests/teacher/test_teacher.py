@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import time
 from pathlib import Path
@@ -18,9 +17,10 @@ from toys import save_toy, toy, toy_tokenizer
 from transformers import Qwen2ForCausalLM
 
 from distill.data.packing import Packed, attention_mask, document_masks, pack
+from distill.data.samples import Sample, write_samples
 from distill.engines.torch.hugging_face import load_model, quantisation
 from distill.errors import DataError, RecipeError, RunError
-from distill.files import write_json, write_text
+from distill.files import write_json
 from distill.recipe import Recipe, load_recipe, parse_recipe
 from distill.run import Run
 from distill.teacher.answers import answers
@@ -81,11 +81,11 @@ def begin(folder: Path, model: Path, **settings: Any) -> tuple[Recipe, Run]:
         "test",
     )
     run = Run(folder, recipe)
-    lines = [
-        {"id": str(n), "prompt": text(2 + n % 5, n), "answer": text(3 + n % 8, 50 + n), "looping": n == 4, "source": ""}
+    samples = [
+        Sample(str(n), text(2 + n % 5, n), text(3 + n % 8, 50 + n), dropped="looping" if n == 4 else "")
         for n in range(12)
     ]
-    write_text(run.path("answers", "train-00000.jsonl"), "".join(json.dumps(line) + "\n" for line in lines))
+    write_samples(run.path("answers", "train-00000.arrow"), samples)
     write_json(run.path("answers", "manifest.json"), {"sampler": recipe.sampler.model_dump(mode="json")})
     run.path("corpus").mkdir(parents=True)
     pack([(text(31, 90), 1), (text(9, 91), 1)], 24, split_long=True).save(run.path("corpus", "text-train.safetensors"))
@@ -318,8 +318,8 @@ def test_processes_share_the_answers(folders: dict[str, Path], tmp_path: Path) -
     def write(name: str) -> tuple[Recipe, Run]:
         recipe, run = begin(tmp_path / name, folders["qwen2"])
         shutil.rmtree(run.path("answers"))
-        lines = [json.dumps({"id": str(n), "ids": text(4 + n % 3, n), "source": ""}) for n in range(7)]
-        write_text(run.path("corpus", "prompts-train.jsonl"), "\n".join(lines) + "\n")
+        samples = [Sample(str(n), text(4 + n % 3, n)) for n in range(7)]
+        write_samples(run.path("corpus", "prompts-train.arrow"), samples)
         return recipe, run
 
     recipe, run = write("one")
@@ -328,7 +328,7 @@ def test_processes_share_the_answers(folders: dict[str, Path], tmp_path: Path) -
     assert len(wanted) == 5
     recipe, run = write("two")
     answers(recipe, run, (1, 2))
-    assert {path.name for path in run.path("answers").iterdir()} == {"train-00001.jsonl", "train-00003.jsonl"}
+    assert {path.name for path in run.path("answers").iterdir()} == {"train-00001.arrow", "train-00003.arrow"}
     answers(recipe, run, (0, 2))
     assert tiny.contents(run.path("answers")) == wanted
     with pytest.raises(RunError, match=r"5 processes .* 4 groups of prompts[\s\S]*lower answers.group"):
@@ -401,10 +401,9 @@ def test_answers_that_are_all_dropped_are_one_error(world: Path, tmp_path: Path)
     """A corpus of questions has no text beside them."""
     recipe = load_recipe(world / "recipe.yaml", ["corpus.tokens=0"])
     run = Run(tmp_path / "run", recipe)
-    line = {"id": "a", "prompt": [1, 2], "answer": [3] * 9, "looping": True, "source": ""}
     for folder in ("answers", "corpus"):
         run.path(folder).mkdir(parents=True)
-    run.path("answers", "train-00000.jsonl").write_text(json.dumps(line) + "\n")
+    write_samples(run.path("answers", "train-00000.arrow"), [Sample("a", [1, 2], [3] * 9, dropped="looping")])
     pack([], 64, split_long=True).save(run.path("corpus", "text-train.safetensors"))
     with pytest.raises(DataError, match="left to learn from: 1 of 1 answers dropped: 1 looping"):
         training_blocks(recipe, run)

@@ -21,8 +21,8 @@ from tiny import Capture, Patch
 from distill.data import traffic
 from distill.data.exchanges import TEXT
 from distill.data.recorder import Writer
+from distill.data.samples import read_prompts, read_samples
 from distill.data.sources import split_of
-from distill.data.texts import read_prompts
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError
 from distill.recipe import Chat, load_recipe, parse_recipe
@@ -90,10 +90,6 @@ def runs(first: Path, tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def pin_read(run: Path) -> dict[str, Any]:
     """What a run noted of the lines that it read."""
     return dict(json.loads((run / "answers" / "traffic.json").read_text()))
@@ -101,8 +97,8 @@ def pin_read(run: Path) -> dict[str, Any]:
 
 def learnt_pairs(run: Path) -> list[tuple[list[int], list[int]]]:
     """Prompt and answer of every answer that a run learns from."""
-    lines = [line for path in sorted(run.glob("answers/train-*")) for line in read_jsonl(path)]
-    return [(line["prompt"], line["answer"]) for line in lines]
+    samples = [one for path in sorted(run.glob("answers/train-*")) for one in read_samples(path, "answers")]
+    return [(one.prompt, one.answer) for one in samples]
 
 
 def train_pairs(tokenizer: Any, lines: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
@@ -127,9 +123,9 @@ def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path)
     assert (pinned["train"], pinned["bad"], pinned["too_long"]) == (len(expected), 2, 0)
     assert not list(first.glob("answers/train-0*"))  # answers.prompts is 0: nothing was generated
     for split in ("validation", "test"):
-        prompts = read_jsonl(first / "answers" / f"prompts-{split}.jsonl")
+        prompts = read_samples(first / "answers" / f"prompts-{split}.arrow", "answers")
         own = {line["prompt"]: None for line in lines if split_name(line["prompt"]) == split}
-        assert [p["ids"] for p in prompts] == [encode(tokenizer, prompt) for prompt in own] and prompts
+        assert [one.prompt for one in prompts] == [encode(tokenizer, prompt) for prompt in own] and prompts
     log_text = (first / "log.txt").read_text()
     assert "2 bad lines left out, first line 32: a JSON object is needed, got text" in log_text
     assert f"line 34 of {log} has no newline at its end and was not read" in log_text
@@ -144,10 +140,10 @@ def test_growth_does_not_supersede_and_held_out_prompts_are_measured(
     assert "answers: up to date" in said and "train: up to date" in said
     assert tiny.contents(run / "answers") == before
     report = json.loads((run / "eval.json").read_text())
-    prompts = [prompt["ids"] for prompt in read_jsonl(run / "answers" / "prompts-test.jsonl")]
+    prompts = [one.prompt for one in read_samples(run / "answers" / "prompts-test.arrow", "answers")]
     assert prompts and report["domains"]["answers"]["after"]["prompts"] == 6  # eval.prompts
     first = read_prompts(Run(run, load_recipe(run / "config.yaml")), "test")
-    assert [p.ids for p in first[: len(prompts)]] == prompts and len(first) > len(prompts)
+    assert [one.prompt for one in first[: len(prompts)]] == prompts and len(first) > len(prompts)
     log.rename(log.with_suffix(".gone"))  # the logs of a finished run may go
     try:
         assert train(world, runs, "--until", "train") == 0
@@ -434,10 +430,14 @@ def test_long_prompts_and_answers(world: Path) -> None:
     text = tiny.document(3)
     lines = [traffic.Line(number, text[:length], text, True) for number, length in enumerate((20, 60, 200, 2000))]
     found = traffic.sort_lines(recipe, lines, tokenizer)
-    for answer in found.train:
+    for answer in found.samples["train"].values():
         assert len(answer.prompt) + len(answer.answer) == 64 and not answer.ended  # cut where the block ends
     lengths = {line.name: len(encode(tokenizer, str(line.prompt))) for line in lines}
     limits = {"train": 62, "validation": 64 - 24, "test": 64 - 24}
     fits = [line.name for line in lines if lengths[line.name] <= limits[split_name(str(line.prompt))]]
-    kept = [a.id.partition("@")[0] for a in found.train] + [*found.held_out["validation"], *found.held_out["test"]]
-    assert sorted(kept) == sorted(fits) and found.too_long == 4 - len(fits) > 0 and found.cut == len(found.train)
+    kept = [one.id.partition("@")[0] for own in found.samples.values() for one in own.values()]
+    assert (
+        sorted(kept) == sorted(fits)
+        and found.too_long == 4 - len(fits) > 0
+        and found.cut == len(found.samples["train"])
+    )

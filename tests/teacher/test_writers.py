@@ -17,7 +17,7 @@ from torch import Tensor
 from toys import KINDS, random_prompts, toy
 from writing_worlds import answer_lines, begin, interrupt_after, interrupted
 
-from distill.data.texts import Answer, Prompt, Reply, Request, drop_reason, is_looping, read_answers
+from distill.data.samples import Reply, Request, Sample, fault_of, is_looping, read_answers, read_prompts, write_samples
 from distill.decoding.batch import continue_prompts, refill
 from distill.decoding.rules import stop_before
 from distill.engines.loaded import BatchedTorchModel
@@ -112,17 +112,14 @@ def test_files_of_answers(world: Path, tmp_path: Path) -> None:
     assert manifest["dropped"]["truncated"] == len(cut) and manifest["answers"] == 13
     assert manifest["writer"] == "transformers"
     assert manifest["answer_tokens"] == sum(len(line["answer"]) for line in lines)
-    path = run.path("corpus", "prompts-train.jsonl")
-    path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n")
+    prompts = read_prompts(run, "train")
+    write_samples(run.path("corpus", "prompts-train.arrow"), [*prompts, prompts[0]])
     with pytest.raises(DataError, match="1 prompts have the name of another one, such as p0"):
         answers(recipe, run)
 
 
-def test_old_files_of_answers_load() -> None:
-    old = Answer("a", [1], [2, 3], False)
-    assert old.ended and not drop_reason(old)
-    for ids, looping, reason in (([2], False, "empty"), ([2] * 9, True, "looping")):
-        assert drop_reason(Answer("a", [1], ids, looping)) == reason
+def test_faults_of_answers() -> None:
+    assert [fault_of(ids) for ids in ([2, 3], [2], [2] * 9)] == ["", "empty", "looping"]
 
 
 def test_interrupted_answers_end_in_equal_bytes(world: Path, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -166,9 +163,9 @@ def echo(request: Request) -> Reply:
 def test_each_turn_is_an_answer_of_its_own(world: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     recipe, run = begin(world, tmp_path, 5)
 
-    def following(_: AnswerRules, prompt: Prompt, texts: list[str]) -> list[int] | None:
+    def following(_: AnswerRules, prompt: Sample, texts: list[str]) -> list[int] | None:
         turns = int(prompt.id[1:]) % 3  # p0 and p3 have one turn, p1 and p4 two, p2 three
-        return [*prompt.ids, 40 + len(texts)] if len(texts) <= turns else None
+        return [*prompt.prompt, 40 + len(texts)] if len(texts) <= turns else None
 
     script = scripted(monkeypatch, recipe, echo)
     monkeypatch.setattr(AnswerRules, "next_prompt", following)

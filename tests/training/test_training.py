@@ -35,7 +35,7 @@ from trainings import (
 )
 
 from distill.data.packing import pack
-from distill.data.texts import AnswerTexts, Prompt, TextCount, lacking_classes, prompt_seed
+from distill.data.samples import AnswerTexts, Sample, TextCount, lacking_classes, prompt_seed
 from distill.decoding.decode import decode_text
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed
@@ -251,13 +251,13 @@ def test_a_training_that_begins_again_leaves_no_figures_behind(tmp_path: Path, w
 def test_texts_are_decoded_as_alone(family: str) -> None:
     target = toys.toy(family, seed=3)
     draft = toys.blurred(target, 4, 0.02)
-    prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(4, 61, 4))]
+    prompts = [Sample(str(i), ids) for i, ids in enumerate(toys.random_prompts(4, 61, 4))]
     served = ServedTarget(target, 61, (), Sampler(temperature=0.7), "sampling", 5)
     found = served.decode(draft, prompts, 24, 3)
     for prompt, text in zip(prompts, found, strict=True):
         rules = Rules(served.sampler, "token", (), random.Random(prompt_seed(5, prompt.id)).random)
         small = ModelDrafter(TorchModel(draft, 61), Fixed(3), rules.sampler, rules.random)
-        alone = decode_text(TorchModel(target, 61), small, prompt.ids, 24, rules)
+        alone = decode_text(TorchModel(target, 61), small, prompt.prompt, 24, rules)
         assert text.tokens == alone.tokens
         assert [(one.drafted, one.accepted) for one in text.rounds] == [
             (one.drafted, one.accepted) for one in alone.rounds
@@ -269,7 +269,7 @@ def test_texts_are_decoded_as_alone(family: str) -> None:
 def test_a_draft_that_is_the_target_is_accepted(protocol: Any) -> None:
     model = toys.toy(seed=3)
     sampler = Sampler(temperature=0.7)
-    prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(6, 61, 4))]
+    prompts = [Sample(str(i), ids) for i, ids in enumerate(toys.random_prompts(6, 61, 4))]
     served = ServedTarget(model, 61, (), sampler, protocol, 0)
     with served_form(model, None) as draft:
         found = decoded_acceptance(served.decode(draft, prompts, 24, 3))
@@ -285,13 +285,13 @@ def test_expected_acceptance_by_hand(protocol: Any) -> None:
     target, draft = toys.toy(seed=1), toys.toy(seed=2)
     sampler = Sampler(temperature=0.7, top_k=20)
     served = ServedTarget(target, 60, (), sampler, protocol, 0)  # of 61 columns, the last is padding
-    prompts = [Prompt(str(i), ids) for i, ids in enumerate(toys.random_prompts(3, 60, 5))]
+    prompts = [Sample(str(i), ids) for i, ids in enumerate(toys.random_prompts(3, 60, 5))]
     texts = toys.random_prompts(3, 60, 7)
     found = served.expected(draft, prompts, texts)
     for prompt, text, value in zip(prompts, texts, found, strict=True):
         total = 0.0
         for at in range(len(text)):
-            ids = torch.tensor([[*prompt.ids, *text[:at]]])
+            ids = torch.tensor([[*prompt.prompt, *text[:at]]])
             with torch.no_grad():
                 own, other = (model(input_ids=ids).logits[:, -1, :60].float() for model in (target, draft))
             p, q = sampler.probabilities(own)[0], sampler.probabilities(other)[0]
@@ -691,7 +691,7 @@ def test_classes_that_answers_lack(learnt: dict[str, int], asked: dict[str, int]
 
 def test_a_training_says_what_its_answers_lack(train: Trainer, monkeypatch: Patch, capsys: Capture) -> None:
     counted = AnswerTexts(by_class=[TextCount("code", "", 3, 99)])
-    prompts = [Prompt(f"t@{place}", [1, 2], label="code" if place else "sums") for place in range(4)]
+    prompts = [Sample(f"t@{place}", [1, 2], label="code" if place else "sums") for place in range(4)]
     monkeypatch.setattr("distill.training.setup.read_result", lambda *_: counted)
     monkeypatch.setattr("distill.training.setup.read_prompts", lambda *_: prompts)
     train("train.steps=1")

@@ -1,82 +1,51 @@
-"""Prompts, answers and summaries of texts as stages write them into the run directory, and the seed of each prompt."""
+"""Samples, and summaries of texts, as stages write them into the run directory; the seed of each prompt."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any, Literal
 
 from distill.errors import DataError
-from distill.files import Result, from_json, parse_object, write_text
+from distill.files import write_atomically
 from distill.run import Run
 
-Ids = list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]]  # token ids are stored as int32
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 LACKING = 0.25  # see lacking_classes
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """The origin of a prompt (`name@character`, and the corpus source) and its token ids.
+class Sample:
+    """One text to learn from or to measure: the token ids of a prompt, and of the target's answer to it.
 
-    Of a conversation, `chat` has what renders its further turns (see data/chat_template.py). `label` is the
-    class of text that reports show.
+    `id` is the prompt's origin (`name@character`), `source` the corpus source's name, `label` the class of text that
+    reports show, `mode` whether the template was told to think. `ended`: the target ended the answer, by an end token
+    or a stop string; else it was cut short. `dropped` is the reason for which the answer is not learnt from, `number`
+    the place in the list of prompts, None for served ones. Of a conversation, `chat` has what renders its further
+    turns (see data/chat_template.py).
     """
 
     id: str
-    ids: Ids
+    prompt: list[int]
+    answer: list[int] = field(default_factory=list)
+    split: Split = "train"
     source: str = ""
-    chat: dict[str, Any] | None = None
     label: str = ""
-
-    @property
-    def mode(self) -> str:
-        """`thinking` or `no thinking` where the template was told; else empty."""
-        thinking = None if self.chat is None else self.chat.get("thinking")
-        return "" if thinking is None else "thinking" if thinking else "no thinking"
+    mode: Literal["", "thinking", "no thinking"] = ""
+    ended: bool = True
+    dropped: str = ""
+    number: int | None = None
+    chat: dict[str, Any] | None = None
 
     @property
     def kind(self) -> str:
         """Label and mode, for tables; empty where it has neither."""
-        return ", ".join(part for part in (self.label, self.mode) if part)
-
-    def line(self) -> dict[str, Any]:
-        """The line of a prompts file; fields that say nothing are left out."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, "") or name == "source"}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The target's text after a prompt; `looping` marks a text whose end repeats itself.
-
-    `ended`: the target ended it, by an end token or a stop string; else it was cut short. `label` is the class of text,
-    `mode` the prompt's (see Prompt), `number` its place in the list of prompts, None for served ones. `dropped` is the
-    reason for which the writer's answer is not learnt from.
-    """
-
-    id: str
-    prompt: Ids
-    answer: Ids
-    looping: bool
-    source: str = ""
-    ended: bool = True
-    label: str = ""
-    number: int | None = None
-    dropped: str = ""
-    mode: str = ""
-
-
-@dataclass(frozen=True)
-class RawText:
-    """A document of a held-out split, for the checks of an export."""
-
-    name: str
-    text: str
+        return ", ".join(filter(None, (self.label, self.mode)))
 
 
 @dataclass(frozen=True)
@@ -112,11 +81,13 @@ class Reply:
     prompt: list[int] | None = None
 
 
-def drop_reason(answer: Answer) -> str:
-    """The reason why an answer is not learnt from; empty for one that is."""
-    if answer.dropped:
-        return answer.dropped
-    return "looping" if answer.looping else "empty" if len(answer.answer) < 2 else ""
+TEXT_FAULTS = "looping", "empty"
+
+
+def fault_of(answer: Sequence[int]) -> str:
+    """The reason why an answer is not learnt from, whoever wrote it; empty for one that is."""
+    looping, empty = TEXT_FAULTS
+    return looping if is_looping(answer) else empty if len(answer) < 2 else ""
 
 
 LONGEST_PERIOD, REPEATS = 16, 6  # tokens; copies
@@ -167,54 +138,64 @@ def prompt_seed(seed: int, prompt_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()[:7], "big")
 
 
-def _read_lines(path: Path, stage: str, kind: type[Result]) -> list[Result]:
-    """The lines of a jsonl file, whose unknown fields do not count."""
-    again = f"make it again with `distill train RECIPE --redo {stage}`"
-    records = []
+# ── Files of samples: Arrow, a row a sample ──
+
+
+def _schema() -> Any:
+    import pyarrow
+
+    ids, text = pyarrow.list_(pyarrow.int32()), pyarrow.string()
+    kinds = {"prompt": ids, "answer": ids, "ended": pyarrow.bool_(), "number": pyarrow.int32()}
+    return pyarrow.schema([(one.name, kinds.get(one.name, text)) for one in fields(Sample)])
+
+
+def write_samples(path: Path, samples: Iterable[Sample]) -> None:
+    """Write samples to a file, atomically; `chat` as JSON."""
+    import pyarrow.feather
+
+    rows = [{**vars(one), "chat": one.chat and json.dumps(one.chat)} for one in samples]
+    table = pyarrow.Table.from_pylist(rows, _schema())
+    write_atomically(path, lambda temporary: pyarrow.feather.write_feather(table, str(temporary), "uncompressed"))
+
+
+def read_samples(path: Path, stage: str) -> list[Sample]:
+    """The samples in a file of a stage; raises DataError where it is damaged."""
+    import pyarrow.feather
+
     try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", again) from None
-    for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
-        record = parse_object(line)
-        if isinstance(record, str):
-            raise DataError(f"{path} is damaged: line {number}: {record}", again)
-        records.append(from_json(record, kind, f"{path} is damaged: line {number}", again))
-    return records
+        table = pyarrow.feather.read_table(path, memory_map=False)
+        table.validate(full=True)
+        if table.schema != _schema():
+            raise ValueError("it does not hold what this version writes")
+        rows = table.to_pylist()
+        return [Sample(**{**row, "chat": row["chat"] and json.loads(row["chat"])}) for row in rows]
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        first = str(error).splitlines()[0][:200]
+        raise DataError(f"{path} is damaged: {first}", _again(stage)) from None
 
 
-def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write a jsonl file, atomically."""
-    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+def _again(stage: str) -> str:
+    return f"make it again with `distill train RECIPE --redo {stage}`"
 
 
-def read_prompts(run: Run, split: str) -> list[Prompt]:
-    """The prompts of a split: held-out ones of served traffic first, then those of stage `corpus`.
+def read_prompts(run: Run, split: Split) -> list[Sample]:
+    """The prompts of a split: held-out ones of served traffic first, with their answers, then those of stage `corpus`.
 
     Raises DataError when a file is damaged.
     """
-    prompts = []
-    for stage in ("answers", "corpus"):
-        path = run.path(stage, f"prompts-{split}.jsonl")
-        if stage == "answers" and not path.exists():
-            continue
-        prompts += _read_lines(path, stage, Prompt)
-    return prompts
+    served = run.path("answers", f"prompts-{split}.arrow")
+    own = read_samples(served, "answers") if served.exists() else []
+    return own + read_samples(run.path("corpus", f"prompts-{split}.arrow"), "corpus")
 
 
-def read_answers(run: Run, name: str, stage: str = "answers") -> list[Answer]:
+def read_answers(run: Run, name: str, stage: str = "answers") -> list[Sample]:
     """All answers that a stage wrote into files called `name`, in prompt order, served ones last.
 
     Stage `answers` has those to `train` prompts. Raises DataError when a file is damaged.
     """
-    paths = sorted(run.path(stage).glob(f"{name}-*.jsonl"))
-    answers = [answer for path in paths for answer in _read_lines(path, stage, Answer)]
+    paths = sorted(run.path(stage).glob(f"{name}-*.arrow"))
+    answers = [answer for path in paths for answer in read_samples(path, stage)]
     return sorted(answers, key=lambda answer: (answer.number is None, answer.number or 0))
-
-
-def read_documents_of(run: Run, split: str) -> list[str]:
-    """The raw texts of a held-out split from stage `corpus`."""
-    return [one.text for one in _read_lines(run.path("corpus", f"documents-{split}.jsonl"), "corpus", RawText)]
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
