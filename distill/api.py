@@ -113,9 +113,8 @@ def decode(
 
     `configuration` (None: four tokens of the draft a round; plain decoding for a pair without a draft) is one of
     docs/recipes.md, as an object or a mapping; `sampler` None is greedy. The text is the target's own whatever drafts:
-    a configuration that would change its distribution raises DataError, as do a prompt that is empty or fills the
-    context, and trees of a size that only a run chooses. `table` (a file, or a run that has one) holds n-grams of the
-    target for drafter table.
+    a configuration that would change its distribution raises DataError, as does a prompt that is empty or fills the
+    context. `table` (a file, or a run that has one) holds n-grams of the target for drafter table.
     """
     sampler = sampler or Sampler(temperature=0)
     if configuration is None:
@@ -125,8 +124,6 @@ def decode(
         configuration = parse_section(Configuration, sampled | dict(configuration))
     if configuration.other_vocabulary:
         raise RecipeError(f"drafter {configuration.drafter} reads two vocabularies", "use `distill generate`")
-    if configuration.needs_tree_choice:
-        raise RecipeError(f"`{configuration.title}` leaves the tree's size open, which a run chooses", "give its nodes")
     if tokens < 1:
         raise RecipeError(f"{tokens} new tokens are requested", "request at least one")
     if configuration.branches and pair.backend != "pytorch" and not pair.target.max_leaves:

@@ -72,7 +72,6 @@ def test_the_examples(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         whole = pair.text(distill.decode(pair, ids, 32).tokens)
         assert pair.text(line.tokens) + line.rest.decode() == whole.split("\n")[0]
         for settings, words in (
-            ({"configuration": {"drafter": "tree"}}, "give its nodes"),
             ({"configuration": {"drafter": "string"}}, "reads two vocabularies"),
             ({"configuration": {"nonsense": 1}}, "nonsense"),
             ({"configuration": {"verifier": "greedy"}, "sampler": distill.Sampler(0.9)}, "would change the target's"),

@@ -27,7 +27,7 @@ from distill.folders import pin_tokenizer, stored_tensors, weight_files
 from distill.gguf.fields import read_shape
 from distill.gguf.library import GgufFile
 from distill.gguf.tokenizer import read_tokenizer
-from distill.measuring.calibrate import load_calibrations, load_texts, read_ranks
+from distill.measuring.calibrate import load_calibrations
 from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
 from distill.pipeline.running import plan_refresh
 from distill.planning.cases import import_curve
@@ -282,8 +282,6 @@ def test_an_embedding_without_lengths(copied: Path) -> None:
         (load_calibrations, {"format": 1, "fits": []}),
         (load_calibrations, {"format": 1, "fits": {"features": {"kind": "Logistic", "fields": {"bias": []}}}}),
         (load_calibrations, {"format": 1, "fits": {"context": {"kind": "Power", "fields": {}}}}),
-        (lambda path: read_ranks(read_json(path, {}), str(path)), []),
-        (load_texts, {"texts": {"prompt": 1}}),
         *((lambda path: read_changes(path.parent), content) for content in ([], {"changes": 3}, "", "{")),
         *((lambda path: read_kept(path.parent), content) for content in ([], "{")),
         *(

@@ -123,7 +123,6 @@ def recipe_values(world: Path, elsewhere: bool = False) -> dict[str, Any]:
             "new_tokens": 12,
             "calibration_prompts": 6,
             "repeats": 5,
-            "max_tokens": 5,
             "depth": 16,
         },
     }

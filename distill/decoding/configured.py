@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from distill.decoding.lengths import (
 )
 from distill.decoding.ngrams import ORDER, Guess, Mixture, NGramTable
 from distill.decoding.other_vocabulary import DraftReader, StringMatchDrafter
-from distill.decoding.trees import Leaves, Shape, Tree, TreeDrafter, calibrated
+from distill.decoding.trees import Leaves, Shape, TreeDrafter, calibrated
 from distill.decoding.verify import Random, refusal
 from distill.engines.model import SPARE_NODES, Model, RecentContext
 from distill.engines.torch.hugging_face import load_config
@@ -213,12 +212,11 @@ CHAINS_ONLY = "draft chains: another drafter than tree"
 
 @dataclass(frozen=True)
 class Fitted:
-    """What configurations read that is measured beforehand: costs, calibrations by name, chosen trees by title;
-    the table of n-grams (None: those of the text alone), and how far the target's trees may branch."""
+    """What configurations read that is measured beforehand: costs, calibrations by name; the table of n-grams (None:
+    those of the text alone), and how far the target's trees may branch."""
 
     costs: StepCosts = NO_COSTS
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
-    trees: Mapping[str, Tree] = field(default_factory=dict)
     table: NGramTable | None = None
     max_leaves: int = sys.maxsize
 
@@ -228,15 +226,6 @@ class Fitted:
 
 
 NOT_FITTED = Fitted()
-
-
-def title_with_tree(title: str, tree: Tree) -> str:
-    """A configuration's title, and the tree that was chosen for it."""
-    levels, nodes = "", len(tree) if isinstance(tree, Shape) else tree
-    if isinstance(tree, Shape) and nodes:
-        counts = Counter(tree.depths)
-        levels = f" in levels of {', '.join(str(counts[level]) for level in sorted(counts))}"
-    return f"{title}: {nodes} node{'s' if nodes != 1 else ''}{levels}"
 
 
 def configured_sampler(configuration: Configuration, settings: SamplerSettings) -> Sampler:
@@ -276,15 +265,12 @@ def make_drafter(
     sampler: Sampler,
     random: Random,
     fitted: Fitted = NOT_FITTED,
-    tree: Tree | None = None,
 ) -> Drafter:
     """The drafter that a configuration names, as at the start of a session; under `match` a draft gives its best token.
 
-    A draft of another vocabulary is given as its `DraftReader`. `tree` is that of a configuration which leaves it open,
-    by default the one that was chosen for its title. A table of n-grams makes trees of at most the target's
+    A draft of another vocabulary is given as its `DraftReader`. A table of n-grams makes trees of at most the target's
     `max_leaves`, chains where it takes none. ValueError for a tree under a repetition penalty.
     """
-    tree = fitted.trees.get(configuration.title) if tree is None else tree
     price = LookupPrice(fitted.costs.without_draft()) if configuration.rule == "expected-value" else None
     if configuration.other_vocabulary:
         if configuration.length_rule != "fixed":
@@ -308,7 +294,7 @@ def make_drafter(
             return LookupDrafter(configuration.max_length, price=price)
         chain = configuration.model_copy(update={"drafter": "draft"})
         second = configuration.tree_alone if configuration.branches else chain
-        own = make_drafter(second, draft, sampler, random, fitted, tree)
+        own = make_drafter(second, draft, sampler, random, fitted)
         return FallbackDrafter(LookupDrafter(configuration.max_length, LOOKED_UP, price), own)
     assert not isinstance(draft, DraftReader), f"`{configuration.title}` needs a draft of the target's vocabulary"
     if configuration.widths is not None:
@@ -318,13 +304,8 @@ def make_drafter(
     if configuration.drafter == "tree":
         calibrates = configuration.needs_calibration and fitted.calibrations
         calibration = fitted.calibration(configuration) if calibrates else None
-        tree = configuration.nodes if tree is None else tree
-        assert tree is not None and isinstance(tree, Shape) == configuration.ranked, (
-            f"no tree was chosen for `{configuration.title}`"
-        )
-        if isinstance(tree, Shape):
-            return TreeDrafter(draft, sampler, random, len(tree), shape=tree, best=True)
-        return TreeDrafter(draft, sampler, random, tree, depth=configuration.max_length, calibration=calibration)
+        nodes, depth = configuration.most_nodes, configuration.max_length
+        return TreeDrafter(draft, sampler, random, nodes, depth=depth, calibration=calibration)
     assert configuration.drafter == "draft", f"`{configuration.title}` has no drafter of its own here"
     argmax = sampler.temperature == 0 or configuration.verified_by == "match"
     if configuration.draft_top_k is not None:
@@ -341,11 +322,8 @@ def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:
     """
     if not configuration.drafts:
         return None
-    # The kind of the drafted tokens depends on no model and on no tree's size.
-    nobody: Any = None
-    tree = Shape(()) if configuration.ranked else 1
-    some = tree if configuration.needs_tree_choice else None
-    drafter = make_drafter(configuration, nobody, sampler, lambda: 0.0, tree=some)
+    nobody: Any = None  # the kind of the drafted tokens depends on no model
+    drafter = make_drafter(configuration, nobody, sampler, lambda: 0.0)
     return refusal(configuration.verified_by, drafter.kind, sampler.temperature, drafter.tree)
 
 
@@ -390,13 +368,7 @@ def check_configurations(
     """
     lines = []
     for configuration in settings.configurations if configurations is None else configurations:
-        title, nodes = configuration.title, configuration.nodes
-        if configuration.ranked and nodes is not None and nodes >= settings.max_tokens:
-            raise RecipeError(
-                f"{where}: `{title}` is shaped by costs of {nodes + 1} tokens a step, and "
-                f"speedup.max_tokens is {settings.max_tokens}",
-                f"speedup.max_tokens={nodes + 1}, or fewer nodes",
-            )
+        title = configuration.title
         try:
             reason = lossy_reason(configuration, configured_sampler(configuration, sampler))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: grown best-first, or filled in a shape fixed beforehand, and how large they should grow.
+"""Trees of drafted tokens: grown best-first, or filled in a shape fixed beforehand.
 
 There are two kinds of children. Deterministic ones are the best tokens of the draft's distribution; the choice of nodes
 to keep may depend on anything. Sampled ones are drawn from the distribution, in a shape that was fixed before the draw:
@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from distill.engines.model import SPARE_NODES, Model
 from distill.engines.torch.model import for_sampler
 from distill.sampler import Logits, Sampler
 
-# ── Shapes: trees without tokens, the tokens to expect from one, and the best ones for an acceptance by rank ──
+# ── Shapes: trees without tokens ──
 
 
 @dataclass(frozen=True)
@@ -71,87 +70,6 @@ class Shape:
             if depth <= levels:
                 places[node] = len(parents)
                 parents.append(places[parent])
-        return Shape(tuple(parents))
-
-
-Tree = int | Shape  # what is chosen of a tree before it decodes: how many nodes, or its shape
-
-
-def expected_accepted(shape: Shape, acceptance: Sequence[float]) -> float:
-    """Expected accepted tokens: a node's child of rank r is accepted with acceptance[r], given that the node is.
-
-    Ranks beyond the list are never accepted.
-    """
-    reached: list[float] = []
-    for parent, rank in zip(shape.parents, shape.ranks, strict=True):
-        chance = acceptance[rank] if rank < len(acceptance) else 0.0
-        reached.append(chance * (1.0 if parent == ROOT else reached[parent]))
-    return sum(reached)
-
-
-@dataclass
-class RankTally:
-    """Acceptance by rank as measured: of the places that have a best token of rank r, at how many it was written."""
-
-    tried: list[int] = field(default_factory=list)
-    taken: list[int] = field(default_factory=list)
-
-    def observe(self, best: Sequence[int], wrote: int) -> None:
-        """Count one place: the draft's best tokens there, and what was written."""
-        missing = len(best) - len(self.tried)
-        self.tried += [0] * missing
-        self.taken += [0] * missing
-        for rank, token in enumerate(best):
-            self.tried[rank] += 1
-            self.taken[rank] += token == wrote
-
-    def rates(self) -> list[float]:
-        """taken / tried by rank."""
-        return [taken / tried for taken, tried in zip(self.taken, self.tried, strict=True)]
-
-
-class ShapeTable:
-    """The best shapes of every size and depth for an acceptance by rank (Sequoia, 2402.12374, section 3.1).
-
-    `expected[d, n]` is the most expected accepted tokens of exactly n nodes in at most d levels, −inf where none fit:
-    F_d(n) = H_0(n), H_r(n) = max_s a_r·(1 + F_{d−1}(s − 1)) + H_{r+1}(n − s), s the size of the child's own tree.
-    """
-
-    def __init__(self, acceptance: Sequence[float], nodes: int, depth: int) -> None:
-        ranks = len(acceptance)
-        self.expected = np.full((depth + 1, nodes + 1), -np.inf)
-        self.expected[:, 0] = 0
-        self._sizes = np.zeros((depth + 1, ranks, nodes + 1), dtype=np.int64)
-        for d in range(1, depth + 1):
-            rest = self.expected[0].copy()  # H of the ranks after r: at first there are none, so n is 0
-            for r in reversed(range(ranks)):
-                fits = np.isfinite(self.expected[d - 1])
-                child = np.full(nodes + 1, -np.inf)
-                child[fits] = acceptance[r] * (1 + self.expected[d - 1, fits])
-                here = rest.copy()
-                here[1:] = -np.inf
-                for n in range(1, nodes + 1):
-                    found = child[:n] + rest[n - 1 :: -1]
-                    best = int(found.argmax())
-                    self._sizes[d, r, n], here[n] = best + 1, found[best]
-                rest = here
-            self.expected[d] = rest
-
-    def shape(self, nodes: int, depth: int) -> Shape:
-        """The best shape of this size and depth, level by level; some fits (see `expected`)."""
-        assert np.isfinite(self.expected[depth, nodes])
-        parents: list[int] = []
-        level = [(ROOT, nodes)]
-        for d in range(depth, 0, -1):
-            below: list[tuple[int, int]] = []
-            for parent, size in level:
-                rank = 0
-                while size:
-                    own = int(self._sizes[d, rank, size])
-                    parents.append(parent)
-                    below.append((len(parents) - 1, own - 1))
-                    size, rank = size - own, rank + 1
-            level = below
         return Shape(tuple(parents))
 
 
@@ -358,7 +276,6 @@ class TreeDrafter:
 
     Without a `shape` the tree has the `nodes` nodes of greatest value (deterministic children). With one, children are
     the best tokens where `best`, else drawn from the draft's distribution, without replacement where `distinct`.
-    `values` are those of the last tree that was proposed without a shape, best first.
     """
 
     tree = True
@@ -384,7 +301,6 @@ class TreeDrafter:
         self.model, self.sampler, self.random, self.nodes = model, distribution_sampler(sampler), random, nodes
         self.shape, self.best, self.distinct = shape, best, distinct
         self.kind = "deterministic" if shape is None or best else "distinct" if distinct else "sampled"
-        self.values: list[float] = []
         self.branching, self.depth, self.calibration = branching, depth, calibration
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -426,7 +342,7 @@ class TreeDrafter:
             return top_tree(shape, root, expand)
         if shape is not None:
             return sampled_tree(shape, root, expand, self.random, not self.distinct)
-        proposal, self.values = best_first(
+        return best_first(
             root,
             expand,
             nodes,
@@ -434,8 +350,7 @@ class TreeDrafter:
             depth=min(self.depth, limit),
             calibration=self.calibration,
             max_leaves=self.model.max_leaves,
-        )
-        return proposal
+        )[0]
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Drop the tree; the accepted path is read again together with the next token."""

@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy
 
-from distill.decoding.configured import Fitted, configured_sampler, lossy_reason, make_drafter, title_with_tree
+from distill.decoding.configured import Fitted, configured_sampler, lossy_reason, make_drafter
 from distill.decoding.costs import measure_steps, range_start
 from distill.decoding.decode import Decoded, Round, decode_text, plain, room_for
 from distill.decoding.drafters import Drafter
@@ -72,8 +72,7 @@ class PairSettings:
     @property
     def largest_tree(self) -> int:
         """The most nodes of a tree that may be verified; 0 without trees."""
-        trees = [one.drawn_nodes or one.nodes or self.speedup.max_tokens - 1 for one in self.others if one.branches]
-        return max([*trees, *(one.most_nodes for one in self.others if one.counts_ngrams)], default=0)
+        return max((one.most_nodes for one in self.others), default=0)
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,7 @@ class TimedConfiguration:
 
     The drafter is made as at the start of a session; what it learns it keeps from prompt to prompt. `lossy` is the
     reason why the text would not follow the target's distribution, None where it does. `length` is γ of a configuration
-    of the greedy sweep (0: plain), None for every other. `name` is what tables show instead of the configuration's own
-    title.
+    of the greedy sweep (0: plain), None for every other.
     """
 
     configuration: Configuration
@@ -91,12 +89,11 @@ class TimedConfiguration:
     make: Callable[[], Drafter] | None
     lossy: str | None = None
     length: int | None = None
-    name: str | None = None
 
     @property
     def title(self) -> str:
         """Its name in tables, and that of its texts."""
-        return self.name or self.configuration.title
+        return self.configuration.title
 
     @property
     def sampled(self) -> bool:
@@ -132,15 +129,13 @@ def prepare(
     make = partial(make_drafter, configuration, draft, sampler, draws, fitted)
     if configuration.other_vocabulary:
         return TimedConfiguration(configuration, rules, make, refusal(rules.verifier, make().kind, sampler.temperature))
-    tree = fitted.trees.get(configuration.title)
-    name = None if tree is None else title_with_tree(configuration.title, tree)
-    return TimedConfiguration(configuration, rules, make, lossy_reason(configuration, sampler), name=name)
+    return TimedConfiguration(configuration, rules, make, lossy_reason(configuration, sampler))
 
 
 def prepare_all(
     settings: PairSettings, draft: Model | DraftReader, ends: Collection[int], fitted: Fitted
 ) -> list[TimedConfiguration]:
-    """Plain greedy decoding, the sweep (a configuration a length), and all others, under titles that name chosen trees.
+    """Plain greedy decoding, the sweep (a configuration a length), and all others.
 
     Where some of these are sampled, plain sampling stands before them, as their base. RecipeError for one that would
     change the target's distribution, unless the settings allow that.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from distill.data.prompts import UserPrompts, read_user_prompts, sources_of
 from distill.data.samples import read_prompts
+from distill.decoding.calibration import Calibration
 from distill.decoding.configured import check_configurations
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import read_with
@@ -22,7 +24,13 @@ from distill.files import read_result, write_result, write_text
 from distill.gguf.importing import file_type
 from distill.gguf.writer import export_gguf, own_file
 from distill.machine import machine
-from distill.measuring.calibrate import Calibrated, calibrate_pair, calibrate_run, need_calibration, validation_prompts
+from distill.measuring.calibrate import (
+    calibrate_pair,
+    calibrate_run,
+    need_calibration,
+    read_calibrations,
+    validation_prompts,
+)
 from distill.measuring.compare import PairSettings, TimedText, totals
 from distill.measuring.identity import OwnDistributions
 from distill.measuring.speedup_results import InTurns, PairMeasured, SpeedupPart, SpeedupReport
@@ -45,7 +53,8 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         run.say(f"  {line}")
     counted = any(one.counts_ngrams for one in settings.configurations)
     table = open_table(run.folder, recipe.target.model) if counted else None
-    calibrated = calibrate_run(recipe, run, _settings(recipe, run, "pytorch"), table)
+    calibration = calibrate_run(recipe, run, _settings(recipe, run, "pytorch"), table)
+    fits = _fits(calibration)
     own = (
         "pytorch" if own_file(recipe) is None else "gguf"
     )  # which decodes the target in the form that the user gave it
@@ -59,7 +68,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
             label, how = _label(recipe, backend), _settings(recipe, run, backend)
             with _load(recipe, how, backend) as pair:
                 run.say(f"  {label.pair}, {backend}")
-                part = _measure(recipe, run, pair, label, how, calibrated, table)
+                part = _measure(recipe, run, pair, label, how, fits, table)
                 if backend == own and len(settings.backends) > 1:
                     reference = OwnDistributions(pair.target, _prompts(recipe, run))
                 elif own in settings.backends:
@@ -76,13 +85,17 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         sampler=Sampler.of(recipe.sampler).describe(),
         parts=[parts[backend] for backend in settings.backends],
         most_kl=settings.most_kl,
-        calibration=None if calibrated is None else calibrated.table,
+        calibration=calibration,
         gguf=recipe.gguf.described() if settings.files else "",
     )
-    report = replace(report, in_turns=_in_turns(recipe, run, report, calibrated, table))
+    report = replace(report, in_turns=_in_turns(recipe, run, report, fits, table))
     write_result(run.path("speedup.json"), report)
     write_text(run.path("speedup.md"), document(speedup_blocks(report)))
     return [run.path("speedup"), run.path("speedup.json"), run.path("speedup.md")]
+
+
+def _fits(calibration: Mapping[str, Any] | None) -> dict[str, Calibration]:
+    return {} if calibration is None else read_calibrations(calibration, "the calibration")
 
 
 def _measure(
@@ -91,7 +104,7 @@ def _measure(
     pair: LoadedPair,
     label: PairMeasured,
     settings: PairSettings,
-    calibrated: Calibrated | None,
+    fits: Mapping[str, Calibration],
     table: NGramTable | None,
 ) -> SpeedupPart:
     """All measurements of the pair by one backend, on test prompts; their explanations are said, too."""
@@ -101,7 +114,7 @@ def _measure(
         run.say("    there is no validation text: costs are timed on the test prompts, which does not change them")
     evaluated = _evaluated_rounds(run, prompts, recipe.speedup.new_tokens)
     written = load_tokenizer(recipe.target.model).decode
-    given = PairTexts(prompts, spare or prompts, calibrated, evaluated, written=written, table=table)
+    given = PairTexts(prompts, spare or prompts, fits, evaluated, written=written, table=table)
     part = measure_pair(settings, pair, label, given)
     explanations = [f"{label.pair}, {label.backend}: {sentence}" for sentence in part.explanations]
     for sentence in explanations:
@@ -110,7 +123,7 @@ def _measure(
 
 
 def _in_turns(
-    recipe: Recipe, run: Run, report: SpeedupReport, calibrated: Calibrated | None, table: NGramTable | None
+    recipe: Recipe, run: Run, report: SpeedupReport, fits: Mapping[str, Calibration], table: NGramTable | None
 ) -> list[InTurns]:
     """Plain decoding and the fastest way of each engine, timed again in turns, the fastest first: one engine after the
     other was measured in other minutes, and a machine is not the same from one to the next. Engines that are far
@@ -124,7 +137,7 @@ def _in_turns(
     texts: dict[tuple[str, str], list[TimedText]] = {key: [] for key in plain}
     run.say(f"  {len(plain)} engines in {turns} turns: plain decoding, and the fastest way of each")
     for turn in range(min(turns, len(prompts))):
-        own = PairTexts(prompts[turn::turns], [], calibrated, table=table)
+        own = PairTexts(prompts[turn::turns], [], fits, table=table)
         for backend, part in zip(recipe.speedup.backends, report.parts, strict=True):
             if part.key in plain:
                 settings = _settings(recipe, run, backend)
@@ -234,7 +247,7 @@ def _evaluated_rounds(run: Run, prompts: Sequence[Sequence[int]], new_tokens: in
 
 # ── `distill speedup --target A --draft B`: any pair on the user's prompts, without a recipe's run ──
 
-CALIBRATION_PROMPTS = 8  # for configurations that read calibrations, measured costs or a chosen tree
+CALIBRATION_PROMPTS = 8  # for configurations that read calibrations or measured costs
 LEAST = 8  # tokens of a prompt that a context must leave room for
 
 
@@ -264,7 +277,7 @@ def measure_any_pair(
         raise RecipeError(f"--batch {max(batches)} needs as many prompts, and there are {len(prompts.measured)}")
     measured, spare = [one.prompt for one in prompts.measured], [one.prompt for one in prompts.others]
     counted = None if table is None else open_table(table, settings.target.model)
-    longest_step = max(settings.speedup.max_tokens, *(one.max_length + 1 for one in configurations))
+    longest_step = max(16, *(one.longest_round + 1 for one in configurations))
     with load_pair(
         settings.target,
         own_draft,
@@ -280,10 +293,10 @@ def measure_any_pair(
         if other_vocabulary:
             assert settings.draft is not None
             reader = read_with(pair, settings.target, settings.draft, settings.device)
-        calibrated = None
+        calibration = None
         if need_calibration(configurations):
-            calibrated = calibrate_pair(pair, spare, settings, command, "prompts of the same files", counted)
-        given = PairTexts(measured, spare or measured, calibrated, classes=prompts.classes(), table=counted)
+            calibration = calibrate_pair(pair, spare, settings, command, "prompts of the same files", counted)
+        given = PairTexts(measured, spare or measured, _fits(calibration), classes=prompts.classes(), table=counted)
         part = measure_pair(settings, pair, PairMeasured("draft + target", pair.backend), given, reader, batches)
         return SpeedupReport(
             command=command,
@@ -292,7 +305,7 @@ def measure_any_pair(
             new_tokens=new_tokens,
             sampler=Sampler.of(settings.sampler).describe(),
             parts=[part],
-            calibration=None if calibrated is None else calibrated.table,
+            calibration=calibration,
             gguf=settings.gguf.described() if pair.backend != "pytorch" else "",
             pytorch=settings.pytorch.suffix.removeprefix(", "),
             target=names[0],

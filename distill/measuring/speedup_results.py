@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.decoding.costs import PaidCosts
-from distill.decoding.trees import Shape, Tree
 from distill.files import Figure
 from distill.recipe.measuring import MOST_KL
 
@@ -43,7 +42,7 @@ class Measurement(PairMeasured):
     configuration; `drafter`, `rule` and `verifier` are None where nothing is drafted. `sampler` is None for greedy.
     `identical`, `excused` and `different` count texts against the plain greedy run; None where texts are sampled.
     `lossy` is the reason why the text does not follow the target's distribution, None where it does.
-    `predicted` is the speedup expected from measured costs and acceptance, `nodes` the size of a tree that was chosen.
+    `predicted` is the speedup expected from measured costs and acceptance.
     `repeated` is the share of the tokens that lie in REPEATS tokens which the same text had before: lookups profit from
     these, and a degenerate text is full of them.
     """
@@ -68,7 +67,6 @@ class Measurement(PairMeasured):
     excused: int | None
     different: int | None
     lossy: str | None
-    nodes: int | None = None
     repeated: float | None = None
 
     @property
@@ -155,38 +153,6 @@ class RoundFigures:
 
 
 @dataclass(frozen=True)
-class ComparedTree:
-    """One tree size that was considered: expected tokens of a round, the target's seconds and all others."""
-
-    nodes: int
-    tokens: float
-    target_seconds: float
-    other_seconds: float
-
-
-@dataclass(frozen=True)
-class ChosenTree:
-    """The tree that was chosen for the configuration of that title, its predicted figures, and all it was chosen from.
-
-    `parents` are of a static shape, None for a tree that each round grows. `tokens` and `seconds` are of a round,
-    `speedup` is over plain decoding after the prompt. Without nodes the configuration decodes plainly.
-    """
-
-    configuration: str
-    nodes: int
-    parents: list[int] | None
-    tokens: float
-    seconds: float
-    speedup: float
-    compared: list[ComparedTree]
-
-    @property
-    def tree(self) -> Tree:
-        """The tree as drafters take it: its shape, or how many nodes each round grows."""
-        return self.nodes if self.parents is None else Shape(tuple(self.parents))
-
-
-@dataclass(frozen=True)
 class Segment:
     """A run of text: `kind` is `accepted` (drafted and accepted) or `target` (the target's own)."""
 
@@ -254,7 +220,6 @@ class SpeedupPart(PairMeasured):
     noise: float
     costs: PaidCosts | None
     steps: StepFigures
-    trees: list[ChosenTree] = field(default_factory=list)
     rounds: list[RoundFigures] = field(default_factory=list)
     explanations: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)

@@ -216,10 +216,8 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
         *([turn_table(report)] if report.in_turns else []),
         measurement_table(report.measurements, report.command, report.best),
     ]
-    if any((row.length or row.nodes) and row.predicted is not None for row in report.measurements):
-        blocks.append(
-            "Predicted, for fixed lengths and chosen trees: from costs and conditional acceptance (docs/decoding.md)."
-        )
+    if any(row.length and row.predicted is not None for row in report.measurements):
+        blocks.append("Predicted, for fixed lengths: from costs and conditional acceptance (docs/decoding.md).")
     blocks.append(bullets(report.explanations))
     for part in report.parts:
         if len(report.parts) > 1:

@@ -79,8 +79,7 @@ def stream(
     ids = encode_prompt(target.model, text) if message is None else message
     room = _room(ids, limit, context_of(target.model))
     loaded = draft if configuration.asks_the_draft else None
-    nodes = configuration.drawn_nodes or configuration.nodes or 0
-    nodes = configuration.most_nodes if configuration.counts_ngrams else nodes
+    nodes = configuration.most_nodes
     options: dict[str, Any] = {"device": device, "nodes": nodes, "threads": threads, "pytorch": pytorch}
     with load_pair(target, loaded, tokens=len(ids) + room, gguf=gguf or Gguf(), **options) as pair:
         if loaded is not None and pair.draft.capacity < len(ids) + room:

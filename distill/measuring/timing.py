@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from statistics import fmean
@@ -30,7 +30,6 @@ from distill.engines.loaded import LoadedPair, with_rows
 from distill.engines.model import Model, Watch
 from distill.engines.torch.model import TorchModel, mask_refusal, model_name, state_refusal
 from distill.errors import DataError, RecipeError
-from distill.measuring.calibrate import Calibrated, choose_trees, explain_tree, read_calibrations, read_ranks
 from distill.measuring.compare import (
     PairSettings,
     TimedConfiguration,
@@ -51,7 +50,6 @@ from distill.measuring.compare import (
 from distill.measuring.identity import measured_rounding
 from distill.measuring.speedup_results import (
     BatchFigures,
-    ChosenTree,
     Measurement,
     PairMeasured,
     Sample,
@@ -73,15 +71,15 @@ EVERY = 3  # prompts, rounds are timed for predictions
 class PairTexts:
     """On which prompts a pair is measured, and what is known of them.
 
-    Costs are timed behind `spare` prompts. `calibrated` is None where no configuration reads it. `evaluated` are rounds
-    (drafted, accepted) of each prompt, in order, whose acceptance predicts speedups; None: that of the texts
-    themselves. `classes` are those of the prompts, where they are to be told apart. `written` gives the text of a
-    prompt, where samples are wanted. `table` holds n-grams of the target's other texts, where there are any.
+    Costs are timed behind `spare` prompts. `fits` are calibrations by name. `evaluated` are rounds (drafted, accepted)
+    of each prompt, in order, whose acceptance predicts speedups; None: that of the texts themselves. `classes` are
+    those of the prompts, where they are to be told apart. `written` gives the text of a prompt, where samples are
+    wanted. `table` holds n-grams of the target's other texts, where there are any.
     """
 
     prompts: list[list[int]]
     spare: list[list[int]]
-    calibrated: Calibrated | None = None
+    fits: Mapping[str, Calibration] = field(default_factory=dict)
     evaluated: list[list[tuple[int, int]]] | None = None
     classes: Sequence[str] = ()
     written: Callable[[list[int]], str] | None = None
@@ -105,7 +103,7 @@ def measure_pair(
         require_trees(pair.target, pair.draft)
     prompts, new_tokens = given.prompts, settings.speedup.new_tokens
     spare = prompts_as_long(given.spare, [len(prompt) for prompt in prompts])
-    paid, fitted, choices = _fit(settings, pair, given, spare)
+    paid, fitted = _fit(settings, pair, given, spare)
     small: Model = pair.draft if reader is None else reader.model
     watch = Watch()
     target, draft = watch.models(pair.target, small)
@@ -128,12 +126,12 @@ def measure_pair(
     predictions.finish()
     plain = next(text.decoded.tokens for text in texts if text.title == PLAIN.title)
     lengths = [one.max_length for one in settings.sweep] or [LONGEST_OF_NONE]
-    others = _others_drafted(settings.others, choices)
+    others = _others_drafted(settings.others)
     trees = any(one.branches or one.counts_ngrams for one in settings.configurations)
     rounding = measured_rounding(settings.target, pair.backend, pair.target, prompts[0], plain, lengths, others, trees)
     identities = judge_identity(pair.target, prompts, texts, prepared, rounding)
     rows = [
-        with_prediction(row, one, given, texts, choices, paid, predictions)
+        with_prediction(row, one, given, texts, predictions)
         for row, one in zip(measurements(texts, prepared, identities, label), prepared, strict=True)
     ]
     chosen = choose_length(texts, settings.sweep) if settings.sweep else None
@@ -141,11 +139,6 @@ def measure_pair(
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
     rounds = [round_figures(one, texts, steps, waits) for one in prepared]
     explanations = explain(steps, rows, rounds, chosen, prompt_seconds(texts))
-    if given.calibrated is not None:
-        counted = {one.configuration.title: row.tokens_per_round for row, one in zip(rows, prepared, strict=True)}
-        explanations += [
-            explain_tree(choice, given.calibrated.of_texts, counted[title]) for title, choice in choices.items()
-        ]
     if predictions.refused is not None:
         explanations.append(f"No speedup is predicted: {predictions.refused}.")
     samples = []
@@ -161,7 +154,6 @@ def measure_pair(
         noise=rounding.noise,
         costs=paid,
         steps=steps,
-        trees=[*choices.values()],
         rounds=rounds,
         explanations=explanations,
         samples=samples,
@@ -176,59 +168,42 @@ def measure_pair(
 def time_again(
     settings: PairSettings, pair: LoadedPair, part: SpeedupPart, titles: Collection[str], given: PairTexts
 ) -> list[TimedText]:
-    """Decode prompts by the configurations of these titles once more, with the costs and trees that `part` measured."""
-    fitted = _fitted(settings, pair, given, part.costs, part.trees)
+    """Decode prompts by the configurations of these titles once more, with the costs that `part` measured."""
+    fitted = _fitted(pair, given, part.costs)
     prepared = [one for one in prepare_all(settings, pair.draft, pair.ends, fitted) if one.title in titles]
     target, draft, title = pair.target, pair.draft, f"{part.backend}, prompts of a turn"
     return time_texts(target, draft, given.prompts, settings.speedup.new_tokens, prepared, title)
 
 
-def _fitted(
-    settings: PairSettings, pair: LoadedPair, given: PairTexts, paid: PaidCosts | None, trees: Iterable[ChosenTree]
-) -> Fitted:
-    """What configurations read, from the costs and trees that were measured; calibrations where one is read."""
-    costs, calibrations, calibrated = NO_COSTS, dict[str, Calibration](), given.calibrated
-    if paid is not None:
-        costs = paid.step_costs().of_target(pair.target)
-    if calibrated is not None and any(one.needs_calibration for one in settings.configurations):
-        calibrations = read_calibrations(calibrated.table, calibrated.source)
-    chosen = {one.configuration: one.tree for one in trees}
-    return Fitted(costs, calibrations, chosen, given.table, pair.target.max_leaves)
+def _fitted(pair: LoadedPair, given: PairTexts, paid: PaidCosts | None) -> Fitted:
+    """What configurations read, from the costs that were measured."""
+    costs = NO_COSTS if paid is None else paid.step_costs().of_target(pair.target)
+    return Fitted(costs, given.fits, given.table, pair.target.max_leaves)
 
 
 def _fit(
     settings: PairSettings, pair: LoadedPair, given: PairTexts, spare: Sequence[Sequence[int]]
-) -> tuple[PaidCosts | None, Fitted, dict[str, ChosenTree]]:
-    """What configurations read that no measured prompt may decide: costs of rounds, calibrations, trees by title.
+) -> tuple[PaidCosts | None, Fitted]:
+    """The costs of rounds, where configurations read them, and all that they read.
 
     Rounds are timed of the lengths that may be drafted, behind `spare` prompts.
     """
-    configurations, counts = settings.configurations, settings.speedup
-    chooses = any(one.needs_tree_choice for one in configurations)
-    priced = [one.longest_round for one in configurations if one.needs_costs]
-    paid = None
+    counts, paid = settings.speedup, None
+    priced = [one.longest_round for one in settings.configurations if one.needs_costs]
     if priced:
-        longest = max(*(one.max_length for one in settings.sweep), *priced, counts.max_tokens - 1 if chooses else 1)
-        lengths = range(1, longest + 1)
+        lengths = range(1, max([*(one.max_length for one in settings.sweep), *priced]) + 1)
         paid = measure_paid(pair.target, pair.draft, spare, lengths, counts.repeats, counts.new_tokens)
         keep_costs(pair, len(spare[len(spare) // 2]), paid.step_costs())
-    fitted, found, calibrated = _fitted(settings, pair, given, paid, ()), list[ChosenTree](), given.calibrated
-    if calibrated is not None and chooses:
-        rates = read_ranks(calibrated.table, calibrated.source).rates()
-        found = choose_trees(settings, pair.target, pair.draft, calibrated.texts, pair.ends, fitted, rates)
-    choices = {choice.configuration: choice for choice in found}
-    return paid, replace(fitted, trees={title: choice.tree for title, choice in choices.items()}), choices
+    return paid, _fitted(pair, given, paid)
 
 
-def _others_drafted(others: Sequence[Configuration], choices: Mapping[str, ChosenTree]) -> list[int]:
-    """The most tokens that each greedy configuration beside the sweep drafts in a round: of a tree, given or chosen,
-    its nodes, and of a lookup before it, its length."""
+def _others_drafted(others: Sequence[Configuration]) -> list[int]:
+    """The most tokens that each greedy configuration beside the sweep drafts in a round: of a tree its nodes, and of a
+    lookup before it, its length."""
     sizes: set[int] = set()
     for one in others:
         if one.sampler == "greedy":
-            tree = one.drawn_nodes or one.nodes or (choices[one.title].nodes if one.title in choices else 0)
-            tree = one.most_nodes if one.counts_ngrams else tree
-            sizes |= {tree} if one.drafter == "tree" else {tree, one.max_length}
+            sizes |= {one.most_nodes} if one.drafter == "tree" else {one.most_nodes, one.max_length}
     return sorted(sizes - {0})
 
 
@@ -317,30 +292,10 @@ class Predictions:
 
 
 def with_prediction(
-    row: Measurement,
-    one: TimedConfiguration,
-    given: PairTexts,
-    texts: Sequence[TimedText],
-    choices: Mapping[str, ChosenTree],
-    paid: PaidCosts | None,
-    predictions: Predictions,
+    row: Measurement, one: TimedConfiguration, given: PairTexts, texts: Sequence[TimedText], predictions: Predictions
 ) -> Measurement:
-    """The measurement with its prediction, and the size of a chosen tree.
-
-    A tree was chosen by what validation text accepts. Its prediction is, as those of fixed lengths, of the tokens that
-    these rounds gave: it tells whether the costs are right, not whether the prompts are alike.
-    """
-    choice = choices.get(one.configuration.title)
+    """The measurement with its prediction."""
     tokens = fmean(len(text.decoded.tokens) for text in texts if text.title == one.base)
-    if choice is not None:
-        row = replace(row, nodes=choice.nodes)
-        if one.configuration.drafter != "tree" or paid is None:  # a lookup's rounds cost other than the tree's
-            return row
-        if not choice.nodes or row.tokens_per_round is None:
-            return replace(row, predicted=1.0)
-        prompt = round(fmean(map(len, given.prompts)))
-        speedup = paid.speedup_of_rounds(choice.seconds, row.tokens_per_round, prompt, tokens)
-        return replace(row, predicted=speedup)
     return replace(row, predicted=predictions.speedup(one.title, _accepted(given, one, texts), tokens))
 
 

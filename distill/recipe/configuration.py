@@ -33,8 +33,7 @@ DETERMINISTIC = ("lookup", *TREES, "table", "string")  # drafters whose tokens c
 LENGTH, P_MIN, START, MORE, FLOOR = 8, 0.5, 0.5, 0.7, 0.3
 CALIBRATION: CalibrationName = "features"
 DEPTH = 1
-NODES = 15  # of a table's tree
-SHAPE = "best-first"
+NODES, TABLE_NODES = 12, 15  # of the draft's trees, and of a table's
 
 
 class Configuration(Section):
@@ -65,13 +64,7 @@ class Configuration(Section):
         None,
         ge=1,
         le=63,
-        description="tree: tokens verified per round; null: the number below `speedup.max_tokens` that is fastest "
-        f"on validation text. table: at most so many; null: {NODES}",
-    )
-    shape: Literal["best-first", "static"] | None = Field(
-        None,
-        description="tree: best-first: the likeliest nodes of each round; static: always the shape that is best on "
-        f"validation text (Sequoia); null: {SHAPE}",
+        description=f"tree: tokens verified per round; null: {NODES}. table: at most so many; null: {TABLE_NODES}",
     )
     widths: tuple[int, ...] | None = Field(
         None,
@@ -128,8 +121,8 @@ class Configuration(Section):
         for name in type(self).model_fields:
             if name not in read and getattr(self, name) is not None:
                 raise ValueError(f"{name} is not read by {self._described()}: leave it out")
-        if self.drafter == "tree" and self.widths is not None and (min(self.widths) < 1 or self.drawn_nodes > 63):
-            raise ValueError(f"widths {list(self.widths)} make {self.drawn_nodes} nodes: 1 to 63 are possible")
+        if self.drafter == "tree" and self.widths is not None and (min(self.widths) < 1 or self.most_nodes > 63):
+            raise ValueError(f"widths {list(self.widths)} make {self.most_nodes} nodes: 1 to 63 are possible")
         if self.n_min is not None and self.n_min > self.max_length:
             raise ValueError(f"n_min {self.n_min} drops every draft of at most {self.max_length} tokens: lower it")
         if self.drafter in TREES and self.calibration == "context":
@@ -154,12 +147,11 @@ class Configuration(Section):
             return always | {"length", "rule", *RULES[self.length_rule]}
         if self.widths is not None:
             return always | {"widths"}
-        return always | {"rule", "length", "nodes", "shape"} | (set() if self.ranked else {"calibration"})
+        return always | {"rule", "length", "nodes", "calibration"}
 
     def _described(self) -> str:
         if self.drafter == "tree":
-            kind = " of static shape" if self.ranked else " of widths" if self.widths is not None else ""
-            return f"drafter tree{kind}"
+            return "drafter tree" + (" of widths" if self.widths is not None else "")
         return f"drafter {self.drafter}" + (f" with rule {self.length_rule}" if self.drafts else "")
 
     @property
@@ -215,7 +207,7 @@ class Configuration(Section):
         """Whether it needs a calibration that is fitted first."""
         if self.counts_ngrams:
             return self.rule == "expected-value"
-        grown = self.branches and not self.ranked and self.widths is None
+        grown = self.branches and self.widths is None
         draft = self.rule == "expected-value" and self.drafter in ("draft", "lookup+draft")
         return (draft or grown) and self.calibrated_by != "none"
 
@@ -226,47 +218,34 @@ class Configuration(Section):
 
     @property
     def most_nodes(self) -> int:
-        """Nodes of a table's tree at most, the default spelled out."""
-        return NODES if self.nodes is None else self.nodes
+        """Nodes of a tree at most, the default spelled out; 0 where none is drafted."""
+        if self.widths is not None:
+            return sum(accumulate(self.widths, operator.mul))
+        if not self.branches and not self.counts_ngrams:
+            return 0
+        return self.nodes or (NODES if self.branches else TABLE_NODES)
 
     @property
     def longest_round(self) -> int:
         """Tokens verified in a round at most, but for the one before them, as far as they are priced."""
-        return max(self.most_nodes, self.max_length) if self.counts_ngrams else self.max_length
-
-    @property
-    def ranked(self) -> bool:
-        """Whether it needs the acceptance by rank, which is counted first."""
-        return self.drafter == "tree" and self.shape == "static"
-
-    @property
-    def drawn_nodes(self) -> int:
-        """Nodes of a tree of `widths`; 0 for every other."""
-        return sum(accumulate(self.widths or (), operator.mul))
-
-    @property
-    def needs_tree_choice(self) -> bool:
-        """Whether its tree is chosen by measuring, before it decodes: how large it is, or its shape."""
-        return self.branches and self.widths is None and (self.nodes is None or self.ranked)
+        return max(self.most_nodes, self.max_length)
 
     @property
     def needs_costs(self) -> bool:
         """Whether it needs the measured costs of steps and rounds."""
-        return self.rule == "expected-value" or self.needs_tree_choice
+        return self.rule == "expected-value"
 
     @property
     def title(self) -> str:
         """Its name in tables; different configurations have different titles."""
         lookup = f"lookup{', expected value' if self.rule == 'expected-value' else ''}, ≤ {self.max_length}"
-        tree = "tree" if self.nodes is None else f"tree of {self.nodes}"
+        tree = f"tree of {self.most_nodes}"
         if self.drafter == "none":
             parts = ["plain"]
         elif self.drafter == "lookup":
             parts = [lookup]
         elif self.widths is not None:
             parts = [f"drawn tree {'×'.join(map(str, self.widths))}"]
-        elif self.ranked:
-            parts = [f"static {tree}", f"depth ≤ {self.max_length}"]
         elif self.counts_ngrams:
             priced = ["expected value"] if self.rule == "expected-value" else []
             parts = ["table", *priced, f"≤ {self.most_nodes}", f"depth ≤ {self.max_length}"]

@@ -243,7 +243,6 @@ class Speedup(Section):
         "within 5 % of the fastest",
     )
     depth: int = Field(128, ge=1, description="tokens in the cache where cuts and plans time steps")
-    max_tokens: int = Field(16, ge=2, le=64, description="tokens of the largest step that is priced for trees")
     allow_lossy: bool = Field(
         False, description="also run configurations that change the target's distribution, labelled LOSSY"
     )

@@ -246,7 +246,7 @@ def read_traffic(world: World, found: bytes) -> Readers:
 RECORDS = [
     *("stages/corpus.json", "stages/train.json", "stages/eval.json", "stages/redo.json", "stages/train.begun.json"),
     *("parent.json", "provenance.json", "metrics.jsonl", "eval.json", "speedup.json", "training.json"),
-    *("cut/cut.json", "cut/surgery.json", "gguf/export.json", "speedup/calibration.json", "speedup/validation.json"),
+    *("cut/cut.json", "cut/surgery.json", "gguf/export.json", "speedup/calibration.json"),
     *("corpus/prompts-test.arrow", "corpus/documents-test.json", "answers/train-00000.arrow", "cut/kept_tokens.json"),
     *("teacher/entries.json", "draft/sparsity.json", "config.yaml"),
 ]
@@ -295,8 +295,7 @@ def _record_readers(world: World, name: str, path: Path) -> Readers:
     from distill.cli.shared import find_run
     from distill.data.samples import read_answers, read_prompts
     from distill.engines.torch.described import read_kept
-    from distill.files import read_json
-    from distill.measuring.calibrate import load_calibrations, load_texts, read_ranks
+    from distill.measuring.calibrate import load_calibrations
     from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
     from distill.measuring.speedup_results import SpeedupReport
     from distill.measuring.speedup_tables import speedup_blocks
@@ -319,11 +318,7 @@ def _record_readers(world: World, name: str, path: Path) -> Readers:
         "parent.json": [*card, partial(plan_run, traffic, run), *refresh],
         "eval.json": [lambda: _printed(path, EvaluationReport, evaluation_blocks)],
         "speedup.json": [lambda: _printed(path, SpeedupReport, speedup_blocks)],
-        "speedup/validation.json": [lambda: load_texts(path)],
-        "speedup/calibration.json": [
-            lambda: load_calibrations(path),
-            lambda: read_ranks(read_json(path, {}), str(path)),
-        ],
+        "speedup/calibration.json": [lambda: load_calibrations(path)],
     }
     return own.get(name, card)
 

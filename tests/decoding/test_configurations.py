@@ -117,7 +117,7 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     target, draft = pair
     prompts = random_prompts(6, 12, 1)
     others = random_prompts(6, 12, 2)
-    own, _ = record_rounds(draft, [*zip(others, write_texts(target, others, 40, Rules()), strict=True)], ())
+    own = record_rounds(draft, [*zip(others, write_texts(target, others, 40, Rules()), strict=True)], ())
     rounds = [one for text in own for one in text]
     fitted = {name: fit_calibration(rounds, terms) for name, terms in FITTED.items()}
     pair_measured = PairMeasured("a pair", "table")

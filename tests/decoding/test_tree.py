@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,12 +16,9 @@ from table_model import TableModel
 from distill.decoding.calibration import Calibration
 from distill.decoding.lengths import ROOT, Features, Proposal, best_tokens, features_of
 from distill.decoding.trees import (
-    RankTally,
     Shape,
-    ShapeTable,
     best_first,
     calibrated,
-    expected_accepted,
     sampled_tree,
     top_tree,
 )
@@ -156,51 +152,14 @@ def test_best_tokens_by_hand() -> None:
     assert features_of(torch.ones(1)) == Features(1.0, 0.0, 0.0)
 
 
-# Static shapes.
-
-
-def trees(nodes: int, depth: int, branching: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every tree as the set of its rank paths, siblings having ranks 0, 1, … without gaps."""
-    universe = [path for d in range(1, depth + 1) for path in itertools.product(range(branching), repeat=d)]
-    for tree in itertools.combinations(universe, nodes):
-        before = {(*path[:-1], path[-1] - 1) if path[-1] else path[:-1] for path in tree}
-        if before <= {(), *tree}:
-            yield tree
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=3), st.integers(0, 4), st.integers(1, 3))
-def test_shape_table_is_the_best_of_all_shapes(acceptance: list[float], nodes: int, depth: int) -> None:
-    table = ShapeTable(acceptance, nodes, depth)
-    for d, n in itertools.product(range(1, depth + 1), range(nodes + 1)):
-        found = [sum(math.prod(acceptance[r] for r in p) for p in t) for t in trees(n, d, len(acceptance))]
-        if not found:
-            assert table.expected[d, n] == -math.inf
-            with pytest.raises(AssertionError):
-                table.shape(n, d)
-            continue
-        assert table.expected[d, n] == pytest.approx(max(found), abs=1e-12)
-        shape = table.shape(n, d)
-        assert len(shape) == n and max(shape.depths, default=0) <= d and max(shape.ranks, default=0) < len(acceptance)
-        assert expected_accepted(shape, acceptance) == pytest.approx(table.expected[d, n], abs=1e-12)
-
-
 def test_shapes_by_hand() -> None:
     wide = Shape.of_widths([2, 3])
     assert wide.parents == (-1, -1, 0, 0, 0, 1, 1, 1) and wide.depths == [1, 1, *[2] * 6] and leaves(wide.parents) == 6
     assert wide.ranks == [0, 1, 0, 1, 2, 0, 1, 2]
-    assert expected_accepted(wide, [0.5, 0.2]) == pytest.approx(0.7 + 0.5 * 0.7 + 0.2 * 0.7)
-    assert leaves(()) == 0 and expected_accepted(Shape(()), [0.5]) == 0
+    assert leaves(()) == 0
     for bad in ((0,), (-2,), (-1, 1), (-1, 2, 0)):
         with pytest.raises(AssertionError):
             Shape(bad)
-
-
-def test_rank_tally() -> None:
-    tally = RankTally()
-    for best, wrote in (([7, 8], 7), ([8, 7], 7), ([5], 6), ([6, 5], 5), ([9], 3)):
-        tally.observe(best, wrote)
-    assert (tally.tried, tally.taken) == ([5, 3], [1, 2]) and tally.rates() == [0.2, 2 / 3]
 
 
 # Filling shapes.

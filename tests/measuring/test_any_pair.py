@@ -417,7 +417,7 @@ def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Ca
     report = json.loads(call(place, capsys, "target", "draft", *options))
     (found,) = report["parts"]
     assert report["calibration"]["prompts"] == 8 and report["prompts"] == 4 and found["chosen"] is None
-    assert [*found["costs"]["verify"]][:3] == ["1", "2", "3"] and len(found["trees"]) == 2
+    assert [*found["costs"]["verify"]][:3] == ["1", "2", "3"]
     assert len(found["measurements"]) == 6 and all(row["different"] == 0 for row in found["measurements"])
 
 

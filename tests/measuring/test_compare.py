@@ -45,7 +45,7 @@ from distill.measuring.identity import (
     measured_rounding,
     ties,
 )
-from distill.measuring.speedup_results import ChosenTree, PairMeasured
+from distill.measuring.speedup_results import PairMeasured
 from distill.measuring.timing import _others_drafted
 from distill.recipe import Configuration, Target
 from distill.recipe.measuring import fixed_length
@@ -224,16 +224,13 @@ def test_a_tie_of_the_order_that_trees_leave_is_excused_where_trees_were_drafted
 
 
 def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
-    """Rounding differs by how many tokens a step takes: of chains, lookups and trees, chosen ones too."""
-    chosen = Configuration(drafter="tree", length=1)
+    """Rounding differs by how many tokens a step takes: of chains, lookups and trees."""
     others = (
-        chosen,
+        Configuration(drafter="tree", length=1),
         Configuration(drafter="lookup+tree", length=4, nodes=6),
         Configuration(length=9, sampler="recipe"),
     )
-    choice = ChosenTree(chosen.title, 8, None, 1.5, 1.0, 1.2, [])
-    assert _others_drafted(others, {chosen.title: choice}) == [4, 6, 8]
-    assert _others_drafted(others[2:], {}) == []
+    assert _others_drafted(others) == [4, 6, 12] and _others_drafted(others[2:]) == []
     half = Target(model="target", dtype="bfloat16")
     target = TorchModel(toy())
     prompt, text = [1, 2], [*range(20)]

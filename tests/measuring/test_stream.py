@@ -314,7 +314,7 @@ def test_trees_are_refused_before_anything_is_decoded(folders: Path, capsys: Cap
     assert chains == [continued(local, draft, PROMPT, 12, PLAINLY, capsys)[0]] * 2
     models = [TorchModel(toy("gpt_neo")), TorchModel(toy())]
     require_trees(models[1], models[1])
-    settings = PairSettings(Target(model="p"), None, (), (Configuration(drafter="tree", shape="static", length=3),))
+    settings = PairSettings(Target(model="p"), None, (), (Configuration(drafter="tree", length=3),))
     with pytest.raises(DataError, match="the target takes no trees"):
         pair = LoadedPair("pytorch", "p", *models, [])
         measure_pair(settings, pair, PairMeasured("p", "pytorch"), PairTexts([[1, 2]], [[1, 2]]))

@@ -1,0 +1,121 @@
+"""Calibrations: the rounds they are fitted on, and those of tables; and drawn trees."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from table_model import TableModel
+from test_configurations import HOT, settings_with
+from toys import random_prompts, toy
+
+from distill.decoding.calibration import Recorder, predicted
+from distill.decoding.configured import (
+    guesses,
+    lossy_reason,
+    make_drafter,
+    names_of_fits,
+    table_calibration,
+)
+from distill.decoding.decode import decode_text, plain
+from distill.decoding.drafters import ModelDrafter
+from distill.decoding.lengths import ROOT
+from distill.decoding.ngrams import NGramTable, count_ngrams
+from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.trees import TreeDrafter
+from distill.engines.loaded import LoadedPair, with_rows
+from distill.engines.torch.model import TorchModel
+from distill.measuring import calibrate
+from distill.measuring.measure import ROWS
+from distill.recipe import Configuration
+from distill.sampler import Sampler
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[TableModel, TableModel]:
+    target = TableModel(12, 3, memory=2, sharpness=1.5)
+    return target, target.near(0.8, 4)
+
+
+def test_rounds_of_a_text_without_drafted_places(pair: tuple[TableModel, TableModel]) -> None:
+    assert calibrate.record_rounds(pair[1], [([1], [2])], ()) == [[]]
+
+
+@pytest.mark.parametrize("ends", [(), (3, 7)])
+def test_recorded_rounds_are_those_of_decoding(ends: tuple[int, ...], pair: tuple[TableModel, TableModel]) -> None:
+    """The draft's distributions along the target's texts show what every round judges, without a round."""
+    target, draft = pair
+    rules, prompts = Rules(ends=ends), random_prompts(6, 12, 5)
+    written = [*zip(prompts, calibrate.write_texts(target, prompts, 40, rules), strict=True)]
+    judged: list[list[list[Any]]] = []
+    for prompt, new in written:
+        recorder = Recorder(calibrate.LENGTH)
+        drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random)
+        assert decode_text(target, drafter, prompt, 40, rules).tokens == new
+        judged.append([shown for one in recorder.rounds if (shown := one.judged())])
+    own = calibrate.record_rounds(draft, written, ends)
+    assert [[one.judged() for one in rounds] for rounds in own] == judged
+    assert sum(map(len, judged)) > (10 if ends else 60)
+
+
+def test_texts_are_written_together(pair: tuple[TableModel, TableModel]) -> None:
+    """Those of plain decoding; some models take several at once."""
+    model, prompts = TorchModel(toy(seed=3)), random_prompts(2 * ROWS + 3, 61, 5)
+    assert with_rows(model, 2) is not None and with_rows(pair[0], 2) is None
+    for target in (model, pair[0]):
+        short = [[token % 12 for token in prompt] for prompt in prompts] if target is pair[0] else prompts
+        written = calibrate.write_texts(target, short, 9, Rules(ends=(5,)))
+        assert written == [plain(target, prompt, 9, (5,)).tokens for prompt in short]
+
+
+def test_a_table_is_calibrated_for_each_sampler(pair: tuple[TableModel, TableModel]) -> None:
+    """On texts new to the fits: drawn ones hold more surprises than greedy ones, and each fit tells its own."""
+    target, samplers = pair[0], {"greedy": GREEDY, "recipe": Sampler.of(HOT)}
+
+    def written(sampler: Sampler, seed: int) -> list[tuple[list[int], list[int]]]:
+        rules, prompts = Rules(sampler, "token", (), random.Random(seed).random), random_prompts(60, 12, seed)
+        return [*zip(prompts, calibrate.write_texts(target, prompts, 24, rules), strict=True)]
+
+    ngrams = NGramTable(count_ngrams([[*prompt, *new] for prompt, new in written(GREEDY, 1)]), {})
+    tables = [Configuration(drafter="table", rule="expected-value", sampler=name) for name in samplers]
+    settings, prompts = settings_with(tables, new_tokens=24), random_prompts(60, 12, 2)
+    loaded = LoadedPair("pytorch", "target", target, target, [])
+    made = calibrate.calibrate_pair(loaded, prompts, settings, "here", "validation", ngrams)
+    fits = calibrate.read_calibrations(made, "here")
+    off = {}
+    for text, sampler in samplers.items():
+        rounds = [one for prompt, new in written(sampler, 3) for one in guesses(ngrams, prompt, new)[0]]
+        for fit, other in samplers.items():
+            calibration = table_calibration(fits, other)
+            assert calibration is not None and calibration.others is not None
+            chances, right = predicted(calibration.first, rounds)
+            off[text, fit] = sum(chances) / len(chances) - sum(right) / len(right)
+    assert abs(off["greedy", "greedy"]) < 0.04 and abs(off["recipe", "recipe"]) < 0.04
+    assert off["recipe", "greedy"] > 0.1
+    known = {name: fits[name] for name in names_of_fits(False)}
+    assert table_calibration(known, samplers["recipe"]) == table_calibration(fits, GREEDY)
+    assert table_calibration({}, GREEDY) is None
+
+
+def test_drawn_trees_are_verified_by_what_their_draws_ask_for() -> None:
+    target = TableModel(12, 3)
+    for verifier, kind in ((None, "sampled"), ("token", "sampled"), ("distinct", "distinct")):
+        one = Configuration(drafter="tree", widths=(3, 2, 1), verifier=verifier, sampler="recipe")
+        assert not (one.needs_calibration or one.needs_costs)
+        assert one.title == f"drawn tree 3×2×1, verifier {verifier or 'token'}, sampled"
+        drafter = make_drafter(one, target, Sampler(0.8), random.Random(0).random)
+        assert isinstance(drafter, TreeDrafter) and drafter.kind == kind and len(drafter.shape or ()) == 15
+        assert lossy_reason(one, Sampler(0.8)) is None
+        drafter.begin([1, 2])
+        proposal = drafter.propose([1, 2, 3], 8, ())
+        assert len(proposal.tokens) == one.most_nodes == 15 and proposal.children()[ROOT] == [0, 1, 2]
+        assert (len({proposal.tokens[node] for node in proposal.children()[ROOT]}) == 3) or kind == "sampled"
+    with pytest.raises(ValueError, match="draws nothing"):
+        lossy_reason(Configuration(drafter="tree", widths=(2,), verifier="token"), GREEDY)
+    for refused in ({"nodes": 4}, {"length": 3}, {"calibration": "none"}, {"drafter": "draft"}):
+        with pytest.raises(ValueError, match="is not read by drafter"):
+            Configuration(**({"drafter": "tree", "widths": (2, 1)} | refused))  # type: ignore[arg-type]
+    for widths in ((0,), (2, -1), (8, 8)):
+        with pytest.raises(ValueError, match="1 to 63 are possible"):
+            Configuration(drafter="tree", widths=widths)
