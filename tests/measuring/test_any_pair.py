@@ -74,8 +74,8 @@ def test_the_seconds_of_a_round() -> None:
     # τ ÷ (T(3) + 2 D(1)): the step of two tokens counts as one.
     assert found.bound == pytest.approx(2 / (0.625 + 2 * 0.0625))
     assert found.tokens_per_second == pytest.approx(4 / 3) and found.attained == pytest.approx(0.5)
-    drawn = replace(prepared(Configuration(drafter="tree", nodes=2)), name=CHAIN.title)
-    tree = round_figures(drawn, [DRAFTED], ALONE, synchronous=False)
+    drawn = prepared(Configuration(drafter="tree", nodes=2))
+    tree = round_figures(drawn, [replace(DRAFTED, title=drawn.title)], ALONE, synchronous=False)
     assert tree.bound == pytest.approx(4 / (2 * 0.625 + 3 * 0.0625 + 0.09375))  # of a tree two nodes are two nodes
     assert tree.target_seconds is tree.draft_seconds is tree.overhead_seconds is None
 
