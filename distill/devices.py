@@ -245,7 +245,6 @@ PATIENCE = datetime.timedelta(days=1)
 # With which `accelerate launch` asks for FSDP. It is kept under a name of our own, because accelerate would shard on
 # GPUs alone, and transformers would load no weights in all processes but the first.
 ASKED, KEPT = "ACCELERATE_USE_FSDP", "DISTILL_USE_FSDP"
-_help: list[Callable[[], None]] = []
 
 
 def _state() -> Any:
@@ -285,7 +284,7 @@ def process_count() -> int:
 
 
 def shards() -> bool:
-    """Whether the processes were launched for FSDP: each holds a part of the models that all work with."""
+    """Whether the processes were launched for FSDP: each holds a part of the draft in training."""
     return process_count() > 1 and os.environ.get(KEPT, "").lower() == "true"
 
 
@@ -306,23 +305,10 @@ def any_process(flag: bool) -> bool:
     return bool(flags)
 
 
-def help_with(step: Callable[[], None] | None) -> None:
-    """From now on a process that waits takes this step with each that others announce by `any_process(True)`: its part
-    of a forward pass over a model that all hold in parts. None: no longer."""
-    _help[:] = [] if step is None else [step]
-
-
-def meet() -> None:
-    """Wait until no process works on a model in parts any more; without one, return at once."""
-    while _help and any_process(False):
-        _help[0]()
-
-
 def barrier() -> None:
     """Wait until every process has called this."""
     state = _state()
     if state is not None:
-        meet()
         state.wait_for_everyone()
 
 
@@ -363,7 +349,6 @@ def agree(value: Any = None) -> Any:
     """The main process's value (anything that pickles), in every process; each process must call this."""
     if process_count() == 1:
         return value
-    meet()
     from accelerate.utils import broadcast_object_list
 
     return broadcast_object_list([value])[0]

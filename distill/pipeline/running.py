@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distill.data.traffic import PIN, begins_with, parts_of, pin_of, read_lines
-from distill.devices import agree, help_with, memory_explained, process_count
+from distill.devices import agree, memory_explained, process_count
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import digest, read_json, write_json
 from distill.pipeline.stages import (
@@ -299,7 +299,6 @@ def _carry_out(action: Action, planner: Planner) -> None:
             agree(stage.name)
         with memory_explained(_less_memory, stage.name, recipe):
             artifacts = stage.load()(recipe, run)
-    help_with(None)
     run.finish(stage.name, digest(parts), parts, artifacts, started)
     begun_path(run, stage).unlink(missing_ok=True)
     run.say(f"{stage.name}: done in {duration(time.time() - started)}")
@@ -370,7 +369,6 @@ def follow_main(recipe: Recipe, run: Run) -> None:
     with with_others():
         while (name := agree()) is not None:
             find_stage(name).load()(recipe, run)
-            help_with(None)
 
 
 # ── `--refresh`: moves a finished run aside and starts a run of its name from its draft ──

@@ -34,7 +34,7 @@ from distill.data.samples import (
     write_samples,
 )
 from distill.data.traffic import write_traffic
-from distill.devices import any_process, barrier, process_count, process_index, shards, share_of
+from distill.devices import barrier, process_count, process_index, share_of
 from distill.engines.torch.hugging_face import end_ids, load_config, load_tokenizer
 from distill.errors import DataError, EndpointError, faults_explained
 from distill.files import has_form, parse_object, write_json, write_result
@@ -226,9 +226,7 @@ def write_answers(
     whose = f" of process {index}" if count > 1 else ""
     if len(missing) < len(mine):
         run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} groups{whose} exist")
-    # Each forward pass of a target in parts needs all processes, also one whose groups exist.
-    together = shards() and recipe.answers.writer is None
-    if any_process(bool(missing)) if together else missing:
+    if missing:
         _GroupWriter(recipe, run, rules, f"{what}{whose}", mine).write(missing)
     return len(groups)
 

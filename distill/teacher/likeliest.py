@@ -19,7 +19,7 @@ from torch import Tensor
 from distill.data.packing import Packed, packed_logits, scored_documents
 from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.torch.hugging_face import load_config, load_shared, load_tokenizer, real_tokens
+from distill.engines.torch.hugging_face import load_config, load_target, load_tokenizer, real_tokens
 from distill.errors import DataError, EndpointError
 from distill.files import has_form, reference_digest
 from distill.recipe import GgufOptions, Recipe
@@ -318,7 +318,7 @@ def open_reader(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, opene
         options = recipe.gguf_options("target")
         return GgufReader(settings.gguf, recipe.target.model, blocks.ids.shape[1], vocabulary, options)
     if settings.server is None:
-        return ModelReader(load_shared(recipe.target, pick_device(recipe.device)), vocabulary)
+        return ModelReader(load_target(recipe.target, pick_device(recipe.device)), vocabulary)
     reader = ServerReader(recipe)
     opened.callback(lambda: run.say(f"  server: {reader.endpoint.summary()}"))
     run.say(f"  {reader.announcement(blocks)}")

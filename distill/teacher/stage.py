@@ -26,7 +26,7 @@ from distill.data.samples import Sample, decoded, listed, read_answers
 from distill.decoding.ngrams import ORDER, Expected, NGramTable, count_ngrams, write_table
 from distill.devices import barrier, doubled, pick_device, process_count, process_index, share_of
 from distill.engines.server_commands import IK_INSERTED, suffix_depth
-from distill.engines.torch.hugging_face import DTYPES, load_config, load_shared, load_tokenizer, real_tokens
+from distill.engines.torch.hugging_face import DTYPES, load_config, load_target, load_tokenizer, real_tokens
 from distill.errors import DataError, RunError
 from distill.files import read_json, write_atomically, write_json
 from distill.progress import Progress
@@ -149,7 +149,7 @@ def _maker(
     if settings.kind == "online":
         return {}, lambda part: {}
     if settings.kind == "exact":
-        model = load_shared(recipe.target, pick_device(recipe.device))
+        model = load_target(recipe.target, pick_device(recipe.device))
         head = Head.of(model, vocabulary)
         require_head(model, head, blocks)
         path = head_path(run.path("teacher"))

@@ -14,12 +14,12 @@ from typing import Any
 from distill.data.samples import Reply, Request, decoded, listed
 from distill.decoding.batch import continue_prompts, refill
 from distill.decoding.rules import Stop, stop_before, token_bytes
-from distill.devices import pick_device, shards
+from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import BatchedTorchModel
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata, compare_pair
-from distill.engines.torch.hugging_face import encode, end_ids, load_shared, real_tokens, text_folder
+from distill.engines.torch.hugging_face import encode, end_ids, load_target, real_tokens, text_folder
 from distill.engines.torch.products import prepacked
 from distill.errors import DataError, EndpointError, PairError
 from distill.files import has_form
@@ -93,12 +93,12 @@ class TorchWriter(_LocalWriter):
     by_prompt = False
 
     def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
-        self.model = load_shared(recipe.target, pick_device(recipe.device))
+        self.model = load_target(recipe.target, pick_device(recipe.device))
         config = self.model.config
         super().__init__(recipe, end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer))
         self.batch = recipe.answers.batch
         try:
-            packs = recipe.pytorch.prepack and not shards()
+            packs = recipe.pytorch.prepack
             fast, reason = prepacked(self.model) if packs else (self.model, "")
             self.notes += filter(None, [reason])
             self.engine = BatchedTorchModel(fast, self.batch, self.vocabulary)

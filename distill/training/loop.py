@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from distill.devices import any_process, barrier, is_main, meet, memory_explained, peak_memory_bytes, synchronise
+from distill.devices import any_process, barrier, is_main, memory_explained, peak_memory_bytes, synchronise
 from distill.engines.torch.described import FILE as KEPT_FILE
 from distill.errors import DataError
 from distill.files import copy_file, from_json, write_folder, write_json, write_result
@@ -122,7 +122,6 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
     sums: dict[str, torch.Tensor] = {}
     for number, index in enumerate(micro_batches, 1):
         blocks, distributions = scored_blocks(work.source, index, accelerator.device)
-        meet()  # before the draft's own passes over parts
         # Processes exchange gradients once, with the last micro-batch.
         with contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner):
             with accelerator.autocast():

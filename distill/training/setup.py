@@ -24,7 +24,7 @@ from torch import Tensor
 from distill.data.samples import AnswerTexts, lacking_classes, read_prompts
 from distill.devices import CPU, is_main, make_current, pick_device, process_count, shards
 from distill.engines.torch.described import read_kept
-from distill.engines.torch.hugging_face import check_folder, load_config, load_model, load_shared, load_weights, shard
+from distill.engines.torch.hugging_face import check_folder, load_config, load_model, load_target, load_weights
 from distill.errors import RecipeError, RunError
 from distill.files import read_result
 from distill.recipe import Adapter, Recipe, Train
@@ -206,9 +206,9 @@ class Training:
         return (self.spare or plain(self.learner)).draft
 
     def loaded_target(self) -> Any:
-        """The target, loaded on first use; in parts, where every process must call this."""
+        """The target, loaded on first use."""
         if self.target is None:
-            self.target = load_shared(self.recipe.target, self.accelerator.device)
+            self.target = load_target(self.recipe.target, self.accelerator.device)
         return self.target
 
 
@@ -365,6 +365,18 @@ def warn_missing_classes(run: Run) -> None:
         )
 
 
+def shard(learner: Learner, device: torch.device) -> None:
+    """Spread the draft over the processes (FSDP2): each layer is gathered while it computes, and all else while the
+    whole does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (process_count(),))
+    for layer in learner.draft.base_model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(learner, mesh=mesh)
+
+
 def set_up(recipe: Recipe, run: Run) -> Training:
     """Load everything, and refuse incompatible parts before the first step.
 
@@ -379,14 +391,14 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     require_fit(read_manifest(run), recipe)
     kept = trim["kept"] if trim else None
     draft = load_draft(recipe, run, device)
-    target = load_shared(recipe.target, device) if recipe.teacher.kind == "online" else None
+    target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)
     penalty = penalty_of(draft, settings)
     learner: Any = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk)
     spare = None
     if shards():
         spare = copy.deepcopy(learner) if is_main() else None
-        shard(list(draft.base_model.layers), learner, device)
+        shard(learner, device)
         optimizer = accelerator.prepare(make_optimizer(draft, settings))
     else:
         learner, optimizer = accelerator.prepare(learner, make_optimizer(draft, settings))

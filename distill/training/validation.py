@@ -24,7 +24,7 @@ from distill.data.samples import Sample, prompt_seed, read_prompts
 from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded
 from distill.decoding.rules import Rules
-from distill.devices import agree, doubled, is_main, memory_explained, shards
+from distill.devices import agree, doubled, is_main, memory_explained
 from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.torch.described import trimmed_head
 from distill.engines.torch.hugging_face import end_ids, load_tokenizer
@@ -260,8 +260,6 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
         return stored_acceptance(recipe, work.run, draft, protocol), None
 
     measure, value, present = decoded if recipe.target.load else stored, None, work.draft()
-    if shards() and recipe.target.load:
-        work.loaded_target()
     if is_main():
         with served_form(present, work.kept) as draft, torch.compiler.set_stance("force_eager"):
             value = measure(draft)

@@ -230,7 +230,7 @@ def test_an_online_teacher_stores_no_distributions_and_loads_no_target(
 ) -> None:
     import distill.teacher.stage as stage
 
-    monkeypatch.setattr(stage, "load_shared", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(stage, "load_target", lambda *_: pytest.fail("the target was loaded"))
     recipe, run = made(tmp_path, folders["qwen2"], kind="online")
     store = TeacherStore(run)
     assert set(store._shards[0].keys()) == {"ids", "documents", "positions", "mask"}

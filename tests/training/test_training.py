@@ -397,9 +397,8 @@ step_of, (number, last, index) = loop.one_step, (int(sys.argv.pop(1)) for _ in r
 
 def signalled(work, step):
     if step == last and work.accelerator.process_index == index:
-        for model in filter(None, (work.learner, work.target)):
-            held = sum(p.to_local().numel() for p in model.parameters() if hasattr(p, "to_local"))
-            print("holds", held / sum(p.numel() for p in model.parameters()), flush=True)
+        held = sum(p.to_local().numel() for p in work.learner.parameters() if hasattr(p, "to_local"))
+        print("holds", held / sum(p.numel() for p in work.learner.parameters()), flush=True)
         os.kill(os.getpid(), number)
     return step_of(work, step)
 
@@ -600,9 +599,9 @@ def test_what_fsdp_excludes_is_refused_before_the_first_stage(
     assert not (tmp_path / "tiny" / "corpus").exists()
 
 
-@pytest.mark.parametrize(("kind", "kills"), [("online", [4]), pytest.param("compact", [4, 6], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "kills"), [("compact", [4]), pytest.param("online", [4, 6], marks=pytest.mark.slow)])
 def test_fsdp_from_the_first_question_on_killed_and_resumed(tmp_path: Path, kind: str, kills: list[int]) -> None:
-    """By two processes that hold target and draft in parts, killed in these steps, and in the end by one."""
+    """By two processes that hold the draft in parts, killed in these steps, and in the end by one."""
     recipe = question_worlds.build(tmp_path)
     asked = "corpus.sources=[{kind: target, questions: 12, tokens: 24}]"
     small = ("answers.new_tokens=8", "answers.group=4", "teacher.shard_blocks=1")
@@ -615,7 +614,7 @@ def test_fsdp_from_the_first_question_on_killed_and_resumed(tmp_path: Path, kind
         runs = tmp_path / "runs"
         result = two_processes(tmp_path, runs, *overrides, launcher=accelerate("fsdp"), program=program)
         held = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("holds")]
-        assert result.returncode and held == pytest.approx([0.5, 0.35][: len(held) or 2], abs=0.02), result.stderr
+        assert result.returncode and held == pytest.approx([0.5], abs=0.02), result.stderr
     assert ("resuming at step 4 of 8" in result.stderr) == (len(kills) > 1)
     run = tmp_path / "runs" / "tiny"
     with tiny.one_thread():

@@ -1,4 +1,4 @@
-"""Models and tokenizers in the Hugging Face format: loading them, their files, sizes and devices, and FSDP.
+"""Models and tokenizers in the Hugging Face format: loading them, their files, sizes and devices.
 
 A GGUF file is such a model too: every function here that takes a reference reads it from the folder that it is imported
 to (distill/gguf/importing.py).
@@ -17,13 +17,10 @@ from torch import Tensor
 
 from distill.devices import (
     CPU,
-    any_process,
     free_memory,
     has_fast_bfloat16,
-    help_with,
     pick_device,
     process_count,
-    shards,
 )
 from distill.engines.torch.described import (
     is_quantised,
@@ -151,7 +148,7 @@ def check_placement(quantise: str | None, device: torch.device, shard: bool) -> 
     if process_count() > 1:
         raise RunError(
             f"{process_count()} processes would each spread the target over all accelerators",
-            "start one process, or set target.shard: false: each then holds the target, or for FSDP a part of it",
+            "start one process, or set target.shard: false: each then holds the target",
         )
     return "auto"
 
@@ -448,52 +445,3 @@ def _check_headers(reference: str, folder: Path, config: Any) -> str | None:
         return None
     require_whole(reference, model, info)
     return f"tensors of {reference}: all {len(stored)} have the names and shapes that config.json asks for"
-
-
-# ── Models in parts, one in each process (FSDP2): a draft in training, the target where all processes work with it ──
-
-
-def shard(parts: list[Any], whole: torch.nn.Module, device: torch.device, ignored: set[Any] | None = None) -> None:
-    """Spread a module over the processes: its `parts`, each gathered while it computes, and what else it holds, except
-    `ignored` parameters, gathered while the whole does."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (process_count(),))
-    for part in parts:
-        fully_shard(part, mesh=mesh)
-    fully_shard(whole, mesh=mesh, ignored_params=ignored)
-
-
-def load_shared(target: Target, device: torch.device) -> Any:
-    """The target of a recipe for a stage in which all processes work with it; each of them must call this.
-
-    Launched for FSDP each holds a part of the layers' weights, unless they are quantised; embeddings and head stay
-    whole. Each forward pass is then taken by all at once, on whatever tokens each one has: `meet`.
-    """
-    if not shards() or target.quantise is not None:
-        return load_target(target, device)
-    model = load_target(target, torch.device("cpu"))  # a device may not hold it whole
-    trunk = model.base_model
-    inside = {parameter for layer in trunk.layers for parameter in layer.parameters()}
-    outside = {parameter for parameter in model.parameters() if parameter not in inside}
-    shard(list(trunk.layers), trunk, device, outside)
-    for parameter in outside:
-        parameter.data = parameter.data.to(device)
-    helps = False
-
-    def announce(*_: Any) -> None:
-        if not helps:
-            any_process(True)
-
-    def help_others() -> None:
-        nonlocal helps
-        helps = True
-        with torch.no_grad():
-            trunk(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
-        helps = False
-
-    help_others()  # makes the buffers of gathered weights: made in inference mode, they would serve there alone
-    trunk.register_forward_pre_hook(announce, prepend=True)
-    help_with(help_others)
-    return model
