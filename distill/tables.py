@@ -1,8 +1,7 @@
-"""Figures with their intervals, and one table of results for every output: the terminal and Markdown files, the report
-page, csv and lines of JSON.
+"""Figures with their intervals, and documents of results: one list of blocks, of which the terminal, Markdown files,
+the model card, csv and lines of JSON are renderings here, and the report page one in `report.page`.
 
-A result's figures are put into a table once, as values; this module alone shows them. Legend: U units (prompts or
-documents), R resamples.
+A result's figures are put into a table once, as values. Legend: U units (prompts or documents), R resamples.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any, TypeGuard, TypeVar
 
 import numpy
@@ -98,7 +96,7 @@ def _resampled(columns: Sequence[Numbers]) -> list[Numbers]:
     return sums
 
 
-# ── Tables ──
+# ── Tables and the other blocks of a document ──
 
 Item = TypeVar("Item")
 Value = str | int | float | Interval | None
@@ -139,7 +137,34 @@ class Table:
     classes: Sequence[str] = ()
 
 
-Block = str | Table  # of a document: a paragraph or a table
+@dataclass(frozen=True)
+class Heading:
+    """A title over the blocks that follow."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text that is shown as it is, in the language of a code block.
+
+    It consists of pieces with a style of the page, "" for none. With `folded`, a title, the page alone has it, folded.
+    """
+
+    pieces: Sequence[tuple[str, str]]
+    language: str = ""
+    folded: str = ""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture of figures, which the page alone shows: `draw` gives an SVG, or raises DataError."""
+
+    draw: Callable[[], str]
+    caption: str
+
+
+Block = str | list[str] | Heading | Table | Code | Plot  # of a document: a string is a paragraph, several are a list
 
 
 def table_of(
@@ -265,7 +290,7 @@ def _values(table: Table) -> list[list[Value]]:
     return [[cell.value if isinstance(cell, Cell) else cell for cell in row] for row in table.rows]
 
 
-def _of_words(table: Table) -> list[bool]:
+def columns_of_words(table: Table) -> list[bool]:
     """Whether a column holds words alone: these stand left, figures right."""
     return [
         at == 0 or all(isinstance(row[at], str) for row in rows) if (rows := _values(table)) else True
@@ -273,8 +298,18 @@ def _of_words(table: Table) -> list[bool]:
     ]
 
 
-def markdown(table: Table, word: Callable[[str], str] = lambda text: text.replace("|", "/").replace("\n", " ")) -> str:
-    """A table as Markdown, its title and note above; `word` makes text harmless that is no figure."""
+def commands_of(blocks: Iterable[Block]) -> list[str]:
+    """The commands that measured what the tables show, each once."""
+    return [*dict.fromkeys(block.command for block in blocks if isinstance(block, Table) and block.command)]
+
+
+def in_a_cell(text: str) -> str:
+    """Text that does not end a cell of a table in Markdown."""
+    return text.replace("|", "/").replace("\n", " ")
+
+
+def markdown(table: Table, word: Callable[[str], str] = in_a_cell, sentence: Callable[[str], str] = str) -> str:
+    """A table as Markdown, its title and note above; `word` and `sentence` make text harmless that is no figure."""
 
     def line(row: Row, bold: bool = False) -> str:
         cells = [
@@ -283,46 +318,76 @@ def markdown(table: Table, word: Callable[[str], str] = lambda text: text.replac
         ]
         return "| " + " | ".join(f"**{cell}**" if bold and cell else cell for cell in cells) + " |"
 
-    rule = "|" + "".join("---|" if words else "--:|" for words in _of_words(table))
+    rule = "|" + "".join("---|" if words else "--:|" for words in columns_of_words(table))
     classes = table.classes or [""] * len(table.rows)
     rows = [line(row, name == "best") for row, name in zip(table.rows, classes, strict=True)]
-    above = [f"**{word(table.title)}**"] * bool(table.title) + [table.note] * bool(table.note)
+    above = [f"**{word(table.title)}**"] * bool(table.title) + [sentence(table.note)] * bool(table.note)
     return "\n\n".join([*above, "\n".join([line(table.heads), rule, *rows])])
 
 
-def document(blocks: Iterable[Block]) -> str:
-    """Paragraphs and tables for the terminal and for eval.md, speedup.md and their like; the commands stand last."""
+def document(blocks: Iterable[Block], escaped: bool = False) -> str:
+    """Blocks as Markdown, for the terminal and for eval.md, speedup.md and their like; the commands stand last.
+
+    `escaped` is for Markdown that is rendered elsewhere: foreign text cannot break out of it, and commands name no
+    folders of this machine.
+    """
     blocks = [block for block in blocks if block]
-    commands = dict.fromkeys(block.command for block in blocks if isinstance(block, Table) and block.command)
-    parts = [block if isinstance(block, str) else markdown(block) for block in blocks]
-    return "\n\n".join([*parts, *(f"`{command}`" for command in commands)]) + "\n"
+    word, sentence = (words, sentence_of_words) if escaped else (in_a_cell, str)
+
+    def part(block: Block) -> str:
+        if isinstance(block, str):
+            return sentence(block)
+        if isinstance(block, list):
+            return "\n".join(f"- {sentence(one)}" for one in block)
+        if isinstance(block, Heading):
+            return f"### {word(block.text)}"
+        if isinstance(block, Code):
+            return code_block(block.language, "".join(text for text, _ in block.pieces))
+        assert isinstance(block, Table)
+        return markdown(block, word, sentence)
+
+    on_page_alone = [isinstance(block, Plot) or (isinstance(block, Code) and bool(block.folded)) for block in blocks]
+    parts = [part(block) for block, left_out in zip(blocks, on_page_alone, strict=True) if not left_out]
+    commands = [code(placeless(one)) if escaped else f"`{one}`" for one in commands_of(blocks)]
+    return "\n\n".join([*parts, *commands]) + "\n"
 
 
-def bullets(sentences: Iterable[str]) -> str:
-    """Sentences as a list of Markdown."""
-    return "\n".join(f"- {sentence}" for sentence in sentences)
+# Markdown that foreign text cannot break out of.
 
 
-def html(table: Table) -> str:
-    """A table of the report page, under its title and note, with its command below."""
+def words(text: object) -> str:
+    """Foreign text as plain Markdown words on one line, with all markup escaped, HTML's too."""
+    return _escaped(" ".join(clean(text).split()))
 
-    def shown_in(cell: Cell | Value) -> str:
-        text = escape(clean(shown(cell)))
-        return f'<span class="bad">{text}</span>' if isinstance(cell, Cell) and cell.bad else text
 
-    def line(tag: str, cells: Row, name: str = "") -> str:
-        kinds = [' class="text"' if at and words else "" for at, words in enumerate(_of_words(table))]
-        inner = "".join(f"<{tag}{kind}>{shown_in(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
-        return f'<tr class="{name}">{inner}</tr>' if name else f"<tr>{inner}</tr>"
+def sentence_of_words(text: str) -> str:
+    """A sentence in which backticks enclose code, all other markup escaped."""
+    parts = re.split("`([^`]+)`", " ".join(clean(text).split()))
+    return "".join(code(part) if at % 2 else _escaped(part) for at, part in enumerate(parts))
 
-    classes = table.classes or [""] * len(table.rows)
-    body = "".join(line("td", cells, name) for cells, name in zip(table.rows, classes, strict=True))
-    return (
-        (f"<h3>{escape(clean(table.title))}</h3>" if table.title else "")
-        + (f"<p>{escape(clean(table.note))}</p>" if table.note else "")
-        + f'<div class="scroll"><table><thead>{line("th", table.heads)}</thead><tbody>{body}</tbody></table></div>'
-        + f'<p class="command">{escape(clean(placeless(table.command)))}</p>'
-    )
+
+def _escaped(text: str) -> str:
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]#|~$])", r"\\\1", text)
+
+
+def code(text: object) -> str:
+    """A code span whose fence is longer than any run of backticks inside; bars are safe for tables."""
+    inner = " ".join(clean(text).split()).replace("|", "\\|")
+    fence = "`" * (1 + _longest_fence(inner))
+    space = " " if "`" in inner else ""
+    return f"{fence}{space}{inner}{space}{fence}"
+
+
+def code_block(language: str, text: str) -> str:
+    """A code block whose fence is longer than any run of backticks inside."""
+    text = clean(text)
+    fence = "`" * max(3, 1 + _longest_fence(text))
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def _longest_fence(text: str) -> int:
+    return max((len(run) for run in re.findall("`+", text)), default=0)
 
 
 def records(blocks: Iterable[Block]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from distill.engines.server_commands import SAMPLING
 from distill.files import Figure
-from distill.tables import NOTHING, Block, Cell, Columns, Interval, Row, Table, Value, bullets, counted, known, table_of
+from distill.tables import NOTHING, Block, Cell, Columns, Interval, Row, Table, Value, counted, known, table_of
 
 CEILING = "acceptance_ceiling"  # shown of trimmed drafts only
 DRAWN = "acceptance_drawn"  # shown under a sampler only
@@ -276,6 +276,7 @@ PREDICTED = (
     "the acceptance probability of a single position at every drafted one; they leave out what a round costs beside "
     "its steps. `distill speedup` measures."
 )
+BEFORE = "Before: the draft as cut from the donor; after: the trained draft."
 TRIMMED = "A trimmed draft: KL(target ‖ draft) is between the distributions over the tokens it can propose."
 
 
@@ -303,8 +304,8 @@ def _divergences(domain: str, drafts: dict[str, Divergences], command: str) -> T
         rows.append([MEASURES[name], *(Cell(one, form_of(name)) for one in measured.values()), *change])
     counts = [f"{counted(one.tokens, 'token')}, {counted(one.prompts, 'prompt')}" for one in drafts.values()]
     rows.append(["measured on", *counts, *[""] * both])
-    note = TRIMMED if any(draft.trimmed for draft in drafts.values()) else ""
-    return Table(["", *drafts, *["change"] * both], rows, command, domain, note)
+    notes = [BEFORE] * both + [TRIMMED] * any(draft.trimmed for draft in drafts.values())
+    return Table(["", *drafts, *["change"] * both], rows, command, domain, " ".join(notes))
 
 
 def _change(measure: str, before: Interval, after: Interval) -> str:
@@ -433,7 +434,7 @@ def evaluation_blocks(report: EvaluationReport) -> list[Block]:
     """eval.md, which the terminal shows too."""
     return [
         f"Sampler: {report.sampler_words}. Intervals resample prompts or documents.",
-        *([bullets(report.stored.sentences)] if report.stored is not None else []),
+        *([report.stored.sentences] if report.stored is not None else []),
         *divergence_tables(report),
         *([pair_table(report)] if report.pairs else []),
         *(position_tables(report) if report.positions else []),

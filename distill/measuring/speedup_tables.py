@@ -19,7 +19,7 @@ from distill.measuring.speedup_results import (
 )
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
 from distill.recipe.measuring import engine_name
-from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, bullets, listed, shown, table_of
+from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, listed, shown, table_of
 
 INTERLEAVED = (
     "distinct prompts, interleaved, cold caches; times include the prompt. Speedup over this decoder's own plain run "
@@ -218,7 +218,7 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
     ]
     if any(row.length and row.predicted is not None for row in report.measurements):
         blocks.append("Predicted, for fixed lengths: from costs and conditional acceptance (docs/decoding.md).")
-    blocks.append(bullets(report.explanations))
+    blocks.append(report.explanations)
     for part in report.parts:
         if len(report.parts) > 1:
             blocks.append(f"{part.pair}, {part.backend}:")
@@ -234,7 +234,7 @@ def _part(part: SpeedupPart, command: str) -> list[Block]:
         blocks.append(group_table(part.by_depth, "tokens in the context", "rounds alone", command))
     if part.batches:
         blocks.append(batch_table(part.batches, command))
-    return blocks + ([bullets(part.not_batched)] if part.not_batched else [])
+    return blocks + ([part.not_batched] if part.not_batched else [])
 
 
 def _head(report: SpeedupReport) -> list[str]:

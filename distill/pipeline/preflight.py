@@ -46,7 +46,7 @@ from distill.recipe.recipe import HELD_OUT, REASON, not_run
 from distill.run import Run
 from distill.surgery.cutter import check_cut, check_smaller, planned_layers
 from distill.surgery.sparsity import LEAST_RAMP
-from distill.tables import bullets, document, size
+from distill.tables import document, size
 from distill.teacher.answers import check_writer
 from distill.teacher.likeliest import check_teacher
 from distill.teacher.questions import check_questions
@@ -395,7 +395,7 @@ def rehearse(recipe: Recipe, short: Recipe, run: Run) -> str:
         run_pipeline(short, run, show=record)
     expected = rehearsed_hours(recipe, short, run, done)
     write_result(path, Rehearsal(recipe.name, config, done, expected))
-    table = document([estimate_table(expected, done), bullets(verdicts(expected, run.folder))])
+    table = document([estimate_table(expected, done), verdicts(expected, run.folder)])
     write_text(run.path("rehearsal.md"), table)
     return table
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from distill.decoding.costs import DraftSteps, PaidCosts, tokens_per_round
 from distill.errors import DataError
-from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, bullets, shown, table_of
+from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, shown, table_of
 
 RATES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 ALL = "all accepted"
@@ -258,7 +258,7 @@ def _forecast_blocks(one: SpeedupForecast) -> list[Block]:
             [["pays from", *even], ["T(n + 1)", *verify]],
             title=f"{one.title}: what drafting takes",
         ),
-        bullets(one.sentences),
+        one.sentences,
     ]
 
 

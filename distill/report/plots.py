@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
 from distill.machine import install_extra
-from distill.measuring.evaluation_results import MEASURES, PositionAcceptance
+from distill.measuring.evaluation_results import MEASURES
 from distill.measuring.speedup_results import Measurement, SpeedupPart
 from distill.report.tables import TRAINED
 from distill.tables import Interval, clean, known, ratio_interval
@@ -32,23 +32,14 @@ INK = "#010203"  # stands for the page's own text colour until the drawing is do
 POINTS = 400
 LONGEST = 52  # letters of a label
 
-# Of the training, by name: title, unit, and the rows of the table of its steps that are drawn.
-TRAINING: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "loss": ("Training loss over steps", "nats per token", ("loss", MEASURES["forward_kl"], "cross-entropy, nats")),
-    "agreement": (
-        "Top-1 agreement with the target over training steps",
-        MEASURES["top1_agreement"],
-        (MEASURES["top1_agreement"],),
-    ),
-}
+DRAWN = ("loss", MEASURES["forward_kl"], "cross-entropy, nats")  # rows of the table of training steps
 
 
-def training_curve(steps: Sequence[TrainingStep], name: str) -> str:
-    """One of TRAINING, over the steps of training batches."""
-    title, unit, labels = TRAINING[name]
+def training_curve(steps: Sequence[TrainingStep]) -> str:
+    """The loss and its parts, over the steps of training batches."""
     block = block_length(steps)
-    with _figure(f"plot-{name}", title) as (axes, done):
-        for index, label in enumerate(labels):
+    with _figure("plot-loss", "Training loss over steps") as (axes, done):
+        for index, label in enumerate(DRAWN):
             points = [(step.step, TRAINED[label](step)) for step in steps if known(TRAINED[label](step))]
             blocks = [points[at : at + block] for at in range(0, len(points), block)]
             if blocks:
@@ -60,7 +51,7 @@ def training_curve(steps: Sequence[TrainingStep], name: str) -> str:
                     linewidth=1.6 if index == 0 else 1.1,
                     marker="o" if len(blocks) == 1 else None,
                 )
-        axes.set(xlabel="step", ylabel=unit)
+        axes.set(xlabel="step", ylabel="nats per token")
         _whole_ticks(axes)
     return done[0]
 
@@ -95,17 +86,6 @@ def validation_curve(evaluated: Sequence[Evaluation]) -> str:
 def block_length(steps: Sequence[TrainingStep]) -> int:
     """The number of steps that one drawn point averages."""
     return max(1, -(-len(steps) // POINTS))
-
-
-def acceptance_by_position(positions: Sequence[PositionAcceptance]) -> str:
-    """Conditional acceptance of the 1st, 2nd, … drafted token, with intervals."""
-    with _figure("plot-positions", "Conditional acceptance by position in the draft") as (axes, done):
-        rows = [row for row in positions if row.drafted and known(row.rate.mean)]
-        if rows:
-            _measured(axes, 0, "draft", [row.position for row in rows], [row.rate for row in rows])
-        axes.set(xlabel="position in the draft", ylabel="conditional acceptance", ylim=(-0.02, 1.02))
-        _whole_ticks(axes)
-    return done[0]
 
 
 def cost_curves(part: SpeedupPart) -> str:

@@ -1,98 +1,135 @@
-"""The sections of the report page: tables with plots, sentences and samples about them."""
+"""The sections of a run's report: the document that the page and the model card show."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+import json
 from functools import partial
-from html import escape
-from itertools import starmap
 
 from distill.data.samples import QuestionTexts
-from distill.errors import DataError
+from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, transformers, vllm
 from distill.export import ExportReport
-from distill.measuring.evaluation_results import (
-    EvaluationReport,
-    calibration_table,
-    divergence_tables,
-    position_tables,
-)
-from distill.measuring.speedup_results import Sample, SpeedupPart, SpeedupReport
-from distill.measuring.speedup_tables import measurement_table, step_table
+from distill.measuring.evaluation_results import MEASURES, SIDES, EvaluationReport, evaluation_blocks
+from distill.measuring.speedup_results import FASTER, SLOWER, Measurement, Sample, SpeedupPart, SpeedupReport
+from distill.measuring.speedup_tables import speedup_blocks, speedup_of, verdict
+from distill.recipe.measuring import engine_name
 from distill.recipe.recipe import REASON
-from distill.report import plots
-from distill.report import tables as draft_tables
+from distill.report import plots, tables
 from distill.report.tables import RunResults
-from distill.tables import Table, clean, html, known, listed, number, percent, placeless, size
-from distill.training.saved import STORED, TrainingStep, TrainingSummary, trained_tokens
+from distill.tables import (
+    Block,
+    Cell,
+    Code,
+    Columns,
+    Heading,
+    Plot,
+    Row,
+    Table,
+    clean,
+    known,
+    listed,
+    number,
+    percent,
+    shown,
+    size,
+    table_of,
+)
+from distill.training.saved import REMEDY, STORED, TrainingStep, TrainingSummary, trained_tokens
 
-# ── The elements of the report page; every string that is not Html is escaped ──
-
-
-class Html(str):
-    """Text that is markup already; every other string is escaped before it enters the page."""
-
-
-def as_text(value: object) -> str:
-    return escape(clean(value))
-
-
-def as_code(value: object) -> Html:
-    return Html(f"<code>{as_text(value)}</code>")
-
-
-def as_sentence(value: object) -> str:
-    """Words in which backticks enclose code."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", as_text(value))
-
-
-def as_paragraph(value: object) -> Html:
-    return Html(f"<p>{as_sentence(value)}</p>")
+TEXTS, SAMPLES = "Texts", "Generated samples"  # sections with texts, which may be private
 
 
-def as_command(command: object) -> Html:
-    """The command that measured what stands above."""
-    return Html(f'<p class="command">{as_text(placeless(command))}</p>')
+def sections(results: RunResults) -> dict[str, list[Block]]:
+    """The blocks of every section by its title; a stage that has not run leaves one line that names it."""
+    evaluation, measured, export = results.evaluation, results.speedup, results.export
+    found: dict[str, list[Block]] = {
+        "In short": _short(results),
+        "How to use it": usage(results),
+        "Models": _models(results),
+        TEXTS: _texts(results) if results.corpus else [],
+        "From donor to draft": [tables.cuts(results)] if results.cuts else [],
+        "Training": _training(results) if results.steps else [results.absence("train")],
+        "Sparsity": [results.sparsity.sentence, *tables.sparsity(results.sparsity, results.command)]
+        if results.sparsity
+        else [],
+        "Acceptance probability and divergence": evaluation_blocks(evaluation)
+        if evaluation
+        else [results.absence("eval")],
+        "Speedup": _speedup(measured) if measured else [results.absence("speedup")],
+        "GGUF files and parity": _files(export) if export else [results.absence("export")],
+        SAMPLES: _samples(measured) if measured else [],
+        "Limits": [limits(results)],
+    }
+    return {title: blocks for title, blocks in found.items() if blocks}
 
 
-def as_table(table: Table) -> Html:
-    return Html(html(table))
+def _short(results: RunResults) -> list[Block]:
+    """What the draft is, the fastest ways, a GGUF target's as it is served first, and what is accepted."""
+    measured, evaluation = results.speedup, results.evaluation
+    warning = results.training.warning if results.training else None
+    blocks: list[Block] = [_draft(results), *([f"{warning} What to do: {REMEDY}."] if warning else [])]
+    if measured:
+        blocks += [*verdict(measured), _fastest(results, measured), measured.explanations]
+    if evaluation and evaluation.domains:
+        blocks.append(_accepted(evaluation))
+    return blocks + [results.absence(name) for name, one in (("speedup", measured), ("eval", evaluation)) if not one]
 
 
-def as_tables(tables: Iterable[Table]) -> Html:
-    return Html("".join(map(as_table, tables)))
+def _draft(results: RunResults) -> str:
+    """The draft in one sentence: its size, what it was cut from, and for which target."""
+    draft, donor, target = results.draft, results.donor, results.target
+    sentence = f"A draft of {draft.parameters / 1e6:,.1f} million parameters"
+    if donor is not None:
+        same = donor.path == target.path
+        kept = f"{draft.layers} of {donor.layers} layers" if draft.layers != donor.layers else "all layers"
+        sentence += f", {kept} of {'the target' if same else donor.path},"
+    return f"{sentence} for {target.path}."
 
 
-def as_plot(draw: Callable[[], str], caption: str) -> Html:
-    try:
-        drawn = draw()
-    except DataError as error:
-        return Html(f'<p class="notrun">Plot not drawn: {as_text(error.what)}. {as_code(error.hint)}</p>')
-    return Html(f"<figure>{drawn}<figcaption>{as_text(caption)}</figcaption></figure>")
+def _fastest(results: RunResults, report: SpeedupReport) -> Table:
+    """The fastest way of each pair and engine, and whether it is faster than plain decoding."""
+    served = "gguf" if results.target.path.endswith(".gguf") else ""
+    columns: Columns[Measurement] = {
+        "pair": lambda one: one.pair,
+        "engine": lambda one: engine_name(one.backend),
+        "fastest way": lambda one: one.configuration,
+        "of": lambda one: sum(other.key == one.key for other in report.rivals),
+        "plain tokens/s": lambda one: Cell(one.plain_tokens_per_second, ".1f"),
+        "tokens/s": lambda one: Cell(one.tokens_per_second, ".1f"),
+        "speedup": lambda one: Cell(speedup_of(one), "×"),
+        "": lambda one: Cell(one.verdict, bad=one.verdict == SLOWER),
+    }
+    return table_of(sorted(report.best, key=lambda one: one.backend != served), columns, report.command)
 
 
-def as_plots(*drawn: Html) -> Html:
-    return Html(f'<div class="plots">{"".join(drawn)}</div>')
+def _accepted(evaluation: EvaluationReport) -> Table:
+    """The acceptance probability of each domain, before and after the training."""
+    measure = evaluation.acceptance_measure
+    rows: list[Row] = [
+        [domain, *(Cell(drafts[side].measure(measure) if side in drafts else None, "%") for side in SIDES)]
+        for domain, drafts in evaluation.domains.items()
+    ]
+    return Table([MEASURES[measure], *SIDES], rows, evaluation.command)
 
 
-def as_list(sentences: Sequence[str]) -> Html:
-    """Sentences as a list; nothing where there are none."""
-    return Html(f"<ul>{''.join(f'<li>{as_sentence(one)}</li>' for one in sentences)}</ul>" if sentences else "")
+def _models(results: RunResults) -> list[Block]:
+    """The models with their sizes, what made the draft, and the resolved recipe."""
+    machine = results.machine
+    rows: list[Row] = [
+        ["recipe", str(results.config.get("name") or results.name)],
+        ["date", results.date],
+        ["machine", f"{results.machine_words}, {machine['platform']}"],
+        ["GPU", str(machine["gpu"] or "none")],
+        ["software", results.software_words],
+    ]
+    if parent := results.parent:
+        words = f"{parent.generation}, started from the draft of {parent.run}, digest {parent.digest}"
+        rows.append(["generation", words])
+    config = json.dumps(results.config, indent=2, ensure_ascii=False, default=str)
+    made = Table(["", "made by"], rows, results.command)
+    return [tables.models(results), made, Code([(config, "")], "json", "Resolved recipe")]
 
 
-def as_details(summary: str, inner: str) -> Html:
-    return Html(f"<details><summary>{as_text(summary)}</summary>{inner}</details>")
-
-
-def absent(sentence: str) -> Html:
-    """The line in place of results that there are none of."""
-    return Html(f'<p class="notrun">{as_sentence(sentence)}</p>')
-
-
-# ── The sections of the report page: tables with plots, sentences and samples about them ──
-
-
-def texts(results: RunResults) -> Html:
+def _texts(results: RunResults) -> list[Block]:
     """What the draft learnt from and was measured on, and everything that was left out."""
     corpus, answers = results.corpus, results.answers
     assert corpus is not None
@@ -108,37 +145,22 @@ def texts(results: RunResults) -> Html:
             f"Held out ({split}): {number(held_out.answers)} answers of {number(held_out.answer_tokens)} tokens, whose "
             f"distributions are stored and not learnt from{out}."
         )
-    own = Html("") if results.questions is None else _questions(results.questions, results.command)
-    return Html(as_tables(draft_tables.texts(results)) + own + as_list(notes))
+    asked = [] if results.questions is None else _questions(results.questions, results.command)
+    return [*tables.texts(results), *asked, notes]
 
 
-def _questions(found: QuestionTexts, command: str) -> Html:
+def _questions(found: QuestionTexts, command: str) -> list[Block]:
     """The questions that the target wrote itself, some of them, and what was left out."""
     notes = [f"Questions by {found.writer}, for instance: “{text}”" for one in found.sources for text in one.examples]
     for one in found.sources:
         if one.dropped:
             notes.append(f"Texts left out of {one.file}: {listed(one.dropped)}.")
-    return Html(as_table(draft_tables.questions(found.sources, command)) + as_list(notes))
+    return [tables.questions(found.sources, command), notes]
 
 
-def cuts(results: RunResults) -> Html:
-    """Sizes and KL after each operation on the donor."""
-    return as_table(draft_tables.cuts(results))
-
-
-def sparsity(results: RunResults) -> Html:
-    """How the penalty spread over the layers and tensors."""
-    assert results.sparsity is not None
-    return Html(
-        as_paragraph(results.sparsity.sentence) + as_tables(draft_tables.sparsity(results.sparsity, results.command))
-    )
-
-
-def training(results: RunResults) -> Html:
+def _training(results: RunResults) -> list[Block]:
     """The curves of the training, its first and last step, and the weights that were taken."""
     steps, evaluated, summary = results.steps, results.evaluated, results.training
-    if not steps:
-        return absent(results.absence("train"))
     block = plots.block_length(steps)
     each = "every step" if block == 1 else f"each point the mean of {block} steps"
     stored = any(weights.measure == STORED for weights in evaluated)
@@ -148,14 +170,13 @@ def training(results: RunResults) -> Html:
         else "On validation prompts: conditional acceptance of decoded rounds, bars are 95 % intervals, and acceptance "
         "probability on texts that are the same for all steps."
     )
-    drawn = [
-        as_plot(partial(plots.training_curve, steps, "loss"), f"Loss on training batches, {each}."),
-        as_plot(partial(plots.training_curve, steps, "agreement"), f"Agreement on training batches, {each}."),
-        as_plot(partial(plots.validation_curve, evaluated), chosen_by),
+    return [
+        Plot(partial(plots.training_curve, steps), f"Loss on training batches, {each}."),
+        Plot(partial(plots.validation_curve, evaluated), chosen_by),
+        _pace(steps),
+        [] if summary is None else _outcome(summary),
+        tables.ends(steps, results.command),
     ]
-    outcome = "" if summary is None else as_list(_outcome(summary))
-    ends = as_table(draft_tables.ends(steps, results.command))
-    return Html(as_plots(*drawn) + as_paragraph(_pace(steps)) + outcome + ends)
 
 
 def _pace(steps: list[TrainingStep]) -> str:
@@ -181,89 +202,197 @@ def _outcome(training: TrainingSummary) -> list[str]:
     return sentences
 
 
-def positions(evaluation: EvaluationReport) -> Html:
-    """Conditional acceptance of the trained draft by position."""
-    rows = evaluation.positions.get("after", [])
-    if not rows and evaluation.stored is not None:
-        return absent(f"No rounds were decoded: {REASON}.")
-    if not rows:
-        return absent("No conditional acceptance by position was measured (`eval --acceptance`).")
-    drawn = as_plot(partial(plots.acceptance_by_position, rows), "Of the trained draft; bars are intervals.")
-    tables = position_tables(evaluation) + ([calibration_table(evaluation)] if evaluation.calibration_error else [])
-    return Html(as_plots(drawn) + as_tables(tables))
-
-
-def divergence(evaluation: EvaluationReport) -> Html:
-    """Every measure by domain, before and after the training."""
-    words = f"Before is the draft as cut from the donor, after is the trained draft; {evaluation.sampler_words}."
-    stored = as_list(evaluation.stored.sentences) if evaluation.stored else ""
-    return Html(as_paragraph(words) + stored + as_tables(divergence_tables(evaluation)))
-
-
-def cost(report: SpeedupReport) -> Html:
-    """Seconds of a step of both models, each timed alone."""
-    drawn = [
-        as_plot(
+def _speedup(report: SpeedupReport) -> list[Block]:
+    """Speculative beside plain decoding, and seconds of a step of both models."""
+    caption = "measured with intervals, predicted dashed; 1 is plain decoding of the same target."
+    drawn: list[Block] = [
+        Plot(partial(plots.speedup_by_length, report.sweep, backend), f"{backend}: {caption}")
+        for backend in dict.fromkeys(one.backend for one in report.sweep if one.length)
+    ]
+    drawn += [
+        Plot(
             partial(plots.cost_curves, part),
             f"{part.backend}: median time of one step of m tokens, with {part.steps.depth} in the cache. The "
             "flatter the curve, the more drafting pays.",
         )
         for part in report.parts
     ]
-    return Html(as_plots(*drawn) + as_table(step_table(report.parts, report.command)))
+    return [*drawn, *speedup_blocks(report)]
 
 
-def speedup(report: SpeedupReport) -> Html:
-    """Speculative beside plain decoding by draft length, then the other configurations."""
-    caption = "measured with intervals, predicted dashed; 1 is plain decoding of the same target."
-    drawn = [
-        as_plot(partial(plots.speedup_by_length, report.sweep, backend), f"{backend}: {caption}")
-        for backend in dict.fromkeys(one.backend for one in report.sweep if one.length)
-    ]
-    note = (
-        f"{number(report.prompts)} prompts, up to {number(report.new_tokens)} new tokens each; every configuration "
-        "beside the plain run of the same sampler. The fastest way of each pair to the target's greedy text is bold. "
-        "Greedy texts are compared with those of the plain run: a tie is a text that diverges where two logits are "
-        "equal within rounding. Sampled texts differ by chance, so none is compared."
-    )
-    return Html(
-        as_plots(*drawn)
-        + as_paragraph(note)
-        + as_table(measurement_table(report.measurements, report.command, report.best))
-    )
-
-
-def gguf(export: ExportReport) -> Html:
+def _files(export: ExportReport) -> list[Block]:
     """The files, and how closely llama.cpp reproduces their models' distributions and tokens."""
-    mismatches = "".join(
-        f"<li>{as_code(f'{file.path}: text {text}, first different token {token}')}</li>"
+    mismatches = [
+        f"{file.path}: text {text}, first different token {token}"
         for file in export.files
         for text, token in (file.parity.tokenizer_mismatches if file.parity else [])
-    )
-    return Html(
-        as_table(draft_tables.files(export))
-        + (as_details("Tokenizer mismatches", f"<ul>{mismatches}</ul>") if mismatches else "")
-    )
+    ]
+    wrong = Code([("\n".join(mismatches), "")], folded="Tokenizer mismatches")
+    return [tables.files(export), *([wrong] if mismatches else [])]
 
 
-def samples(report: SpeedupReport) -> Html:
+def _samples(report: SpeedupReport) -> list[Block]:
     """Decoded texts, with the draft's tokens marked."""
-    if not report.samples:
-        return absent("No samples were kept.")
-    legend = "<p><mark>Marked</mark>: drafted and accepted. Unmarked: the target's own. Pale: the prompt.</p>"
-    return Html(legend + "".join(starmap(_sample, report.samples)) + as_command(report.command))
+    legend = "Marked: drafted and accepted. Unmarked: the target's own. Pale: the prompt."
+    return [legend, *(block for part, sample in report.samples for block in _sample(part, sample))]
 
 
-def _sample(part: SpeedupPart, sample: Sample) -> str:
-    accepted = sum(len(part.text) for part in sample.segments if part.kind == "accepted")
-    written = sum(len(part.text) for part in sample.segments)
-    text = "".join(
-        f"<mark>{as_text(part.text)}</mark>" if part.kind == "accepted" else as_text(part.text)
-        for part in sample.segments
+def _sample(part: SpeedupPart, sample: Sample) -> list[Block]:
+    accepted = sum(len(piece.text) for piece in sample.segments if piece.kind == "accepted")
+    written = sum(len(piece.text) for piece in sample.segments)
+    share = f"{percent(accepted / written)} of the characters from the draft" if written else "nothing written"
+    pieces = [(piece.text, "mark" if piece.kind == "accepted" else "") for piece in sample.segments]
+    return [Heading(part.pair), f"{engine_name(part.backend)}, {share}", Code([(sample.prompt, "prompt"), *pieces])]
+
+
+# ── How a draft is used: one command for each server or library, and whether it pays there, as measured ──
+
+FALLBACK_LENGTH = 4  # drafted where no length was measured
+OTHER_ROWS = (
+    "The heads have other numbers of rows, so vLLM is asked to draft among the tokens that both vocabularies have, "
+    "which it does with the draft's best tokens alone. A transplant gives the draft the target's rows."
+)
+NO_FILE = "The run wrote no GGUF file of its draft: `distill export-gguf RUN` does."
+PLACES = (
+    "Paths of what the run made are relative to its folder; models of yours are named without their folders. "
+    f"llama-server's options were run with {LLAMA_SERVER}, vLLM's "
+    f"with its {VLLM} on a CPU; on several GPUs vLLM splits the draft as the target. The figures are of distill's own "
+    "decoder on the run's machine: `distill serve-check RUN --server PATH` measures the pair on your server."
+)
+
+
+def usage(results: RunResults) -> list[Block]:
+    """llama.cpp, and where the target is a folder transformers and vLLM, each with the fixed draft length that was
+    fastest in its engine, or else in the other."""
+    target, draft = clean(results.target.path), clean(results.draft.path)
+    same = results.target.vocabulary == results.draft.vocabulary
+    fastest = results.speedup.fastest_of_backends if results.speedup else {}
+    evaluation = results.evaluation
+    drawn = evaluation.probabilistic if evaluation else None
+    big, small = _file(results, "target"), _file(results, "draft")
+    big = big or (target if target.endswith(".gguf") else "target.gguf")
+    served = llama_server(big, small or "draft.gguf", _length(fastest, "gguf"))
+    blocks: list[Block] = [
+        Heading("llama.cpp"),
+        _verdict(fastest, "gguf"),
+        Code([(served, "")], "sh"),
+        drawn or "",
+        "" if small else NO_FILE,
+    ]
+    if not target.endswith(".gguf"):
+        sampled = evaluation is not None and evaluation.acceptance_measure == "acceptance_sampling"
+        length, verdict = _length(fastest, "pytorch"), _verdict(fastest, "pytorch")
+        in_python = transformers(target, draft, length, same)
+        blocks = [Heading("transformers"), verdict, Code([(in_python, "")], "python"), *blocks]
+        served = vllm(target, draft, length, probabilistic=sampled, same_vocabulary=same)
+        blocks += [Heading("vLLM"), verdict, Code([(served, "")], "sh"), "" if same else OTHER_ROWS]
+    return [*blocks, PLACES]
+
+
+def _file(results: RunResults, model: str) -> str:
+    """The GGUF file of a model, of the type that was timed where there is one; empty where there is none."""
+    files = [file for file in (results.export.files if results.export else []) if file.model == model]
+    timed = results.config.get("speedup", {}).get("outtype")
+    return clean(next((file.path for file in sorted(files, key=lambda file: file.outtype != timed)), ""))
+
+
+def _length(fastest: dict[str, Measurement], backend: str) -> int:
+    one = fastest.get(backend) or next(iter(fastest.values()), None)
+    return FALLBACK_LENGTH if one is None else one.length or FALLBACK_LENGTH
+
+
+def _verdict(fastest: dict[str, Measurement], backend: str) -> str:
+    """Whether a fixed length pays in an engine on the machine of the run."""
+    one = fastest.get(backend)
+    if one is None and fastest:
+        return (
+            f"It was not timed in {engine_name(backend)}: the length shown was the fastest in "
+            f"{engine_name(next(iter(fastest)))}."
+        )
+    if one is None:
+        return "No draft length was timed; the one shown is only a starting point."
+    best = f"{one.length} drafted, {shown(speedup_of(one), '×')} over plain decoding in {engine_name(backend)}"
+    if one.verdict == SLOWER:
+        return (
+            f"It does not pay on the run's machine: the best fixed length was slower than plain decoding ({best}). "
+            "Serve without a draft there; the command is for other machines."
+        )
+    if one.verdict == FASTER:
+        return f"It pays on the run's machine with the length shown, the fastest fixed one: {best}."
+    return f"Whether it pays on the run's machine is not known. The fastest fixed length: {best}."
+
+
+# ── The limits of a run's figures, in sentences for the report page and the model card ──
+
+WIDE = 1.5  # an interval's upper end over its lower one, from which on the figure between them says little
+
+
+def limits(results: RunResults) -> list[str]:
+    """Everything a reader must know before quoting these figures, one sentence each."""
+    machine = results.machine
+    place = f"{machine['cpu']} ({machine['cores']} cores)" if machine["cpu"] else "one machine"
+    sentences = [
+        f"Every time and speedup was measured on {place}. Other hardware has other cost curves, so measure there "
+        "before you rely on these figures."
+    ]
+    if not machine["gpu"]:
+        sentences.append("No GPU took part: nothing here shows how the pair behaves on one.")
+    missing = results.stages_not_run
+    if missing:
+        sentences.append(f"These stages have not run, so the report makes no claim about them: {', '.join(missing)}.")
+    for stage, reason in results.left_out.items():
+        sentences.append(f"Stage {stage} was not run: {reason}.")
+    if results.speedup:
+        sentences += _speedup_limits(results.speedup)
+    if results.evaluation:
+        sentences.append(_evaluation_limit(results.evaluation))
+    if results.export:
+        sentences += [f"{fault}." for fault in results.export.faults]
+    return sentences
+
+
+def _speedup_limits(speedup: SpeedupReport) -> list[str]:
+    sentences = [
+        f"Speedups come from {number(speedup.prompts)} prompts of up to {number(speedup.new_tokens)} new tokens each. "
+        "The best draft length of a pair is read off the same runs, and its interval does not cover that choice."
+    ]
+    if speedup.gguf:
+        sentences.append(f"GGUF files were decoded with these options of llama.cpp: {speedup.gguf}.")
+    for best in speedup.best:
+        if best.speedup_high > WIDE * best.speedup_low:
+            sentences.append(
+                f"{best.configuration} ({best.pair}, {best.backend}) lies between {best.speedup_low:.2f}× and "
+                f"{best.speedup_high:.2f}×, which is wide: other programs took part of the machine, or "
+                f"{number(speedup.prompts)} prompts are too few (speedup.prompts)."
+            )
+    for one in speedup.measurements:
+        if not one.is_plain and one.acceptance is None and known(one.speedup):
+            sentences.append(
+                f"{one.configuration} ({one.pair}, {one.backend}) drafted nothing: its {one.speedup:.2f}× shows how "
+                "much these timings vary."
+            )
+    different = sum(one.different or 0 for one in speedup.sweep)
+    excused = sum(one.excused or 0 for one in speedup.sweep)
+    if different:
+        sentences.append(
+            f"{different} outputs differ from the plain run without a rounding tie that would explain it: treat this "
+            "pair as not shown to be lossless."
+        )
+    if excused:
+        sentences.append(
+            f"{excused} outputs diverge from the plain run at a rounding tie, where the logits of two tokens are equal "
+            "within rounding; they count as excused, not as identical."
+        )
+    return sentences
+
+
+def _evaluation_limit(evaluation: EvaluationReport) -> str:
+    counts = ", ".join(
+        f"{name}: {number(sides['after'].tokens)} tokens of {number(sides['after'].prompts)} prompts"
+        for name, sides in evaluation.domains.items()
+        if "after" in sides
     )
-    share = f", {percent(accepted / written)} of the characters from the draft" if written else ", nothing written"
     return (
-        f"<h3>{as_text(part.pair)}</h3>"
-        f'<p class="soft">{as_text(part.backend)}{share}</p>'
-        f'<pre><span class="prompt">{as_text(sample.prompt)}</span>{text}</pre>'
+        f"Divergences and acceptance probabilities hold for the texts that were measured ({counts}) and this sampler "
+        f"({evaluation.sampler_words})."
     )

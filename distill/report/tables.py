@@ -13,7 +13,7 @@ from distill.measuring.evaluation_results import MEASURES, EvaluationReport, for
 from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import speedup_of
 from distill.surgery.results import Change, SparsityReport
-from distill.tables import Block, Cell, Columns, Row, Table, Value, bullets, size, table_of
+from distill.tables import Block, Cell, Columns, Row, Table, Value, size, table_of
 from distill.training.saved import Evaluation, TrainingStep, TrainingSummary, trained_tokens
 
 # ── Everything that a run has measured, gathered for the report page and the model card ──
@@ -266,7 +266,7 @@ def beside_blocks(runs: Sequence[RunResults]) -> list[Block]:
     columns = [_figures(results) for results in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows: list[Row] = [[name, *(column.get(name) for column in columns)] for name in names]
-    return [Table(["figure", *(results.name for results in runs)], rows), bullets(differences(runs))]
+    return [Table(["figure", *(results.name for results in runs)], rows), differences(runs)]
 
 
 def differences(runs: Sequence[RunResults]) -> list[str]:

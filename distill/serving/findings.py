@@ -22,7 +22,7 @@ from distill.serving.results import (
     SettingsSpeed,
 )
 from distill.serving.server import LlamaServer
-from distill.tables import Block, Cell, Columns, Interval, Row, Table, bullets, known, listed, shown, table_of
+from distill.tables import Block, Cell, Columns, Interval, Row, Table, known, listed, shown, table_of
 
 # ── options: one of llama-server is undone by appending the server's own default, because the last one counts ──
 
@@ -292,7 +292,7 @@ def serving_blocks(report: ServeReport) -> list[Block]:
     blocks: list[Block] = [
         f"{report.server}, build {report.build}: `{report.served}`. {_sampled(report)}, {report.prompts} prompts × "
         f"up to {report.new_tokens} tokens, cold caches, servers in turn; intervals resample prompts.",
-        bullets(report.sentences),
+        report.sentences,
         _acceptance(report),
         _speeds(report),
     ]

@@ -30,7 +30,8 @@ from distill.pipeline.running import plan_run
 from distill.pipeline.stages import Contents, find_stage, key_parts
 from distill.planning.hours import Rehearsed, rehearsed_hours
 from distill.recipe import Chat, Recipe, load_recipe, parse_recipe
-from distill.report.sections import texts
+from distill.report.page import section
+from distill.report.sections import _texts
 from distill.report.tables import RunResults
 from distill.run import Run
 from distill.teacher.questions import (
@@ -472,7 +473,7 @@ def test_the_page_shows_questions_and_escapes_them(asked: Path, talking: Path) -
     values = {"questions": QuestionTexts("gguf", [one]), "corpus": corpus, "answers": None, "held_out": {}}
     for name, value in (values | {"command": "distill train"}).items():
         object.__setattr__(results, name, value)
-    page = texts(results)
+    page = section(_texts(results))
     assert "<script>" not in page and "&lt;script&gt;alert(1)" in page and "What is &amp; why?" in page
     told = ("14.5", "31.0 %", "74.4 %", "92.0 %", "1.6 %", "50 not ended within the limit; 4 equal to another")
     assert all(words in page for words in told)
