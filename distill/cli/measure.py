@@ -123,7 +123,7 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, output: 
 # ── `distill speedup` ──
 
 PAIR = "Any pair, without a run"
-OF_FOLDERS = "batch dtype static compile draft_device draft_weights prepack"  # options that PyTorch alone takes
+OF_FOLDERS = "dtype static compile draft_device draft_weights prepack"  # options that PyTorch alone takes
 # Options of pairs without a run, in a group of their own in the help; and those that take a finite number.
 pair_option = partial(typer.Option, rich_help_panel=PAIR)
 pair_number = partial(shared.number_option, rich_help_panel=PAIR)
@@ -151,9 +151,6 @@ def speedup(
     configuration: Annotated[
         list[str] | None,
         pair_option(help="Another configuration, in a recipe's words: '{drafter: tree, nodes: 12}'; may be repeated."),
-    ] = None,
-    batch: Annotated[
-        str | None, pair_option(help="Folders: also decode so many texts at once; several numbers with commas.")
     ] = None,
     dtype: Annotated[str, pair_option(help=shared.DTYPE_HELP)] = "float32",
     seed: Annotated[int, pair_number(min=0, help="Seed of all draws.")] = 0,
@@ -228,7 +225,6 @@ def speedup(
         (small is None, "draft_device draft_weights", "is for a draft, and none is loaded"),
         (not any(one.counts_ngrams for one in every), "table", "is for configurations of drafter table"),
     )
-    batches = _batch_sizes(batch, big)
     if any(one.counts_ngrams for one in every):
         table = shared.place_of_table(table, None if run is None else shared.find_run(run, runs)[1])
     engine = PyTorch() if own is None or big.endswith(".gguf") else own.pytorch
@@ -238,7 +234,6 @@ def speedup(
         prompts,
         prompt_tokens=prompt_tokens,
         chat=None if own is None else own.chat,
-        batches=batches,
         table=table,
         command=command_line(sys.argv),
     )
@@ -253,16 +248,6 @@ def _configuration(text: str) -> Configuration:
     if not isinstance(raw, dict):
         raise RecipeError(f"{where}: not a mapping", "such as '{rule: p_min, length: 8}'")
     return parse_section(Configuration, raw, where)
-
-
-def _batch_sizes(text: str | None, target: str) -> tuple[int, ...]:
-    """The sizes of --batch in ascending order; RecipeError for sizes that are not possible."""
-    if text is None:
-        return ()
-    sizes = sorted(set(shared.numbers(text, "--batch", int, "1,4,16", 1)))
-    if target.endswith(".gguf"):
-        raise RecipeError("GGUF files are decoded text by text: --batch is for folders", "leave --batch out")
-    return tuple(sizes)
 
 
 def _pair_of(

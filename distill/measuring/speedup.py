@@ -35,7 +35,7 @@ from distill.measuring.compare import PairSettings, TimedText, totals
 from distill.measuring.identity import OwnDistributions
 from distill.measuring.speedup_results import InTurns, PairMeasured, SpeedupPart, SpeedupReport
 from distill.measuring.speedup_tables import speedup_blocks
-from distill.measuring.timing import PairTexts, measure_pair, require_rows, time_again
+from distill.measuring.timing import PairTexts, measure_pair, time_again
 from distill.recipe import Chat, Configuration, Corpus, Gguf, Recipe, Target
 from distill.recipe.measuring import fixed_length
 from distill.run import Run
@@ -258,7 +258,6 @@ def measure_any_pair(
     *,
     prompt_tokens: int,
     chat: Chat | None = None,
-    batches: Sequence[int] = (),
     table: Path | None = None,
     command: str = "",
 ) -> SpeedupReport:
@@ -273,8 +272,6 @@ def measure_any_pair(
     own_draft = None if other_vocabulary else settings.draft
     count = CALIBRATION_PROMPTS if need_other_prompts(configurations) else 0
     prompts = _read_prompts(settings, own_draft, files, chat or Chat(), count, prompt_tokens)
-    if batches and max(batches) > len(prompts.measured):
-        raise RecipeError(f"--batch {max(batches)} needs as many prompts, and there are {len(prompts.measured)}")
     measured, spare = [one.prompt for one in prompts.measured], [one.prompt for one in prompts.others]
     counted = None if table is None else open_table(table, settings.target.model)
     longest_step = max(16, *(one.longest_round + 1 for one in configurations))
@@ -287,8 +284,6 @@ def measure_any_pair(
         gguf=settings.gguf,
         pytorch=settings.pytorch,
     ) as pair:
-        if batches:
-            require_rows(pair)
         reader = None
         if other_vocabulary:
             assert settings.draft is not None
@@ -297,7 +292,7 @@ def measure_any_pair(
         if need_calibration(configurations):
             calibration = calibrate_pair(pair, spare, settings, command, "prompts of the same files", counted)
         given = PairTexts(measured, spare or measured, _fits(calibration), classes=prompts.classes(), table=counted)
-        part = measure_pair(settings, pair, PairMeasured("draft + target", pair.backend), given, reader, batches)
+        part = measure_pair(settings, pair, PairMeasured("draft + target", pair.backend), given, reader)
         return SpeedupReport(
             command=command,
             machine=machine(),

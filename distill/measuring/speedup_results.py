@@ -191,28 +191,13 @@ class GroupFigures:
 
 
 @dataclass(frozen=True)
-class BatchFigures:
-    """B texts at once, by plain and speculative decoding: tokens per second of all together, the prompts included."""
-
-    batch: int
-    configuration: str
-    tokens: int
-    tokens_per_second: float
-    plain_tokens_per_second: float
-    tokens_per_round: float
-    acceptance: float | None
-    speedup: float
-
-
-@dataclass(frozen=True)
 class SpeedupPart(PairMeasured):
     """All that was measured of one pair by one backend.
 
     `noise` is the rounding below which two logits count as tied. `chosen` is None where no lengths are swept, `costs`
-    where nothing reads them. `not_batched` says which configurations cannot decode several texts at once, where that
-    was asked for. `kl` is the mean KL in nats of the target's own distributions to those of this backend, None where
-    this is its own, or nothing was compared; `prompt_seconds` are the mean seconds until plain decoding has a first
-    token.
+    where nothing reads them. `kl` is the mean KL in nats of the target's own distributions to those of this backend,
+    None where this is its own, or nothing was compared; `prompt_seconds` are the mean seconds until plain decoding has
+    a first token.
     """
 
     measurements: list[Measurement]
@@ -225,8 +210,6 @@ class SpeedupPart(PairMeasured):
     samples: list[Sample] = field(default_factory=list)
     by_class: list[GroupFigures] = field(default_factory=list)
     by_depth: list[GroupFigures] = field(default_factory=list)
-    batches: list[BatchFigures] = field(default_factory=list)
-    not_batched: list[str] = field(default_factory=list)
     kl: float | None = None
     prompt_seconds: float | None = None
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from distill.measuring.speedup_results import (
     REPEATS,
-    BatchFigures,
     ChosenLength,
     GroupFigures,
     InTurns,
@@ -115,20 +114,6 @@ def group_table(groups: Sequence[GroupFigures], name: str, over: str, command: s
     return table_of(groups, columns, command, f"by {name}, {over}")
 
 
-def batch_table(batches: Sequence[BatchFigures], command: str) -> Table:
-    """Several texts at once."""
-    columns: Columns[BatchFigures] = {
-        "batch": lambda one: one.batch,
-        "configuration": lambda one: one.configuration,
-        "tokens/s": lambda one: one.tokens_per_second,
-        "plain tokens/s": lambda one: one.plain_tokens_per_second,
-        "tokens per round": lambda one: one.tokens_per_round,
-        "acceptance rate": lambda one: Cell(one.acceptance, "%"),
-        "speedup": lambda one: Cell(one.speedup, "×"),
-    }
-    return table_of(batches, columns, command, "several texts at once")
-
-
 def verdict(report: SpeedupReport) -> list[str]:
     """The fastest way to the target's greedy text over all engines that were measured, in tokens per second, and every
     engine whose best is slower than plain decoding in another one; empty where nothing was measured to compare."""
@@ -232,9 +217,7 @@ def _part(part: SpeedupPart, command: str) -> list[Block]:
         blocks.append(group_table(part.by_class, "class of prompt", "with the prompts", command))
     if part.by_depth:
         blocks.append(group_table(part.by_depth, "tokens in the context", "rounds alone", command))
-    if part.batches:
-        blocks.append(batch_table(part.batches, command))
-    return blocks + ([part.not_batched] if part.not_batched else [])
+    return blocks
 
 
 def _head(report: SpeedupReport) -> list[str]:

@@ -7,34 +7,25 @@ models (speedup.py). Legend: γ drafted tokens of a round, T target.
 from __future__ import annotations
 
 import copy
-import random
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from statistics import fmean
 
-from distill.decoding.batch import decode_batch, plain_batch
 from distill.decoding.calibration import Calibration
-from distill.decoding.configured import NO_COSTS, Fitted, make_rule, require_trees
+from distill.decoding.configured import NO_COSTS, Fitted, require_trees
 from distill.decoding.costs import ENOUGH, PaidCosts, accepted_by_position, shorter_rounds
-from distill.decoding.decode import Decoded
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.round_costs import PROMPTS, RoundCostMeter, keep_costs, measure_paid, prompts_as_long
 from distill.decoding.rules import characters
-from distill.decoding.verify import CHAINS, Random
-from distill.devices import memory_explained
-from distill.engines.loaded import LoadedPair, with_rows
+from distill.engines.loaded import LoadedPair
 from distill.engines.model import Model, Watch
-from distill.engines.torch.model import TorchModel, mask_refusal, model_name, state_refusal
-from distill.errors import DataError, RecipeError
+from distill.errors import DataError
 from distill.measuring.compare import (
     PairSettings,
     TimedConfiguration,
     TimedText,
-    accepted_per_drafted,
     by_class,
     by_depth,
     choose_length,
@@ -49,7 +40,6 @@ from distill.measuring.compare import (
 )
 from distill.measuring.identity import measured_rounding
 from distill.measuring.speedup_results import (
-    BatchFigures,
     Measurement,
     PairMeasured,
     Sample,
@@ -57,7 +47,6 @@ from distill.measuring.speedup_results import (
     SpeedupPart,
 )
 from distill.measuring.speedup_tables import explain
-from distill.progress import Progress
 from distill.recipe import Configuration
 from distill.recipe.configuration import PLAIN
 from distill.recipe.measuring import fixed_length
@@ -92,9 +81,8 @@ def measure_pair(
     label: PairMeasured,
     given: PairTexts,
     reader: DraftReader | None = None,
-    batches: Sequence[int] = (),
 ) -> SpeedupPart:
-    """Measure a loaded pair; `reader` is a draft of another vocabulary, `batches` are sizes to decode at once.
+    """Measure a loaded pair; `reader` is a draft of another vocabulary.
 
     Raises RecipeError for a configuration that would change the target's distribution, unless the settings allow that,
     and DataError for trees in models that take none and for contexts without room.
@@ -159,8 +147,6 @@ def measure_pair(
         samples=samples,
         by_class=by_class(texts, prepared, given.classes),
         by_depth=by_depth(texts, prepared),
-        batches=measure_batches(settings, pair, prompts, batches, prepared, fitted),
-        not_batched=not_batched(prepared) if batches else [],
         prompt_seconds=prompt_seconds(texts)[PLAIN.title],
     )
 
@@ -306,100 +292,3 @@ def _accepted(given: PairTexts, one: TimedConfiguration, texts: Sequence[TimedTe
         return accepted_by_position([(r.drafted, r.accepted) for r in rounds_of(texts, one.title)])
     rates = accepted_by_position([r for own in given.evaluated for r in shorter_rounds(own, length)])
     return rates if len(rates) >= length else []
-
-
-# ── Several texts at once, plain and speculative, in PyTorch ──
-# Legend: B texts of a batch.
-
-BatchRun = Callable[..., list[Decoded]]  # of prompts, at most so many new tokens, and `randoms`
-
-
-def require_rows(pair: LoadedPair) -> None:
-    """Raise RecipeError where a model cannot decode texts of different lengths at once."""
-    for model in (pair.target, pair.draft):
-        if isinstance(model, TorchModel) and with_rows(model, 2) is None:
-            own, config = model.model, model.model.config
-            reason = mask_refusal(config) or state_refusal(type(own), config) or "it does not take our cache of several"
-            raise RecipeError(
-                f"--batch: {model_name(own)} takes no texts of different lengths: {reason}",
-                "leave --batch out",
-            )
-
-
-def not_batched(prepared: Sequence[TimedConfiguration]) -> list[str]:
-    """A sentence for each configuration that cannot decode several texts at once."""
-    return [
-        f"`{one.configuration.title}`: {why}"
-        for one in prepared
-        if one.make is not None and (why := _refusal(one)) is not None
-    ]
-
-
-def _refusal(one: TimedConfiguration) -> str | None:
-    configuration = one.configuration
-    if configuration.drafter != "draft":
-        return f"drafter {configuration.drafter} drafts for one text at a time"
-    return None if configuration.verified_by in CHAINS else f"verifier {configuration.verified_by} is for trees"
-
-
-def measure_batches(
-    settings: PairSettings,
-    pair: LoadedPair,
-    prompts: Sequence[Sequence[int]],
-    sizes: Sequence[int],
-    prepared: Sequence[TimedConfiguration],
-    fitted: Fitted,
-) -> list[BatchFigures]:
-    """Every configuration that can at each size B, over groups of B prompts; the last prompts that fill none are left.
-
-    Each group is decoded plainly and by each configuration in turn.
-    """
-    able = [one for one in prepared if one.make is not None and _refusal(one) is None]
-    new_tokens, figures = settings.speedup.new_tokens, list[BatchFigures]()
-    for size in sizes if able else ():
-        with memory_explained(_fewer_texts, size):
-            groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
-            target, draft = (with_rows(model, size, settings.pytorch.compile) for model in (pair.target, pair.draft))
-            assert target is not None and draft is not None  # see `require_rows`
-            bases = {one.base for one in able}
-            plain = [one for one in prepared if one.make is None and one.title in bases]
-            runs: dict[str, BatchRun] = {one.title: partial(plain_batch, target, rules=one.rules) for one in plain}
-            for one in able:
-                rule = partial(make_rule, one.configuration, fitted)
-                argmax = one.rules.verifier == "match"
-                runs[one.title] = partial(decode_batch, target, draft, rules=one.rules, length=rule, argmax=argmax)
-            seconds: dict[str, float] = dict.fromkeys(runs, 0.0)
-            texts: dict[str, list[Decoded]] = {title: [] for title in runs}
-            for run in runs.values():  # a throw-away text each
-                run(groups[0], min(8, new_tokens), randoms=_randoms(settings.seed, size))
-            order = list(runs.items())
-            progress = Progress(f"batches of {size}", len(groups))
-            for index, group in enumerate(groups):
-                turn = index % len(order)
-                limit = min(new_tokens, min(target.capacity, draft.capacity) - max(map(len, group)))
-                for title, run in order[turn:] + order[:turn]:
-                    started = time.perf_counter()
-                    texts[title] += run(group, limit, randoms=_randoms(settings.seed + index, size))
-                    seconds[title] += time.perf_counter() - started
-                progress.step()
-            figures += [_figures(size, one, texts, seconds) for one in able]
-            target.close()
-            draft.close()
-    return figures
-
-
-def _fewer_texts(size: int) -> tuple[str, str]:
-    return f"while {size} texts were decoded at once", "lower --batch, or hold the models in a smaller type (--dtype)"
-
-
-def _randoms(seed: int, rows: int) -> list[Random]:
-    return [random.Random(f"{seed}/{row}").random for row in range(rows)]
-
-
-def _figures(
-    size: int, one: TimedConfiguration, texts: dict[str, list[Decoded]], seconds: dict[str, float]
-) -> BatchFigures:
-    each, accepted = accepted_per_drafted([r for text in texts[one.title] for r in text.rounds])
-    tokens, plain = (sum(len(text.tokens) for text in texts[title]) for title in (one.title, one.base))
-    rate, plain_rate = tokens / seconds[one.title], plain / seconds[one.base]
-    return BatchFigures(size, one.title, tokens, rate, plain_rate, each or 0.0, accepted, rate / plain_rate)

@@ -17,9 +17,7 @@ DECODED = "top_k top_p min_p repetition_penalty seed verifier drafter widths rul
 DECODED += " json_schema grammar static compile threads gguf tokens temperature length"
 COUNTED = "n_max temperature top_k top_p min_p draft_sampling count tokens concurrency load repeats reply_seconds to"
 COUNTED += " threads output"
-PAIR = (
-    "target draft prompts count prompt_tokens tokens lengths configuration temperature top_k top_p min_p batch static"
-)
+PAIR = "target draft prompts count prompt_tokens tokens lengths configuration temperature top_k top_p min_p static"
 PAIR += " compile prepack seed to threads output gguf allow_lossy table"
 
 VALUES = {"output": "csv", "dtype": "float32", "kind": "vllm", "draft_sampling": "greedy", "flash_attn": "on"}
@@ -47,7 +45,7 @@ FORMS = [
     ("speedup --target a --prompts p.txt --lengths 0", f"{PAIR} dtype draft_device draft_weights"),
     ("speedup --target a.gguf --prompts p.txt --drafter lookup",
      "target draft prompts count prompt_tokens tokens lengths configuration temperature top_k top_p min_p drafter seed"
-     " verifier to threads output gguf allow_lossy batch static compile prepack"),
+     " verifier to threads output gguf allow_lossy static compile prepack"),
     ("generate x --run none", f"{DECODED} runs target draft draft_device draft_weights"),
     ("generate x --target a --draft b", f"{DECODED} run draft_device draft_weights"),
     ("generate x --target a --drafter lookup", f"{DECODED} run"),

@@ -25,11 +25,10 @@ from distill.decoding.drafters import LookupDrafter, LookupPrice, ModelDrafter
 from distill.decoding.lengths import Fixed, Proposal
 from distill.decoding.rules import GREEDY, Rules
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.loaded import BatchedTorchModel, LoadedPair, growing_decoder, torch_decoder
+from distill.engines.loaded import BatchedTorchModel, growing_decoder, torch_decoder
 from distill.engines.model import SNAPSHOTS, resent
 from distill.engines.torch.model import TorchModel
-from distill.errors import DataError, RecipeError
-from distill.measuring.timing import require_rows
+from distill.errors import DataError
 from distill.recipe import PyTorch
 from distill.sampler import Sampler
 
@@ -150,8 +149,6 @@ def test_what_a_recurrent_state_does_not_allow_is_refused(monkeypatch: pytest.Mo
         model.extend([1, 2], parents=[-1, -1])
     with pytest.raises(ValueError, match="rows of different lengths cannot be decoded together: it has"):
         BatchedTorchModel(hugging_face, 2)
-    with pytest.raises(RecipeError, match=r"--batch: .* takes no texts of different lengths: it ha"):
-        require_rows(LoadedPair("pytorch", "nowhere", model, model, []))
     with pytest.raises(DataError, match="cannot decode with a static cache: it has"):
         torch_decoder(hugging_face, pytorch=PyTorch(static=True))
     with pytest.raises(DataError, match="cannot be decoded here: it has"):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import tiny
@@ -360,7 +358,7 @@ def call(place: Path, capsys: Capture, target: str, draft: str, *arguments: Any)
 def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture, tmp_path: Path) -> None:
     """Also with static caches, whose rounds drive both models past `extend`."""
     out = tmp_path / "measured.json"
-    more = ("--configuration", "{drafter: tree, nodes: 4, length: 2, calibration: none}", "--batch", "1,2", "--to", out)
+    more = ("--configuration", "{drafter: tree, nodes: 4, length: 2, calibration: none}", "--to", out)
     more = (*more, *engine)
     text = call(place, capsys, "target", "draft", "--prompts", place / "texts.jsonl", "--lengths", "1,3", *more)
     found = read_result(out, SpeedupReport)
@@ -380,9 +378,7 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
     bound = chain.tokens * chain.rounds
     assert chain.verified <= 4 and {1, 4} <= set(part.steps.target) and 1 in part.steps.draft
     assert chain.bound >= bound / (chain.rounds * (max(part.steps.target.values()) + 3 * part.steps.draft[1]))
-    assert {one.batch for one in part.batches} == {1, 2} and len(part.batches) == 4
-    assert part.batches[0].tokens_per_round == pytest.approx(found.measurements[1].tokens_per_round or 0)
-    assert "drafter tree drafts for one text at a time" in text and "| even | draft, γ = 3 |" in text
+    assert "| even | draft, γ = 3 |" in text
     assert "| attained |" in text and "A round costs" in text and f"`{found.command}`" in text
     assert ("PyTorch's settings" in text) == bool(engine)
     assert found.pytorch == ("static cache, draft on cpu" if engine else "")
@@ -463,17 +459,6 @@ def test_drafts_of_other_kinds(
     assert [bool(one) for one in asked] == [bool(draft)] * 3
 
 
-def test_batches_of_models_without_masks_are_refused_at_once(place: Path, tmp_path: Path, capsys: Capture) -> None:
-    shutil.copytree(place / "target", tmp_path / "target")
-    path = tmp_path / "target" / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"attention_chunk_size": 20, "layer_types": ["chunked_attention"] * config["num_hidden_layers"]}
-    path.write_text(json.dumps(config))
-    pair = ("--target", tmp_path / "target", "--draft", place / "draft", "--prompts", place / "plain.txt")
-    with mock.patch("distill.measuring.speedup.measure_pair", side_effect=AssertionError("measured")):
-        assert "of the kind chunked_attention" in tiny.refused(capsys, "speedup", *pair, "--lengths", 2, "--batch", 2)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -495,8 +480,6 @@ def test_batches_of_models_without_masks_are_refused_at_once(place: Path, tmp_pa
         (["--temperature", "1", "--verifier", "greedy"], "the options: `draft, γ = 1, verifier greedy, sampled` would"),
         (["--verifier", "distinct"], "no verifier `distinct` for chains"),
         (["--top-p", "0.5"], "--top-p does nothing without --temperature"),
-        (["--batch", "16"], "--batch 16 needs as many prompts, and there are 4"),
-        (["--batch", "0"], "at least 1"),
         (["--tokens", "4000"], "of the context of 512 for a prompt"),
         (["--dtype", "int8"], "there is no dtype 'int8'"),
         (["--to", "{}/nowhere/x.json"], "there is no folder {}/nowhere"),
