@@ -49,6 +49,8 @@ class Sparsity(Section):
 
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "nla", "lk_hybrid", "cross_entropy"]
 Loss = dict[LossName, float]
+# As accelerate's log_with.
+Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Protocol = Literal["auto", "sampling", "match", "greedy"]
 
 
@@ -129,10 +131,10 @@ class Train(Section):
     )
     adapter: Adapter | None = Field(None, description="train LoRA adapters instead of all weights")
     sparsity: Sparsity | None = Field(None, description="L1 penalty during training")
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+    trackers: tuple[Tracker, ...] = Field(
         (),
-        description="also send metrics to these, through accelerate; files in trackers/ of the run directory "
-        "(trackio: in its own folder)",
+        description="also send metrics to these, through accelerate; files in trackers/ of the run directory, or "
+        "where the tracker's own settings say",
     )
 
     _loss = field_validator("loss")(_weighs_something)

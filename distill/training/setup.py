@@ -257,7 +257,7 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
             cpu=device.type == CPU if processes == 1 else None,
             mixed_precision="bf16" if settings.dtype == "bfloat16" else "no",
             log_with=list(settings.trackers) or None,
-            project_dir=str(run.path("trackers")) if settings.trackers else None,
+            project_dir=run.path("trackers"),
         )
     if recipe.device != "auto" and accelerator.device.type != device.type:
         raise RunError(
@@ -277,22 +277,16 @@ def require_trackers(names: tuple[str, ...]) -> None:
         )
 
 
-def start_trackers(accelerator: Any, recipe: Recipe, run: Run) -> None:
-    """Open a run with the recipe's name and files in trackers/ (trackio: in its own folder, for its dashboard).
+def start_trackers(accelerator: Any, recipe: Recipe) -> None:
+    """Open a run of the trackers, in a project of the recipe's name.
 
     Called last, when no check is left to fail, so that a mistake in the recipe leaves no empty run behind.
     """
-    settings = recipe.train
-    if not settings.trackers:
-        return
-    folder = run.path("trackers")
-    folder.mkdir(parents=True, exist_ok=True)  # else wandb takes a temporary one
-    options = {"wandb": {"name": recipe.name, "dir": str(folder)}, "trackio": {"name": recipe.name}}
-    figures = {
-        name: value for name, value in settings.model_dump(mode="json").items() if not isinstance(value, (dict, list))
-    }
+    settings = recipe.train.model_dump(mode="json").items()
     try:
-        accelerator.init_trackers("distill", config=figures, init_kwargs=options)
+        accelerator.init_trackers(
+            recipe.name, {name: value for name, value in settings if not isinstance(value, (dict, list))}
+        )
     except Exception as error:  # of each tracker's own kind, as where it has no key
         hint = "mend that, or leave the tracker out; metrics.jsonl is written in any case"
         raise RecipeError(f"train.trackers: {error}", hint) from error
@@ -403,5 +397,5 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     else:
         learner, optimizer = accelerator.prepare(learner, make_optimizer(draft, settings))
     learner.train()
-    start_trackers(accelerator, recipe, run)
+    start_trackers(accelerator, recipe)
     return Training(recipe, run, accelerator, loss, source, learner, optimizer, penalty, kept, spare, target)

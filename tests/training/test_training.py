@@ -642,7 +642,7 @@ def test_trackers_get_the_figures_too(train: Trainer, tmp_path: Path, monkeypatc
     assert not done and not (run / "trackers").exists()  # a mistake leaves no empty run behind
     run = train(tracked, "train.steps=2")
     assert done == ["start", "finish", "write_draft"]  # closed, so that no later stage keeps it open
-    (folder,) = {path.parent for path in (run / "trackers").rglob("events.out.*") if path.parent.name == "distill"}
+    (folder,) = {path.parent for path in (run / "trackers").rglob("events.out.*") if path.parent.name == "tiny"}
     events = EventAccumulator(str(folder))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2]
