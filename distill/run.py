@@ -31,7 +31,8 @@ else:
     import fcntl
 
 PARENT = {"generation": int, "run": str, "digest": str, "files": {...: str}}  # the form of parent.json
-READ = {"path": str, "bytes": int, "lines": int, "sha256": str}  # the form of a part of a traffic file
+# The form of what was read of a traffic file or folder.
+READ = {"path": str, "lines": int, "parts": [{"path": str, "bytes": int, "lines": int, "sha256": str}]}
 WRITE_AGAIN = "delete it and run `distill train` on the recipe again, which makes it again, or copy the run again"
 RECORD = {  # the form of stages/NAME.json
     "key": str,
@@ -39,11 +40,6 @@ RECORD = {  # the form of stages/NAME.json
     "artifacts": {...: {"bytes": int, "sha256": str}},
     "digest": str,
 }
-
-
-def is_read(value: Any) -> bool:
-    """Whether a value has the form of a part of a traffic file or folder that was read."""
-    return has_form(value, READ) and has_form(value.get("parts", []), [READ])
 
 
 def _git_revision() -> str | None:
@@ -159,7 +155,7 @@ class Run:
         if not path.exists():
             return None
         found: dict[str, Any] = read_json(path, PARENT)
-        if found.get("traffic") is not None and not is_read(found["traffic"]):
+        if found.get("traffic") is not None and not has_form(found["traffic"], READ):
             raise DataError(f"{path} is damaged: `traffic` is of another kind", "copy the run again")
         return found
 

@@ -51,18 +51,31 @@ class ChatPrompts:
         self._told: set[tuple[str, str]] = set()  # names of documents, and the arguments that were counted
 
     def prompt(self, document: Document) -> Sample | None:
-        """The prompt of a conversation's first question, with the user's further turns; None for one left out."""
+        """The prompt of a conversation's first question, with what renders its further turns; None for one left out."""
+        assert document.messages is not None
+        settings, roles = self.template.settings, [one["role"] for one in document.messages]
+        first = roles.index("user") + 1
+        head, rest = list(document.messages[:first]), document.messages[first:]
+        if "system" not in roles:
+            head = [*self.system(document.name), *head]
+        # What a tool returned answers a call that this target may not make: the conversation ends before it.
+        before_tools = list(takewhile(lambda message: message["role"] != "tool", rest))
+        turns = [one["content"] for one in before_tools if one["role"] == "user"][: settings.turns - 1]
+        thinking = document.arguments.get(settings.thinking_argument, self.thinking(document.name))
+        thinking = thinking if isinstance(thinking, bool) else None
         try:
             template = self._template_of(document)
-            chat = self.describe(document)
-            ids = template.prompt(chat["messages"], chat["thinking"])
+            ids = template.prompt(head, thinking)
         except ValueError as error:
             self.dropped[str(error)] += 1
             return None
         if len(ids) > self.longest:
             self.dropped["prompts too long for corpus.block"] += 1
             return None
-        mode: Any = {None: "", True: "thinking", False: "no thinking"}[chat["thinking"]]
+        if len(turns) < settings.turns - 1 and any(one["role"] == "user" for one in rest[len(before_tools) :]):
+            self.dropped["turns of conversations after a tool's result"] += 1
+        chat = {"messages": head, "turns": turns, "thinking": thinking, "arguments": template.arguments(thinking)}
+        mode: Any = {None: "", True: "thinking", False: "no thinking"}[thinking]
         return Sample(document.name, ids, [], document.split, document.source, document.label, mode, chat=chat)
 
     def given(self, document: Document) -> Iterator[tuple[list[int], list[int]]]:
@@ -114,32 +127,6 @@ class ChatPrompts:
         """Whether the seed draws thinking for a name; None where the recipe leaves it to the template."""
         share = self.template.settings.thinking
         return None if share is None else _share(self.seed, name, "thinking") < share
-
-    def describe(self, document: Document) -> dict[str, Any]:
-        """The parts of a conversation: messages up to the first question, further turns, arguments of the template."""
-        assert document.messages is not None
-        settings = self.template.settings
-        roles = [one["role"] for one in document.messages]
-        # Where the target wrote the answers itself, its last question is asked behind them; else it answers each.
-        first = len(roles) - 1 - roles[::-1].index("user") if document.own else roles.index("user")
-        head = list(document.messages[: first + 1])
-        if "system" not in roles:
-            head = [*self.system(document.name), *head]
-        rest = document.messages[first + 1 :]
-        # What a tool returned answers a call that this target may not make: the conversation ends before it.
-        before_tools = list(takewhile(lambda message: message["role"] != "tool", rest))
-        turns = [one["content"] for one in before_tools if one["role"] == "user"][: settings.turns - 1]
-        if len(turns) < settings.turns - 1 and any(one["role"] == "user" for one in rest[len(before_tools) :]):
-            self.dropped["turns of conversations after a tool's result"] += 1
-        template = self._template_of(document)
-        thinking = document.arguments.get(settings.thinking_argument, self.thinking(document.name))
-        thinking = thinking if isinstance(thinking, bool) else None
-        return {
-            "messages": head,
-            "turns": turns,
-            "thinking": thinking,
-            "arguments": template.arguments(thinking),
-        }
 
 
 def cut_prompts(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ def read_records(source: Source, paths: list[Path], dropped: Counter[str]) -> It
     if source.kind == "hub":
         yield from _hub(source)
         return
+    tables: dict[str, Callable[[Path], Iterator[Record]]]
+    tables = {"csv": partial(_csv, known_names(source), dropped), "parquet": _parquet}
+    read = tables.get(source.kind, read_json_records)
     for path in paths:
         empty = True
         try:
-            for record in _read_file(path, source, dropped):
+            for record in read(path):
                 empty = False
                 yield record
         except OSError as error:
@@ -37,12 +41,6 @@ def read_records(source: Source, paths: list[Path], dropped: Counter[str]) -> It
             raise DataError(f"{path} cannot be read: {error.strerror or error}", hint) from error
         if empty:
             raise DataError(f"{path}: the file is empty", f"give a {source.kind} file with at least one record")
-
-
-def _read_file(path: Path, source: Source, dropped: Counter[str]) -> Iterator[Record]:
-    if source.kind == "csv":
-        return _csv(path, known_names(source), dropped)
-    return _parquet(path) if source.kind == "parquet" else read_json_records(path)
 
 
 def holds_records(path: Path) -> bool:
@@ -116,39 +114,37 @@ def _is_messages(value: Any) -> bool:
 DELIMITERS = ",;\t|"
 
 
-def _csv(path: Path, wanted: set[str], dropped: Counter[str]) -> Iterator[Record]:
+def _csv(wanted: set[str], dropped: Counter[str], path: Path) -> Iterator[Record]:
     """Rows by the names in the first line, which shows the delimiter, too."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a text may be longer than the module's default of 128 kB
     before, rows = 0, None
     try:
         with open(path, encoding="utf-8-sig", newline="") as handle:
             first = handle.readline()
-            sign = (
-                first[4:5].strip("\r\n") if first.lower().startswith("sep=") else ""
-            )  # Excel's line before the header
-            if sign:
-                before = 1
-            else:
+            # Excel's line before the header
+            sign = first[4:5].strip("\r\n") if first.lower().startswith("sep=") else ""
+            before = int(bool(sign))
+            if not sign:
                 handle.seek(0)
-            rows = csv.reader(handle, delimiter=sign or delimiter_of(first, wanted), strict=True)
-            names = _header(path, next(rows, []), wanted)
+            rows = csv.DictReader(handle, delimiter=sign or delimiter_of(first, wanted), strict=True)
+            rows.fieldnames = names = _header(path, rows.fieldnames or (), wanted)
             for row in rows:
-                line = rows.line_num + before
-                if not row:
-                    continue
-                if any(cell.strip() for cell in row[len(names) :]):
+                place = f"line {rows.line_num + before}"
+                further = row.pop(None, [])  # cells beyond the header
+                if any(cell.strip() for cell in further):
                     raise DataError(
-                        f"{path}: line {line} has {len(row)} fields, and the header {len(names)}: "
+                        f"{path}: {place} has {len(names) + len(further)} fields, and the header {len(names)}: "
                         f"{', '.join(names)[:200]}",
                         "put quotation marks around a text that holds the delimiter, or use jsonl",
                     )
-                if len(row) < len(names):
+                found = {name: cell for name, cell in row.items() if cell is not None}
+                if len(found) < len(names):
                     dropped["csv rows shorter than their header: the fields that they lack"] += 1
-                yield f"line {line}", dict(zip(names, row, strict=False))
+                yield place, found
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8", "convert it") from error
     except csv.Error as error:
-        line = before + (rows.line_num if rows else 1)
+        line = before + (rows.reader.line_num if rows else 1)
         raise DataError(f"{path}: line {line}: {error}", "correct the quotes, or use jsonl") from error
 
 
@@ -160,7 +156,7 @@ def delimiter_of(first: str, wanted: Iterable[str]) -> str:
     return (known or several or [","])[0]
 
 
-def _header(path: Path, cells: list[str], wanted: set[str]) -> list[str]:
+def _header(path: Path, cells: Sequence[str], wanted: set[str]) -> list[str]:
     """The names of the columns, those without one numbered; DataError for a line that is no header."""
     names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, 1)]
     twice = [name for name, count in Counter(names).items() if count > 1]

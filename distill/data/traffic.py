@@ -26,7 +26,8 @@ from distill.run import Run
 
 PIN = "traffic (content)"  # the entry in the answers stage's key that identifies the lines read
 SOURCE = "traffic"
-PINNED = {"path": str, "bytes": int, "lines": int, "sha256": str, "start": int, "start_line": int}  # form of a pin
+PART = {"path": str, "bytes": int, "lines": int, "sha256": str, "start": int, "start_line": int}
+PINNED = {"path": str, "lines": int, "start_line": int, "parts": [PART]}  # the form of a pin
 LINES_PER_FILE = 2048
 MOST_LINES = 1000  # that a check reads
 MOST_NAMES = 20  # of arguments that are named; hostile logs have a new one in each line
@@ -62,26 +63,17 @@ def pin_traffic(recipe: Recipe, run: Run) -> dict[str, Any] | None:
 
 
 def pin_of(path: Path, read: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The whole lines so far of a file, or of the *.jsonl files of a folder in the order of their names.
+    """The whole lines so far of a file, or of the *.jsonl files of a folder in the order of their names: its `parts`.
 
-    `bytes`, `lines` and `sha256` describe them, `start` and `start_line` the part to skip, which an earlier pin
-    has read. The pin of a folder has those of its files as `parts`.
+    Of a part, `bytes`, `lines` and `sha256` describe it, `start` and `start_line` what an earlier pin has read of it.
     """
-    known = {part["path"]: part for part in parts_of(read)} if read else {}
+    known = {part["path"]: part for part in read["parts"]} if read else {}
     parts = []
     for file in _files_of(path):
-        start = known.get(str(file), {"bytes": 0, "lines": 0})
-        parts.append({"path": str(file), **measure(file), "start": start["bytes"], "start_line": start["lines"]})
-    if not path.is_dir():
-        return parts[0]
-    sums = {name: sum(part[name] for part in parts) for name in ("bytes", "lines", "start", "start_line")}
-    joined = hashlib.sha256("".join(part["sha256"] for part in parts).encode()).hexdigest()
-    return {"path": str(path), **sums, "sha256": joined, "parts": parts}
-
-
-def parts_of(pin: dict[str, Any]) -> list[dict[str, Any]]:
-    """The pins of single files that a pin consists of."""
-    return pin.get("parts") or [pin]
+        before = known.get(str(file), {"bytes": 0, "lines": 0})
+        parts.append({"path": str(file), **measure(file), "start": before["bytes"], "start_line": before["lines"]})
+    sums = {name: sum(part[name] for part in parts) for name in ("lines", "start_line")}
+    return {"path": str(path), **sums, "parts": parts}
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -120,18 +112,18 @@ def begins_with(path: Path, pin: dict[str, Any]) -> bool:
 
 def unfinished_line(pin: dict[str, Any]) -> str | None:
     """A sentence on text after the pinned lines that has no newline yet and is not read; None where there is none."""
-    pin = parts_of(pin)[-1]  # of a folder, the file that grows
+    part = pin["parts"][-1]  # of a folder, the file that grows
     try:
-        with open(pin["path"], "rb") as handle:
-            handle.seek(pin["bytes"])
+        with open(part["path"], "rb") as handle:
+            handle.seek(part["bytes"])
             rest = handle.readline()
     except OSError:
         return None
     if rest.endswith(b"\n") or not rest.strip():
         return None
     return (
-        f"line {pin['lines'] + 1} of {pin['path']} has no newline at its end and was not read: end it, then --refresh "
-        "reads it"
+        f"line {part['lines'] + 1} of {part['path']} has no newline at its end and was not read: end it, then "
+        "--refresh reads it"
     )
 
 
@@ -143,9 +135,9 @@ def first_lines(path: Path, count: int) -> bytes:
 def read_lines(pin: dict[str, Any]) -> Iterator[Line | str]:
     """Every pinned line that is not blank, in order: its content, or its fault with the line number."""
     before = 0
-    for part in parts_of(pin):
+    for part in pin["parts"]:
         path, number = Path(part["path"]), part["start_line"]
-        place = f"{path.name}, line" if "parts" in pin else "line"
+        place = "line" if part["path"] == pin["path"] else f"{path.name}, line"
         with open(path, "rb") as handle:
             handle.seek(part["start"])
             while handle.tell() < part["bytes"]:
@@ -283,11 +275,8 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
     path = folder / "traffic.json"
     if path.exists() and all((folder / name).exists() for name in read_json(path, {"files": [str]})["files"]):
         return
-    begun = run.path("stages", "answers.begun.json")
-    pin = read_json(begun, {PIN: PINNED})[PIN]
-    if not has_form(pin.get("parts", []), [PINNED]):
-        raise DataError(f"{begun} is damaged: {PIN} is of another kind", "delete it and run `distill train` again")
-    if not all(Path(part["path"]).exists() and begins_with(Path(part["path"]), part) for part in parts_of(pin)):
+    pin = read_json(run.path("stages", "answers.begun.json"), {PIN: PINNED})[PIN]
+    if not all(Path(part["path"]).exists() and begins_with(Path(part["path"]), part) for part in pin["parts"]):
         raise DataError(
             f"{pin['path']} no longer begins with the {pin['lines']} lines that this run pinned; was it rotated?",
             f"{_unpin(run)} reads it as it is then",

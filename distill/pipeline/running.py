@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from distill.data.traffic import PIN, begins_with, parts_of, pin_of, read_lines
+from distill.data.traffic import PIN, begins_with, pin_of, read_lines
 from distill.devices import agree, memory_explained, process_count
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
-from distill.files import digest, read_json, write_json
+from distill.files import digest, has_form, read_json, write_json
 from distill.pipeline.stages import (
     LAST_TOGETHER,
     NAMES,
@@ -37,7 +37,7 @@ from distill.pipeline.stages import (
 from distill.progress import duration
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import left_out, not_run
-from distill.run import Run, is_read
+from distill.run import READ, Run
 
 Kind = Literal["skip", "run", "resume", "redo", "mend", "wait", "refuse", "leave"]
 WORDS: dict[Kind, tuple[str, str]] = {  # of an action in a plan, and as it begins
@@ -410,7 +410,7 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
             "restore the section, or use another run (name=…)",
         )
     read = (run.done("answers") or {"inputs": {}})["inputs"].get(PIN)
-    if read is not None and not is_read(read):
+    if read is not None and not has_form(read, READ):
         raise DataError(f"{run.done_path('answers')} is damaged: {PIN} is of another kind", "copy the run again")
     require_growth(Path(settings.path), read)
     before = run.parent()
@@ -433,8 +433,8 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
 def require_growth(path: Path, read: dict[str, Any] | None) -> None:
     """Raise RunError when a file was rotated since it was read, or has no usable line after those that were read."""
     now = pin_of(path, read)
-    known = {part["path"]: part for part in parts_of(read)} if read else {}
-    for part in parts_of(now):  # a file of a folder that is gone has been read; another file than before is new
+    known = {part["path"]: part for part in read["parts"]} if read else {}
+    for part in now["parts"]:  # a file of a folder that is gone has been read; another file than before is new
         before = known.get(part["path"])
         if before is not None and not begins_with(Path(part["path"]), before):
             raise RunError(

@@ -151,7 +151,8 @@ def test_further_turns_are_asked_one_after_another(plain: Any) -> None:
 def test_a_tools_result_ends_what_can_be_asked(plain: Any) -> None:
     chat = prompts_of(plain, "qwen-3", Chat())
     messages = [*TALK, {"role": "tool", "content": "x"}, {"role": "user", "content": "later"}]
-    assert chat.describe(document("d", messages))["turns"] == ["And 3 + 3?"]
+    prompt = chat.prompt(document("d", messages))
+    assert prompt is not None and prompt.chat is not None and prompt.chat["turns"] == ["And 3 + 3?"]
     assert chat.dropped == {"turns of conversations after a tool's result": 1}
 
 
