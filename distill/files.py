@@ -182,7 +182,15 @@ def _fsync(path: Path) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object], *, several: bool = False) -> None:
-    """Let `write` fill a temporary file, fsync it and rename it to `path`; readers never see half a file.
+    """Let `write` fill a temporary file; see `written_atomically`."""
+    with written_atomically(path, several=several) as temporary:
+        write(temporary)
+
+
+@contextlib.contextmanager
+def written_atomically(path: Path, *, several: bool = False) -> Iterator[Path]:
+    """A temporary file to fill within a `with` block, then fsynced and renamed to `path`; readers never see half a
+    file.
 
     With `several`, more than one process may write `path` at a time. Raises RunError when the disk is full or the
     folder cannot be written; an old file then stays intact.
@@ -192,7 +200,7 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, several: bo
         remove_left(path.parent, path.name, "tmp")
     with _replacing(path, temporary):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
+        yield temporary
         _fsync(temporary)
         os.replace(temporary, path)
         _fsync(path.parent)

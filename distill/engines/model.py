@@ -330,38 +330,37 @@ class Step(NamedTuple):
     seconds: float
 
 
-class _Noting:
-    """A model of one row that notes its steps and shares its whole state with `model`: either can go on with a text.
-
-    It is made of the model's own class, because rounds on a device drive those by `step`, past `extend`.
-    """
-
-    noted: list[Step]
-    lengths: list[int]
+class Noted:
+    """A model of one row whose steps are noted. All else is the model's own, so that either can go on with a text."""
 
     def __init__(self, model: Any, steps: list[Step]) -> None:
-        self.__dict__ = model.__dict__
-        self.noted = steps
+        self.model, self.steps = model, steps
 
-    def _noted(self, tokens: int, call: Callable[[], Any]) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def _noted(self, tokens: int, call: Callable[..., Any], *arguments: Any) -> Any:
         # What watching takes is the model's time rather than the round's own: between steps it would show more.
-        started, depth, before = time.perf_counter(), self.lengths[0], len(self.noted)
-        logits = call()
-        if len(self.noted) == before:  # `extend` may call `step`
-            self.noted.append(Step(depth, tokens, started, time.perf_counter() - started))
+        started, depth = time.perf_counter(), self.model.lengths[0]
+        logits = call(*arguments)
+        self.steps.append(Step(depth, tokens, started, time.perf_counter() - started))
         return logits
-
-    def step(self, ids: Tensor, *arguments: Any) -> Any:
-        """See `StaticTorchModel`."""
-        call = super().step  # type: ignore[misc]
-        return self._noted(ids.shape[1], lambda: call(ids, *arguments))
 
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> Any:
         """See `Model`."""
-        call = super().extend  # type: ignore[misc]
-        return self._noted(len(tokens), lambda: call(tokens, counts, parents, want))
+        return self._noted(len(tokens), self.model.extend, tokens, counts, parents, want)
+
+    # Rounds on a device drive a model past `extend`.
+
+    def step(self, ids: Tensor, *arguments: Any) -> Any:
+        """See `StaticTorchModel`."""
+        return self._noted(ids.shape[1], self.model.step, ids, *arguments)
+
+    def grow(self, ids: Tensor, *arguments: Any) -> Any:
+        """See `StaticTorchModel`."""
+        return self._noted(len(ids), self.model.grow, ids, *arguments)
 
 
 class Watch:
@@ -373,8 +372,8 @@ class Watch:
 
     def models(self, target: Model, draft: Model) -> tuple[Model, Model]:
         """Both models with their steps noted here; one that is both notes as the target."""
-        watched = _watched(target, self.target)
-        return watched, watched if draft is target else _watched(draft, self.draft)
+        watched: Any = Noted(target, self.target)
+        return watched, watched if draft is target else Noted(draft, self.draft)
 
     def take(self) -> tuple[list[Step], list[Step]]:
         """The steps of target and draft, but for those that read a prompt; they are forgotten here."""
@@ -382,8 +381,3 @@ class Watch:
         self.target.clear()
         self.draft.clear()
         return taken[0], taken[1]
-
-
-def _watched(model: Any, steps: list[Step]) -> Any:
-    kind = type(model)
-    return type(f"Watched{kind.__name__}", (_Noting, kind), {"__slots__": ("noted",)})(model, steps)

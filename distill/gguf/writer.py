@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 
 from distill.errors import DataError
-from distill.files import remove_left, write_atomically
+from distill.files import remove_left, write_atomically, written_atomically
 from distill.folders import Floats, Stored, stored_tensors, to_floats
 from distill.gguf.families import part_of
 from distill.gguf.fields import (
@@ -308,9 +308,6 @@ def export_files(
         add_tokenizer(writer, tokenizer)
         return writer
 
-    def write(paths: list[Path]) -> None:
-        _write(tensors, fields, dict(zip(paths, written.values(), strict=True)))
-
     adjusted = bool(tensor_types) or importance is not None
     left = {path: kind for path, kind in outputs.items() if adjusted or kind not in DIRECT}
     direct = {path: kind for path, kind in outputs.items() if path not in left}
@@ -327,7 +324,10 @@ def export_files(
             exact = first.with_name(f".{first.name}.{os.getpid()}.exact.gguf")
             stack.callback(exact.unlink, missing_ok=True)
             written[exact] = exact_type
-        _write_together(list(written), [], write)
+        with contextlib.ExitStack() as files:  # none is renamed before all are whole
+            places = {files.enter_context(written_atomically(path, several=True)): written[path] for path in written}
+            if places:
+                _write(tensors, fields, places)
         for path, kind in direct.items():
             matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
             counts[path] = sum(_tensor_type(tensor, kind).name != kind.upper() for tensor in matrices)
@@ -343,16 +343,6 @@ def export_files(
 def own_file(recipe: Recipe) -> Path | None:
     """The GGUF file that the recipe's target is; None for a folder or a hub name."""
     return Path(recipe.target.model) if is_gguf(recipe.target.model) else None
-
-
-def _write_together(paths: list[Path], open_ones: list[Path], write: Callable[[list[Path]], object]) -> None:
-    """Let `write` fill a temporary file for each path at a time; none is renamed before all are whole."""
-    if len(open_ones) == len(paths):
-        if paths:
-            write(open_ones)
-        return
-    path = paths[len(open_ones)]
-    write_atomically(path, lambda place: _write_together(paths, [*open_ones, place], write), several=True)
 
 
 def _lossless(tensors: list[GgufTensor]) -> str:

@@ -115,15 +115,16 @@ def require_teacher_file(path: str, target: str, block: int) -> str:
 class GgufReader:
     """A GGUF file that reads each document on its own, in pieces, with the logits of one piece in memory at a time.
 
-    llama.cpp computes a lone token with other kernels than several; `pad_single` makes the stored numbers independent
-    of how a document falls into pieces (see GgufModel). Loads the weights.
+    llama.cpp computes a lone token, and a lone output, with other kernels than several. Both are avoided, so that the
+    stored numbers do not depend on how a document falls into pieces. Loads the weights.
     """
 
     def __init__(self, path: str, target: str, block: int, vocabulary: int, options: GgufOptions) -> None:
         require_teacher_file(path, target, block)
         self.vocabulary = vocabulary
         capacity = max(block, 2)
-        self.model = GgufModel(path, context=capacity, batch=min(ROWS, capacity), pad_single=True, options=options)
+        # One token more than a document has: the one beside a lone last token.
+        self.model = GgufModel(path, context=capacity + 1, batch=min(ROWS, capacity), options=options)
         self.origin: dict[str, Any] = {"kind": "gguf", "path": str(Path(path)), "digest": reference_digest(path)}
         changing = {name: value for name, value in options.given().items() if name in CHANGES_LOGITS}
         if changing:
@@ -141,9 +142,10 @@ class GgufReader:
             for start in range(0, len(ids), ROWS):
                 piece = ids[start : start + ROWS]
                 want = [position - start for position in document.scored if start <= position < start + len(piece)]
-                logits = self.model.extend(piece, want=want)
+                beside = [want[0] - 1 if want[0] else 1] if len(want) == 1 else []
+                logits = self.model.extend(piece * 2 if len(piece) == 1 else piece, want=[*want, *beside])
                 if want:
-                    yield logits.full()
+                    yield logits.full()[: len(want)]
 
     def close(self) -> None:
         """Free the weights."""

@@ -488,7 +488,7 @@ HEAD = r"def ([a-z_]{1,5}|é)\((self(, ([a-z_]{1,5}|é)){0,}){0,1}\):\n"
 @needs_llama
 def test_gguf_text(gguf_toys: tuple[Path, Path]) -> None:
     with (
-        GgufModel(gguf_toys[0], context=128, threads=1, pad_single=True, max_leaves=12) as target,
+        GgufModel(gguf_toys[0], context=128, threads=1, max_leaves=12) as target,
         GgufModel(gguf_toys[1], context=128, threads=1, max_leaves=12) as draft,
     ):
         tokens = Tokens.of_gguf(target)

@@ -102,16 +102,6 @@ def test_a_micro_batch_divides_a_call(files: dict[int, Path], usual: Seen) -> No
     assert 0 < apart(one.logits, usual.logits) < 0.01  # every token is
 
 
-@pytest.mark.parametrize("size", [2, 7])
-def test_a_micro_batch_leaves_padded_logits_independent_of_the_division(size: int, files: dict[int, Path]) -> None:
-    options = GgufOptions(ubatch_size=size)
-    with GgufModel(files[32], context=128, batch=64, threads=1, pad_single=True, options=options) as model:
-        whole = model.extend(IDS).full()
-        model.rollback([0])
-        parts = [model.extend(IDS[start : start + 3]).full() for start in range(0, len(IDS), 3)]
-    assert apart(whole[-1:], parts[-1][-1:]) == 0 and apart(whole[:3], parts[0]) == 0
-
-
 def test_a_tree_larger_than_the_micro_batch(files: dict[int, Path]) -> None:
     parents = [-1, -1, 0, 1, 2, 3]
     found = []

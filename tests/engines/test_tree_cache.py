@@ -317,11 +317,8 @@ def within(noise: float) -> Callable[[torch.Tensor, torch.Tensor], None]:
 
 
 @needs_llama
-@pytest.mark.parametrize("pad_single", [False, True])
-def test_gguf_after_anything_is_a_fresh_prefill(
-    exported: Path, single: GgufModel, noise: float, pad_single: bool
-) -> None:
-    with GgufModel(exported, context=64, batch=32, threads=1, pad_single=pad_single, max_leaves=6) as model:
+def test_gguf_after_anything_is_a_fresh_prefill(exported: Path, single: GgufModel, noise: float) -> None:
+    with GgufModel(exported, context=64, batch=32, threads=1, max_leaves=6) as model:
         assert model.max_leaves == 6
         for seed in range(12):
             model.rollback([0])

@@ -198,38 +198,6 @@ def test_parity_of_a_file_and_of_a_wrong_one(exported: Path, tmp_path: Path) -> 
     assert parity.top1_agreement < 0.9
 
 
-@needs_llama
-@pytest.mark.parametrize("outtype", ["f32", "f16", "q8_0"])
-def test_pad_single_is_bitwise_lossless(exported: Path, outtype: str) -> None:
-    path = exported.parent / f"{outtype}.gguf"
-    chooser = random.Random(5)
-    with GgufModel(path, context=97, batch=16, threads=1, pad_single=True) as gguf:
-        ids = some_ids(gguf.vocabulary_size, 97, 2)  # to the last cell, where the dummy needs one more
-        whole = gguf.extend(ids).full()
-        gguf.rollback([0])
-        alone = torch.cat([gguf.extend([token]).full() for token in ids])
-        assert gguf.lengths == [97]
-        assert torch.equal(alone, whole)
-        position = 0
-        gguf.rollback([0])
-        while position < len(ids):  # chunks with rejected tokens after them, single wants, and rollbacks
-            count = min(chooser.randrange(1, 7), len(ids) - position)
-            wrong = some_ids(gguf.vocabulary_size, min(chooser.randrange(0, 4), 97 - position - count), position)
-            want = chooser.randrange(count)
-            row = gguf.extend([*ids[position : position + count], *wrong], want=[want]).full()
-            assert torch.equal(row[0], whole[position + want])
-            position += count
-            gguf.rollback([position])
-        gguf.rollback([0])
-        logits = gguf.extend(ids, [97], want=[96, 3, 50, 3, 31, 32])
-        assert torch.equal(logits.full(), whole[[96, 3, 50, 3, 31, 32]])
-        assert logits.argmax() == logits.full().argmax(-1).tolist()
-        gguf.rollback([1])
-        assert len(gguf.extend([1, 2], want=[])) == 0
-        with pytest.raises(ValueError, match="overwritten"):
-            logits.argmax()
-
-
 @pytest.fixture
 def folder(exported: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(exported, tmp_path / "copy"))

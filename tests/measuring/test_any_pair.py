@@ -282,7 +282,6 @@ def test_steps_of_static_models_are_noted() -> None:
     """Chains and trees; either the model or the watched one goes on with a text."""
     model, watch = StaticTorchModel(toy()), Watch()
     watched, _ = watch.models(model, model)
-    assert isinstance(watched, StaticTorchModel)
     watched.extend([1, 2, 3])
     watched.extend([4, 5], parents=[ROOT, ROOT])
     watched.keep([[1]])

@@ -76,12 +76,14 @@ def stored(recipe: Recipe, run: Run) -> tuple[TeacherStore, Tensor, Tensor, Tens
 
 
 def token_by_token(path: Path, blocks: Packed) -> Tensor:
-    """log p [N, V] in fp64 of a GGUF file at the scored positions, decoding one token at a time."""
+    """log p [N, V] in fp64 of a GGUF file at the scored positions, one token at a time, each with another beside it."""
     rows = []
-    with GgufModel(path, context=64, threads=1, pad_single=True) as model:
+    with GgufModel(path, context=65, threads=1) as model:
         for document in listed_documents(blocks):
-            model.rollback([0])
-            logits = [model.extend([token]).full()[0] for token in document.ids[:-1]]
+            logits = []
+            for place, token in enumerate(document.ids[:-1]):
+                model.rollback([place])
+                logits.append(model.extend([token, token]).full()[0])
             rows += [logits[position][:SIZE].double().log_softmax(-1) for position in document.scored]
     return torch.stack(rows)
 

@@ -100,7 +100,7 @@ def checked_batches(file: GgufFile, options: GgufOptions) -> BatchCheck | None:
 def _measure(file: GgufFile, library: str, options: GgufOptions, sizes: list[int]) -> BatchCheck:
     count = max(sizes)
     ids = np.resize(np.array(file.tokenize(TEXT) or [0]), count)
-    context = GgufContext(file, count, count, 1, False, options.model_copy(update={"ubatch_size": count}))
+    context = GgufContext(file, count, count, 1, options.model_copy(update={"ubatch_size": count}))
     try:
         rows, states = [], {}
         for place in range(count):
@@ -129,7 +129,7 @@ def _kl_of_trees(file: GgufFile, options: GgufOptions, ids: NDArray[np.int64], s
     The gaps that rejected nodes leave in the cache come to lie in every place.
     """
     context = GgufContext(
-        file, 2 * len(ids), len(BRANCHED), 3, False, options.model_copy(update={"ubatch_size": len(BRANCHED)})
+        file, 2 * len(ids), len(BRANCHED), 3, options.model_copy(update={"ubatch_size": len(BRANCHED)})
     )
     try:
         branches, rows = Branches(context, 2), []

@@ -33,7 +33,7 @@ class GgufContext:
     """A cache of `capacity` tokens and `sequences` sequences over a file, of the types that `options` name.
 
     `cells` is the size of the cache in tokens, `batch_size` the most tokens of one call, `generation` counts the calls
-    that overwrite logits returned before. For `pad_single` see `GgufModel`. `undoable` is how many of a call's last
+    that overwrite logits returned before. `undoable` is how many of a call's last
     tokens llama.cpp can take back from a recurrent state. Raises DataError when there is no room.
     """
 
@@ -43,17 +43,15 @@ class GgufContext:
         capacity: int,
         batch: int,
         sequences: int,
-        pad_single: bool,
         options: GgufOptions,
     ) -> None:
         self._batch: Any = None
         self.path, self.generation = file.path, 0
-        self._file, self._library, self._pad_single = file, file.engine, pad_single
+        self._file, self._library = file, file.engine
         llama = self._library
         settings = llama.llama_context_default_params()
         spare = SPARE_NODES if sequences > 1 else 0
-        # The dummy token of pad_single needs a cell of its own even when the row is full.
-        settings.n_ctx = capacity + int(pad_single) + spare
+        settings.n_ctx = capacity + spare
         settings.n_batch = min(batch, capacity + spare)
         settings.n_seq_max = sequences
         fill_context(settings, options)
@@ -71,8 +69,6 @@ class GgufContext:
         self._defragment = getattr(llama, "llama_kv_cache_defrag", None)
         self.undoable = int(llama.llama_n_rs_seq(self._context)) if file.recurrent else 0  # in some architectures none
         self.batch_size = int(llama.llama_n_batch(self._context))
-        if pad_single:  # no lone token may be left for a micro-batch of its own
-            self.batch_size = min(self.batch_size, int(llama.llama_n_ubatch(self._context)))
         self.cells = int(llama.llama_n_ctx(self._context))
         self._batch = llama.llama_batch_init(self.batch_size, 0, sequences)
         view, size = np.ctypeslib.as_array, (self.batch_size,)
@@ -99,7 +95,7 @@ class GgufContext:
             self._position[:count] = self._ascending[start : start + count]
             self._output[: count - 1] = not last_only
         self._output[count - 1] = 1
-        self._run(count, count, start)
+        self._run(count, start)
         row_count = 1 if last_only else count
         buffer = self._library.llama_get_logits(self._context)
         address = ctypes.addressof(buffer.contents)
@@ -112,7 +108,7 @@ class GgufContext:
 
     def decode_chain(self, ids: NDArray[np.int64], mask: NDArray[np.int8], start: int) -> NDArray[np.float32]:
         """Decode ids [m] one after the other from `start` in sequence 0; view [rows asked for by mask [m], V]."""
-        return self._decode(ids, mask, self._ascending[start : start + len(ids)], 0)
+        return self._decode(ids, mask, self._ascending[start : start + len(ids)])
 
     def decode_nodes(
         self, ids: NDArray[np.int64], mask: NDArray[np.int8], positions: NDArray[np.int32], through: list[list[int]]
@@ -122,52 +118,29 @@ class GgufContext:
             self._sequences[index] = len(sequences)
             for place, sequence in enumerate(sequences):
                 self._batch.seq_id[index][place] = sequence
-        dummy = self._pad_single and len(ids) == 1
-        if dummy:
-            self._batch.seq_id[1][0] = through[0][0]
         try:
-            return self._decode(ids, mask, positions, through[0][0])
+            return self._decode(ids, mask, positions)
         finally:
             self._sequences[: len(ids)] = 1
-            for index in range(len(ids) + dummy):
+            for index in range(len(ids)):
                 self._batch.seq_id[index][0] = 0
 
     def _decode(
-        self, ids: NDArray[np.int64], mask: NDArray[np.int8], positions: NDArray[np.int32], sequence: int
+        self, ids: NDArray[np.int64], mask: NDArray[np.int8], positions: NDArray[np.int32]
     ) -> NDArray[np.float32]:
-        """Decode one chunk whose sequences are set in the batch; the dummy of a lone token joins `sequence`."""
-        count, outputs, first = len(ids), int(mask.sum()), 0
-        dummy = self._pad_single and count == 1
-        size = count + dummy
-        self._token[:count] = ids
-        self._position[:count] = positions
-        self._output[:count] = mask
-        row_count = outputs
-        if dummy:
-            self._token[1] = ids[0]
-            self._position[1] = positions[0] + 1
-            self._output[1] = 1
-            row_count += 1
-        if self._pad_single and row_count == 1:
-            # A lone output would take the other kernel in the head: ask for a neighbour's too, and skip it.
-            only = int(np.flatnonzero(self._output[:size])[0])
-            extra = only - 1 if only else only + 1
-            self._output[extra] = 1
-            first, row_count = int(extra < only), 2
-            if dummy and not outputs:
-                first = 0
-        self._run(size, count, int(positions[0]))
-        if dummy:
-            self.remove(sequence, int(positions[0]) + 1)
+        """Decode one chunk whose sequences are set in the batch."""
+        count, outputs = len(ids), int(mask.sum())
+        self._token[:count], self._position[:count], self._output[:count] = ids, positions, mask
+        self._run(count, int(positions[0]))
         if not outputs:
             return np.empty((0, self._file.vocabulary_size), dtype=np.float32)
         buffer = self._library.llama_get_logits(self._context)
-        logits = np.ctypeslib.as_array(buffer, (row_count, self._file.head_rows))
-        return logits[first : first + outputs, : self._file.vocabulary_size]
+        logits = np.ctypeslib.as_array(buffer, (outputs, self._file.head_rows))
+        return logits[:, : self._file.vocabulary_size]
 
-    def _run(self, size: int, count: int, start: int) -> None:
-        """Decode the first `size` tokens of the batch; DataError, of `count` tokens at `start`, when that fails."""
-        self._batch.n_tokens = size
+    def _run(self, count: int, start: int) -> None:
+        """Decode the first `count` tokens of the batch, which begin at `start`; DataError when that fails."""
+        self._batch.n_tokens = count
         self.generation += 1
         ERRORS.clear()
         code = self._library.llama_decode(self._context, self._batch)

@@ -28,12 +28,10 @@ class GgufModel:
     """A GGUF file with a cache of one row, and trees of up to `max_leaves` branches.
 
     `context` is the capacity in tokens, `batch` the most tokens decoded at once; `options` are llama.cpp's (by default
-    no GPU, an f16 cache, flash attention off), `threads` those where the options name none. llama.cpp computes a lone
-    token, and a lone output, with other kernels than two or more. `pad_single` avoids both, so that logits do not
-    depend, bit for bit, on how a text was divided into calls (for f32, f16, bf16, q8_0, q4_0 files on a CPU, flash
-    attention off). After a tree that holds only up to rounding: a kept path may lie in the cache in another order.
+    no GPU, an f16 cache, flash attention off), `threads` those where the options name none. Logits depend on how a text
+    was divided into calls by rounding alone: llama.cpp computes a lone token, and a lone output, with other kernels.
 
-    A recurrent model takes no trees and is not padded. It returns to copies of its state (`Retold`); where llama.cpp
+    A recurrent model takes no trees. It returns to copies of its state (`Retold`); where llama.cpp
     takes back the last tokens of a call by itself, which depends on the architecture, nothing is computed again.
 
     Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind,
@@ -49,7 +47,6 @@ class GgufModel:
         context: int = 1024,
         batch: int = 512,
         threads: int | None = None,
-        pad_single: bool = False,
         max_leaves: int = 0,
         options: GgufOptions = ON_CPU,
     ) -> None:
@@ -65,9 +62,6 @@ class GgufModel:
         self._file = GgufFile(self.path, options=options)
         self._text = Retold() if self._file.recurrent else None
         max_leaves = 0 if self._file.recurrent else max_leaves
-        # With ubatch_size 1 every token is computed alone.
-        pad_single = pad_single and options.ubatch_size != 1 and not self._file.recurrent
-        self.pad_single = pad_single
         self._undoable = 0  # of the last tokens, by llama.cpp itself; −1 where it has just taken some back
         self.head_rows, self.vocabulary_size = self._file.head_rows, self._file.vocabulary_size
         self.build = self._file.build  # of the library that computes
@@ -79,7 +73,7 @@ class GgufModel:
                     note(f"{self.path.name}: {self.batches.describe()}")
                 options = options.model_copy(update={"ubatch_size": self.batches.largest or options.ubatch_size})
                 max_leaves = max_leaves if self.batches.takes_trees else 0
-            self._context = GgufContext(self._file, context, batch, max_leaves + 1, pad_single, options)
+            self._context = GgufContext(self._file, context, batch, max_leaves + 1, options)
         except BaseException:
             self._file.close()
             raise
@@ -167,7 +161,6 @@ class GgufModel:
         """Whether a chain is a valid step or verification, which can skip the bookkeeping of prompts and trees."""
         return (
             (want is None or (len(want) == 1 and want[0] == len(tokens) - 1))
-            and not self.pad_single
             and not len(self._branches)
             and 0 < len(tokens) <= min(FEW, self._context.batch_size, self.capacity - self._length)
             and min(tokens) >= 0
@@ -180,8 +173,7 @@ class GgufModel:
         check_call(tokens, counts, parents, want, self.vocabulary_size)
         old, count = len(self._branches), len(tokens)
         tree = self._branches.tree.grown(parents, self._length, self.capacity)
-        free = min(self._context.cells - self._length - old, self._context.batch_size)
-        room = free - int(self.pad_single and count == 1)  # a lone node needs a cell for its dummy
+        room = min(self._context.cells - self._length - old, self._context.batch_size)
         if count > room:
             raise ValueError(f"{count} more nodes do not fit: there is room for {room} in the cache and the batch")
         lengths = [self._length + depth for depth in tree.depths[old:]]
