@@ -20,7 +20,7 @@ from distill.machine import machine, thread_count
 from distill.progress import announce, command_line, note
 from distill.recipe import Gguf, PyTorch, Target
 from distill.recipe.measuring import MOST_KL, OUTTYPES
-from distill.tables import Cell, Row, Table
+from distill.tables import Block, Cell, Row, Table
 
 # ── `distill profile`: measures the cost curve of one model on this machine ──
 
@@ -39,7 +39,7 @@ def profile(
     max_tokens: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
     dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
-    types: Annotated[str | None, typer.Option(help="Of a GGUF file: compare it with these, such as q8_0,f16.")] = None,
+    types: Annotated[str | None, typer.Option(help="Compare its files of these GGUF types, such as q8_0,f16.")] = None,
     most_kl: Annotated[float, shared.number_option(min=0, help="--types: the KL that is accepted, in nats.")] = MOST_KL,
     threads: shared.ThreadsOption = None,
     out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file.")] = None,
@@ -56,7 +56,7 @@ def profile(
         context,
         (model.endswith(".gguf"), "dtype", shared.TYPES_OF_ITS_OWN),
         (types is None, "most_kl", "is for --types"),
-        (types is not None, "static compile prepack", "is for folders, and --types for a GGUF file"),
+        (types is not None, "static compile prepack dtype", "is for PyTorch, and --types for GGUF files"),
         (types is not None, "depths max_tokens out", "is for the curve of one model, and --types compares several"),
     )
     if types is not None:
@@ -91,13 +91,11 @@ def _compare_types(
         raise RecipeError(f"--types takes none of llama.cpp's options ({gguf.described()})", "leave them out")
     if model.endswith(".gguf") and not Path(model).is_file():
         raise DataError(f"there is no file {model}", "give a GGUF file")
-    if not model.endswith(".gguf"):
-        raise RecipeError(f"--types is for a GGUF file, and {model} is none", "export one with `distill export-gguf`")
-    from distill.measuring.identity import TypesReport, compare_types, recommend, types_table
+    from distill.measuring.identity import compare_types, recommend, types_table
 
-    figures = compare_types(Path(model), kinds, threads, repeats)
-    report = TypesReport(command_line(sys.argv), machine(), most_kl, figures)
-    shared.print_blocks([recommend(report), types_table(report)], report, output)
+    figures = compare_types(model, kinds, threads, repeats)
+    blocks: list[Block] = [recommend(figures, most_kl), types_table(figures, command_line(sys.argv))]
+    shared.print_blocks(blocks, None, output)
 
 
 def measured_curve(

@@ -31,14 +31,13 @@ from distill.engines.torch.hugging_face import (
     load_model,
     load_target,
     load_tokenizer,
-    local_folder,
 )
-from distill.errors import DataError, RecipeError
+from distill.errors import DataError
 from distill.files import write_atomically, write_result, write_text
 from distill.gguf.importing import file_type, is_gguf, one_engine
-from distill.gguf.writer import export_files
 from distill.measuring.acceptance import LONGEST, EvaluationOptions, TargetWithDrafts, as_report, evaluate_pairs
 from distill.measuring.evaluation_results import Bounds, EvaluationReport, StoredMeasures, evaluation_blocks
+from distill.measuring.identity import files_in_types
 from distill.measuring.measure import METRICS, Measured, Values, sum_by_document
 from distill.recipe import Chat, Corpus, Evaluate, Gguf, GgufOptions, PyTorch, Recipe, Target, is_path
 from distill.recipe.measuring import UNQUANTISED
@@ -286,8 +285,8 @@ DraftFile = tuple[str, str | None]  # a draft, and the type of its cache where t
 def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions) -> EvaluationReport:
     """The report of every pair of the grid.
 
-    Raises RecipeError for types of a model that is a GGUF file already, and for a cache type that the build or the
-    draft's sizes do not allow, PairError for models that do not fit, DataError for fewer than 4 prompts.
+    Raises RecipeError for a cache type that the build or the draft's sizes do not allow, PairError for models that do
+    not fit, DataError for fewer than 4 prompts.
     """
     for target in grid.targets:
         for draft in grid.drafts:
@@ -321,17 +320,15 @@ def _labelled(
         if not grid.types.given:
             found[name] = model, model
             continue
-        if types and is_gguf(model):
-            raise RecipeError(f"{model} has its types already", "leave its types out, or give the folder")
-        files = {file_type(Path(model)): Path(model)} if is_gguf(model) else {}
-        if not files:
-            place = scratch / f"{role}-{number}"
-            files = {kind: (grid.written or place) / f"{role}-{kind}.gguf" for kind in types or ["f16"]}
-            missing = {kind: place / path.name for kind, path in files.items() if not path.is_file()}
-            place.mkdir()
-            if missing:
-                export_files(local_folder(model), {path: kind for kind, path in missing.items()})
-            files |= missing
+        folder = scratch / f"{role}-{number}"
+        folder.mkdir()
+
+        def place(kind: str, folder: Path = folder) -> Path:
+            exported = None if grid.written is None else grid.written / f"{role}-{kind}.gguf"
+            return exported if exported is not None and exported.is_file() else folder / f"{role}-{kind}.gguf"
+
+        kinds = types or [file_type(Path(model)) if is_gguf(model) else "f16"]
+        files = files_in_types(model, kinds, place)
         found |= {kind if len(models) == 1 else f"{name}, {kind}": (str(path), model) for kind, path in files.items()}
     return found
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +22,10 @@ from distill.decoding.decode import plain
 from distill.divergences import forward_kl
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.model import ROOT, Model
+from distill.engines.torch.hugging_face import local_folder
 from distill.errors import DataError
-from distill.gguf.importing import file_type, folder_of
-from distill.gguf.writer import export_gguf
+from distill.gguf.importing import file_type, is_gguf
+from distill.gguf.writer import export_files
 from distill.progress import note
 from distill.recipe import GgufOptions, Target
 from distill.tables import Cell, Row, Table
@@ -206,7 +206,7 @@ def _logits(model: Model, prompt: Sequence[int], new: Sequence[int]) -> Tensor:
     return torch.stack([*_logits_along(model, prompt, new, 1, range(len(new)), False).values()])
 
 
-# ── Which library and type of file run a GGUF target fastest on this machine ──
+# ── Which library and type of file run a target fastest on this machine ──
 
 SIZES = (1, 2, 3, 4, 6, 8)
 DEPTH, PROMPT, NEW = 128, 128, 128  # tokens in the cache; of the request that is priced
@@ -221,8 +221,8 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class TypeFigures:
-    """One library and type: the KL in nats from the file's own distributions (0 for itself), the seconds of a prompt of
-    128 tokens and T(m) by m behind it."""
+    """One library and type: the KL in nats from the distributions of the first, seconds of a prompt of PROMPT tokens
+    and T(m) by m behind it."""
 
     library: str
     type: str
@@ -236,31 +236,32 @@ class TypeFigures:
         return NEW / (self.prompt_seconds + NEW * self.steps[1])
 
 
-@dataclass(frozen=True)
-class TypesReport:
-    """The rows of the table, the file itself in llama.cpp first; `most_kl` is the KL that is accepted."""
+def files_in_types(model: str, kinds: Iterable[str], place: Callable[[str], Path]) -> dict[str, Path]:
+    """A model's file of each GGUF type, by its name in tables; at `place` of a type it is written where it is not.
 
-    command: str
-    machine: dict[str, Any]
-    most_kl: float
-    figures: list[TypeFigures]
+    A GGUF file is its own file of the type that it has; other types are made of its weights, as their names say.
+    """
+    own = file_type(Path(model)) if is_gguf(model) else None
+    files = {kind: Path(model) if kind == own else place(kind) for kind in kinds}
+    if missing := {path: kind for kind, path in files.items() if not path.is_file()}:
+        export_files(local_folder(model), missing)
+    return {kind if own in (None, kind) else f"{kind} (from {own})": path for kind, path in files.items()}
 
 
-def compare_types(path: Path, types: Sequence[str], threads: int | None, repeats: int) -> list[TypeFigures]:
-    """The file itself and its weights in other types, in every library that is installed; its own in llama.cpp first.
+def compare_types(model: str, types: Sequence[str], threads: int | None, repeats: int) -> list[TypeFigures]:
+    """A model's files of these types in every library that is installed; the first in llama.cpp, which is the file
+    itself where the model is one.
 
-    Files of other types are written to a temporary folder and removed. A library that does not open one, or computes
-    batches of it wrongly, is left out with a message; DataError where llama.cpp does not open the file itself.
+    Files are written to a temporary folder and removed. A library that does not open one, or computes batches of it
+    wrongly, is left out with a message; DataError where llama.cpp does not open the first.
     """
     libraries = ["llama.cpp", *(["ik"] if importlib.util.find_spec("ik_llama_cpp") else [])]
-    own, figures = file_type(path), list[TypeFigures]()
+    figures = list[TypeFigures]()
     reference: OwnDistributions | None = None
-    with tempfile.TemporaryDirectory() as scratch:
-        for kind in dict.fromkeys([own, *types]):
-            place = path
-            if kind != own:
-                place = Path(scratch) / f"{kind}.gguf"
-                export_gguf(folder_of(str(path)), place, kind)
+    own = [file_type(Path(model))] if is_gguf(model) else []
+    for kind in dict.fromkeys([*own, *types]):
+        with tempfile.TemporaryDirectory() as scratch:
+            ((title, place),) = files_in_types(model, [kind], lambda kind: Path(scratch, f"{kind}.gguf")).items()
             for library in libraries:
                 note(f"{library}, {kind}")
                 options = GgufOptions.model_validate({"library": library})
@@ -271,15 +272,12 @@ def compare_types(path: Path, types: Sequence[str], threads: int | None, repeats
                         raise
                     note(f"{library}, {kind}: left out: {error.what}")
                     continue
-                with opened as model:
-                    texts = [[*model.opening, *model.tokenize(text)] for text in TEXTS]
-                    reference = reference or OwnDistributions(model, texts)
-                    kl = reference.kl(model) if figures else 0.0
-                    title = kind if kind == own else f"{kind} (from {own})"
-                    steps = measure_steps(model, SIZES, DEPTH, repeats)
-                    figures.append(TypeFigures(library, title, kl, _prompt_seconds(model, repeats), steps))
-            if place != path:
-                place.unlink()
+                with opened as decoder:
+                    texts = [[*decoder.opening, *decoder.tokenize(text)] for text in TEXTS]
+                    reference = reference or OwnDistributions(decoder, texts)
+                    kl = reference.kl(decoder) if figures else 0.0
+                    steps = measure_steps(decoder, SIZES, DEPTH, repeats)
+                    figures.append(TypeFigures(library, title, kl, _prompt_seconds(decoder, repeats), steps))
     return figures
 
 
@@ -295,7 +293,7 @@ def _prompt_seconds(model: GgufModel, repeats: int) -> float:
     return min(taken)
 
 
-def types_table(report: TypesReport) -> Table:
+def types_table(figures: Sequence[TypeFigures], command: str) -> Table:
     """A row for each library and type."""
     rows: list[Row] = [
         [
@@ -307,22 +305,22 @@ def types_table(report: TypesReport) -> Table:
             *(Cell(one.steps[m] / one.steps[1], ".2f") for m in SIZES[1:]),
             one.request_rate,
         ]
-        for one in report.figures
+        for one in figures
     ]
     heads = ["library", "type", "KL", "prompt tokens/s", "plain tokens/s", *(f"T({m})/T(1)" for m in SIZES[1:])]
     text = (
-        f"KL: mean nats from the file's own distributions. Request: {PROMPT} tokens of prompt, {NEW} new ones, plain."
+        f"KL: mean nats from the first row's distributions. Request: {PROMPT} tokens of prompt, {NEW} new ones, plain."
     )
-    return Table([*heads, "request tokens/s"], rows, report.command, "libraries and types", text)
+    return Table([*heads, "request tokens/s"], rows, command, "libraries and types", text)
 
 
-def recommend(report: TypesReport) -> str:
+def recommend(figures: Sequence[TypeFigures], most_kl: float) -> str:
     """The fastest of those whose KL is accepted, and what verifying costs there."""
-    own = report.figures[0]
-    best = max((one for one in report.figures if one.kl <= report.most_kl), key=lambda one: one.request_rate)
-    sentence = f"Fastest at a KL of at most {report.most_kl:g}: {best.library}, {best.type}"
+    own = figures[0]
+    best = max((one for one in figures if one.kl <= most_kl), key=lambda one: one.request_rate)
+    sentence = f"Fastest at a KL of at most {most_kl:g}: {best.library}, {best.type}"
     if best is own:
-        return f"{sentence}, which is the file as it is."
+        return f"{sentence}, the first of them."
     gain, (there, here) = best.request_rate / own.request_rate, (one.steps[4] / one.steps[1] for one in (best, own))
     return (
         f"{sentence}: {gain:.2f}× the request in {own.library}, {own.type}; verifying 4 tokens costs {there:.2f} steps "

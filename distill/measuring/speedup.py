@@ -18,11 +18,11 @@ from distill.decoding.other_vocabulary import read_with
 from distill.decoding.round_costs import PROMPTS
 from distill.engines.llama_cpp.model import MOST_LEAVES
 from distill.engines.loaded import LoadedPair, context_of, load_pair
-from distill.engines.torch.hugging_face import end_ids, load_tokenizer, local_folder
+from distill.engines.torch.hugging_face import end_ids, load_tokenizer
 from distill.errors import RecipeError
 from distill.files import read_result, write_result, write_text
 from distill.gguf.importing import file_type
-from distill.gguf.writer import export_gguf, own_file
+from distill.gguf.writer import own_file
 from distill.machine import machine
 from distill.measuring.calibrate import (
     calibrate_pair,
@@ -32,7 +32,7 @@ from distill.measuring.calibrate import (
     validation_prompts,
 )
 from distill.measuring.compare import PairSettings, TimedText, totals
-from distill.measuring.identity import OwnDistributions
+from distill.measuring.identity import OwnDistributions, files_in_types
 from distill.measuring.speedup_results import InTurns, PairMeasured, SpeedupPart, SpeedupReport
 from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.timing import PairTexts, measure_pair, time_again
@@ -206,13 +206,10 @@ def _file_of_target(recipe: Recipe, run: Run, backend: str) -> Path:
     exported = run.path("gguf", f"target-{kind}.gguf")
     if own is None:
         return exported
-    if ":" not in backend or file_type(own) == kind:
+    if ":" not in backend:
         return own
-    written = run.path("speedup", exported.name)
-    if not written.exists():
-        run.say(f"  {backend}: the target is quantised again, to {kind}")
-        export_gguf(local_folder(recipe.target.model), written, kind)
-    return written
+    (path,) = files_in_types(str(own), [kind], lambda _: run.path("speedup", exported.name)).values()
+    return path
 
 
 def _load(recipe: Recipe, settings: PairSettings, backend: str) -> LoadedPair:

@@ -222,10 +222,9 @@ HOT = ["--temperature", "0.9"]
         (["profile", "DRAFT", "--depths", "x"], "expected numbers separated by commas"),
         (["profile", "DRAFT", "--depths", "9999"], "no room"),
         (["profile", "nothing.gguf"], "there is no file"),
-        (["profile", "DRAFT", "--types", "q8_0"], "--types is for a GGUF file"),
         (["profile", "nothing.gguf", "--types", "q8_9"], "--types q8_9 is unknown"),
         (["profile", "nothing.gguf", "--types", "q8_0", "--depths", "8"], "--depths is for the curve of one model"),
-        (["profile", "nothing.gguf", "--types", "q8_0", "--static"], "--static is for folders"),
+        (["profile", "nothing.gguf", "--types", "q8_0", "--static"], "--static is for PyTorch"),
         (["profile", "nothing.gguf", "--most-kl", "0.1"], "--most-kl is for --types"),
         (["profile", "TARGET", "--depths", "0,8"], "at least 1"),
     ],
@@ -310,10 +309,10 @@ def test_profile(copied: Path, tmp_path: Path, capsys: Capture) -> None:
 def test_profile_of_types(gguf_toys: tuple[Path, Path], capsys: Capture) -> None:
     options = ("--types", "q8_0,f16", "--repeats", 5, "--threads", 1, "--output", "json")
     report = json.loads(tiny.shown(capsys, "profile", gguf_toys[0], *options))
-    rows = [row for row in report["figures"] if row["library"] == "llama.cpp"]
+    rows = [row for row in report if row["library"] == "llama.cpp"]
     assert [row["type"] for row in rows] == ["f32", "q8_0 (from f32)", "f16 (from f32)"]
-    assert rows[0]["kl"] == 0 < rows[2]["kl"] < rows[1]["kl"] < 0.1
-    assert all(row["steps"].keys() == {"1", "2", "3", "4", "6", "8"} for row in rows)
+    assert rows[0]["KL"] == 0 < rows[2]["KL"] < rows[1]["KL"] < 0.1
+    assert all(row[f"T({m})/T(1)"] > 0 for row in rows for m in (2, 3, 4, 6, 8))
     table = tiny.shown(capsys, "profile", gguf_toys[0], *options[:-2])
     assert table.startswith("Fastest at a KL of at most 0.01: ") and table.count("(from f32)") >= 2
 
